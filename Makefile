@@ -1,0 +1,64 @@
+# Everything runs in a virtual environment that the targets make for themselves.
+# Needs python3 (3.11 or newer) with pip. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= auto
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test smoke bench lint format types docs clean
+# Two pips must not write into one environment at once.
+.NOTPARALLEL:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+venv: $(VENV)/.installed-test ## only set up .venv, with the package and what its tests need
+
+demo: $(VENV)/.installed-test ## one portable kernel on every backend present
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed-test ## all tests, one worker per core
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+smoke: $(VENV)/.installed-test ## the tests to run before every commit
+	$(BIN)/python -m pytest -q tests/test_smoke.py tests/test_rules.py
+
+bench: $(VENV)/.installed-test ## every benchmark, one after another
+	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file; done
+
+lint: $(VENV)/.installed-dev ## ruff, rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev ## ruff, mending what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-test $(VENV)/.installed-dev ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed-docs ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## remove the virtual environments and everything built
+	rm -rf $(VENV) .venv-* build dist site .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# `python -m venv` cannot bring pip where ensurepip is packaged apart (Debian): then the
+# outer pip installs one.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("Pallasite needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install -qq pip; }
+
+# One stamp per extra; a changed pyproject.toml installs again.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo "==> installing pallasite[$*] into $(VENV) (minutes, the first time)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$*]'
+	@touch $@

@@ -1,0 +1,58 @@
+"""Pallasite: the Pallas kernel language with one meaning on CPU, GPU and TPU.
+
+Conventional import: `import pallasite as pl`. This file lists the public names.
+"""
+
+from pallasite.frontend.call import pallas_call as pallas_call
+from pallasite.frontend.control import align_to as align_to
+from pallasite.frontend.control import broadcast_to as broadcast_to
+from pallasite.frontend.control import cdiv as cdiv
+from pallasite.frontend.control import empty as empty
+from pallasite.frontend.control import empty_like as empty_like
+from pallasite.frontend.control import loop as loop
+from pallasite.frontend.control import next_power_of_2 as next_power_of_2
+from pallasite.frontend.control import run_state as run_state
+from pallasite.frontend.control import strides_from_shape as strides_from_shape
+from pallasite.frontend.control import when as when
+from pallasite.frontend.primitive import Checked as Checked
+from pallasite.frontend.refs import atomic_add as atomic_add
+from pallasite.frontend.refs import atomic_and as atomic_and
+from pallasite.frontend.refs import atomic_cas as atomic_cas
+from pallasite.frontend.refs import atomic_max as atomic_max
+from pallasite.frontend.refs import atomic_min as atomic_min
+from pallasite.frontend.refs import atomic_or as atomic_or
+from pallasite.frontend.refs import atomic_xchg as atomic_xchg
+from pallasite.frontend.refs import atomic_xor as atomic_xor
+from pallasite.frontend.refs import debug_check as debug_check
+from pallasite.frontend.refs import debug_print as debug_print
+from pallasite.frontend.refs import delay as delay
+from pallasite.frontend.refs import ds as ds
+from pallasite.frontend.refs import dslice as dslice
+from pallasite.frontend.refs import get_global as get_global
+from pallasite.frontend.refs import load as load
+from pallasite.frontend.refs import multiple_of as multiple_of
+from pallasite.frontend.refs import num_programs as num_programs
+from pallasite.frontend.refs import program_id as program_id
+from pallasite.frontend.refs import run_scoped as run_scoped
+from pallasite.frontend.refs import semaphore_read as semaphore_read
+from pallasite.frontend.refs import semaphore_signal as semaphore_signal
+from pallasite.frontend.refs import semaphore_wait as semaphore_wait
+from pallasite.frontend.refs import store as store
+from pallasite.frontend.refs import swap as swap
+from pallasite.frontend.spaces import MemoryRef as MemoryRef
+from pallasite.frontend.spaces import MemorySpace as MemorySpace
+from pallasite.frontend.spec import Blocked as Blocked
+from pallasite.frontend.spec import BlockSpec as BlockSpec
+from pallasite.frontend.spec import BoundedSlice as BoundedSlice
+from pallasite.frontend.spec import Buffered as Buffered
+from pallasite.frontend.spec import CostEstimate as CostEstimate
+from pallasite.frontend.spec import Element as Element
+from pallasite.frontend.spec import GridSpec as GridSpec
+from pallasite.frontend.spec import Squeezed as Squeezed
+from pallasite.frontend.spec import no_block_spec as no_block_spec
+from pallasite.frontend.spec import squeezed as squeezed
+
+ANY = MemorySpace.ANY
+HOST = MemorySpace.HOST
+
+__version__ = "0.1.0"

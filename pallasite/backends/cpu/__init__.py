@@ -1,0 +1,51 @@
+"""The `cpu` backend: tile IR to LLVM IR text to machine code, called through XLA FFI.
+
+Reading order: `emit.py` walks a kernel, `tiles.py` says what a tile is meanwhile, the
+rules for ops are in the modules `emit.py` lists, `handler.py` is what XLA calls,
+`compile.py` makes machine code.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pallasite.backends.base import Launch, Options, Stage
+from pallasite.backends.cpu import compile as compiler
+from pallasite.backends.cpu.emit import NATIVE, emit_kernel
+from pallasite.ir.nodes import Kernel
+
+
+class CpuBackend:
+    """Kernels as machine code of this computer."""
+
+    name = "cpu"
+    platforms = ("cpu",)
+    level = "tile"
+    native = NATIVE
+
+    def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
+        return {
+            "ir": lambda kernel: kernel.text,
+            # The text form has no source lines, which error messages need.
+            "llvm": lambda _: emit_kernel(kernel),
+            "object": compiler.make_object,
+        }
+
+    def launch(
+        self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
+    ) -> Launch:
+        key = compiler.text_hash(outputs["llvm"])
+        address, owner = compiler.load(key, outputs["object"])
+        return Launch(
+            target=f"pallasite_cpu_{key}",
+            config={},
+            api_version=4,
+            aliases=kernel.aliases,
+            handler=address,
+            keep_alive=owner,
+        )
+
+    def version(self) -> str:
+        return f"cpu 1, {compiler.version()}"
+
+
+BACKEND = CpuBackend()

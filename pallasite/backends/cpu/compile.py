@@ -1,0 +1,109 @@
+"""LLVM IR text to object code to an address, through llvmlite.
+
+`make_object` optimises and compiles for this machine's CPU; `load` links an object into
+the process and keeps it for ever, because XLA never forgets a handler. Both remember
+what they made by a hash of the text.
+"""
+
+import hashlib
+import threading
+from functools import cache
+from typing import Any
+
+from pallasite.errors import CompileError
+
+_lock = threading.Lock()
+_objects: dict[str, bytes] = {}
+_loaded: dict[str, tuple[int, Any]] = {}
+
+
+def text_hash(llvm_text: str) -> str:
+    return hashlib.sha256(llvm_text.encode()).hexdigest()[:32]
+
+
+def make_object(llvm_text: str) -> bytes:
+    """Object code for this machine."""
+    key = text_hash(llvm_text)
+    with _lock:
+        if key not in _objects:
+            _objects[key] = _compile(llvm_text)
+        return _objects[key]
+
+
+def load(key: str, object_code: bytes) -> tuple[int, Any]:
+    """The address of `handler` in an object, and what keeps it in memory."""
+    with _lock:
+        if key not in _loaded:
+            _loaded[key] = _link(key, object_code)
+        return _loaded[key]
+
+
+def version() -> str:
+    """Tools and CPU that the object code depends on."""
+    import llvmlite
+    from llvmlite import binding as llvm
+
+    llvm_version = ".".join(map(str, llvm.llvm_version_info))
+    features = hashlib.sha256(_features().encode()).hexdigest()[:16]
+    cpu = llvm.get_host_cpu_name()
+    return f"llvmlite {llvmlite.__version__}, LLVM {llvm_version}, {cpu}, {features}"
+
+
+def _compile(llvm_text: str) -> bytes:
+    from llvmlite import binding as llvm
+
+    machine = _machine()
+    try:
+        module = llvm.parse_assembly(llvm_text)
+        module.verify()
+    except RuntimeError as error:
+        raise CompileError(
+            "LLVM refused the code of a kernel",
+            [("llvm", str(error).strip())],
+            fix="this is a bug in Pallasite; please report the kernel",
+        ) from None
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = True
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+def _link(key: str, object_code: bytes) -> tuple[int, Any]:
+    from llvmlite import binding as llvm
+
+    library = llvm.JITLibraryBuilder()
+    library.add_object_img(object_code).add_current_process()
+    library.export_symbol("handler")
+    tracker = library.link(_jit(), f"pallasite_{key}")
+    return tracker["handler"], tracker
+
+
+@cache
+def _features() -> str:
+    from llvmlite import binding as llvm
+
+    return llvm.get_host_cpu_features().flatten()
+
+
+@cache
+def _machine() -> Any:
+    """The code generator for this machine's CPU."""
+    from llvmlite import binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(),
+        features=_features(),
+        opt=2,
+        codemodel="jitdefault",
+        jit=True,
+    )
+
+
+@cache
+def _jit() -> Any:
+    from llvmlite import binding as llvm
+
+    return llvm.create_lljit_compiler(_machine())

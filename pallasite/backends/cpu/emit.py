@@ -1,0 +1,321 @@
+"""Kernel IR (level "tile") to LLVM IR text: the walk over blocks and its bookkeeping.
+
+`emit_kernel` makes one function with the kernel's loops and one XLA FFI handler around
+it. The rules for each op are in the modules named in `RULES`; this one keeps what they
+share: which value is where, when formulas become buffers, and the arena's plan.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pallasite.backends.cpu import (
+    arithmetic,
+    control,
+    dot,
+    handler,
+    memory,
+    pipeline,
+    reductions,
+    scalars,
+    shapes,
+)
+from pallasite.backends.cpu.arena import Arena
+from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
+from pallasite.backends.cpu.tiles import (
+    Buffer,
+    Formula,
+    Indices,
+    Ref,
+    Root,
+    Tile,
+    formula,
+    row_major,
+)
+from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
+from pallasite.errors import InternalError, UnsupportedError
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.types import DType
+
+Meaning = Val | Tile | Ref  # what an IR value stands for: a register, a tile, memory
+
+RULES: dict[str, Callable[["Emitter", Op], None]] = {
+    **shapes.RULES,
+    **reductions.RULES,
+    **dot.RULES,
+    **memory.RULES,
+    **control.RULES,
+    **pipeline.RULES,
+}
+NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
+
+
+def emit_kernel(kernel: Kernel) -> str:
+    """The LLVM module of a kernel; its entry point is the function `handler`."""
+    _check_inputs_are_kept(kernel)
+    module = Module()
+    aliased = {place for pair in _aliases(kernel) for place in pair}
+    params = [
+        ("ptr" if place in aliased else "ptr noalias", f"a{place}")
+        for place in range(len(kernel.params))
+    ]
+    arena_param = ("ptr noalias align 64", "arena")
+    f = Function(module, "kernel", [*params, arena_param], "ptr", "internal")
+    emitter = Emitter(f)
+    with emitter.block(kernel.body, _operand_refs(kernel, f.params)):
+        f.line("ret ptr null")
+    handler.emit_handler(
+        module,
+        arguments=len(kernel.inputs),
+        results=kernel.num_outputs,
+        arena_bytes=emitter.arena.size,
+    )
+    return module.text
+
+
+def _aliases(kernel: Kernel) -> list[tuple[int, int]]:
+    """Pairs of positions among the parameters that are the same memory."""
+    return [(i, len(kernel.inputs) + o) for i, o in kernel.aliases]
+
+
+def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
+    shared = dict(_aliases(kernel))
+    roots = [
+        Root(f"operand {n}", mutable=n in shared or n >= len(kernel.inputs))
+        for n in range(len(kernel.params))
+    ]
+    for first, second in shared.items():
+        roots[first] = roots[second]
+    refs = []
+    for param, pointer, root in zip(kernel.params, pointers, roots, strict=False):
+        type = param.ref
+        buffer = Buffer(pointer, row_major(type.shape), root)
+        refs.append(Ref(type.shape, type.dtype, buffer))
+    return refs
+
+
+def _check_inputs_are_kept(kernel: Kernel) -> None:
+    aliased = {i for i, _ in kernel.aliases}
+    written = written_refs(kernel.body)
+    for place, param in enumerate(kernel.inputs):
+        if param in written and place not in aliased:
+            raise UnsupportedError(
+                f"kernel '{kernel.name}' writes to operand {place}",
+                [("operand", param.type)],
+                at=kernel.loc,
+                fix="alias it to a result with input_output_aliases",
+            )
+
+
+@dataclass
+class Scope:
+    """A block being emitted."""
+
+    number: int
+    uses: Uses
+    end: int  # the position after the last op
+    position: int = 0
+    tiles: list[Tile] = field(default_factory=list)
+    held: list[tuple[int, int]] = field(default_factory=list)  # until, arena offset
+
+
+class Emitter:
+    """The state of emitting one kernel function."""
+
+    def __init__(self, f: Function):
+        self.f = f
+        self.arena = Arena()
+        self._arena_pointer = f.params[-1]
+        self._env: dict[Value, Meaning] = {}
+        self._scopes: list[Scope] = []
+        self._count = 0
+
+    # --- walking ---
+
+    @contextmanager
+    def block(
+        self, block: Block, arguments: Sequence[Meaning]
+    ) -> Iterator[list[Meaning]]:
+        """Emit a block's ops; inside, its yields can be used."""
+        self._count += 1
+        scope = Scope(self._count, uses_of(block), len(block.ops))
+        self._scopes.append(scope)
+        for param, argument in zip(block.params, arguments, strict=True):
+            self._env[param] = argument
+        for position, op in enumerate(block.ops):
+            scope.position = position
+            self._emit(op)
+            self._release(scope, position)
+        scope.position = scope.end
+        yield [self._env[value] for value in block.yields]
+        self._release(scope, scope.end)
+        self._scopes.pop()
+
+    def _emit(self, op: Op) -> None:
+        rule = RULES.get(op.name)
+        if rule is None and op.name in arithmetic.NATIVE:
+            rule = emit_elementwise
+        if rule is None:
+            raise UnsupportedError(f"backend 'cpu' has no op '{op.name}'", *_facts(op))
+        if op.regions and has_writes(op):
+            self.before_write(None, self.scope.position)
+        try:
+            rule(self, op)
+        except UnsupportedError as error:
+            if error.at is not None:
+                raise
+            facts, at, fix = _facts(op)
+            facts = [*error.facts, *facts]
+            raise UnsupportedError(error.what, facts, at, error.fix or fix) from None
+
+    @property
+    def scope(self) -> Scope:
+        return self._scopes[-1]
+
+    # --- values ---
+
+    def scalar(self, value: Value) -> Val:
+        return self._get(value, Val)
+
+    def tile(self, value: Value) -> Tile:
+        return self._get(value, Tile)
+
+    def ref(self, value: Value) -> Ref:
+        return self._get(value, Ref)
+
+    def _get(self, value: Value, kind):
+        meaning = self._env[value]
+        if not isinstance(meaning, kind):
+            raise InternalError(f"{value.type} is not a {kind.__name__} here")
+        return meaning
+
+    def index(self, value: Value) -> Val:
+        """An integer scalar as i64."""
+        return scalars.index(self.f, self.scalar(value), value.tile.dtype)
+
+    def as_tile(self, value: Value) -> Tile:
+        """The value as a tile, also where it is a scalar (a tile without dimensions)."""
+        meaning = self._env[value]
+        if isinstance(meaning, Val):
+            return formula((), value.tile.dtype, lambda _: meaning, free=True)
+        return self.tile(value)
+
+    def element(self, value: Value) -> Callable[[Indices], Val]:
+        """How to get one element; a scalar gives itself everywhere."""
+        meaning = self._env[value]
+        if isinstance(meaning, Val):
+            return lambda _: meaning
+        tile = self.tile(value)
+        return lambda indices: tile.at(self.f, indices)
+
+    def tiles_of(self, values: Sequence[Value]) -> list[Tile]:
+        """Those of the values that are not scalars."""
+        found = (self._env[value] for value in values)
+        return [meaning for meaning in found if isinstance(meaning, Tile)]
+
+    def define(self, value: Value, meaning: Meaning) -> None:
+        """Bind an op's result; decides whether a formula is stored now or left."""
+        self._env[value] = meaning
+        if not isinstance(meaning, Tile) or meaning.scope >= 0:
+            return
+        scope = self.scope
+        meaning.scope, meaning.last = scope.number, scope.uses.last[value]
+        scope.tiles.append(meaning)
+        shared = scope.uses.consumers[value] > 1 or value in scope.uses.captured
+        if shared and isinstance(meaning.source, Formula) and not meaning.is_free:
+            self.force(meaning)
+
+    def define_lazy(self, op: Op, tile: Tile) -> None:
+        """Bind a tile; one without dimensions is computed at once."""
+        if tile.shape:
+            self.define(op.result, tile)
+        else:
+            self.define(op.result, tile.at(self.f, ()))
+
+    # --- buffers ---
+
+    def temporary(
+        self, shape: Sequence[int], dtype: DType, until: int | None = None
+    ) -> Buffer:
+        """Arena memory, given back after position `until` (this op if not given)."""
+        size = dtype.bytes
+        for n in shape:
+            size *= n
+        offset = self.arena.take(size)
+        until = self.scope.position if until is None else until
+        self.scope.held.append((until, offset))
+        pointer = self.f.element(self._arena_pointer, "i8", integer(offset))
+        return Buffer(pointer, row_major(shape))
+
+    def result_buffer(self, op: Op, dtype: DType | None = None) -> Buffer:
+        """Memory for an op's result that lasts as long as the result."""
+        type = op.result.tile
+        until = max(self.scope.uses.last[op.result], self.scope.position)
+        return self.temporary(type.shape, dtype or type.dtype, until)
+
+    def force(self, tile: Tile) -> Buffer:
+        """Evaluate a tile into a buffer of its own."""
+        here = tile.scope == self.scope.number
+        until = max(tile.last, self.scope.position) if here else None
+        buffer = self.temporary(tile.shape, tile.dtype, until)
+        self.fill(buffer, tile)
+        if here:
+            tile.source = buffer
+        return buffer
+
+    def stored(self, tile: Tile) -> Tile:
+        """The same tile, but cheap to evaluate many times."""
+        if tile.buffer is not None or tile.is_free:
+            return tile
+        return Tile(tile.shape, tile.dtype, self.force(tile))
+
+    def fill(self, buffer: Buffer, tile: Tile) -> None:
+        """Store every element of a tile."""
+        with self.f.nest(tile.shape) as indices:
+            value = tile.at(self.f, indices)
+            address = buffer.address(self.f, tile.dtype, indices)
+            scalars.store(self.f, tile.dtype, value, address)
+
+    def before_write(self, root: Root | None, after: int) -> None:
+        """Evaluate what still reads memory about to change (`root` None: any).
+
+        Only tiles needed at position `after` or later matter.
+        """
+        for tile in self.scope.tiles:
+            if tile.last < after:
+                continue
+            touched = {r for r in tile.reads() if r.mutable}
+            if touched and (root is None or root in touched):
+                self.force(tile)
+
+    def _release(self, scope: Scope, position: int) -> None:
+        for until, offset in scope.held:
+            if until <= position:
+                self.arena.give_back(offset)
+        scope.held = [h for h in scope.held if h[0] > position]
+        scope.tiles = [tile for tile in scope.tiles if tile.last > position]
+
+
+def emit_elementwise(e: Emitter, op: Op) -> None:
+    result = op.result.tile
+    dtypes = tuple(v.tile.dtype for v in op.operands)
+    elements = [e.element(v) for v in op.operands]
+
+    def element(indices: Indices) -> Val:
+        values = [at(indices) for at in elements]
+        return arithmetic.element(
+            e.f, op.name, op.attrs, dtypes, result.dtype, values
+        )
+
+    operands = e.tiles_of(op.operands)
+    tile = formula(result.shape, result.dtype, element, operands, pointwise=True)
+    e.define_lazy(op, tile)
+
+
+def _facts(op: Op) -> tuple[list[tuple[str, object]], object, str]:
+    types = ", ".join(str(v.type) for v in op.operands)
+    fix = "use interpret=True for this call, or write it with other operations"
+    return [("op", f"{op.name}({types})")], op.loc, fix
+
+
+__all__ = ["NATIVE", "NULL", "Emitter", "emit_elementwise", "emit_kernel"]

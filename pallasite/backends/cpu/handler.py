@@ -1,0 +1,128 @@
+"""The XLA FFI handler: the function XLA calls, as LLVM IR.
+
+It answers the version query, ignores every stage but execution, takes the buffers'
+addresses from the call frame, allocates the arena, runs `@kernel` and turns a message
+from it into an XLA error. Offsets are those of XLA's C header `xla/ffi/api/c_api.h`.
+"""
+
+from pallasite.backends.cpu.arena import ALIGNMENT
+from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
+
+# Byte offsets in XLA_FFI_CallFrame and what it points to (64-bit).
+FRAME_EXTENSION, FRAME_API, FRAME_STAGE = 8, 16, 32
+FRAME_ARGS_COUNT, FRAME_ARGS = 56, 72
+FRAME_RESULTS_COUNT, FRAME_RESULTS = 96, 112
+BUFFER_DATA = 24
+EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
+METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS = 24, 28, 32
+API_ERROR_CREATE = 48
+
+METADATA, EXECUTE = 1, 3  # an extension type, a stage
+VERSION = (0, 1)  # every XLA with typed FFI accepts it
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
+
+
+def emit_handler(
+    module: Module, *, arguments: int, results: int, arena_bytes: int
+) -> None:
+    """Add `@handler` for a `@kernel` with that many operand and result pointers."""
+    f = Function(module, "handler", [("ptr", "frame")], "ptr")
+    frame = f.params[0]
+    _answer_version_query(f, frame)
+    stage = _field(f, frame, FRAME_STAGE, "i32")
+    executing = f.compare("icmp eq", stage, integer(EXECUTE, "i32"))
+    _return_unless(f, executing, NULL)
+
+    counts = [(FRAME_ARGS_COUNT, arguments), (FRAME_RESULTS_COUNT, results)]
+    for offset, expected in counts:
+        count = _field(f, frame, offset, "i64")
+        fits = f.compare("icmp eq", count, integer(expected))
+        _fail_unless(f, frame, fits, INVALID_ARGUMENT, "wrong number of buffers")
+
+    pointers = _buffers(f, frame, FRAME_ARGS, arguments)
+    pointers += _buffers(f, frame, FRAME_RESULTS, results)
+    block, arena = _allocate(f, frame, arena_bytes)
+    listed = ", ".join(map(str, [*pointers, arena]))
+    message = f.value("ptr", f"call ptr @kernel({listed})")
+    if block != NULL:
+        f.call("free", "void", block)
+    succeeded = f.compare("icmp eq", message, NULL)
+    _fail_unless(f, frame, succeeded, FAILED_PRECONDITION, message)
+    f.line("ret ptr null")
+
+
+def _field(f: Function, base: Val, offset: int, type: str) -> Val:
+    return f.load(type, f.element(base, "i8", integer(offset)))
+
+
+def _set_field(f: Function, base: Val, offset: int, value: Val) -> None:
+    f.store(value, f.element(base, "i8", integer(offset)))
+
+
+def _return_unless(f: Function, condition: Val, result: Val) -> None:
+    leave, stay = f.labels("leave", "stay")
+    f.branch_if(condition, stay, leave)
+    f.label(leave)
+    f.line(f"ret {result}")
+    f.label(stay)
+
+
+def _answer_version_query(f: Function, frame: Val) -> None:
+    """XLA asks at registration; nothing else of the frame is valid then."""
+    ask, query, run = f.labels("ask", "query", "run")
+    extension = _field(f, frame, FRAME_EXTENSION, "ptr")
+    f.branch_if(f.compare("icmp eq", extension, NULL), run, ask)
+    f.label(ask)
+    kind = _field(f, extension, EXTENSION_TYPE, "i32")
+    f.branch_if(f.compare("icmp eq", kind, integer(METADATA, "i32")), query, run)
+    f.label(query)
+    metadata = _field(f, extension, EXTENSION_METADATA, "ptr")
+    major, minor = VERSION
+    _set_field(f, metadata, METADATA_MAJOR, integer(major, "i32"))
+    _set_field(f, metadata, METADATA_MINOR, integer(minor, "i32"))
+    _set_field(f, metadata, METADATA_TRAITS, integer(0, "i32"))
+    f.line("ret ptr null")
+    f.label(run)
+
+
+def _buffers(f: Function, frame: Val, offset: int, count: int) -> list[Val]:
+    """The addresses of the operands' or results' elements."""
+    if not count:
+        return []
+    table = _field(f, frame, offset, "ptr")
+    buffers = [_field(f, table, 8 * n, "ptr") for n in range(count)]
+    return [_field(f, buffer, BUFFER_DATA, "ptr") for buffer in buffers]
+
+
+def _allocate(f: Function, frame: Val, size: int) -> tuple[Val, Val]:
+    """The block to free and the aligned address inside it."""
+    if not size:
+        return NULL, NULL
+    block = f.call("malloc", "ptr", integer(size + ALIGNMENT))
+    exists = f.compare("icmp ne", block, NULL)
+    message = f"no memory for the kernel's temporaries ({size} bytes)"
+    _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, message)
+    address = f.convert("ptrtoint", block, "i64")
+    missing = f.binary("sub", integer(0), address)
+    missing = f.binary("and", missing, integer(ALIGNMENT - 1))
+    return block, f.element(block, "i8", missing)
+
+
+def _fail_unless(
+    f: Function, frame: Val, condition: Val, code: int, message: str | Val
+) -> None:
+    """Return an XLA_FFI_Error made by XLA itself."""
+    fail, fine = f.labels("fail", "fine")
+    f.branch_if(condition, fine, fail)
+    f.label(fail)
+    text = f.module.text_constant(message) if isinstance(message, str) else message
+    # XLA_FFI_Error_Create_Args: size, extension, message, code.
+    args = f.value("ptr", "alloca [32 x i8], align 8")
+    _set_field(f, args, 0, integer(28))
+    _set_field(f, args, 8, NULL)
+    _set_field(f, args, 16, text)
+    _set_field(f, args, 24, integer(code, "i32"))
+    create = _field(f, _field(f, frame, FRAME_API, "ptr"), API_ERROR_CREATE, "ptr")
+    error = f.value("ptr", f"call ptr {create.text}({args})")
+    f.line(f"ret {error}")
+    f.label(fine)

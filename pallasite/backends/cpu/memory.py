@@ -1,0 +1,321 @@
+"""Ops on refs: load, store, atomics, views, scratch, copies, semaphores.
+
+A load without mask or gather is a view of the memory and copies nothing until that
+memory is about to change. No index, however wrong, leaves the ref: starts are clamped,
+gathered and masked elements are clamped when read and dropped when written.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pallasite.backends.cpu import arithmetic, scalars, tiles
+from pallasite.backends.cpu.llvm import TRUE, Val, integer
+from pallasite.backends.cpu.tiles import Buffer, Indices, Ref, Root, Tile
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
+from pallasite.ir.types import RefType
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+# An element's address, and whether it is one the access may touch.
+Place = Callable[[Indices], tuple[Val, Val]]
+
+
+def _is_plain(access: Access) -> bool:
+    """Does the access pick a box, without mask and gather?"""
+    gathers = any(isinstance(entry, Gather) for entry in access.index)
+    return access.mask is None and not gathers
+
+
+def _start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val:
+    """Where a box begins along one dimension, moved so that it lies inside."""
+    if operand is None:
+        return integer(entry.start or 0)
+    extent = entry.extent if isinstance(entry, Span) else 1
+    return e.f.clamp(e.index(operand), integer(0), integer(max(n - extent, 0)))
+
+
+def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
+    """The part of a ref's memory that a plain access picks."""
+    starts, strides = [], []
+    entries = access.split_index()
+    for (entry, operand), n, stride in zip(
+        entries, ref.shape, ref.buffer.strides, strict=True
+    ):
+        assert not isinstance(entry, Gather)
+        starts.append(_start(e, entry, operand, n))
+        if isinstance(entry, Span):
+            strides.append(e.f.mul(stride, integer(entry.stride)))
+    offset = e.f.inner(starts, ref.buffer.strides)
+    pointer = e.f.element(ref.buffer.pointer, scalars.memory(ref.dtype), offset)
+    return Buffer(pointer, tuple(strides), ref.buffer.root)
+
+
+def places(e: "Emitter", ref: Ref, access: Access) -> Place:
+    """Element by element addressing, for masked and gathering accesses."""
+    f = e.f
+    entries = access.split_index()
+    gathered = [e.element(v) for entry, v in entries if isinstance(entry, Gather) and v]
+    gather_dtypes = [v.tile.dtype for c, v in entries if isinstance(c, Gather) and v]
+    rank = next((v.tile.rank for c, v in entries if isinstance(c, Gather) and v), 0)
+    masked = access.mask is not None
+    starts = {
+        d: e.index(operand) if masked and operand else _start(e, entry, operand, n)
+        for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True))
+        if not isinstance(entry, Gather)
+    }
+
+    def place(indices: Indices) -> tuple[Val, Val]:
+        spans, picks = iter(indices[rank:]), iter(zip(gathered, gather_dtypes))
+        coordinates, inside = [], TRUE
+        for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True)):
+            if isinstance(entry, Gather):
+                at, dtype = next(picks)
+                where = scalars.index(f, at(indices[:rank]), dtype)
+            elif isinstance(entry, Span):
+                where = f.add(starts[d], f.mul(next(spans), integer(entry.stride)))
+            else:
+                where = starts[d]
+            if isinstance(entry, Gather) or (masked and operand is not None):
+                inside = f.both(inside, f.compare("icmp ult", where, integer(n)))
+                where = f.clamp(where, integer(0), integer(n - 1))
+            coordinates.append(where)
+        return ref.buffer.address(f, ref.dtype, coordinates), inside
+
+    return place
+
+
+def emit_load(e: "Emitter", op: Op) -> None:
+    access, type = Access.of(op), op.result.tile
+    ref = e.ref(access.ref)
+    if _is_plain(access):
+        buffer = box(e, ref, access)
+        e.define_lazy(op, Tile(type.shape, type.dtype, buffer))
+        return
+    nothing = scalars.zero(type.dtype)
+    if 0 in ref.shape:
+        e.define_lazy(op, tiles.splat(type.shape, type.dtype, nothing))
+        return
+    _settle_indices(e, access)
+    place = places(e, ref, access)
+    mask = e.element(access.mask) if access.mask is not None else None
+    other = e.element(access.other) if access.other is not None else lambda _: nothing
+
+    def element(indices: Indices) -> Val:
+        address, _ = place(indices)
+        value = scalars.load(e.f, ref.dtype, address)
+        return value if mask is None else e.f.select(mask(indices), value, other(indices))
+
+    operands = [ref.tile, *e.tiles_of(op.operands[1:])]
+    e.define_lazy(op, tiles.formula(type.shape, type.dtype, element, operands))
+
+
+def _settle_indices(e: "Emitter", access: Access) -> None:
+    """Index tiles are read once per element of the spans: store them first."""
+    for tile in e.tiles_of(access.index_operands):
+        e.stored(tile)
+
+
+def emit_store(e: "Emitter", op: Op) -> None:
+    access = Access.of(op)
+    ref, value = e.ref(access.ref), access.value
+    assert value is not None
+    e.before_write(ref.root, e.scope.position + 1)
+    if _is_plain(access):
+        store_tile(e, box(e, ref, access), e.as_tile(value))
+        return
+    if 0 in ref.shape:
+        return
+    _settle(e, op, ref.root)
+    place, new = places(e, ref, access), e.element(value)
+    with e.f.nest(value.tile.shape) as indices:
+        address, touched = place(indices)
+        touched = _allowed(e, access, indices, touched)
+        number = new(indices)
+        with e.f.when(touched):
+            scalars.store(e.f, ref.dtype, number, address)
+
+
+def store_tile(e: "Emitter", target: Buffer, tile: Tile) -> None:
+    """Store a tile, through a copy where elements would be read after their change."""
+    if not tile.may_overwrite(target):
+        tile = Tile(tile.shape, tile.dtype, e.force(tile))
+    e.fill(target, tile)
+
+
+def _settle(e: "Emitter", op: Op, root: Root) -> None:
+    """Evaluate operands that come from the memory about to change."""
+    _settle_indices(e, Access.of(op))
+    for tile in e.tiles_of(op.operands[1:]):
+        if root in tile.reads():
+            e.force(tile)
+
+
+def _allowed(e: "Emitter", access: Access, indices: Indices, inside: Val) -> Val:
+    if access.mask is None:
+        return inside
+    return e.f.both(e.element(access.mask)(indices), inside)
+
+
+def emit_atomic(e: "Emitter", op: Op) -> None:
+    """One program runs at a time: read, combine, write, element by element."""
+    access, type = Access.of(op), op.result.tile
+    ref = e.ref(access.ref)
+    e.before_write(ref.root, e.scope.position + 1)
+    result = e.result_buffer(op) if type.rank else None
+    if 0 in ref.shape:
+        nothing = scalars.zero(type.dtype)
+        e.define_lazy(op, tiles.splat(type.shape, type.dtype, nothing))
+        return
+    _settle(e, op, ref.root)
+    place = places(e, ref, access)
+    with e.f.nest(type.shape) as indices:
+        address, touched = place(indices)
+        touched = _allowed(e, access, indices, touched)
+        old = scalars.load(e.f, ref.dtype, address)
+        new, wanted = _updated(e, op, access, old, indices)
+        with e.f.when(e.f.both(touched, wanted)):
+            scalars.store(e.f, ref.dtype, new, address)
+        if result is not None:
+            there = result.address(e.f, type.dtype, indices)
+            scalars.store(e.f, type.dtype, old, there)
+    e.define(op.result, Tile(type.shape, type.dtype, result) if result else old)
+
+
+def _updated(
+    e: "Emitter", op: Op, access: Access, old: Val, indices: Indices
+) -> tuple[Val, Val]:
+    """What an atomic writes, and whether it does."""
+    assert access.value is not None
+    value, dtype = e.element(access.value)(indices), access.value.tile.dtype
+    if op.name == "atomic_cas":
+        assert access.compare is not None
+        expected = e.element(access.compare)(indices)
+        old_bits, bits = (scalars.to_bits(e.f, dtype, v) for v in (old, expected))
+        return value, e.f.compare("icmp eq", old_bits, bits)
+    if op.attrs["kind"] == "xchg":
+        return value, TRUE
+    return arithmetic.combine(e.f, op.attrs["kind"], dtype, old, value), TRUE
+
+
+# --- views and scratch ---
+
+
+def emit_subview(e: "Emitter", op: Op) -> None:
+    access = Access.of(op)
+    ref = e.ref(access.ref)
+    e.define(op.result, Ref(op.result.ref.shape, ref.dtype, box(e, ref, access)))
+
+
+def emit_transpose_view(e: "Emitter", op: Op) -> None:
+    ref, perm = e.ref(op.operands[0]), op.attrs["perm"]
+    strides = tuple(ref.buffer.strides[d] for d in perm)
+    buffer = Buffer(ref.buffer.pointer, strides, ref.root)
+    e.define(op.result, Ref(op.result.ref.shape, ref.dtype, buffer))
+
+
+def emit_reshape_view(e: "Emitter", op: Op) -> None:
+    ref, shape = e.ref(op.operands[0]), op.result.ref.shape
+    strides = tiles.reshape_strides(e.f, ref.shape, ref.buffer.strides, shape)
+    if strides is None:
+        raise UnsupportedError(
+            f"backend 'cpu' cannot view a strided {op.operands[0].type} as {shape}",
+            fix="reshape the loaded value instead of the ref",
+        )
+    buffer = Buffer(ref.buffer.pointer, tuple(strides), ref.root)
+    e.define(op.result, Ref(shape, ref.dtype, buffer))
+
+
+def emit_bitcast_view(e: "Emitter", op: Op) -> None:
+    ref, dtype = e.ref(op.operands[0]), op.result.ref.dtype
+    if ref.dtype.bits != dtype.bits:
+        raise UnsupportedError(
+            f"backend 'cpu' cannot view {op.operands[0].type} as {dtype}",
+            fix="bitcast the loaded value instead of the ref",
+        )
+    e.define(op.result, Ref(ref.shape, dtype, ref.buffer))
+
+
+def emit_alloc(e: "Emitter", op: Op) -> None:
+    type: RefType = op.result.ref
+    memory = e.temporary(type.shape, type.dtype, e.scope.end)
+    root = Root(f"alloc {op.result.name}")
+    buffer = Buffer(memory.pointer, memory.strides, root)
+    if type.is_semaphore:
+        zero = scalars.zero(type.dtype)
+        e.fill(buffer, tiles.splat(type.shape, type.dtype, zero))
+    e.define(op.result, Ref(type.shape, type.dtype, buffer))
+
+
+# --- copies, semaphores, checks ---
+
+
+def emit_copy_start(e: "Emitter", op: Op) -> None:
+    """A copy is done when it is started, so waiting for it is nothing."""
+    source, target = (e.ref(v) for v in op.operands[:2])
+    e.before_write(target.root, e.scope.position + 1)
+    store_tile(e, target.buffer, source.tile)
+
+
+def emit_nothing(e: "Emitter", op: Op) -> None:
+    pass
+
+
+def emit_sem_change(e: "Emitter", op: Op) -> None:
+    ref, amount = e.ref(op.operands[0]), e.scalar(op.operands[1])
+    e.before_write(ref.root, e.scope.position + 1)
+    instruction = "add" if op.name == "sem_signal" else "sub"
+    with e.f.nest(ref.shape) as indices:
+        address = ref.buffer.address(e.f, ref.dtype, indices)
+        old = e.f.load(amount.type, address)
+        e.f.store(e.f.binary(instruction, old, amount), address)
+
+
+def emit_sem_read(e: "Emitter", op: Op) -> None:
+    ref = e.ref(op.operands[0])
+    if not ref.shape:
+        e.define(op.result, scalars.load(e.f, ref.dtype, ref.buffer.pointer))
+        return
+    buffer = e.result_buffer(op)
+    e.fill(buffer, ref.tile)
+    e.define(op.result, Tile(ref.shape, op.result.tile.dtype, buffer))
+
+
+def emit_debug_check(e: "Emitter", op: Op) -> None:
+    """A false condition ends the call; XLA raises the message."""
+    f = e.f
+    good, bad = f.labels("good", "bad")
+    where = f" at {op.loc}" if op.loc else ""
+    message = f.module.text_constant(f"{op.attrs['message']}{where}")
+    f.branch_if(e.scalar(op.operands[0]), good, bad)
+    f.label(bad)
+    f.line(f"ret {message}")
+    f.label(good)
+
+
+def emit_assume_multiple(e: "Emitter", op: Op) -> None:
+    tile = e.as_tile(op.operands[0])
+    e.define_lazy(op, tiles.reshape(e.f, tile, tile.shape))
+
+
+RULES = {
+    "load": emit_load,
+    "store": emit_store,
+    "atomic_rmw": emit_atomic,
+    "atomic_cas": emit_atomic,
+    "subview": emit_subview,
+    "transpose_view": emit_transpose_view,
+    "reshape_view": emit_reshape_view,
+    "bitcast_view": emit_bitcast_view,
+    "alloc": emit_alloc,
+    "copy_start": emit_copy_start,
+    "copy_wait": emit_nothing,
+    "sem_signal": emit_sem_change,
+    "sem_wait": emit_sem_change,
+    "sem_read": emit_sem_read,
+    "debug_check": emit_debug_check,
+    "delay": emit_nothing,
+    "assume_multiple": emit_assume_multiple,
+}
+

@@ -1,0 +1,223 @@
+"""pipeline: the grid as nested loops, and each window as a view of main memory.
+
+A window whose block lies inside the array is pointer and strides; nothing is copied.
+A block that hangs over the edge is copied to the arena before the body and, if it is an
+output, its part inside the array is copied back after it. Programs run one by one, in
+grid order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pallasite.backends.cpu import scalars
+from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.tiles import Buffer, Ref, Root
+from pallasite.backends.cpu.uses import flattened_refs, written_refs
+from pallasite.ir.nodes import Block, BlockDim, Op, Window
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One dimension of a block in its array: from `start`, `size` elements, of which
+    those from `low` up to `high` (counted in the block) are in the array."""
+
+    start: Val
+    size: int
+    low: Val
+    high: Val
+    squeezed: bool = False
+
+    def is_inside(self, f: Function) -> Val:
+        """Is the whole block inside along this dimension?"""
+        known = (self.low.constant, self.high.constant)
+        if None not in known:
+            return TRUE if known == (0, self.size) else FALSE
+        low = f.compare("icmp eq", self.low, integer(0))
+        return f.both(low, f.compare("icmp eq", self.high, integer(self.size)))
+
+
+def emit_pipeline(e: "Emitter", op: Op) -> None:
+    windows: Sequence[Window] = op.attrs["windows"]
+    *maps, body = op.regions
+    arrays = [e.ref(v) for v in op.operands[len(op.operands) - len(windows) :]]
+    copied = _always_copied(op, windows, body)
+    sizes = iter(op.operands)
+    grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
+    rooms = [
+        e.temporary(window.block_shape, array.dtype)
+        if always or _may_hang_over(array, window)
+        else None
+        for array, window, always in zip(arrays, windows, copied, strict=True)
+    ]
+    with e.f.nest(grid) as counters:
+        ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
+        opened = [
+            open_window(e, array, window, index_map, ids, room, always)
+            for array, window, index_map, room, always in zip(
+                arrays, windows, maps, rooms, copied, strict=True
+            )
+        ]
+        with e.block(body, [*ids, *(view.ref for view in opened)]):
+            pass
+        for view, window in zip(opened, windows, strict=True):
+            if window.mode == "out":
+                view.copy_back(e)
+
+
+def _always_copied(op: Op, windows: Sequence[Window], body: Block) -> list[bool]:
+    """Which windows must be copies: inputs that are written, views that regroup."""
+    block_refs = body.params[len(op.attrs["grid"]) :]
+    written, flattened = written_refs(body), flattened_refs(body)
+    return [
+        (window.mode == "in" and ref in written) or ref in flattened
+        for ref, window in zip(block_refs, windows, strict=True)
+    ]
+
+
+def _may_hang_over(array: Ref, window: Window) -> bool:
+    return any(
+        dim.kind in ("element", "bounded") or n == 0 or n % dim.size
+        for n, dim in zip(array.shape, window.dims, strict=True)
+        if dim.kind != "squeezed" or n == 0
+    )
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """A window at one step: what the body sees, and where it came from."""
+
+    ref: Ref
+    array: Ref
+    extents: list[Extent]
+    room: Buffer | None
+    is_view: Val
+
+    def copy_back(self, e: "Emitter") -> None:
+        """Store the part of a copied block that lies in the array."""
+        if self.room is None or 0 in self.array.shape:
+            return
+        f, dtype = e.f, self.array.dtype
+        with f.when(f.negate(self.is_view)):
+            counts = [
+                f.greatest(f.sub(extent.high, extent.low), integer(0))
+                for extent in self.extents
+            ]
+            with f.nest(counts) as steps:
+                inside = [
+                    f.add(extent.low, step)
+                    for extent, step in zip(self.extents, steps, strict=True)
+                ]
+                source = self.room.address(f, dtype, _kept(self.extents, inside))
+                target = self.array.buffer.address(
+                    f, dtype, _in_array(f, self.extents, inside)
+                )
+                f.store(f.load(scalars.memory(dtype), source), target)
+
+
+def open_window(
+    e: "Emitter",
+    array: Ref,
+    window: Window,
+    index_map: Block,
+    ids: Sequence[Val],
+    room: Buffer | None,
+    always_copied: bool,
+) -> OpenWindow:
+    """Place the block for one program; copies it if it is not wholly in the array."""
+    f = e.f
+    with e.block(index_map, ids) as yields:
+        numbers = iter([f.convert("sext", y, "i64") for y in yields])
+        extents = [
+            _extent(f, dim, n, numbers)
+            for dim, n in zip(window.dims, array.shape, strict=True)
+        ]
+    is_view = FALSE if always_copied else TRUE
+    if room is not None:
+        for extent in extents:
+            is_view = f.both(is_view, extent.is_inside(f))
+    buffer = _choose(f, array, extents, room, is_view)
+    if room is not None:
+        if always_copied and window.mode == "in":
+            buffer = Buffer(buffer.pointer, buffer.strides, Root("copied block"))
+        with f.when(f.negate(is_view)):
+            _copy_in(f, array, window, extents, room)
+    ref = Ref(window.block_shape, array.dtype, buffer)
+    return OpenWindow(ref, array, extents, room, is_view)
+
+
+def _extent(f: Function, dim: BlockDim, n: int, numbers: Iterator[Val]) -> Extent:
+    """Where a block lies along one dimension, from what the index map yields."""
+    zero, size = integer(0), integer(dim.size)
+    index = next(numbers)
+    if dim.kind == "squeezed":
+        start = f.clamp(index, zero, integer(max(n - 1, 0)))
+        return Extent(start, 1, zero, integer(min(n, 1)), squeezed=True)
+    if dim.kind == "blocked":
+        blocks = max(-(-n // dim.size), 1)
+        number = f.clamp(index, zero, integer(blocks - 1))
+        start = f.mul(number, size)
+        whole = n > 0 and n % dim.size == 0
+        high = size if whole else f.least(size, f.sub(integer(n), start))
+        return Extent(start, dim.size, zero, high)
+    start = f.sub(index, integer(dim.padding[0]))
+    end = f.sub(integer(n), start)
+    if dim.kind == "bounded":
+        end = f.least(end, next(numbers))
+    low = f.clamp(f.sub(zero, start), zero, size)
+    return Extent(start, dim.size, low, f.clamp(end, zero, size))
+
+
+def _choose(
+    f: Function, array: Ref, extents: list[Extent], room: Buffer | None, is_view: Val
+) -> Buffer:
+    """The block's memory: part of the array, or the room it was copied to."""
+    strides = array.buffer.strides
+    offset = f.inner([extent.start for extent in extents], strides)
+    pointer = f.element(array.buffer.pointer, scalars.memory(array.dtype), offset)
+    strides = _kept(extents, strides)
+    if room is not None:
+        pointer = f.select(is_view, pointer, room.pointer)
+        both = zip(strides, room.strides, strict=True)
+        strides = [f.select(is_view, there, here) for there, here in both]
+    return Buffer(pointer, tuple(strides), array.root)
+
+
+def _copy_in(
+    f: Function, array: Ref, window: Window, extents: list[Extent], room: Buffer
+) -> None:
+    """Copy a block; what lies outside the array becomes the fill value, or zero."""
+    dtype = array.dtype
+    outside = scalars.constant(window.fill or 0, dtype)
+    with f.nest([extent.size for extent in extents]) as steps:
+        value = outside
+        if 0 not in array.shape:
+            valid, clamped = TRUE, []
+            for extent, step, n in zip(extents, steps, array.shape, strict=True):
+                valid = f.both(valid, _is_between(f, extent, step))
+                where = f.add(extent.start, step)
+                clamped.append(f.clamp(where, integer(0), integer(n - 1)))
+            address = array.buffer.address(f, dtype, clamped)
+            value = f.select(valid, scalars.load(f, dtype, address), outside)
+        target = room.address(f, dtype, _kept(extents, steps))
+        scalars.store(f, dtype, value, target)
+
+
+def _is_between(f: Function, extent: Extent, step: Val) -> Val:
+    low = f.compare("icmp sge", step, extent.low)
+    return f.both(low, f.compare("icmp slt", step, extent.high))
+
+
+def _kept(extents: list[Extent], values: Sequence[Val]) -> list[Val]:
+    """Those of the values that belong to dimensions the block has."""
+    return [v for extent, v in zip(extents, values, strict=True) if not extent.squeezed]
+
+
+def _in_array(f: Function, extents: list[Extent], steps: Sequence[Val]) -> list[Val]:
+    return [f.add(x.start, step) for x, step in zip(extents, steps, strict=True)]
+
+
+RULES = {"pipeline": emit_pipeline}

@@ -1,0 +1,194 @@
+"""Ops that make or rearrange tiles: constant, iota, broadcast, reshape, slices, pad.
+
+Most only describe where an element comes from and cost nothing; those that join parts
+(concatenate, pad, dynamic_update_slice) fill a buffer.
+"""
+
+from typing import TYPE_CHECKING
+
+from pallasite.backends.cpu import scalars, tiles
+from pallasite.backends.cpu.llvm import Val, integer
+from pallasite.backends.cpu.tiles import Buffer, Tile
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.types import I64, DType
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+
+def emit_constant(e: "Emitter", op: Op) -> None:
+    type = op.result.tile
+    value = scalars.constant(op.attrs["value"], type.dtype)
+    e.define(op.result, tiles.splat(type.shape, type.dtype, value) if type.rank else value)
+
+
+def emit_iota(e: "Emitter", op: Op) -> None:
+    type, dim = op.result.tile, op.attrs["dim"]
+    element = lambda indices: scalars.cast(e.f, indices[dim], I64, type.dtype)
+    e.define(op.result, tiles.formula(type.shape, type.dtype, element, free=True))
+
+
+def emit_broadcast_in_dim(e: "Emitter", op: Op) -> None:
+    operand, type = op.operands[0], op.result.tile
+    if not operand.tile.rank:
+        value = e.scalar(operand)
+        e.define_lazy(op, tiles.splat(type.shape, type.dtype, value))
+        return
+    tile = e.tile(operand)
+    if type.size > operand.tile.size:
+        tile = e.stored(tile)
+    e.define(op.result, tiles.broadcast(e.f, tile, type.shape, op.attrs["dims"]))
+
+
+def emit_reshape(e: "Emitter", op: Op) -> None:
+    tile = e.as_tile(op.operands[0])
+    e.define_lazy(op, tiles.reshape(e.f, tile, op.result.tile.shape))
+
+
+def emit_transpose(e: "Emitter", op: Op) -> None:
+    tile = e.as_tile(op.operands[0])
+    e.define_lazy(op, tiles.transpose(e.f, tile, op.attrs["perm"]))
+
+
+def emit_slice(e: "Emitter", op: Op) -> None:
+    tile = e.as_tile(op.operands[0])
+    starts = [integer(n) for n in op.attrs["starts"]]
+    shape, steps = op.result.tile.shape, op.attrs["strides"]
+    e.define_lazy(op, tiles.cut(e.f, tile, shape, starts, steps))
+
+
+def emit_rev(e: "Emitter", op: Op) -> None:
+    tile, axes = e.as_tile(op.operands[0]), op.attrs["axes"]
+    ends = [integer(max(n - 1, 0) * (d in axes)) for d, n in enumerate(tile.shape)]
+    steps = [-1 if d in axes else 1 for d in range(len(tile.shape))]
+    e.define_lazy(op, tiles.cut(e.f, tile, tile.shape, ends, steps))
+
+
+def emit_dynamic_slice(e: "Emitter", op: Op) -> None:
+    operand, *starts = op.operands
+    tile, shape = e.as_tile(operand), op.result.tile.shape
+    clamped = clamped_starts(e, tile.shape, shape, starts)
+    e.define_lazy(op, tiles.cut(e.f, tile, shape, clamped, [1] * len(shape)))
+
+
+def clamped_starts(
+    e: "Emitter", shape: tuple[int, ...], sizes: tuple[int, ...], starts: list[Value]
+) -> list[Val]:
+    """Starts moved so that the slice lies inside, as lax.dynamic_slice does."""
+    zero = integer(0)
+    return [
+        e.f.clamp(e.index(start), zero, integer(n - size))
+        for start, n, size in zip(starts, shape, sizes, strict=True)
+    ]
+
+
+# --- ops that fill a buffer ---
+
+
+def emit_concatenate(e: "Emitter", op: Op) -> None:
+    type, axis = op.result.tile, op.attrs["axis"]
+    whole = Tile(type.shape, type.dtype, e.result_buffer(op))
+    first = 0
+    for operand in op.operands:
+        part = e.tile(operand)
+        starts = [integer(first if d == axis else 0) for d in range(type.rank)]
+        target = tiles.cut(e.f, whole, part.shape, starts, [1] * type.rank).buffer
+        assert target is not None
+        e.fill(target, part)
+        first += part.shape[axis]
+    e.define(op.result, whole)
+
+
+def emit_pad(e: "Emitter", op: Op) -> None:
+    operand, padding = op.operands
+    type, tile, value = op.result.tile, e.as_tile(operand), e.scalar(padding)
+    if not type.rank:
+        e.define(op.result, e.scalar(operand))
+        return
+    buffer = e.result_buffer(op)
+    e.fill(buffer, tiles.splat(type.shape, type.dtype, value))
+    first, counts, starts, steps = _inside(op, tile.shape)
+    part = tiles.cut(e.f, tile, counts, first, [1] * type.rank)
+    whole = Tile(type.shape, type.dtype, buffer)
+    target = tiles.cut(e.f, whole, counts, starts, steps).buffer
+    assert target is not None
+    e.fill(target, part)
+    e.define(op.result, whole)
+
+
+def _inside(op: Op, shape: tuple[int, ...]):
+    """Of each dimension: the first element kept, how many, where to, how far apart."""
+    first, counts, starts, steps = [], [], [], []
+    for n, new, low, mid in zip(
+        shape,
+        op.result.tile.shape,
+        op.attrs["low"],
+        op.attrs["interior"],
+        strict=True,
+    ):
+        step = mid + 1
+        skipped = max(0, -(low // step)) if low < 0 else 0
+        start = low + skipped * step
+        fitting = -(-(new - start) // step) if new > start else 0
+        first.append(integer(skipped))
+        counts.append(max(0, min(n - skipped, fitting)))
+        starts.append(integer(start))
+        steps.append(step)
+    return first, counts, starts, steps
+
+
+def emit_dynamic_update_slice(e: "Emitter", op: Op) -> None:
+    operand, update, *starts = op.operands
+    type = op.result.tile
+    if not type.rank:
+        e.define(op.result, e.scalar(update))
+        return
+    buffer = e.result_buffer(op)
+    e.fill(buffer, e.tile(operand))
+    clamped = clamped_starts(e, type.shape, update.tile.shape, starts)
+    whole = Tile(type.shape, type.dtype, buffer)
+    steps = [1] * type.rank
+    target = tiles.cut(e.f, whole, update.tile.shape, clamped, steps).buffer
+    assert target is not None
+    e.fill(target, e.tile(update))
+    e.define(op.result, whole)
+
+
+def emit_bitcast(e: "Emitter", op: Op) -> None:
+    """The same bits; where the width changes, through memory."""
+    from pallasite.backends.cpu.emit import emit_elementwise
+
+    operand, type = op.operands[0], op.result.tile
+    old, new = operand.tile.dtype, type.dtype
+    if old.bits == new.bits:
+        emit_elementwise(e, op)
+        return
+    _check_bits(old, new)
+    bytes_of = e.temporary(operand.tile.shape, old, e.scope.uses.last[op.result])
+    e.fill(bytes_of, e.as_tile(operand))
+    buffer = Buffer(bytes_of.pointer, tiles.row_major(type.shape))
+    e.define_lazy(op, Tile(type.shape, new, buffer))
+
+
+def _check_bits(old: DType, new: DType) -> None:
+    if min(old.bits, new.bits) < 8:
+        raise UnsupportedError(f"backend 'cpu' cannot reinterpret {old} as {new}")
+
+
+RULES = {
+    "constant": emit_constant,
+    "iota": emit_iota,
+    "broadcast_in_dim": emit_broadcast_in_dim,
+    "reshape": emit_reshape,
+    "transpose": emit_transpose,
+    "slice": emit_slice,
+    "rev": emit_rev,
+    "dynamic_slice": emit_dynamic_slice,
+    "concatenate": emit_concatenate,
+    "pad": emit_pad,
+    "dynamic_update_slice": emit_dynamic_update_slice,
+    "bitcast": emit_bitcast,
+}
+
+

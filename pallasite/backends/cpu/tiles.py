@@ -1,0 +1,264 @@
+"""Tiles while code is written: a strided buffer, or a formula not yet evaluated.
+
+An elementwise tile with one consumer is never stored; the consumer's loop computes its
+elements. Shape ops on a buffer only change pointer and strides. `emit.py` decides when
+a formula is forced into a buffer of the arena.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pallasite.backends.cpu import scalars
+from pallasite.backends.cpu.llvm import Function, Val, integer
+from pallasite.ir.types import DType
+
+Indices = Sequence[Val]
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """A piece of memory, for deciding whether two accesses may meet.
+
+    `mutable`: some code may write it between a load and the use of what was loaded.
+    """
+
+    name: str
+    mutable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Elements in memory; strides count elements. `root` None: never written again."""
+
+    pointer: Val
+    strides: tuple[Val, ...]
+    root: Root | None = None
+
+    def address(self, f: Function, dtype: DType, indices: Indices) -> Val:
+        offset = f.inner(indices, self.strides)
+        return f.element(self.pointer, scalars.memory(dtype), offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """Elements computed on demand from the elements of `operands`.
+
+    `pointwise`: element i needs only the operands' elements i. `free`: costs next to
+    nothing and reads no memory (constants, iotas), so it is never worth a buffer.
+    """
+
+    element: Callable[[Indices], Val]
+    operands: tuple["Tile", ...] = ()
+    pointwise: bool = False
+    free: bool = False
+
+
+@dataclass(eq=False)
+class Tile:
+    """A tile value of rank one or more. Forcing it replaces `source` by a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    source: Buffer | Formula
+    scope: int = -1  # the block it belongs to; only there may it be forced in place
+    last: int = -1  # position in that block after which nobody needs it
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return self.source if isinstance(self.source, Buffer) else None
+
+    @property
+    def is_free(self) -> bool:
+        return isinstance(self.source, Formula) and self.source.free
+
+    def at(self, f: Function, indices: Indices) -> Val:
+        if isinstance(self.source, Formula):
+            return self.source.element(indices)
+        address = self.source.address(f, self.dtype, indices)
+        return scalars.load(f, self.dtype, address)
+
+    def reads(self) -> set[Root]:
+        """The memory its elements still come from."""
+        if isinstance(self.source, Buffer):
+            return {self.source.root} if self.source.root is not None else set()
+        return set().union(*(tile.reads() for tile in self.source.operands))
+
+    def may_overwrite(self, target: Buffer) -> bool:
+        """May each element be stored to `target` as soon as it is computed?
+
+        True if nothing here comes from the target's memory, or only from the very
+        element that is being replaced.
+        """
+        if target.root not in self.reads():
+            return True
+        if isinstance(self.source, Buffer):
+            here = (self.source.pointer, self.source.strides)
+            return here == (target.pointer, target.strides)
+        if not self.source.pointwise:
+            return False
+        return all(tile.may_overwrite(target) for tile in self.source.operands)
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A window onto memory: what a value of ref type stands for."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    buffer: Buffer
+
+    @property
+    def root(self) -> Root:
+        assert self.buffer.root is not None
+        return self.buffer.root
+
+    @property
+    def tile(self) -> Tile:
+        """Its contents, read when they are used."""
+        return Tile(self.shape, self.dtype, self.buffer)
+
+
+def row_major(shape: Sequence[int]) -> tuple[Val, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(integer(step))
+        step *= n
+    return tuple(reversed(strides))
+
+
+def formula(
+    shape: Sequence[int],
+    dtype: DType,
+    element: Callable[[Indices], Val],
+    operands: Sequence[Tile] = (),
+    pointwise: bool = False,
+    free: bool = False,
+) -> Tile:
+    source = Formula(element, tuple(operands), pointwise, free)
+    return Tile(tuple(shape), dtype, source)
+
+
+def splat(shape: Sequence[int], dtype: DType, value: Val) -> Tile:
+    return formula(shape, dtype, lambda _: value, pointwise=True, free=True)
+
+
+# --- the same elements in another order ---
+
+
+def remap(
+    f: Function, tile: Tile, shape: Sequence[int], to_old: Callable[[Indices], Indices]
+) -> Tile:
+    """A tile whose element i is the element `to_old(i)` of `tile`."""
+    element = lambda indices: tile.at(f, to_old(indices))
+    return formula(shape, tile.dtype, element, [tile], free=tile.is_free)
+
+
+def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
+    shape = [tile.shape[d] for d in perm]
+    buffer = tile.buffer
+    if buffer is not None:
+        return _view(tile, shape, buffer.pointer, [buffer.strides[d] for d in perm])
+    places = [perm.index(d) for d in range(len(perm))]
+    return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
+
+
+def broadcast(f: Function, tile: Tile, shape: Sequence[int], dims: Sequence[int]) -> Tile:
+    kept = [n == shape[d] for n, d in zip(tile.shape, dims, strict=True)]
+    buffer, zero = tile.buffer, integer(0)
+    if buffer is not None:
+        strides = [zero] * len(shape)
+        for d, keep, stride in zip(dims, kept, buffer.strides, strict=True):
+            strides[d] = stride if keep else zero
+        return _view(tile, shape, buffer.pointer, strides)
+    pick = lambda indices: [
+        indices[d] if keep else zero for d, keep in zip(dims, kept, strict=True)
+    ]
+    return remap(f, tile, shape, pick)
+
+
+def cut(
+    f: Function,
+    tile: Tile,
+    shape: Sequence[int],
+    starts: Sequence[Val],
+    steps: Sequence[int],
+) -> Tile:
+    """Elements `steps` apart from `starts` on; a negative step walks backwards."""
+    buffer = tile.buffer
+    strides = [integer(s) for s in steps]
+    if buffer is not None:
+        offset = f.inner(starts, buffer.strides)
+        pointer = f.element(buffer.pointer, scalars.memory(tile.dtype), offset)
+        old = zip(strides, buffer.strides, strict=True)
+        return _view(tile, shape, pointer, [f.mul(s, b) for s, b in old])
+    move = lambda indices: [
+        f.add(start, f.mul(i, s))
+        for i, start, s in zip(indices, starts, strides, strict=True)
+    ]
+    return remap(f, tile, shape, move)
+
+
+def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
+    buffer = tile.buffer
+    if buffer is not None:
+        strides = reshape_strides(f, tile.shape, buffer.strides, shape)
+        if strides is not None:
+            return _view(tile, shape, buffer.pointer, strides)
+    if [n for n in shape if n != 1] == [n for n in tile.shape if n != 1]:
+        places = [d for d, n in enumerate(shape) if n != 1]
+        return remap(
+            f, tile, shape, lambda indices: _insert_units(tile.shape, places, indices)
+        )
+    return remap(f, tile, shape, lambda i: _unravel(f, tile.shape, shape, i))
+
+
+def reshape_strides(
+    f: Function, old: Sequence[int], strides: Sequence[Val], new: Sequence[int]
+) -> list[Val] | None:
+    """Strides that show the same memory with shape `new`; None if there are none."""
+    if 0 in old:
+        return list(row_major(new))
+    source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
+    result: list[Val] = []
+    place, size, stride = len(source), 1, integer(1)  # what is left of one old run
+    for n in reversed(new):
+        if n == 1:
+            result.append(stride)
+            continue
+        while size % n or size == 1:
+            if place == 0:
+                return None
+            place -= 1
+            length, step = source[place]
+            if size == 1:
+                size, stride = length, step
+            elif step == f.mul(integer(size), stride):
+                size *= length
+            else:
+                return None
+        result.append(stride)
+        size, stride = size // n, f.mul(stride, integer(n))
+    return result[::-1]
+
+
+def _view(tile: Tile, shape: Sequence[int], pointer: Val, strides: Sequence[Val]) -> Tile:
+    assert tile.buffer is not None
+    source = Buffer(pointer, tuple(strides), tile.buffer.root)
+    return Tile(tuple(shape), tile.dtype, source)
+
+
+def _insert_units(old: Sequence[int], places: Sequence[int], indices: Indices):
+    pending = iter(places)
+    return [integer(0) if n == 1 else indices[next(pending)] for n in old]
+
+
+def _unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
+    linear = f.inner(indices, row_major(new))
+    result = []
+    for n, step in zip(old, row_major(old), strict=True):
+        if n == 1:
+            result.append(integer(0))
+            continue
+        part = linear if step.constant == 1 else f.binary("udiv", linear, step)
+        result.append(f.binary("urem", part, integer(n)))
+    return result

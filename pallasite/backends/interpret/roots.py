@@ -1,0 +1,120 @@
+"""Which memory each ref reaches, and which memory a region may write (static facts)."""
+
+from collections.abc import Iterable
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import table
+
+_VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view")
+# Ops that may be run although their branch is not taken: cheap, and with derivatives
+# that stay finite wherever their operands are.
+_FOLDABLE = frozenset(
+    "constant iota broadcast_in_dim reshape cast load store add sub mul select_n "
+    "eq ne lt le gt ge and or not max min neg subview".split()
+)
+_FOLD_LIMIT = 16
+_FOLD_ELEMENTS = 1 << 20
+
+
+def written_refs(op: Op) -> tuple[Value, ...]:
+    """The refs an op writes through."""
+    if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
+        return op.operands[:1]
+    if op.name == "copy_start":
+        return op.operands[1:]
+    if op.name == "copy_wait":
+        return op.operands[2:]
+    return ()
+
+
+def read_refs(op: Op) -> tuple[Value, ...]:
+    """The refs an op reads through."""
+    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read", "copy_start"):
+        return op.operands[:1]
+    return ()
+
+
+class Roots:
+    """Root of every ref of a kernel: an operand, a result or an allocation."""
+
+    def __init__(self, kernel: Kernel):
+        self.parent: dict[Value, Value] = {
+            kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases
+        }
+        self._written: dict[int, tuple[Value, ...]] = {}
+        self._folds: dict[int, bool] = {}
+        for op in walk(kernel.body):
+            if op.name in _VIEWS:
+                self.parent[op.result] = op.operands[0]
+            elif op.name == "pipeline":
+                self._add_windows(op)
+
+    def _add_windows(self, op: Op) -> None:
+        windows = op.attrs["windows"]
+        arrays = op.operands[len(op.operands) - len(windows) :]
+        blocks = op.regions[-1].params[len(op.attrs["grid"]) :]
+        self.parent.update(zip(blocks, arrays, strict=True))
+
+    def of(self, ref: Value) -> Value:
+        while ref in self.parent:
+            ref = self.parent[ref]
+        return ref
+
+    def written(self, *regions: Block) -> tuple[Value, ...]:
+        """Roots, allocated outside the regions, that code in them may write."""
+        found: dict[Value, None] = {}
+        for region in regions:
+            for root in self._written_in(region):
+                found[root] = None
+        return tuple(found)
+
+    def _written_in(self, region: Block) -> tuple[Value, ...]:
+        known = self._written.get(id(region))
+        if known is None:
+            ops = list(walk(region))
+            local = {op.result for op in ops if op.name == "alloc"}
+            roots = {self.of(r): None for op in ops for r in written_refs(op)}
+            known = tuple(r for r in roots if r not in local)
+            self._written[id(region)] = known
+        return known
+
+    def outermost_refs(self, regions: Iterable[Block]) -> dict[Value, set[Value]]:
+        """Per root: the refs from outside the regions that code in them goes through."""
+        regions = tuple(regions)
+        inside: set[Value] = set()
+        for region in regions:
+            for op in walk(region):
+                inside.update(op.results)
+                for inner in op.regions:
+                    inside.update(inner.params)
+        used: dict[Value, set[Value]] = {}
+        for region in regions:
+            for op in walk(region):
+                for ref in (v for v in op.operands if v.is_ref):
+                    while ref in inside and ref in self.parent:
+                        ref = self.parent[ref]
+                    if ref not in inside:
+                        used.setdefault(self.of(ref), set()).add(ref)
+        return used
+
+    def folds_into_selects(self, op: Op) -> bool:
+        """Whether a cond is short, pure stores, and cheaper run than branched on."""
+        known = self._folds.get(id(op))
+        if known is None:
+            known = self._folds[id(op)] = not op.results and all(
+                _is_short(region) for region in op.regions
+            )
+        return known
+
+
+def _is_short(region: Block) -> bool:
+    rows = table()
+    if len(region.ops) > _FOLD_LIMIT:
+        return False
+    for op in region.ops:
+        if op.name not in _FOLDABLE or op.attrs.get("mask"):
+            return False
+        sizes = [r.tile.size for r in op.results if not r.is_ref]
+        if op.name in rows and max(sizes, default=0) > _FOLD_ELEMENTS:
+            return False
+    return True

@@ -1,0 +1,416 @@
+"""Ops on refs: load, store, views, copies, semaphores.
+
+Vector memory is read and written a vector at a time, scalar memory a number at a time;
+main memory only through copies. Dynamic starts are clamped into the ref unless `facts`
+proves them inside, and checked against Mosaic's alignment rules here, where the error
+can name the user's line.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+
+from pallasite.backends.tpu.elementwise import SPELLINGS
+from pallasite.backends.tpu.tiles import COMBINE, Tiles
+from pallasite.backends.tpu.views import (
+    Edge,
+    Start,
+    View,
+    required_alignment,
+)
+from pallasite.backends.tpu.writer import array, memref, tile_text
+from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
+from pallasite.ir.types import BOOL, I32, TileType
+
+COPY_FIX = "copy it to VMEM first (sync_copy, make_async_copy) or give it a BlockSpec"
+
+
+class Memory(Tiles):
+    """Writes ops on refs."""
+
+    def __init__(self, with_locations: bool = False):
+        super().__init__(with_locations)
+        self.views: dict[Value, View] = {}
+
+    def view(self, ref: Value) -> View:
+        return self.views[ref]
+
+    # --- which elements ---
+
+    def _picked(self, access: Access) -> View:
+        """The view a load, store or subview touches."""
+        view = self.view(access.ref)
+        spans: list[tuple[Span, Start | None]] = []
+        kept: list[bool] = []
+        for dim, (entry, operand) in enumerate(access.split_index()):
+            if isinstance(entry, Gather):
+                self.refuse(
+                    "Mosaic has no gather or scatter on refs",
+                    fix="loop over the indices and move one row at a time",
+                )
+            span = Span(entry.start, 1) if isinstance(entry, At) else entry
+            start = None
+            if operand is not None:
+                start = self._dynamic_start(access, view, dim, span, operand)
+            spans.append((span, start))
+            kept.append(isinstance(entry, Span))
+        return view.narrowed(spans, kept)
+
+    def _dynamic_start(
+        self, access: Access, view: View, dim: int, span: Span, operand: Value
+    ) -> Start:
+        """An index operand as a start in the memref, kept inside the view."""
+        limit = view.ref.shape[dim] - span.extent
+        fact = self.facts.of(operand)
+        target = view.dims[dim]
+        base, stride = view.starts[target], view.strides[target]
+        if access.mask is not None and not fact.within(0, limit):
+            self.refuse(
+                f"a masked access along dimension {dim} may start outside the ref",
+                fix="keep the start inside (jnp.minimum) and shift the mask instead",
+            )
+        if fact.number is not None:
+            first = min(max(fact.number, 0), limit)
+            return Start(base.static + first * stride, base.dynamic, base.multiple)
+        name, multiple = self._clamped(operand, limit), fact.multiple
+        if not fact.within(0, limit):
+            multiple = gcd(multiple, limit)
+        if stride != 1:
+            name = self.out.value(f"arith.muli {name}, {self.out.i32(stride)} : i32")
+            multiple *= stride
+        if base.dynamic is not None:
+            name = self.out.value(f"arith.addi {base.dynamic}, {name} : i32")
+            multiple = gcd(multiple, base.multiple)
+        return Start(base.static, name, multiple)
+
+    def _clamped(self, operand: Value, limit: int) -> str:
+        name = self.convert(self.name(operand), self.tile_type(operand), I32)
+        fact = self.facts.of(operand)
+        if fact.low < 0:
+            name = self.out.value(f"arith.maxsi {name}, {self.out.i32(0)} : i32")
+        if fact.high > limit:
+            name = self.out.value(f"arith.minsi {name}, {self.out.i32(limit)} : i32")
+        return name
+
+    def _first(self, start: Start, alignment: int = 1) -> str:
+        """A start as one i32, with the promise of its alignment."""
+        if start.dynamic is None:
+            return self.out.i32(start.static)
+        name = start.dynamic
+        if start.static:
+            name = self.out.value(
+                f"arith.addi {name}, {self.out.i32(start.static)} : i32"
+            )
+        if alignment > 1:
+            name = self.out.value(f"tpu.assume_multiple {name}, {alignment} : i32")
+        return name
+
+    def _indices(self, view: View, aligned: bool) -> str:
+        """The starts as `index` values, checked where Mosaic wants them aligned."""
+        names = []
+        for dim, start in enumerate(view.starts):
+            if start.dynamic is None:
+                names.append(self.out.index(start.static))
+                continue
+            alignment = required_alignment(view, dim) if aligned else 1
+            if not start.is_multiple_of(alignment):
+                self._refuse_unaligned(view, dim, start, alignment)
+            name = self._first(start, alignment)
+            names.append(self.out.value(f"arith.index_cast {name} : i32 to index"))
+        return ", ".join(names)
+
+    def _refuse_unaligned(
+        self, view: View, dim: int, start: Start, alignment: int
+    ) -> None:
+        what = "lanes" if dim == len(view.shape) - 1 else "rows"
+        self.refuse(
+            f"dimension {dim} ({what}) starts at a number not known to be a multiple"
+            f" of {alignment}",
+            fix=f"start at pl.multiple_of(i, {alignment}) if it is one; else load"
+            f" aligned {what} and select, or keep single numbers in SMEM",
+            ref=f"{view.element}{list(view.shape)} in {view.space}",
+            known=f"a multiple of {start.divisor}",
+        )
+
+    # --- load ---
+
+    def emit_load(self, op: Op) -> str:
+        access = Access.of(op)
+        view = self._picked(access)
+        result = self.tile_type(op.result)
+        name = self.read(view, result)
+        if access.other is None or access.mask is None:
+            return name
+        other, mask = self.name(access.other), self.name(access.mask)
+        return self._choose(mask, name, other, result, bool(result.shape))
+
+    def read(self, view: View, result: TileType) -> str:
+        """The elements of a view, in the ref's shape and type."""
+        stored = result.with_dtype(I32 if result.dtype.is_bool else result.dtype)
+        if view.space == "smem":
+            name = self._read_scalar(view, stored)
+        else:
+            name = self._read_vector(view, stored)
+        return self.convert(name, stored, result.dtype)
+
+    def _read_scalar(self, view: View, stored: TileType) -> str:
+        if stored.size != 1:
+            self.refuse(
+                "scalar memory is read one number at a time",
+                fix="index it with integers, or place it in VMEM",
+            )
+        indices = self._indices(view, aligned=False)
+        name = self.out.value(f"memref.load {view.memref}[{indices}] : {view.type}")
+        return self.reshaped(name, stored.with_shape(()), stored.shape)
+
+    def _read_vector(self, view: View, stored: TileType) -> str:
+        self._check_vector_memory(view)
+        tile = stored.with_shape(view.sizes)
+        indices = self._indices(view, aligned=True)
+        types = f"{view.type}, {tile_text(tile)}"
+        if view.has_strides:
+            strides = array("i32", view.strides)
+            name = self.out.value(
+                f"tpu.strided_load {view.memref}[{indices}] {{strides = {strides}}}"
+                f" : {types}"
+            )
+        else:
+            name = self.out.value(f"vector.load {view.memref}[{indices}] : {types}")
+        if view.fill is not None:
+            name = self._filled(name, tile, view)
+        return self._to_ref_shape(name, tile, view, stored.shape)
+
+    def _to_ref_shape(
+        self, name: str, tile: TileType, view: View, shape: Sequence[int]
+    ) -> str:
+        """From the memref's order of dimensions to the ref's."""
+        order = sorted(view.dims)
+        name = self.reshaped(name, tile, [tile.shape[d] for d in order])
+        perm = [order.index(d) for d in view.dims]
+        return self.transposed(name, tile.with_shape([tile.shape[d] for d in order]), perm)
+
+    def _check_vector_memory(self, view: View) -> None:
+        if view.space != "vmem":
+            self.refuse(f"{view.ref} lies in main memory", fix=COPY_FIX)
+        if not view.shape:
+            self.refuse("vector memory holds no rank-0 arrays", fix="place it in SMEM")
+
+    def _filled(self, name: str, tile: TileType, view: View) -> str:
+        """What was read inside the array, and the fill value outside it."""
+        assert view.fill is not None
+        tests = [t for e in view.fill.edges for t in self._inside(e, tile, view)]
+        inside = tests[0]
+        for test in tests[1:]:
+            inside = self.arith("arith.andi", inside, test, tile=tile.with_dtype(BOOL))
+        fill = self.out.number(view.fill.value, tile)
+        return self.select(inside, name, fill, tile, True)
+
+    def _inside(self, edge: Edge, tile: TileType, view: View) -> list[str]:
+        """Masks of the elements inside the array along one dimension."""
+        start, stride = view.starts[edge.dim], view.strides[edge.dim]
+        words = tile.with_dtype(I32)
+        first = self._first(edge.first)
+        offset = self._first(start)
+        where = self.out.value(f"arith.addi {first}, {offset} : i32")
+        place = self._repeat(where, words.with_shape(()), words.shape)
+        if tile.shape[edge.dim] > 1:
+            steps = self.counted(words, edge.dim)
+            if stride != 1:
+                by = self.out.number(stride, words)
+                steps = self.arith("arith.muli", steps, by, tile=words)
+            place = self.arith("arith.addi", place, steps, tile=words)
+        high = self.out.number(edge.high, words)
+        masks = [self.arith("arith.cmpi slt,", place, high, tile=words)]
+        if edge.low:
+            low = self.out.number(edge.low, words)
+            masks.append(self.arith("arith.cmpi sge,", place, low, tile=words))
+        return masks
+
+    # --- store ---
+
+    def emit_store(self, op: Op) -> None:
+        access = Access.of(op)
+        assert access.value is not None
+        view = self._picked(access)
+        tile = self.tile_type(access.value)
+        name = self.name(access.value)
+        if access.mask is not None:
+            old = self.read(view, tile)
+            mask = self.name(access.mask)
+            name = self._choose(mask, name, old, tile, bool(tile.shape))
+        self.write(view, name, tile)
+
+    def write(self, view: View, name: str, tile: TileType) -> None:
+        """Store a value, given in the ref's shape and type, through a view."""
+        stored = tile.with_dtype(I32 if tile.dtype.is_bool else tile.dtype)
+        name = self.convert(name, tile, stored.dtype)
+        if view.space == "smem":
+            self._write_scalar(view, name, stored)
+        else:
+            self._write_vector(view, name, stored)
+
+    def _write_scalar(self, view: View, name: str, stored: TileType) -> None:
+        if stored.size != 1:
+            self.refuse(
+                "scalar memory is written one number at a time",
+                fix="index it with integers, or place it in VMEM",
+            )
+        name = self.reshaped(name, stored, ())
+        indices = self._indices(view, aligned=False)
+        self.out.line(f"memref.store {name}, {view.memref}[{indices}] : {view.type}")
+
+    def _write_vector(self, view: View, name: str, stored: TileType) -> None:
+        self._check_vector_memory(view)
+        order = sorted(view.dims)
+        perm = [view.dims.index(d) for d in order]
+        name = self.transposed(name, stored, perm)
+        lined_up = stored.with_shape([stored.shape[d] for d in perm])
+        tile = stored.with_shape(view.sizes)
+        name = self.reshaped(name, lined_up, tile.shape)
+        indices = self._indices(view, aligned=True)
+        types = f"{view.type}, {tile_text(tile)}"
+        if view.has_strides:
+            strides = array("i32", view.strides)
+            self.out.line(
+                f"tpu.strided_store {view.memref}[{indices}], {name}"
+                f" {{strides = {strides}}} : {types}"
+            )
+        else:
+            self.out.line(f"vector.store {name}, {view.memref}[{indices}] : {types}")
+
+    # --- atomics: programs of one core run one after another ---
+
+    def emit_atomic_rmw(self, op: Op) -> str:
+        access = Access.of(op)
+        assert access.value is not None
+        view, tile = self._picked(access), self.tile_type(access.value)
+        old, value = self.read(view, tile), self.name(access.value)
+        kind = op.attrs["kind"]
+        new = value if kind == "xchg" else self._combined(kind, old, value, tile)
+        if access.mask is not None:
+            mask = self.name(access.mask)
+            new = self._choose(mask, new, old, tile, bool(tile.shape))
+        self.write(view, new, tile)
+        return old
+
+    def _combined(self, kind: str, old: str, value: str, tile: TileType) -> str:
+        dtype = self._compute_dtype(COMBINE.get(kind, kind), tile)
+        wide = tile.with_dtype(dtype)
+        names = [self.convert(n, tile, dtype) for n in (old, value)]
+        spelled = SPELLINGS[kind].of(dtype)
+        if spelled is None:
+            self.refuse(f"Mosaic has no {kind} of {dtype}", fix="use another type")
+        return self.convert(self.arith(spelled, *names, tile=wide), wide, tile.dtype)
+
+    def emit_atomic_cas(self, op: Op) -> str:
+        access = Access.of(op)
+        assert access.value is not None and access.compare is not None
+        view, tile = self._picked(access), self.tile_type(access.value)
+        old = self.read(view, tile)
+        dtype = self._compute_dtype("eq", tile)
+        wide = tile.with_dtype(dtype)
+        names = [self.convert(n, tile, dtype) for n in (old, self.name(access.compare))]
+        same = self.arith(SPELLINGS["eq"].of(dtype) or "", *names, tile=wide)
+        new = self._choose(same, self.name(access.value), old, tile, bool(tile.shape))
+        self.write(view, new, tile)
+        return old
+
+    # --- views ---
+
+    def emit_subview(self, op: Op) -> None:
+        self.views[op.result] = self._picked(Access.of(op))
+
+    def emit_transpose_view(self, op: Op) -> None:
+        self.views[op.result] = self.view(op.operands[0]).transposed(op.attrs["perm"])
+
+    def emit_reshape_view(self, op: Op) -> None:
+        self._recast(op, "tpu.memref_reshape")
+
+    def emit_bitcast_view(self, op: Op) -> None:
+        self._recast(op, "tpu.memref_bitcast")
+
+    def _recast(self, op: Op, spelled: str) -> None:
+        name, own = self.as_memref(self.view(op.operands[0]))
+        ref = op.result.ref
+        view = View.whole("", ref, space=self.view(op.operands[0]).space)
+        name = self.out.value(f"{spelled} {name} : {own} -> {view.type}")
+        self.views[op.result] = View.whole(name, ref, space=view.space)
+
+    def as_memref(self, view: View) -> tuple[str, str]:
+        """A view as a memref of its own: name and type."""
+        if view.fill is not None:
+            self.refuse(
+                "a window with fill= is filled as it is loaded, not in memory",
+                fix="load it and store the value to scratch",
+            )
+        if view.has_strides or list(view.dims) != sorted(view.dims):
+            self.refuse(
+                "a strided or transposed view is no memory of its own",
+                fix="load through it instead",
+            )
+        name, type_text = view.memref, view.type
+        if not view.is_whole:
+            starts = ", ".join(self._slice_start(view, d) for d in range(len(view.shape)))
+            sliced = memref(view.sizes, view.element, view.space)
+            name = self.out.value(
+                f"tpu.memref_slice {name}[{starts}] : {type_text} -> {sliced}"
+            )
+            type_text = sliced
+        if len(view.dims) != len(view.shape):
+            squeezed = memref(view.ref.shape, view.element, view.space)
+            name = self.out.value(
+                f"tpu.memref_squeeze {name} : {type_text} -> {squeezed}"
+            )
+            type_text = squeezed
+        return name, type_text
+
+    def _slice_start(self, view: View, dim: int) -> str:
+        """Slices of tiled memory begin at tiles, except for single rows."""
+        start = view.starts[dim]
+        tiled = view.space in ("any", "hbm", "vmem") and len(view.shape) > 1
+        alignment = required_alignment(view, dim) if tiled else 1
+        one_row = view.sizes[dim] == 1 and dim == len(view.shape) - 2
+        if tiled and dim == len(view.shape) - 2 and not one_row:
+            alignment = 8
+        if start.dynamic is not None and not start.is_multiple_of(alignment):
+            self._refuse_unaligned(view, dim, start, alignment)
+        return self._first(start, alignment)
+
+    # --- copies and semaphores ---
+
+    def emit_copy_start(self, op: Op) -> None:
+        source, target, semaphore = (
+            self.as_memref(self.view(v)) for v in op.operands[:3]
+        )
+        priority = op.attrs.get("priority") or 0
+        attrs = f" {{priority = {priority} : i32}}" if priority else ""
+        self.out.line(
+            f"tpu.enqueue_dma source({' : '.join(source)}) target({' : '.join(target)})"
+            f" target_semaphore({' : '.join(semaphore)}){attrs}"
+        )
+
+    def emit_copy_wait(self, op: Op) -> None:
+        source, target, semaphore = (
+            self.as_memref(self.view(v)) for v in op.operands[:3]
+        )
+        self.out.line(
+            f"tpu.wait_dma2 semaphore({' : '.join(semaphore)})"
+            f" src({' : '.join(source)}) dst({' : '.join(target)})"
+        )
+
+    def emit_sem_signal(self, op: Op) -> None:
+        self._semaphore(op, "tpu.sem_signal")
+
+    def emit_sem_wait(self, op: Op) -> None:
+        self._semaphore(op, "tpu.sem_wait")
+
+    def _semaphore(self, op: Op, spelled: str) -> None:
+        name, type_text = self.as_memref(self.view(op.operands[0]))
+        amount = self.name(op.operands[1])
+        self.out.line(f"{spelled} {name}, {amount} : {type_text}")
+
+    def emit_sem_read(self, op: Op) -> str:
+        if op.operands[0].ref.shape:
+            self.refuse("semaphores are read one at a time", fix="index it: sem.at[i]")
+        name, type_text = self.as_memref(self.view(op.operands[0]))
+        return self.out.value(f"tpu.sem_read {name} : {type_text} -> i32")
+

@@ -1,0 +1,427 @@
+"""Ops on whole tiles: constants, shape changes, reductions, dot.
+
+Mosaic's vectors have at least one dimension, so scalars go in by `vector.broadcast` and
+come out by `vector.extract`. Masks change shape as 32-bit integers.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.backends.tpu.elementwise import SPELLINGS, Elementwise
+from pallasite.backends.tpu.writer import array, tile_text
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.types import BOOL, F32, I32, DType, TileType
+
+# Reductions the chip has across lanes and sublanes, by kind of element.
+REDUCTIONS = {
+    ("sum", "float"): "add",
+    ("sum", "int"): "add",
+    ("sum", "uint"): "add",
+    ("max", "float"): "maximumf",
+    ("max", "int"): "maxsi",
+    ("min", "float"): "minimumf",
+    ("min", "int"): "minsi",
+}
+COMBINE = {
+    "sum": "add",
+    "prod": "mul",
+}  # the elementwise op of a reduction, else its name
+
+
+class Tiles(Elementwise):
+    """Writes ops on whole tiles."""
+
+    def emit_constant(self, op: Op) -> str:
+        self.constants[op.result] = op.attrs["value"]
+        return self.out.number(op.attrs["value"], self.tile_type(op.result))
+
+    def emit_iota(self, op: Op) -> str:
+        tile = self.tile_type(op.result)
+        words = tile.with_dtype(I32)
+        return self.convert(self.counted(words, op.attrs["dim"]), words, tile.dtype)
+
+    def counted(self, tile: TileType, dim: int) -> str:
+        """Each element's position along `dim`, in a tile of i32."""
+        if tile.rank == 1:  # Mosaic counts along vectors of rank two and more
+            row = tile.with_shape((1, *tile.shape))
+            return self.reshaped(self.counted(row, 1), row, tile.shape)
+        dims = array("i32", [dim])
+        return self.out.value(f"tpu.iota {{dimensions = {dims}}} : {tile_text(tile)}")
+
+    # --- shape ---
+
+    def reshaped(self, name: str, tile: TileType, shape: Sequence[int]) -> str:
+        """The elements in another shape, in row-major order."""
+        shape = tuple(shape)
+        if tile.shape == shape:
+            return name
+        if tile.dtype.is_bool and tile.shape and shape:
+            words = tile.with_dtype(I32)
+            name = self.reshaped(self.convert(name, tile, I32), words, shape)
+            return self.convert(name, words.with_shape(shape), BOOL)
+        if not shape:
+            return self._extract(name, tile)
+        if not tile.shape:
+            return self._repeat(name, tile, shape)
+        types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
+        return self.out.value(f"vector.shape_cast {name} : {types}")
+
+    def _extract(self, name: str, tile: TileType) -> str:
+        """The one element of a vector, as a scalar (Mosaic extracts 32-bit ones)."""
+        word, words = self.in_words(name, tile)
+        at = ", ".join("0" * tile.rank)
+        element = tile_text(words.with_shape(()))
+        text = f"vector.extract {word}[{at}] : {element} from {tile_text(words)}"
+        return self.convert(self.out.value(text), words.with_shape(()), tile.dtype)
+
+    def _repeat(self, name: str, tile: TileType, shape: Sequence[int]) -> str:
+        types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
+        return self.out.value(f"vector.broadcast {name} : {types}")
+
+    def emit_reshape(self, op: Op) -> str:
+        x = op.operands[0]
+        return self.reshaped(self.name(x), self.tile_type(x), op.attrs["shape"])
+
+    def emit_broadcast_in_dim(self, op: Op) -> str:
+        x = op.operands[0]
+        return self.broadcast(
+            self.name(x), self.tile_type(x), op.attrs["shape"], op.attrs["dims"]
+        )
+
+    def broadcast(
+        self, name: str, tile: TileType, shape: Sequence[int], dims: Sequence[int]
+    ) -> str:
+        """Dimension d of the operand becomes `dims[d]`; the others repeat it."""
+        shape = tuple(shape)
+        if not tile.shape:
+            return self._repeat(name, tile, shape) if shape else name
+        if tile.dtype.is_bool:
+            words = tile.with_dtype(I32)
+            name = self.broadcast(self.convert(name, tile, I32), words, shape, dims)
+            return self.convert(name, words.with_shape(shape), BOOL)
+        lined_up = [1] * len(shape)
+        for n, d in zip(tile.shape, dims, strict=True):
+            lined_up[d] = n
+        name = self.reshaped(name, tile, lined_up)
+        if tuple(lined_up) == shape:
+            return name
+        return self._repeat(name, tile.with_shape(lined_up), shape)
+
+    def emit_transpose(self, op: Op) -> str:
+        x = op.operands[0]
+        return self.transposed(self.name(x), self.tile_type(x), op.attrs["perm"])
+
+    def transposed(self, name: str, tile: TileType, perm: Sequence[int]) -> str:
+        if list(perm) == sorted(perm):
+            return name
+        result = tile.with_shape([tile.shape[d] for d in perm])
+        if tile.dtype.is_bool:
+            words = tile.with_dtype(I32)
+            name = self.transposed(self.convert(name, tile, I32), words, perm)
+            return self.convert(name, result.with_dtype(I32), BOOL)
+        types = f"{tile_text(tile)} -> {tile_text(result)}"
+        return self.out.value(f"tpu.transpose {name}, {list(perm)} : {types}")
+
+    def emit_slice(self, op: Op) -> str:
+        x = op.operands[0]
+        starts, limits = op.attrs["starts"], op.attrs["limits"]
+        if any(s != 1 for s in op.attrs["strides"]):
+            self.refuse(
+                "Mosaic slices vectors without strides",
+                fix="read every n-th row straight from the ref: ref[pl.ds(0, n, stride)]",
+            )
+        if 0 in op.result.tile.shape:
+            self.refuse("the result has no elements", fix="slice at least one")
+        sizes = [hi - lo for lo, hi in zip(starts, limits, strict=True)]
+        return self.sliced(self.name(x), self.tile_type(x), starts, sizes)
+
+    def sliced(
+        self, name: str, tile: TileType, starts: Sequence[int], sizes: Sequence[int]
+    ) -> str:
+        if tuple(sizes) == tile.shape:
+            return name
+        if tile.dtype.is_bool:
+            words = tile.with_dtype(I32)
+            name = self.sliced(self.convert(name, tile, I32), words, starts, sizes)
+            return self.convert(name, words.with_shape(sizes), BOOL)
+        # The generic form: the pretty one differs between MLIR versions.
+        attrs = f"offsets = {list(starts)}, sizes = {list(sizes)}"
+        attrs += f", strides = {[1] * tile.rank}"
+        types = f"({tile_text(tile)}) -> {tile_text(tile.with_shape(sizes))}"
+        text = f'"vector.extract_strided_slice"({name}) <{{{attrs}}}> : {types}'
+        return self.out.value(text)
+
+    def emit_concatenate(self, op: Op) -> str:
+        parts = [(self.name(v), self.tile_type(v)) for v in op.operands]
+        return self.joined(parts, op.attrs["axis"])
+
+    def joined(self, parts: Sequence[tuple[str, TileType]], axis: int) -> str:
+        """Tiles one after another along `axis`."""
+        parts = [(name, tile) for name, tile in parts if tile.shape[axis]]
+        first = parts[0][1]
+        shape = list(first.shape)
+        shape[axis] = sum(t.shape[axis] for _, t in parts)
+        result = first.with_shape(shape)
+        if len(parts) == 1:
+            return parts[0][0]
+        if first.dtype.is_bool:
+            words = [(self.convert(n, t, I32), t.with_dtype(I32)) for n, t in parts]
+            return self.convert(self.joined(words, axis), result.with_dtype(I32), BOOL)
+        names = ", ".join(n for n, _ in parts)
+        types = ", ".join(tile_text(t) for _, t in parts)
+        text = f"tpu.concatenate {names} in {axis} : {types} -> {tile_text(result)}"
+        return self.out.value(text)
+
+    def emit_pad(self, op: Op) -> str:
+        if any(op.attrs["interior"]):
+            self.refuse("no padding between elements", fix="interleave by reshaping")
+        x, value = op.operands
+        name, tile = self.name(x), self.tile_type(x)
+        padding = self.name(value)
+        for axis, (low, high) in enumerate(
+            zip(op.attrs["low"], op.attrs["high"], strict=True)
+        ):
+            name, tile = self._padded(name, tile, padding, axis, low, high)
+        return name
+
+    def _padded(
+        self, name: str, tile: TileType, padding: str, axis: int, low: int, high: int
+    ) -> tuple[str, TileType]:
+        kept = tile.shape[axis] + min(low, 0) + min(high, 0)
+        parts = [self._along(name, tile, axis, max(-low, 0), kept)]
+        for count, place in ((low, 0), (high, len(parts) + 1)):
+            if count > 0:
+                extra = _resized(tile, axis, count)
+                filled = self._repeat(padding, tile.with_shape(()), extra.shape)
+                parts.insert(place, (filled, extra))
+        total = sum(t.shape[axis] for _, t in parts)
+        return self.joined(parts, axis), _resized(tile, axis, total)
+
+    # --- reductions ---
+
+    def emit_reduce(self, op: Op) -> str:
+        x = op.operands[0]
+        tile, axes, kind = self.tile_type(x), op.attrs["axes"], op.attrs["kind"]
+        name, words = self.in_words(self.name(x), tile)
+        if tile.dtype.is_bool:  # any and all are the greatest and the least bit
+            kind = {"or": "max", "and": "min"}.get(kind, kind)
+        name = self.reduced(name, words, kind, axes)
+        shape = [n for d, n in enumerate(tile.shape) if d not in axes]
+        result = words.with_shape(shape)
+        if tile.dtype.is_bool and kind == "xor":
+            one = self.out.number(1, result)
+            name = self.arith("arith.andi", name, one, tile=result)
+        return self.convert(name, result, tile.dtype)
+
+    def reduced(self, name: str, tile: TileType, kind: str, axes: Sequence[int]) -> str:
+        """Combine 32-bit elements along `axes`, which disappear."""
+        if not axes:
+            return name
+        if tile.dtype.name == "u32" and kind in ("max", "min"):
+            return self._reduced_unsigned(name, tile, kind, axes)
+        native = REDUCTIONS.get((kind, tile.dtype.kind))
+        if native is None:
+            return self._reduced_by_halves(name, tile, kind, axes)
+        result = tile.with_shape([n for d, n in enumerate(tile.shape) if d not in axes])
+        start = self.out.number(neutral(kind, tile.dtype), result)
+        types = f"{tile_text(tile)} to {tile_text(result)}"
+        text = (
+            f"vector.multi_reduction <{native}>, {name}, {start} {list(axes)} : {types}"
+        )
+        return self.out.value(text)
+
+    def _reduced_unsigned(
+        self, name: str, tile: TileType, kind: str, axes: Sequence[int]
+    ) -> str:
+        """Flip the top bit, and unsigned order becomes signed order."""
+        signed = tile.with_dtype(I32)
+        top = self.out.number(-(2**31), signed)
+        name = self.arith("arith.xori", name, top, tile=signed)
+        name = self.reduced(name, signed, kind, axes)
+        shape = [n for d, n in enumerate(tile.shape) if d not in axes]
+        result = signed.with_shape(shape)
+        top = self.out.number(-(2**31), result)
+        return self.arith("arith.xori", name, top, tile=result)
+
+    def _reduced_by_halves(
+        self, name: str, tile: TileType, kind: str, axes: Sequence[int]
+    ) -> str:
+        """One axis after another: combine the two halves until one slice is left."""
+        spelled = SPELLINGS[COMBINE.get(kind, kind)].of(tile.dtype) or ""
+        for axis in axes:
+            while tile.shape[axis] > 1:
+                count = tile.shape[axis]
+                half = count // 2
+                name, tile = self._folded(name, tile, axis, half, count, spelled)
+        shape = [n for d, n in enumerate(tile.shape) if d not in axes]
+        return self.reshaped(name, tile, shape)
+
+    def _folded(
+        self, name: str, tile: TileType, axis: int, half: int, count: int, spelled: str
+    ) -> tuple[str, TileType]:
+        low, low_tile = self._along(name, tile, axis, 0, half)
+        high, _ = self._along(name, tile, axis, half, half)
+        both = self.arith(spelled, low, high, tile=low_tile)
+        if count % 2 == 0:
+            return both, low_tile
+        last, last_tile = self._along(name, tile, axis, count - 1, 1)
+        parts = [(both, low_tile), (last, last_tile)]
+        return self.joined(parts, axis), _resized(tile, axis, half + 1)
+
+    def _along(
+        self, name: str, tile: TileType, axis: int, start: int, size: int
+    ) -> tuple[str, TileType]:
+        """`size` elements from `start` along one axis."""
+        part, starts = _resized(tile, axis, size), [0] * tile.rank
+        starts[axis] = start
+        return self.sliced(name, tile, starts, part.shape), part
+
+    def emit_arg_reduce(self, op: Op) -> str:
+        """The least position that holds the extreme; a NaN's position if there is one."""
+        x, axis, kind = op.operands[0], op.attrs["axis"], op.attrs["kind"]
+        name, tile = self.in_words(self.name(x), self.tile_type(x))
+        kind = {"argmax": "max", "argmin": "min"}.get(kind, kind)
+        equal = SPELLINGS["eq"].of(tile.dtype) or ""
+        extreme = self.reduced(name, tile, kind, [axis])
+        kept = [d for d in range(tile.rank) if d != axis]
+        rest = tile.with_shape([tile.shape[d] for d in kept])
+        extreme = self.broadcast(extreme, rest, tile.shape, kept)
+        position = self._first_where(
+            self.arith(equal, name, extreme, tile=tile), tile, axis
+        )
+        result = rest.with_dtype(I32)
+        if tile.dtype.is_float:
+            odd = self.arith("arith.cmpf uno,", name, name, tile=tile)
+            first_odd = self._first_where(odd, tile, axis)
+            none = self.out.number(tile.shape[axis], result)
+            found = self.arith("arith.cmpi slt,", first_odd, none, tile=result)
+            position = self.select(found, first_odd, position, result, True)
+        return self.convert(position, result, op.attrs["dtype"])
+
+    def _first_where(self, mask: str, tile: TileType, axis: int) -> str:
+        """Along `axis`, the first position with a True; its length if there is none."""
+        words = tile.with_dtype(I32)
+        places = self.counted(words, axis)
+        none = self.out.number(tile.shape[axis], words)
+        return self.reduced(
+            self.select(mask, places, none, words, True), words, "min", [axis]
+        )
+
+    def emit_scan(self, op: Op) -> str:
+        """Add what lies 1, 2, 4, ... elements before, until all have met."""
+        x, axis, kind = op.operands[0], op.attrs["axis"], op.attrs["kind"]
+        if kind == "logsumexp":
+            self.refuse(
+                "no running logsumexp", fix="use a running max and a running sum"
+            )
+        name, tile = self.in_words(self.name(x), self.tile_type(x))
+        spelled = SPELLINGS[COMBINE.get(kind, kind)].of(tile.dtype) or ""
+        back, step = op.attrs["reverse"], 1
+        while step < tile.shape[axis]:
+            moved = self._shifted(name, tile, axis, step, kind, back)
+            name = self.arith(spelled, name, moved, tile=tile)
+            step *= 2
+        return self.convert(name, tile, x.tile.dtype)
+
+    def _shifted(
+        self, name: str, tile: TileType, axis: int, step: int, kind: str, back: bool
+    ) -> str:
+        """Moved by `step` along an axis, with elements that change nothing moved in."""
+        count = tile.shape[axis]
+        rest = self._along(name, tile, axis, step if back else 0, count - step)
+        gap = _resized(tile, axis, step)
+        blank = (self.out.number(neutral(kind, tile.dtype), gap), gap)
+        return self.joined([rest, blank] if back else [blank, rest], axis)
+
+    # --- dot ---
+
+    def emit_dot(self, op: Op) -> str:
+        """A matmul on the matrix unit, which adds up in 32 bits."""
+        (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
+        self._check_dot(op, lc, lb)
+        dtype = self._factor_dtype(op)
+        lhs, left, lc = self._factor(op.operands[0], dtype, lc, lb)
+        rhs, right, rc = self._factor(op.operands[1], dtype, rc, rb)
+        batch = len(lb)
+        lf, rf = (2 * batch + 1 - c for c in (lc, rc))  # the other of the last two dims
+        shape = (*left.shape[:batch], left.shape[lf], right.shape[rf])
+        result = TileType(shape, F32 if dtype.is_float else I32)
+        order = [0, 0] * batch + [0, lf, 1, rf]
+        lead = list(range(batch))
+        numbers = ", ".join(map(str, ([lc], [rc], [lf], [rf], order, lead, lead)))
+        attrs = [f"dimension_numbers = #tpu.dot_dimension_numbers<{numbers}>"]
+        attrs += self._precision(op, dtype)
+        attrs += ["transpose_lhs_hint = false"]
+        types = ", ".join(map(tile_text, (left, right, result)))
+        name = self.out.value(
+            f"tpu.matmul {lhs}, {rhs}, {self.out.number(0, result)}"
+            f" {{{', '.join(attrs)}}} : {types} -> {tile_text(result)}"
+        )
+        shape = op.result.tile.shape
+        name = self.reshaped(name, result, shape)
+        return self.convert(name, result.with_shape(shape), op.attrs["dtype"])
+
+    def _check_dot(self, op: Op, contract: Sequence[int], batch: Sequence[int]) -> None:
+        if len(contract) != 1 or len(batch) > 1:
+            self.refuse(
+                "the matrix unit contracts one dimension and takes one batch dimension",
+                fix="reshape the operands, or loop over the batch",
+            )
+        for value in op.operands:
+            free = value.tile.rank - len(contract) - len(batch)
+            if free > 1:
+                self.refuse(
+                    f"{value.tile} has {free} dimensions that are not contracted",
+                    fix="reshape them into one",
+                )
+
+    def _factor_dtype(self, op: Op) -> DType:
+        """The type both operands are multiplied in."""
+        left, right = (self.tile_type(v).dtype for v in op.operands)
+        if left.is_float and right.is_float:
+            return left if left == right else F32
+        if left == right and left.is_signed_int and left.bits <= 8:
+            return left
+        self.refuse(
+            f"the matrix unit does not multiply {left} by {right}",
+            fix="cast both to float32, bfloat16 or int8",
+        )
+
+    def _factor(
+        self, value: Value, dtype: DType, contract: Sequence[int], batch: Sequence[int]
+    ) -> tuple[str, TileType, int]:
+        """An operand as batch dimension and matrix; which dimension is contracted.
+
+        A vector becomes a matrix of one row: (k) is (1, k).
+        """
+        name, tile = self.convert(self.name(value), value.tile, dtype), value.tile
+        tile, (dim,) = tile.with_dtype(dtype), contract
+        perm = [*batch, *(d for d in range(tile.rank) if d not in batch)]
+        name = self.transposed(name, tile, perm)
+        tile, dim = tile.with_shape([tile.shape[d] for d in perm]), perm.index(dim)
+        if tile.rank == 1 + len(batch):
+            shape = (*tile.shape[:-1], 1, tile.shape[-1])
+            return self.reshaped(name, tile, shape), tile.with_shape(shape), dim + 1
+        return name, tile, dim
+
+    def _precision(self, op: Op, dtype: DType) -> list[str]:
+        """`highest` multiplies float32 exactly; the default rounds to bfloat16 first,
+        as XLA does on a TPU."""
+        asked = str(op.attrs.get("precision") or "").lower()
+        exact = "high" in asked or asked in ("f32_f32_f32", "float32")
+        if dtype != F32 or not exact:
+            return []
+        return ["precision = #tpu.contract_precision<fp32>"]
+
+
+def _resized(tile: TileType, axis: int, size: int) -> TileType:
+    return tile.with_shape([size if d == axis else n for d, n in enumerate(tile.shape)])
+
+
+def neutral(kind: str, dtype: DType) -> float | int:
+    """What a reduction starts from: combining it changes nothing."""
+    if kind in ("max", "min") and dtype.is_float:
+        return float("-inf") if kind == "max" else float("inf")
+    if kind in ("max", "min"):
+        low, high = (-(2**31), 2**31 - 1) if dtype.is_signed_int else (0, 2**32 - 1)
+        return low if kind == "max" else high
+    return {"sum": 0, "prod": 1, "and": -1, "or": 0, "xor": 0}[kind]

@@ -1,0 +1,157 @@
+"""Views: which elements of a memref an IR ref stands for.
+
+A ref of the IR is kept as a memref plus a start, size and stride per dimension, so that
+a load through any chain of subviews is one `vector.load`. `memory.py` writes the ops;
+only copies and semaphores need the view as a memref of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from pallasite.backends.tpu.writer import ELEMENTS, SEMAPHORES, SPACES, memref
+from pallasite.ir.nodes import Span
+from pallasite.ir.types import RefType
+
+LANES, SUBLANES = 128, 8
+
+
+@dataclass(frozen=True)
+class Start:
+    """A first element: a number, plus an i32 value that `multiple` divides."""
+
+    static: int = 0
+    dynamic: str | None = None
+    multiple: int = 0
+
+    @property
+    def divisor(self) -> int:
+        """What divides the sum of both parts."""
+        return gcd(self.static, self.multiple) if self.dynamic else abs(self.static)
+
+    def is_multiple_of(self, n: int) -> bool:
+        return self.divisor % n == 0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One dimension of a block that may hang over its array."""
+
+    dim: int  # of the memref
+    first: Start  # the array's number for the block's first element
+    low: int  # elements from `low` up to `high` exist
+    high: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What a load gives outside the array."""
+
+    value: float | int | bool
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """Elements of a memref, seen as a ref of the IR."""
+
+    memref: str
+    shape: tuple[int, ...]  # of the memref
+    element: str
+    space: str  # Mosaic's name
+    ref: RefType
+    starts: tuple[Start, ...]  # per dimension of the memref, as the next two
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dims: tuple[int, ...]  # the memref's dimension of each dimension of the ref
+    fill: Fill | None = None
+
+    @staticmethod
+    def whole(
+        name: str,
+        ref: RefType,
+        shape: Sequence[int] | None = None,
+        dims: Sequence[int] | None = None,
+        space: str | None = None,
+    ) -> "View":
+        """All of a memref; `shape` and `dims` where it has dimensions the ref lacks."""
+        shape = ref.shape if shape is None else tuple(shape)
+        dims = tuple(range(len(shape))) if dims is None else tuple(dims)
+        count = len(shape)
+        return View(
+            name,
+            shape,
+            element_of(ref),
+            space or SPACES[ref.space],
+            ref,
+            (Start(),) * count,
+            shape,
+            (1,) * count,
+            dims,
+        )
+
+    @property
+    def type(self) -> str:
+        return memref(self.shape, self.element, self.space)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.shape and not self.has_strides
+
+    @property
+    def has_strides(self) -> bool:
+        return any(s != 1 for s in self.strides)
+
+    def narrowed(
+        self, spans: Sequence[tuple[Span, Start | None]], kept: Sequence[bool]
+    ) -> "View":
+        """Pick a span per ref dimension; those not `kept` disappear.
+
+        The Start comes with dynamic spans, already added to what this view starts at.
+        """
+        starts, sizes, strides = map(list, (self.starts, self.sizes, self.strides))
+        for dim, (span, start) in zip(self.dims, spans, strict=True):
+            old = self.starts[dim]
+            if start is None:
+                offset = (span.start or 0) * self.strides[dim]
+                start = replace(old, static=old.static + offset)
+            starts[dim], sizes[dim] = start, span.size
+            strides[dim] = self.strides[dim] * span.stride
+        dims = tuple(d for d, keep in zip(self.dims, kept, strict=True) if keep)
+        shape = tuple(sizes[d] for d in dims)
+        return replace(
+            self,
+            starts=tuple(starts),
+            sizes=tuple(sizes),
+            strides=tuple(strides),
+            dims=dims,
+            ref=self.ref.with_shape(shape),
+        )
+
+    def transposed(self, perm: Sequence[int]) -> "View":
+        dims = tuple(self.dims[d] for d in perm)
+        shape = [self.ref.shape[d] for d in perm]
+        return replace(self, dims=dims, ref=self.ref.with_shape(shape))
+
+
+def element_of(ref: RefType) -> str:
+    """The element type of a ref's memory; a bool takes a 32-bit word."""
+    if ref.is_semaphore:
+        return SEMAPHORES[ref.space]
+    return "i32" if ref.dtype.is_bool else ELEMENTS[ref.dtype.name]
+
+
+def required_alignment(view: View, dim: int) -> int:
+    """What must divide a dynamic start along `dim` of a vector load (Mosaic's rule).
+
+    Lanes move by whole tiles. Rows do too, unless one row is read, or the memref is one
+    tile wide, so that its rows lie one after another.
+    """
+    rank = len(view.shape)
+    if dim == rank - 1:
+        return LANES
+    if dim != rank - 2:
+        return 1
+    narrow = view.shape[-1] <= LANES
+    free = view.ref.dtype.bits == 32 or view.ref.dtype.is_bool
+    return 1 if free and (view.sizes[dim] == 1 or narrow) else SUBLANES

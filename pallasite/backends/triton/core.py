@@ -1,0 +1,241 @@
+"""The small vocabulary of Triton code that every op is emitted in.
+
+`Core` turns Python calls into TTIR lines: constants, arithmetic, broadcasting, index
+tiles, masks of padding, conversions, gathers along an axis. It holds what is known of
+our IR's values (`env`, ranges, producers). The op families are the mixins next to this
+file: `elementwise.py`, `tiles.py`, `dots.py`, `memory.py`; `emit.py` joins them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from pallasite.backends.triton.text import (
+    Val,
+    Writer,
+    element,
+    number_text,
+    physical,
+    type_text,
+)
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.text import print_op
+from pallasite.ir.types import DType, TileType
+from pallasite.passes.ranges import Ranges
+
+MAX_ELEMENTS = 1 << 20  # Triton refuses larger tensors
+
+FLOAT_BITS = {"f8E4M3FN": 8, "f8E5M2": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+
+
+class Core:
+    """Emits Triton's own operations; knows nothing of ours."""
+
+    def __init__(self) -> None:
+        self.out = Writer()
+        self.env: dict[Value, Val] = {}
+        self.ranges = Ranges()
+        self.producers: dict[Value, Op] = {}
+
+    def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
+        """This backend does not have `op` on these operands."""
+        shapes = ", ".join(str(v.type) for v in op.operands) or str(op.results[0].type)
+        raise UnsupportedError(
+            f"backend 'triton' cannot run {op.name} on {shapes}",
+            [("op", print_op(op, regions=False)), ("why", why or None)],
+            op.loc,
+            fix or "use interpret=True or another backend for this kernel",
+        )
+
+    # --- types ---
+
+    def elem(self, dtype: DType, op: Op) -> str:
+        spelled = element(dtype)
+        if spelled is None:
+            self.refuse(op, f"Triton has no element type {dtype}")
+        return spelled
+
+    def layout(self, tile: TileType, op: Op) -> tuple[tuple[int, ...], str]:
+        """Physical shape and element type of a tile."""
+        shape, count = physical(tile.shape), 1
+        for n in shape:
+            count *= n
+        if 0 in tile.shape:
+            self.refuse(op, f"{tile} has no elements")
+        if count > MAX_ELEMENTS:
+            self.refuse(
+                op,
+                f"{tile} takes {count} elements; Triton's limit is {MAX_ELEMENTS}",
+                "use smaller blocks",
+            )
+        return shape, self.elem(tile.dtype, op)
+
+    # --- expressions ---
+
+    def let(
+        self, text: str, shape: Sequence[int], elem: str, shared: bool = True
+    ) -> Val:
+        return Val(self.out.let(text, shared), tuple(shape), elem)
+
+    def const(self, value: Any, elem: str, shape: Sequence[int] = ()) -> Val:
+        number = number_text(value, elem)
+        if shape:
+            number = f"dense<{number}>"
+        tail = "" if elem == "i1" and not shape else f" : {type_text(shape, elem)}"
+        return self.let(f"arith.constant {number}{tail}", shape, elem)
+
+    def like(self, value: Any, other: Val) -> Val:
+        return self.const(value, other.elem, other.shape)
+
+    def apply(self, name: str, *operands: Val) -> Val:
+        """An op whose operands and result have one type."""
+        first = operands[0]
+        names = ", ".join(v.name for v in operands)
+        return self.let(f"{name} {names} : {first.type}", first.shape, first.elem)
+
+    def compare(self, kind: str, x: Val, y: Val) -> Val:
+        name = "arith.cmpf" if x.elem in FLOAT_BITS else "arith.cmpi"
+        return self.let(f"{name} {kind}, {x}, {y} : {x.type}", x.shape, "i1")
+
+    def select(self, which: Val, yes: Val, no: Val) -> Val:
+        which = self.spread(which, yes.shape)
+        text = f"arith.select {which}, {yes}, {no} : {which.type}, {yes.type}"
+        if not yes.shape:
+            text = f"arith.select {which}, {yes}, {no} : {yes.type}"
+        return self.let(text, yes.shape, yes.elem)
+
+    def convert(self, name: str, x: Val, elem: str, extra: str = "") -> Val:
+        if x.elem == elem:
+            return x
+        to = type_text(x.shape, elem)
+        return self.let(f"{name} {x}{extra} : {x.type} to {to}", x.shape, elem)
+
+    def extern(self, symbol: str, *operands: Val, elem: str | None = None) -> Val:
+        """A function of NVIDIA's libdevice, applied to each element."""
+        first = operands[0]
+        elem = elem or first.elem
+        names = ", ".join(v.name for v in operands)
+        types = ", ".join(v.type for v in operands)
+        attrs = f'{{libname = "", libpath = "", pure = true, symbol = "{symbol}"}}'
+        to = type_text(first.shape, elem)
+        text = f"tt.extern_elementwise {names} {attrs} : ({types}) -> {to}"
+        return self.let(text, first.shape, elem)
+
+    # --- floats of other widths ---
+
+    def to_float(self, x: Val, elem: str) -> Val:
+        """Between float types, rounding to nearest even."""
+        if x.elem == elem:
+            return x
+        old, new = FLOAT_BITS[x.elem], FLOAT_BITS[elem]
+        if 8 in (old, new):
+            if 64 in (old, new):
+                return self.to_float(self.to_float(x, "f32"), elem)
+            rounding = ", rounding = rtne" if new < old else ""
+            to = type_text(x.shape, elem)
+            text = f"tt.fp_to_fp {x}{rounding} : {x.type} -> {to}"
+            return self.let(text, x.shape, elem)
+        if old == new:  # f16 and bf16
+            return self.to_float(self.to_float(x, "f32"), elem)
+        return self.convert("arith.extf" if old < new else "arith.truncf", x, elem)
+
+    # --- shapes ---
+
+    def spread(self, x: Val, shape: Sequence[int]) -> Val:
+        """Broadcast a scalar, or a tile of the same rank, to `shape`."""
+        shape = tuple(shape)
+        if x.shape == shape:
+            return x
+        to = type_text(shape, x.elem)
+        name = "tt.broadcast" if x.shape else "tt.splat"
+        return self.let(f"{name} {x} : {x.type} -> {to}", shape, x.elem)
+
+    def expand(self, x: Val, axis: int) -> Val:
+        if not x.shape:
+            return self.spread(x, (1,))
+        shape = (*x.shape[:axis], 1, *x.shape[axis:])
+        to = type_text(shape, x.elem)
+        text = f"tt.expand_dims {x} {{axis = {axis} : i32}} : {x.type} -> {to}"
+        return self.let(text, shape, x.elem)
+
+    def reshape(self, x: Val, shape: Sequence[int]) -> Val:
+        """Row-major regrouping of physical elements."""
+        shape = tuple(shape)
+        if x.shape == shape:
+            return x
+        if not x.shape:
+            return self.spread(x, shape)
+        if not shape:
+            x = self.reshape(x, (1,))
+            return self.let(f"tt.unsplat {x} : {x.type}", (), x.elem)
+        to = type_text(shape, x.elem)
+        return self.let(f"tt.reshape {x} : {x.type} -> {to}", shape, x.elem)
+
+    def transpose(self, x: Val, order: Sequence[int]) -> Val:
+        if list(order) == list(range(len(x.shape))):
+            return x
+        shape = tuple(x.shape[d] for d in order)
+        to = type_text(shape, x.elem)
+        dims = ", ".join(map(str, order))
+        text = f"tt.trans {x} {{order = array<i32: {dims}>}} : {x.type} -> {to}"
+        return self.let(text, shape, x.elem)
+
+    def gather(self, x: Val, index: Val, axis: int) -> Val:
+        """`x` picked along `axis` by an i32 tile of the result's shape."""
+        to = type_text(index.shape, x.elem)
+        attrs = f"{{axis = {axis} : i32}}"
+        text = f"tt.gather {x}[{index}] {attrs} : ({x.type}, {index.type}) -> {to}"
+        return self.let(text, index.shape, x.elem)
+
+    # --- positions and padding ---
+
+    def positions(self, count: int) -> Val:
+        """0, 1, ... as a vector."""
+        if count == 1:
+            return self.const(0, "i32", (1,))
+        text = f"tt.make_range {{end = {count} : i32, start = 0 : i32}}"
+        return self.let(f"{text} : tensor<{count}xi32>", (count,), "i32")
+
+    def along(self, shape: Sequence[int], axis: int) -> Val:
+        """Positions along one axis, with size one along the others."""
+        result = self.positions(shape[axis])
+        for d in range(len(shape)):
+            if d != axis:
+                result = self.expand(result, d)
+        return result
+
+    def below(self, limit: int, shape: Sequence[int], axis: int) -> Val:
+        position = self.along(shape, axis)
+        return self.compare("slt", position, self.like(limit, position))
+
+    def both(self, *masks: Val | None) -> Val | None:
+        """All of several masks, each of which may be missing or smaller."""
+        result: Val | None = None
+        for mask in masks:
+            if mask is None:
+                continue
+            if result is None:
+                result = mask
+                continue
+            shape = result.shape or mask.shape
+            if result.shape and mask.shape:
+                pairs = zip(result.shape, mask.shape, strict=True)
+                shape = tuple(max(a, b) for a, b in pairs)
+            x, y = self.spread(result, shape), self.spread(mask, shape)
+            result = self.apply("arith.andi", x, y)
+        return result
+
+    def padding_mask(self, logical: Sequence[int], axes: Sequence[int]) -> Val | None:
+        """True where an element is not padding along `axes`; None: none is."""
+        shape = physical(logical)
+        padded = [d for d in axes if shape[d] != logical[d]]
+        return self.both(*(self.below(logical[d], shape, d) for d in padded))
+
+    def without_padding(
+        self, x: Val, logical: Sequence[int], axes: Sequence[int], value: Any
+    ) -> Val:
+        """`x` with `value` in the padding along `axes`."""
+        mask = self.padding_mask(logical, axes)
+        if mask is None:
+            return x
+        return self.select(self.spread(mask, x.shape), x, self.like(value, x))

@@ -1,0 +1,67 @@
+"""Typed knobs: each an environment variable, a default and a line of documentation.
+
+`config.get("verify")` reads one; `config.override(verify=True)` sets some for a block.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting."""
+
+    name: str
+    env: str
+    parse: Callable[[str], Any]
+    default: Any
+    doc: str
+    joins_cache_key: bool = False
+
+
+def _flag(text: str) -> bool:
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+KNOBS: dict[str, Knob] = {
+    k.name: k
+    for k in (
+        Knob("verify", "PALLASITE_VERIFY", _flag, False, "verify the IR after each pass"),
+        Knob("dump", "PALLASITE_DUMP", str, "", "folder to write every stage's text to"),
+        Knob("backend", "PALLASITE_BACKEND", str, "", "backend of calls that name none"),
+        Knob(
+            "interpret",
+            "PALLASITE_INTERPRET",
+            str,
+            "",
+            "'1' emulates every call, 'checked' runs every call in checked mode",
+        ),
+    )
+}
+_overrides: ContextVar[dict[str, Any]] = ContextVar("pallasite_config", default={})
+
+
+def get(name: str) -> Any:
+    """The value of a knob: override, else environment, else default."""
+    knob, overrides = KNOBS[name], _overrides.get()
+    if name in overrides:
+        return overrides[name]
+    text = os.environ.get(knob.env)
+    return knob.default if text is None else knob.parse(text)
+
+
+@contextlib.contextmanager
+def override(**values: Any) -> Iterator[None]:
+    """Set knobs for the duration of a `with` block (this thread or task only)."""
+    unknown = values.keys() - KNOBS.keys()
+    if unknown:
+        raise ValueError(f"unknown knobs {sorted(unknown)}; known: {sorted(KNOBS)}")
+    token = _overrides.set({**_overrides.get(), **values})
+    try:
+        yield
+    finally:
+        _overrides.reset(token)

@@ -1,0 +1,89 @@
+"""Every exception Pallasite raises, and the one form their messages have.
+
+Form: what is wrong; aligned facts (operand, numbers); the user's line; the fix. Each
+class also inherits the built-in a JAX user expects, so that libraries can catch it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+Facts = Iterable[tuple[str, Any]]
+
+
+def compose(what: str, facts: Facts = (), at: Any = None, fix: str = "") -> str:
+    """The message text: a first line, then aligned `label value` lines."""
+    rows = [(label, str(value)) for label, value in facts if value is not None]
+    if at is not None:
+        rows.append(("at", str(at)))
+    if fix:
+        rows.append(("fix", fix))
+    width = max((len(label) for label, _ in rows), default=0)
+    indent = "\n" + " " * (width + 4)
+    lines = [
+        f"  {label.ljust(width)}  {value.replace(chr(10), indent)}"
+        for label, value in rows
+    ]
+    return "\n".join([what, *lines])
+
+
+class PallasError(Exception):
+    """Root of all Pallasite errors."""
+
+    def __init__(self, what: str, facts: Facts = (), at: Any = None, fix: str = ""):
+        self.what, self.facts, self.at, self.fix = what, tuple(facts), at, fix
+        super().__init__(compose(what, self.facts, at, fix))
+
+
+class SpecError(PallasError, ValueError):
+    """A grid, BlockSpec, out_shape or alias does not fit the operands."""
+
+
+class KernelTypeError(PallasError, TypeError):
+    """The kernel function, or something in it, has the wrong type or signature."""
+
+
+class IndexError_(PallasError, IndexError):
+    """A static index lies outside its ref."""
+
+
+class UnsupportedError(PallasError, NotImplementedError):
+    """The language or a backend does not have an operation."""
+
+
+class UnknownBackendError(SpecError):
+    """`backend=` names nothing we have."""
+
+    def __init__(self, name: object, known: tuple[str, ...]):
+        super().__init__(
+            f"unknown backend {name!r}",
+            [("known", ", ".join(known))],
+            fix="leave backend=None to use the platform's own",
+        )
+
+
+class ResourceError(PallasError):
+    """A kernel needs more on-chip memory than the target has."""
+
+
+class CompileError(PallasError, RuntimeError):
+    """A compiler behind a backend refused generated code; its output is kept."""
+
+
+class CheckError(PallasError, RuntimeError):
+    """Checked mode found a bug in the kernel."""
+
+
+class VerifyError(PallasError):
+    """The IR breaks its own rules: a bug in Pallasite or in hand-written IR text."""
+
+
+class ParseError(PallasError, ValueError):
+    """IR text that cannot be read."""
+
+
+class InternalError(PallasError, AssertionError):
+    """A bug in Pallasite: please report it with the text it prints."""
+
+
+class FallbackWarning(UserWarning):
+    """A kernel runs through the emulation because no native backend took it."""

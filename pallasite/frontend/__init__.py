@@ -1,0 +1,1 @@
+"""Frontend: specs and refs, tracing, import to Kernel IR, the primitive and its rules."""

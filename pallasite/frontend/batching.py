@@ -1,0 +1,108 @@
+"""vmap of a kernel: one more grid axis, in front, over the mapped operands.
+
+Acts on IR: windows of mapped operands get a leading squeezed dimension indexed by the
+new axis, refs without a window are narrowed at the start of each program. Operands that
+are not mapped stay as they are; program ids seen by the body do not change.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, Window
+from pallasite.ir.rewrite import substitute
+
+
+def batch_kernel(kernel: Kernel, mapped: Sequence[bool], size: int) -> Kernel:
+    """The kernel over `size` copies of its mapped operands and all its results."""
+    flags = [*mapped, *[True] * kernel.num_outputs]
+    wide = {
+        p: Value(_widen(p.ref, size), p.name) if m else p
+        for p, m in zip(kernel.params, flags, strict=True)
+    }
+    batched = {p for p, m in zip(kernel.params, flags, strict=True) if m}
+    ops = tuple(
+        _batch_pipeline(op, wide, batched, size) if op.name == "pipeline" else op
+        for op in kernel.body.ops
+    )
+    ops = _hoist_sizes(kernel, ops, batched)
+    params = tuple(wide[p] for p in kernel.params)
+    return kernel.with_(params=params, body=Block((), ops))
+
+
+def _widen(ref: T.RefType, size: int) -> T.RefType:
+    return T.RefType((size, *ref.shape), ref.dtype, ref.space)
+
+
+def _hoist_sizes(kernel: Kernel, ops: tuple[Op, ...], batched: set[Value]):
+    """A grid size that differs between mapped elements has no single grid."""
+    for op in ops:
+        if op.name == "load" and op.operands[0] in batched:
+            from pallasite.errors import UnsupportedError
+
+            raise UnsupportedError(
+                "vmap over a grid size is not possible",
+                [("kernel", kernel.name), ("size", op.operands[0].name)],
+                kernel.loc,
+                "pass the largest size and skip programs with pl.when",
+            )
+    return ops
+
+
+def _batch_pipeline(
+    op: Op, wide: dict[Value, Value], batched: set[Value], size: int
+) -> Op:
+    windows: tuple[Window, ...] = op.attrs["windows"]
+    count = len(op.operands) - len(windows)
+    arrays = op.operands[count:]
+    *maps, body = op.regions
+    new_windows, new_maps = [], []
+    for window, array, index_map in zip(windows, arrays, maps, strict=True):
+        moved = array in batched
+        new_windows.append(_lead_window(window) if moved else window)
+        new_maps.append(_lead_map(index_map, moved, batched, wide))
+    return op.with_(
+        operands=(*op.operands[:count], *(wide.get(a, a) for a in arrays)),
+        attrs={
+            "grid": (size, *op.attrs["grid"]),
+            "windows": tuple(new_windows),
+            "semantics": ("parallel", *op.attrs["semantics"]),
+        },
+        regions=(*new_maps, _lead_block(body, batched, wide)),
+    )
+
+
+def _lead_window(window: Window) -> Window:
+    dims = (BlockDim(1, "squeezed"), *window.dims)
+    return Window(dims, window.mode, window.space, window.fill, window.buffers)
+
+
+def _lead_map(
+    index_map: Block, moved: bool, batched: set[Value], wide: dict[Value, Value]
+) -> Block:
+    block = _lead_block(index_map, batched, wide)
+    if moved:
+        block = Block(block.params, block.ops, (block.params[0], *block.yields))
+    return block
+
+
+def _lead_block(block: Block, batched: set[Value], wide: dict[Value, Value]) -> Block:
+    """The block with a new first grid index; mapped refs it uses are narrowed."""
+    index = Value(T.INDEX, "batch")
+    used = _refs_used(block)
+    builder = Builder()
+    mapping = {}
+    for param in sorted(used & batched, key=lambda v: list(wide).index(v)):
+        rest = [Span(0, n) for n in param.ref.shape]
+        mapping[param] = builder.subview(wide[param], (At(None), *rest), [index])
+    inner = substitute(block, mapping)
+    return Block((index, *inner.params), (*builder.ops, *inner.ops), inner.yields)
+
+
+def _refs_used(block: Block) -> set[Value]:
+    used: set[Value] = set()
+    for op in block.ops:
+        used.update(v for v in op.operands if v.is_ref)
+        for region in op.regions:
+            used |= _refs_used(region)
+    return used

@@ -1,0 +1,592 @@
+"""pallas_call: check the specs, trace the kernel, import it, bind the primitive.
+
+The reading order of the package starts here. `spec.py` and `plan.py` check and describe
+the windows, `trace.py` makes jaxprs, `from_jaxpr.py` makes IR; the primitive with all
+its rules is in `primitive.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.frontend import plan
+from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
+from pallasite.frontend.primitive import Call, bind_call, interpret_mode
+from pallasite.frontend.spaces import MemoryRef, MemorySpace, as_memory_ref
+from pallasite.frontend.spec import (
+    BlockSpec,
+    CostEstimate,
+    GridSpec,
+    Operand,
+    no_block_spec,
+)
+from pallasite.frontend.trace import (
+    check_signature,
+    explain_trace_failure,
+    name_of,
+    parameter_names,
+    trace,
+    user_location,
+)
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Kernel, Loc, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Everything `pallas_call` was given, once per wrapper."""
+
+    kernel: Callable[..., Any]
+    grid_spec: GridSpec
+    out_shapes: tuple[Any, ...]
+    out_tree: Any
+    aliases: tuple[tuple[int, int], ...]
+    name: str
+    at: Loc | None
+    interpret: Any
+    backend: str | None
+    compiler_params: Mapping[str, Any]
+    cost_estimate: CostEstimate | None
+    debug: bool
+    metadata: Mapping[str, str] | None
+    axis_names: tuple[str, ...] = ()
+
+
+def pallas_call(
+    kernel: Callable[..., None],
+    out_shape: Any = None,
+    *,
+    grid_spec: GridSpec | None = None,
+    grid: Any = (),
+    in_specs: Any = no_block_spec,
+    out_specs: Any = no_block_spec,
+    scratch_shapes: Any = (),
+    input_output_aliases: Mapping[int, int] | None = None,
+    debug: bool = False,
+    interpret: Any = False,
+    name: str | None = None,
+    compiler_params: Any = None,
+    cost_estimate: CostEstimate | None = None,
+    backend: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    out_type: Any = None,
+    scratch_types: Any = None,
+    axis_names: tuple[str, ...] = (),
+) -> Callable[..., Any]:
+    """Make a JAX function out of a kernel.
+
+    Args:
+        kernel: a function of refs: scalar-prefetch operands, inputs, outputs, scratch.
+            It returns nothing; results are what it stores into the output refs.
+        out_shape: shape and dtype of the result, or a pytree of them (`out_type` is
+            the newer spelling).
+        grid_spec: grid and specs in one object; excludes the next four arguments.
+        grid: the iteration space; one program runs per index, as if one after another
+            with the last axis fastest.
+        in_specs, out_specs: one BlockSpec per operand (pytrees that match them).
+        scratch_shapes: memory the kernel gets besides, e.g. `pltpu.VMEM((8, 128),
+            jnp.float32)`; it keeps its contents from program to program
+            (`scratch_types` is the newer spelling).
+        input_output_aliases: operand number -> result number: the same memory.
+        debug: print the kernel's IR when it is traced.
+        interpret: True runs the emulation on any platform; `pl.Checked()` runs checked
+            mode; False uses the platform's native backend.
+        name: shown in errors, dumps and profiles.
+        compiler_params: `pltpu.CompilerParams(...)`, or a dict.
+        cost_estimate: for XLA's scheduler.
+        backend: name a backend instead of the platform's own.
+        metadata: strings attached to the call.
+        axis_names: names of the grid axes, for `lax.axis_index` in the kernel.
+
+    Returns:
+        A function from arrays to arrays, usable under jit, vmap and shard_map.
+
+    Raises:
+        SpecError, KernelTypeError: when called with operands that do not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallasite as pl
+        >>> def double(x_ref, o_ref):
+        ...     o_ref[...] = 2 * x_ref[...]
+        >>> x = jnp.arange(4.0)
+        >>> shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        >>> print(pl.pallas_call(double, out_shape=shape, interpret=True)(x))
+        [0. 2. 4. 6.]
+    """
+    at = user_location()
+    if not callable(kernel):
+        raise KernelTypeError(
+            f"the kernel must be a function, got {type(kernel).__name__}", at=at
+        )
+    out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
+    if scratch_types is not None:
+        scratch_shapes = scratch_types
+    if grid_spec is None:
+        grid_spec = GridSpec(grid, in_specs, out_specs, scratch_shapes)
+    elif (
+        grid not in ((), None)
+        or in_specs is not no_block_spec
+        or out_specs is not no_block_spec
+        or scratch_shapes
+    ):
+        raise SpecError(
+            "grid_spec excludes grid, in_specs, out_specs and scratch_shapes",
+            at=at,
+            fix="put them into the grid_spec",
+        )
+    out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=_is_shape)
+    request = Request(
+        kernel,
+        grid_spec,
+        tuple(_shape_of(leaf, n, at) for n, leaf in enumerate(out_leaves)),
+        out_tree,
+        tuple((input_output_aliases or {}).items()),
+        name or name_of(kernel),
+        at,
+        interpret_mode(interpret, at),
+        backend,
+        params_of(compiler_params, at),
+        cost_estimate,
+        debug,
+        metadata,
+        axis_names,
+    )
+    cache: dict[Any, Call] = {}
+
+    def call(*args: Any) -> Any:
+        flat, tree = jax.tree.flatten(args)
+        flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
+        key = (tree, tuple((x.shape, np.dtype(x.dtype)) for x in flat))
+        built = cache.get(key)
+        extra: tuple[Any, ...] = ()
+        if built is None:
+            built, extra, cacheable = build(request, flat, tree)
+            if cacheable:
+                cache[key] = built
+        results = bind_call(built, (*_dynamic_sizes(request), *flat, *extra))
+        return jax.tree.unflatten(request.out_tree, results)
+
+    call.__name__ = request.name
+    call.__wrapped__ = kernel  # type: ignore[attr-defined]
+    return call
+
+
+def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
+    if (a is None) == (b is None):
+        what = "one of" if a is None else "only one of"
+        raise SpecError(f"pallas_call needs {what} {name_a} and {name_b}", at=at)
+    return b if a is None else a
+
+
+def _is_shape(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _shape_of(leaf: Any, n: int, at: Any) -> Any:
+    if not _is_shape(leaf):
+        raise SpecError(
+            "out_shape must hold shapes with dtypes",
+            [("entry", n), ("got", repr(leaf))],
+            at,
+            "jax.ShapeDtypeStruct(shape, dtype)",
+        )
+    if isinstance(leaf, MemoryRef):
+        return leaf
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+
+
+def params_of(given: Any, at: Any) -> dict[str, Any]:
+    """Compiler parameters as one flat dict, whatever form they came in."""
+    if given is None:
+        return {}
+    if dataclasses.is_dataclass(given):
+        fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        return {k: v for k, v in fields.items() if v is not None}
+    if isinstance(given, Mapping):
+        flat: dict[str, Any] = {}
+        for key, value in given.items():
+            nested = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+            flat.update(params_of(value, at) if nested else {key: value})
+        return flat
+    raise SpecError(f"compiler_params must be a CompilerParams, got {given!r}", at=at)
+
+
+def _as_array(x: Any, n: int, request: Request) -> Any:
+    try:
+        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    except TypeError:
+        raise KernelTypeError(
+            f"operand {n} is not an array: {type(x).__name__}",
+            [("kernel", request.name)],
+            request.at,
+        ) from None
+    if T.dtype_of(array.dtype) is None:
+        hint = ""
+        if jaxcompat.is_key_dtype(array.dtype):
+            hint = "pass jax.random.key_data(key) and wrap it in the kernel"
+        raise UnsupportedError(
+            f"operand {n} has dtype {array.dtype}, which kernels do not have",
+            [("kernel", request.name)],
+            request.at,
+            hint,
+        )
+    return array
+
+
+def _dynamic_sizes(request: Request) -> list[Any]:
+    return [
+        jnp.asarray(g, jnp.int32)
+        for g in request.grid_spec.grid
+        if not isinstance(g, int)
+    ]
+
+
+# --- building the kernel ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The operands and results of one call, bound to their specs."""
+
+    prefetch: tuple[Operand, ...]
+    inputs: tuple[plan.Binding, ...]
+    outputs: tuple[plan.Binding, ...]
+    scratch: tuple[MemoryRef, ...]
+    scratch_tree: Any
+    semantics: tuple[str, ...]
+
+
+def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
+    """Kernel IR for operands of these types; also captured values, and cacheability."""
+    load_rules()
+    bound = _bind(request, flat, tree)
+    traced = _trace_kernel(request, bound, tree)
+    captures = Captures()
+    im = Importer(request.name, captures)
+    im.builder.loc = request.at
+    kernel = _import(request, bound, traced, im)
+    call = Call(
+        kernel,
+        request.interpret,
+        request.backend,
+        _freeze(request.compiler_params),
+        request.cost_estimate,
+        request.debug,
+        _freeze(request.metadata or {}),
+    )
+    if request.debug:
+        print(kernel.text)
+    cacheable = not captures.values and all(
+        isinstance(g, int) for g in request.grid_spec.grid
+    )
+    return call, tuple(captures.values), cacheable
+
+
+def _freeze(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    def hashable(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(hashable(v) for v in value)
+        return value
+
+    return tuple(sorted((k, hashable(v)) for k, v in mapping.items()))
+
+
+def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
+    spec, at = request.grid_spec, request.at
+    num_prefetch = _num_prefetch_leaves(spec, flat, tree, request)
+    names = parameter_names(request.kernel, len(flat) + len(request.out_shapes))
+    in_specs = _specs(spec.in_specs, "in_specs", flat, tree, spec, request)
+    prefetch = tuple(
+        Operand("operand ", str(n), x.shape, x.dtype, names[n])
+        for n, x in enumerate(flat[:num_prefetch])
+    )
+    prefetch_avals = [(x, MemorySpace.SMEM) for x in flat[:num_prefetch]]
+    rank = len(spec.grid)
+    inputs = []
+    for k, (path, s) in enumerate(in_specs):
+        x, n = flat[num_prefetch + k], num_prefetch + k
+        operand = Operand("in_specs", path, tuple(x.shape), x.dtype, names[n])
+        inputs.append(plan.bind(s, operand, "in", rank, prefetch_avals, at))
+    outputs = []
+    out_specs = _out_specs(spec.out_specs, request)
+    for k, (shape, (path, s)) in enumerate(
+        zip(request.out_shapes, out_specs, strict=True)
+    ):
+        if T.dtype_of(shape.dtype) is None:
+            raise UnsupportedError(
+                f"result {k} has dtype {shape.dtype}, which kernels do not have", at=at
+            )
+        name = names[len(flat) + k]
+        operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
+        if isinstance(shape, MemoryRef) and s.memory_space is None:
+            s = s.replace(memory_space=shape.memory_space)
+        outputs.append(plan.bind(s, operand, "out", rank, prefetch_avals, at))
+    _check_aliases(request, flat)
+    scratch, scratch_tree = _scratch(spec, request)
+    given = request.compiler_params.get("dimension_semantics")
+    semantics = plan.semantics_of(given, rank, at)
+    return Bound(
+        prefetch, tuple(inputs), tuple(outputs), scratch, scratch_tree, semantics
+    )
+
+
+def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request) -> int:
+    count = spec.num_scalar_prefetch
+    arguments = jax.tree.unflatten(tree, flat)
+    if count > len(arguments):
+        raise SpecError(
+            f"the call has {len(arguments)} operands for {count} scalar-prefetch ones",
+            [("kernel", request.name)],
+            request.at,
+        )
+    return len(jax.tree.leaves(arguments[:count]))
+
+
+def _specs(
+    specs: Any, role: str, flat: Any, tree: Any, spec: GridSpec, request: Request
+) -> list[tuple[str, BlockSpec]]:
+    """One spec per operand leaf, with the path errors show."""
+    arguments = jax.tree.unflatten(tree, flat)[spec.num_scalar_prefetch :]
+    leaves = jax.tree.leaves(arguments)
+    if specs is no_block_spec:
+        return [(f"[{n}]", BlockSpec()) for n in range(len(leaves))]
+    if isinstance(specs, (list, tuple)) and len(specs) != len(arguments):
+        raise SpecError(
+            f"{role} has {len(specs)} entries for {len(arguments)} operands",
+            [
+                ("kernel", request.name),
+                ("operands", ", ".join(_describe(x) for x in leaves) or "none"),
+            ],
+            request.at,
+            "one BlockSpec per operand (scalar-prefetch operands have none)",
+        )
+    if isinstance(specs, BlockSpec) and len(leaves) == 1:
+        specs = (specs,)
+    specs = tuple(specs) if isinstance(specs, (list, tuple)) else specs
+    return _match(specs, tuple(arguments), role, request)
+
+
+def _match(specs: Any, operands: Any, role: str, request: Request):
+    is_spec = lambda s: isinstance(s, BlockSpec) or s is None or s is no_block_spec  # noqa: E731
+    try:
+        spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
+    except ValueError as error:
+        raise SpecError(
+            f"{role} does not match the structure of the operands",
+            [("kernel", request.name), ("problem", str(error).splitlines()[0])],
+            request.at,
+        ) from None
+    paths = jax.tree_util.tree_flatten_with_path(spread, is_leaf=is_spec)[0]
+    result = []
+    for path, s in paths:
+        shown = jax.tree_util.keystr(path)
+        if s is None or s is no_block_spec:
+            s = BlockSpec()
+        if not isinstance(s, BlockSpec):
+            raise SpecError(
+                f"{role}{shown} is not a BlockSpec",
+                [("kernel", request.name), ("got", repr(s))],
+                request.at,
+            )
+        result.append((shown, s))
+    return result
+
+
+def _out_specs(specs: Any, request: Request) -> list[tuple[str, BlockSpec]]:
+    count = len(request.out_shapes)
+    if specs is no_block_spec:
+        return [(f"[{n}]" if count > 1 else "", BlockSpec()) for n in range(count)]
+    if isinstance(specs, BlockSpec) and count == 1:
+        return [("", specs)]
+    target = jax.tree.unflatten(request.out_tree, request.out_shapes)
+    if isinstance(specs, (list, tuple)) and isinstance(target, (list, tuple)):
+        if len(specs) != len(target):
+            raise SpecError(
+                f"out_specs has {len(specs)} entries for {len(target)} results",
+                [("kernel", request.name)],
+                request.at,
+            )
+        specs, target = tuple(specs), tuple(target)
+    elif isinstance(specs, (list, tuple)) and len(specs) == 1 and count == 1:
+        specs = specs[0]
+    return _match(specs, target, "out_specs", request)
+
+
+def _describe(x: Any) -> str:
+    return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+
+
+def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], Any]:
+    is_leaf = lambda s: as_memory_ref(s) is not None  # noqa: E731
+    shapes = spec.scratch_shapes
+    if shapes is None:
+        shapes = ()
+    if is_leaf(shapes):
+        shapes = (shapes,)
+    if not isinstance(shapes, Mapping):
+        shapes = tuple(shapes)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_leaf)
+    memory = []
+    for n, leaf in enumerate(leaves):
+        ref = as_memory_ref(leaf)
+        if ref is None or T.dtype_of(ref.dtype) is None:
+            raise SpecError(
+                f"scratch_shapes[{n}] does not describe memory",
+                [("got", repr(leaf))],
+                request.at,
+                "pltpu.VMEM((128, 128), jnp.float32)",
+            )
+        memory.append(ref)
+    return tuple(memory), tree
+
+
+def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
+    seen: set[int] = set()
+    for source, target in request.aliases:
+        facts = [
+            ("kernel", request.name),
+            ("input_output_aliases", dict(request.aliases)),
+        ]
+        if not 0 <= source < len(flat) or not 0 <= target < len(request.out_shapes):
+            raise SpecError(
+                f"alias {source}: {target} names an operand or result that is not there",
+                [
+                    *facts,
+                    ("operands", len(flat)),
+                    ("results", len(request.out_shapes)),
+                ],
+                request.at,
+            )
+        x, y = flat[source], request.out_shapes[target]
+        if (tuple(x.shape), np.dtype(x.dtype)) != (tuple(y.shape), np.dtype(y.dtype)):
+            raise SpecError(
+                "an aliased operand and result must have one shape and dtype",
+                [*facts, ("operand", _describe(x)), ("result", _describe(y))],
+                request.at,
+            )
+        if target in seen:
+            raise SpecError(f"result {target} is aliased twice", facts, request.at)
+        seen.add(target)
+
+
+def _trace_kernel(request: Request, bound: Bound, tree: Any):
+    """Trace the kernel over refs: prefetch, inputs, outputs, scratch."""
+    ref = jaxcompat.abstract_ref
+    first = [ref(o.shape, o.dtype, MemorySpace.SMEM) for o in bound.prefetch]
+    first += [
+        ref(b.ref_shape, b.operand.dtype, MemorySpace(b.space)) for b in bound.inputs
+    ]
+    results = [
+        ref(b.ref_shape, b.operand.dtype, MemorySpace(b.space)) for b in bound.outputs
+    ]
+    scratch = [m.get_ref_aval() for m in bound.scratch]
+    in_args = jax.tree.unflatten(tree, first)
+    out_args = jax.tree.unflatten(request.out_tree, results)
+    out_args = tuple(out_args) if isinstance(out_args, (tuple, list)) else (out_args,)
+    extra = jax.tree.unflatten(bound.scratch_tree, scratch)
+    kwargs = extra if isinstance(extra, Mapping) else {}
+    args = (*in_args, *out_args, *(() if kwargs else extra))
+    facts = [
+        ("operands", len(first)),
+        ("results", len(results)),
+        ("scratch", len(scratch)),
+    ]
+    check_signature(request.kernel, args, kwargs, facts, request.at)
+    avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
+    try:
+        traced = trace(request.kernel, full_tree, avals)
+    except Exception as error:
+        better = explain_trace_failure(error, request.kernel)
+        if better is None:
+            raise
+        raise better from None
+    if traced.out_tree != jax.tree.structure(None):
+        raise KernelTypeError(
+            "a kernel must not return a value",
+            [("kernel", request.name), ("returned", traced.out_tree)],
+            request.at,
+            "store results into the output refs: o_ref[...] = value",
+        )
+    return traced
+
+
+def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:
+    """The kernel's IR: scratch allocations and one pipeline."""
+    grid = request.grid_spec.grid
+    size_refs = [
+        Value(T.RefType((), T.I32, "smem"), f"size{n}")
+        for n, g in enumerate(grid)
+        if not isinstance(g, int)
+    ]
+    prefetch = [_param(o, "smem") for o in bound.prefetch]
+    inputs = [_param(b.operand, _array_space(b)) for b in bound.inputs]
+    outputs = [_param(b.operand, _array_space(b)) for b in bound.outputs]
+    pending = iter(size_refs)
+    sizes = [g if isinstance(g, int) else im.builder.load(next(pending)) for g in grid]
+    scratch = [
+        im.builder.op("alloc", type=_scratch_type(m)) for m in bound.scratch
+    ]
+
+    def import_body(refs: list[Value]) -> None:
+        captured = [im.captured(c) for c in traced.captured]
+        for var, value in zip(traced.jaxpr.constvars, captured, strict=True):
+            im.env[var] = value
+        im.run(plan._without_consts(traced.jaxpr), [*prefetch, *refs, *scratch])
+
+    bindings = [*bound.inputs, *bound.outputs]
+    plan.emit_pipeline_op(
+        im,
+        sizes,
+        bound.semantics,
+        bindings,
+        [*inputs, *outputs],
+        prefetch,
+        import_body,
+        [None] * len(bindings),
+        request.axis_names,
+    )
+    captured = _captured_params(im)
+    params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
+    shift = len(size_refs)
+    aliases = tuple((i + shift, o) for i, o in request.aliases)
+    return Kernel(
+        request.name,
+        params,
+        im.builder.block(),
+        len(outputs),
+        aliases,
+        loc=request.at,
+    )
+
+
+def _captured_params(im: Importer) -> list[Value]:
+    """Kernel parameters of captured values: scalars directly, arrays via windows."""
+    pipeline = im.builder.ops[-1]
+    windows = pipeline.attrs["windows"]
+    arrays = [r for r in im.captures.refs if r.ref.space == "block"]
+    windowed = pipeline.operands[len(pipeline.operands) - len(arrays) :]
+    assert len(windowed) == len(arrays) <= len(windows)
+    pending = iter(windowed)
+    return [r if r.ref.space == "smem" else next(pending) for r in im.captures.refs]
+
+
+def _param(operand: Operand, space: str) -> Value:
+    dtype = T.dtype_of(operand.dtype)
+    assert dtype is not None
+    return Value(T.RefType(tuple(operand.shape), dtype, space), operand.name)
+
+
+def _array_space(binding: plan.Binding) -> str:
+    return binding.space if binding.window is None else "any"
+
+
+def _scratch_type(memory: MemoryRef) -> T.RefType:
+    dtype = T.dtype_of(memory.dtype)
+    assert dtype is not None
+    return T.RefType(memory.shape, dtype, memory.memory_space.value)

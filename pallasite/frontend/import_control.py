@@ -1,0 +1,274 @@
+"""Import rules for calls, branches, loops, program ids, prints and inner pipelines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError
+from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Block, Op, Value
+
+# --- calls are inlined ---
+
+
+@rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+def _call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return im.run(jaxpr, args)
+
+
+@rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+def _custom_call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
+    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
+    return im.run(jaxpr, args)
+
+
+# --- branches ---
+
+
+@rule("cond")
+def _cond(im: Importer, eqn: Any, which: Value, *args: Value) -> Sequence[Value]:
+    branches = [im.region(b, (), args) for b in eqn.params["branches"]]
+    which = im.builder.cast(which, T.I32)
+    return im.builder.emit("cond", which, regions=branches)
+
+
+# --- loops: refs among the carried values never change, so they are not carried ---
+
+
+class Carry:
+    """Loop-carried values with the refs among them taken out."""
+
+    def __init__(self, initial: Sequence[Value]):
+        self.initial = list(initial)
+        self.carried = [v for v in initial if not v.is_ref]
+        self.params = [Value(v.type) for v in self.carried]
+
+    def inside(self) -> list[Value]:
+        return self.merge(self.params)
+
+    def merge(self, carried: Sequence[Value]) -> list[Value]:
+        pending = iter(carried)
+        return [v if v.is_ref else next(pending) for v in self.initial]
+
+    def yielded(self, results: Sequence[Value]) -> list[Value]:
+        return [
+            r for v, r in zip(self.initial, results, strict=True) if not v.is_ref
+        ]
+
+
+@rule("while")
+def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
+    p = eqn.params
+    split = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    cond_consts, body_consts = args[: split[0]], args[split[0] : split[1]]
+    carry = Carry(args[split[1] :])
+    with im.nested() as builder:
+        (go_on,) = im.run(p["cond_jaxpr"], [*cond_consts, *carry.inside()])
+        condition = builder.block(carry.params, [go_on])
+    body_carry = Carry(args[split[1] :])
+    with im.nested() as builder:
+        results = im.run(p["body_jaxpr"], [*body_consts, *body_carry.inside()])
+        body = builder.block(body_carry.params, body_carry.yielded(results))
+    counted = _as_counted_loop(im, carry.carried, condition, body)
+    if counted is not None:
+        return carry.merge(counted)
+    results = im.builder.emit("while", *carry.carried, regions=(condition, body))
+    return carry.merge(results)
+
+
+def _as_counted_loop(
+    im: Importer, carried: Sequence[Value], condition: Block, body: Block
+) -> list[Value] | None:
+    """`while i < n` with n fixed and i = i + 1 is a `for` (a fori_loop's shape)."""
+    match condition.ops:
+        case (Op(name="lt", operands=(i, n), results=(r,)),):
+            pass
+        case _:
+            return None
+    if condition.yields != (r,) or i not in condition.params or n not in condition.params:
+        return None
+    at, limit = condition.params.index(i), condition.params.index(n)
+    if at == limit or body.yields[limit] is not body.params[limit]:
+        return None
+    makers = {v: op for op in body.ops for v in op.results}
+    step = makers.get(body.yields[at])
+    if step is None or step.name != "add" or step.operands[0] is not body.params[at]:
+        return None
+    one = makers.get(step.operands[1])
+    if one is None or one.name != "constant" or one.attrs["value"] != 1:
+        return None
+    rest = [k for k in range(len(carried)) if k not in (at, limit)]
+    block = Block(
+        (body.params[at], *(body.params[k] for k in rest)),
+        body.ops,
+        tuple(body.yields[k] for k in rest),
+    )
+    block = _replace_in(block, body.params[limit], carried[limit])
+    first, last = carried[at], carried[limit]
+    unit = im.builder.like(1, first)
+    results = im.builder.emit(
+        "for", first, last, unit, *(carried[k] for k in rest), regions=(block,)
+    )
+    final = im.builder.max(first, last)  # the counter where the loop stops
+    found = dict(zip(rest, results, strict=True))
+    return [final if k == at else last if k == limit else found[k]
+            for k in range(len(carried))]  # fmt: skip
+
+
+def _replace_in(block: Block, old: Value, new: Value) -> Block:
+    """The block with every use of one value replaced."""
+
+    def swap(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(new if v is old else v for v in values)
+
+    ops = tuple(
+        op.with_(
+            operands=swap(op.operands),
+            regions=tuple(_replace_in(r, old, new) for r in op.regions),
+        )
+        for op in block.ops
+    )
+    return Block(block.params, ops, swap(block.yields))
+
+
+@rule("scan")
+def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
+    """A counted loop; scanned inputs are sliced, scanned outputs collected."""
+    p, b = eqn.params, im.builder
+    num_consts, num_carry = jaxcompat.scan_split(p)
+    consts, rest = args[:num_consts], args[num_consts:]
+    carry, xs = Carry(rest[:num_carry]), rest[num_carry:]
+    length, inner = p["length"], jaxcompat.opened(p["jaxpr"])[0]
+    y_types = [tile_type(v.aval, im.where) for v in inner.outvars[num_carry:]]
+    stacked = [b.constant(0, t.with_shape((length, *t.shape))) for t in y_types]
+    collected = [Value(s.type) for s in stacked]
+    counter = Value(T.INDEX, "i")
+    with im.nested() as builder:
+        n = counter
+        if p["reverse"]:
+            n = builder.sub(builder.index(length - 1), counter)
+        sliced = [_take_row(im, x, n) for x in xs]
+        results = im.run(p["jaxpr"], [*consts, *carry.inside(), *sliced])
+        ys = [
+            _put_row(im, into, y, n)
+            for into, y in zip(collected, results[num_carry:], strict=True)
+        ]
+        yields = [*carry.yielded(results[:num_carry]), *ys]
+        body = builder.block((counter, *carry.params, *collected), yields)
+    bounds = (b.index(0), b.index(length), b.index(1))
+    out = b.emit("for", *bounds, *carry.carried, *stacked, regions=(body,))
+    split = len(carry.carried)
+    return [*carry.merge(out[:split]), *out[split:]]
+
+
+def _take_row(im: Importer, x: Value, n: Value) -> Value:
+    b, rank = im.builder, x.tile.rank
+    starts = [n, *[b.index(0)] * (rank - 1)]
+    row = b.op("dynamic_slice", x, *starts, sizes=(1, *x.tile.shape[1:]))
+    return b.op("reshape", row, shape=x.tile.shape[1:])
+
+
+def _put_row(im: Importer, x: Value, row: Value, n: Value) -> Value:
+    b, rank = im.builder, x.tile.rank
+    starts = [n, *[b.index(0)] * (rank - 1)]
+    row = b.op("reshape", row, shape=(1, *x.tile.shape[1:]))
+    return b.op("dynamic_update_slice", x, row, *starts)
+
+
+# --- the grid ---
+
+
+@rule("pallasite_program_id")
+def _program_id(im: Importer, eqn: Any) -> Value:
+    return _grid_axis(im, eqn).ids[eqn.params["axis"]]
+
+
+@rule("pallasite_num_programs")
+def _num_programs(im: Importer, eqn: Any) -> Value:
+    size = _grid_axis(im, eqn).sizes[eqn.params["axis"]]
+    return size if isinstance(size, Value) else im.builder.index(size)
+
+
+def _grid_axis(im: Importer, eqn: Any) -> GridScope:
+    axis, name = eqn.params["axis"], eqn.primitive.name.removeprefix("pallasite_")
+    if not im.scopes:
+        raise KernelTypeError(
+            f"pl.{name} cannot be used in an index map",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "the grid indices are the index map's arguments",
+        )
+    scope = im.grid
+    if not 0 <= axis < len(scope.ids):
+        sizes = tuple("?" if isinstance(s, Value) else s for s in scope.sizes)
+        raise KernelTypeError(
+            f"pl.{name}({axis}): the {scope.what} has {len(sizes)} axes",
+            [("kernel", im.kernel_name), ("grid", sizes)],
+            im.where,
+        )
+    return scope
+
+
+@rule("axis_index")
+def _axis_index(im: Importer, eqn: Any) -> Value:
+    """An axis of the kernel's own mesh is a program id; one of an enclosing
+    shard_map is a value from outside the kernel."""
+    import jax
+
+    name = eqn.params["axis_name"]
+    if name in im.mesh_axes:
+        return im.mesh_axes[name]
+    return im.captured(jax.lax.axis_index(name))
+
+
+# --- promises and prints ---
+
+
+@rule("pallasite_multiple_of")
+def _multiple_of(im: Importer, eqn: Any, x: Value) -> Value:
+    return im.builder.op("assume_multiple", x, multiple=eqn.params["multiple"])
+
+
+@rule("pallasite_debug_print")
+def _debug_print(im: Importer, eqn: Any, *values: Value) -> None:
+    im.builder.emit("debug_print", *values, format=eqn.params["format"])
+
+
+@rule("debug_print")
+def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
+    fmt = eqn.params.get("fmt")
+    if not isinstance(fmt, str) or fmt.count("{}") != len(values):
+        raise im.unsupported(eqn, "only positional {} fields")
+    im.builder.emit("debug_print", *values, format=fmt)
+
+
+@rule("debug_callback", "io_callback", "pure_callback")
+def _callback(im: Importer, eqn: Any, *values: Value) -> None:
+    raise im.unsupported(eqn, "a kernel cannot call Python; use pl.debug_print")
+
+
+@rule("pallasite_debug_check")
+def _debug_check(im: Importer, eqn: Any, ok: Value) -> None:
+    if ok.tile.rank:
+        axes = tuple(range(ok.tile.rank))
+        ok = im.builder.op("reduce", ok, kind="and", axes=axes)
+    im.builder.emit("debug_check", ok, message=str(eqn.params["message"]))
+
+
+@rule("pallasite_delay")
+def _delay(im: Importer, eqn: Any, nanos: Value) -> None:
+    im.builder.emit("delay", nanos)
+
+
+# --- an inner pipeline (emit_pipeline) ---
+
+
+@rule("pallasite_pipeline")
+def _pipeline(im: Importer, eqn: Any, *args: Value) -> None:
+    plan = eqn.params["plan"]
+    plan.emit(im, list(args))
+
+

@@ -1,0 +1,346 @@
+"""Import rules for refs: indexing, masks, atomics, copies, semaphores, allocation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallasite.errors import IndexError_, KernelTypeError
+from pallasite.frontend.from_jaxpr import Importer, rule, tile_type
+from pallasite.ir import types as T
+from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+
+# --- views and indices ---
+
+
+class Picked:
+    """The end of a chain of view transforms: a ref and one index into it."""
+
+    def __init__(self, ref: Value, index: Index, operands: list[Value], front: int):
+        self.ref, self.index, self.operands = ref, index, operands
+        # Where JAX puts the gathered dimensions; the IR puts them first.
+        self.gather_position = front
+
+    def gather_rank(self) -> int:
+        ranks = [
+            v.tile.rank
+            for e, v in zip(_dynamic(self.index), self.operands, strict=True)
+            if isinstance(e, Gather)
+        ]
+        return ranks[0] if ranks else 0
+
+    def to_jax(self, im: Importer, value: Value) -> Value:
+        """Move gathered dimensions from the front to where JAX has them."""
+        rank, front = self.gather_rank(), self.gather_position
+        if not rank or not front:
+            return value
+        order = list(range(value.tile.rank))
+        moved = order[rank : rank + front] + order[:rank] + order[rank + front :]
+        return im.builder.op("transpose", value, perm=tuple(moved))
+
+    def from_jax(self, im: Importer, value: Value) -> Value:
+        rank, front = self.gather_rank(), self.gather_position
+        if not rank or not front:
+            return value
+        order = list(range(value.tile.rank))
+        moved = order[front : front + rank] + order[:front] + order[front + rank :]
+        return im.builder.op("transpose", value, perm=tuple(moved))
+
+
+def _dynamic(index: Index) -> list[At | Span | Gather]:
+    return [e for e in index if isinstance(e, Gather) or e.start is None]
+
+
+def pick(im: Importer, ref: Value, transforms: Sequence[Any]) -> Picked:
+    """Follow view transforms; the last indexer becomes the access's own index."""
+    _expect_ref(im, ref)
+    transforms = [t for t in transforms if type(t).__name__ not in _NEUTRAL]
+    last = transforms[-1] if transforms else None
+    if type(last).__name__ == "NDIndexer":
+        ref = view(im, ref, transforms[:-1])
+        index, operands, front = _index(im, ref, last)
+        return Picked(ref, index, operands, front)
+    ref = view(im, ref, transforms)
+    return Picked(ref, full_index(ref.ref.shape), [], 0)
+
+
+_NEUTRAL = ("MemorySpaceCastTransform",)
+
+
+def _expect_ref(im: Importer, ref: Value) -> None:
+    if not ref.is_ref:
+        raise KernelTypeError(
+            "a ref is needed here, got a value",
+            [("kernel", im.kernel_name), ("value", ref.type)],
+            im.where,
+        )
+
+
+def view(im: Importer, ref: Value, transforms: Sequence[Any]) -> Value:
+    """Apply view transforms one by one."""
+    b = im.builder
+    for t in transforms:
+        kind = type(t).__name__
+        if kind == "NDIndexer":
+            index, operands, _ = _index(im, ref, t)
+            if index != full_index(ref.ref.shape):
+                ref = b.subview(ref, index, operands)
+        elif kind == "ReshapeTransform":
+            ref = b.op("reshape_view", ref, shape=tuple(t.shape))
+        elif kind == "TransposeTransform":
+            ref = b.op("transpose_view", ref, perm=tuple(t.permutation))
+        elif kind == "BitcastTransform":
+            ref = b.op("bitcast_view", ref, dtype=T.dtype_of(t.dtype))
+        elif kind not in _NEUTRAL:
+            raise KernelTypeError(
+                f"ref views of kind {kind} are not part of the language",
+                [("kernel", im.kernel_name), ("ref", ref.type)],
+                im.where,
+            )
+    return ref
+
+
+def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], int]:
+    entries: list[At | Span | Gather] = []
+    operands: list[Value] = []
+    for d, entry in enumerate(indexer.indices):
+        size = ref.ref.shape[d]
+        if hasattr(entry, "size") and hasattr(entry, "stride"):
+            entries.append(_span(im, ref, d, size, entry, operands))
+        else:
+            entries.append(_point(im, ref, d, size, entry, operands))
+    gathers = [d for d, e in enumerate(entries) if isinstance(e, Gather)]
+    contiguous = gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True
+    front = 0
+    if gathers and contiguous:
+        front = sum(isinstance(e, Span) for e in entries[: gathers[0]])
+    return tuple(entries), operands, front
+
+
+def _span(
+    im: Importer, ref: Value, d: int, size: int, entry: Any, operands: list[Value]
+) -> Span:
+    count, stride = _static(entry.size), _static(entry.stride)
+    if count is None or stride is None:
+        raise KernelTypeError(
+            "a slice of a ref needs a size known when the kernel is traced",
+            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            im.where,
+            "pl.ds(start, size) with an int size; mask what is not wanted",
+        )
+    start = _static(entry.start)
+    if start is None:
+        operands.append(im.value(entry.start))
+        span = Span(None, count, stride)
+    else:
+        span = Span(start, count, stride)
+    first = start or 0
+    if first < 0 or count < 0 or first + span.extent > size:
+        raise _outside(im, ref, d, f"{first}:{first + span.extent}", size)
+    return span
+
+
+def _point(
+    im: Importer, ref: Value, d: int, size: int, entry: Any, operands: list[Value]
+) -> At | Gather:
+    static = _static(entry)
+    if static is not None:
+        position = static + size if static < 0 else static
+        if not 0 <= position < size:
+            raise _outside(im, ref, d, static, size)
+        return At(position)
+    value = im.value(entry)
+    if not value.tile.dtype.is_integer:
+        raise KernelTypeError(
+            f"an index must be an integer, got {value.type}",
+            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            im.where,
+            "use pl.load/pl.store with mask= for a boolean mask",
+        )
+    operands.append(value)
+    return Gather() if value.tile.rank else At(None)
+
+
+def _static(entry: Any) -> int | None:
+    """A Python int if the index part is known now."""
+    if isinstance(entry, (int, np.integer)):
+        return int(entry)
+    if hasattr(entry, "val") and np.ndim(entry.val) == 0:
+        return int(entry.val)
+    return None
+
+
+def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> IndexError_:
+    return IndexError_(
+        f"index {index} is outside dimension {d} of the ref, which has {size} elements",
+        [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+        im.where,
+    )
+
+
+# --- plain access: JAX's own primitives ---
+
+
+def _load(im: Importer, picked: Picked, mask=None, other=None) -> Value:
+    loaded = im.builder.load(picked.ref, picked.index, picked.operands, mask, other)
+    return picked.to_jax(im, loaded)
+
+
+def _store(im: Importer, picked: Picked, value: Value, mask=None) -> None:
+    value = picked.from_jax(im, value)
+    im.builder.store(picked.ref, value, picked.index, picked.operands, mask)
+
+
+def _transforms(eqn: Any, first: int) -> Any:
+    return jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
+
+
+@rule("get")
+def _get(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
+    return _load(im, pick(im, ref, _transforms(eqn, 1)))
+
+
+@rule("swap")
+def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
+    picked = pick(im, ref, _transforms(eqn, 2))
+    old = _load(im, picked) if eqn.outvars[0] in im.used else value
+    _store(im, picked, value)
+    return old
+
+
+@rule("addupdate")
+def _addupdate(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> None:
+    picked = pick(im, ref, _transforms(eqn, 2))
+    _store(im, picked, im.builder.add(_load(im, picked), value))
+
+
+# --- ours: masks, atomics ---
+
+
+def _parts(im: Importer, eqn: Any, values: int, ref: Value):
+    """The access, its mask and its other, in the IR's dimension order."""
+    transforms, mask, other = _transforms(eqn, 1 + values)
+    picked = pick(im, ref, transforms)
+    front = [
+        None if v is None else picked.from_jax(im, im.value(v)) for v in (mask, other)
+    ]
+    return picked, front[0], front[1]
+
+
+@rule("pallasite_load")
+def _masked_load(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
+    picked, mask, other = _parts(im, eqn, 0, ref)
+    return _load(im, picked, mask, other)
+
+
+@rule("pallasite_swap")
+def _masked_swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value):
+    picked, mask, _ = _parts(im, eqn, 1, ref)
+    old = value
+    if eqn.outvars[0] in im.used:
+        old = _load(im, picked, mask, picked.from_jax(im, value) if mask else None)
+    _store(im, picked, value, mask)
+    return old
+
+
+@rule("pallasite_atomic_rmw")
+def _atomic_rmw(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
+    picked, mask, _ = _parts(im, eqn, 1, ref)
+    value = picked.from_jax(im, value)
+    extra = [] if mask is None else [mask]
+    old = im.builder.op(
+        "atomic_rmw",
+        picked.ref,
+        value,
+        *picked.operands,
+        *extra,
+        kind=eqn.params["kind"],
+        index=picked.index,
+        mask=mask is not None,
+    )
+    return picked.to_jax(im, old)
+
+
+@rule("pallasite_atomic_cas")
+def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *rest):
+    picked, _, _ = _parts(im, eqn, 2, ref)
+    cmp, val = picked.from_jax(im, cmp), picked.from_jax(im, val)
+    operands = (picked.ref, cmp, val, *picked.operands)
+    old = im.builder.op("atomic_cas", *operands, index=picked.index)
+    return picked.to_jax(im, old)
+
+
+# --- allocation ---
+
+
+@rule("empty_ref")
+def _empty_ref(im: Importer, eqn: Any) -> Value:
+    return allocate(im, eqn.outvars[0].aval)
+
+
+@rule("new_ref", "ref")
+def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
+    ref = allocate(im, eqn.outvars[0].aval)
+    im.builder.store(ref, init)
+    return ref
+
+
+def allocate(im: Importer, aval: Any) -> Value:
+    space = getattr(aval, "memory_space", None)
+    name = getattr(space, "value", None) or "vmem"
+    tile = tile_type(aval.inner_aval, im.where)
+    return im.builder.op("alloc", type=T.RefType(tile.shape, tile.dtype, name))
+
+
+@rule("freeze")
+def _freeze(im: Importer, eqn: Any, ref: Value) -> Value:
+    return im.builder.load(ref)
+
+
+@rule("free_ref")
+def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
+    return None
+
+
+# --- copies and semaphores ---
+
+
+def _views(im: Importer, eqn: Any, first: int = 0) -> list[Value]:
+    parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
+    return [view(im, im.value(ref), transforms) for ref, transforms in parts]
+
+
+@rule("pallasite_copy")
+def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
+    source, target, semaphore = _views(im, eqn)
+    if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
+        raise KernelTypeError(
+            "a copy needs a source and a destination of one shape and dtype",
+            [
+                ("kernel", im.kernel_name),
+                ("source", source.type),
+                ("destination", target.type),
+            ],
+            im.where,
+            "slice both with .at[...]",
+        )
+    if eqn.params["action"] == "start":
+        im.builder.emit("copy_start", source, target, semaphore, priority=0)
+    else:
+        im.builder.emit("copy_wait", source, target, semaphore)
+
+
+@rule("pallasite_semaphore_signal", "pallasite_semaphore_wait")
+def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
+    (semaphore,) = _views(im, eqn, 1)
+    name = "sem_" + eqn.primitive.name.rsplit("_", 1)[1]
+    im.builder.emit(name, semaphore, amount)
+
+
+@rule("pallasite_semaphore_read")
+def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
+    (semaphore,) = _views(im, eqn)
+    return im.builder.op("sem_read", semaphore)
+
+

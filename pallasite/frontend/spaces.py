@@ -1,0 +1,106 @@
+"""Memory spaces as the author names them, and the memory a kernel asks for.
+
+`VMEM((128, 128), jnp.float32)` describes scratch; `MemorySpace.ANY` in a BlockSpec says
+that an operand has no window. Each space carries the IR's name for it.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class MemorySpace(enum.Enum):
+    """Where a ref lives. Calling one describes an allocation in it."""
+
+    ANY = "any"
+    HBM = "hbm"
+    HOST = "host"
+    VMEM = "vmem"
+    SMEM = "smem"
+    CMEM = "cmem"
+    VMEM_SHARED = "vmem_shared"
+    GMEM = "gmem"
+    TMEM = "tmem"
+    REGS = "regs"
+    BLOCK = "block"
+    SEMAPHORE = "sem"
+    DMA_SEMAPHORE = "dma_sem"
+    BARRIER_SEMAPHORE = "barrier_sem"
+
+    def __call__(self, shape: Any, dtype: Any) -> "MemoryRef":
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return MemoryRef(shape, np.dtype(dtype), self)
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether an operand in this space is cut into blocks by default."""
+        return self not in (
+            MemorySpace.ANY,
+            MemorySpace.HBM,
+            MemorySpace.HOST,
+            MemorySpace.GMEM,
+            MemorySpace.SEMAPHORE,
+            MemorySpace.DMA_SEMAPHORE,
+            MemorySpace.BARRIER_SEMAPHORE,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryRef:
+    """Memory a kernel asks for: shape, dtype and space."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    memory_space: MemorySpace
+
+    def get_array_aval(self) -> Any:
+        return jax.core.ShapedArray(self.shape, self.dtype)
+
+    def get_ref_aval(self) -> Any:
+        from pallasite import jaxcompat
+
+        return jaxcompat.abstract_ref(self.shape, self.dtype, self.memory_space)
+
+
+class SemaphoreType(enum.Enum):
+    """Kinds of semaphore: `SemaphoreType.DMA` is one, `SemaphoreType.DMA((2,))` two."""
+
+    REGULAR = "sem"
+    DMA = "dma_sem"
+    BARRIER = "barrier_sem"
+
+    def __call__(self, shape: tuple[int, ...] | int = ()) -> MemoryRef:
+        return MemorySpace(self.value)(shape, np.int32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def memory_space(self) -> MemorySpace:
+        return MemorySpace(self.value)
+
+    def get_array_aval(self) -> Any:
+        return self().get_array_aval()
+
+    def get_ref_aval(self) -> Any:
+        return self().get_ref_aval()
+
+
+def as_memory_ref(spec: Any) -> MemoryRef | None:
+    """Read one scratch entry: a MemoryRef, a semaphore type, or shape and dtype."""
+    if isinstance(spec, MemoryRef):
+        return spec
+    if isinstance(spec, SemaphoreType):
+        return spec()
+    if hasattr(spec, "shape") and hasattr(spec, "dtype"):
+        space = getattr(spec, "memory_space", None)
+        space = space if isinstance(space, MemorySpace) else MemorySpace.VMEM
+        return MemoryRef(tuple(spec.shape), np.dtype(spec.dtype), space)
+    return None

@@ -1,0 +1,154 @@
+"""Tracing: a kernel or index-map function becomes a jaxpr over refs and scalars.
+
+What a kernel captures from outside (arrays, outer tracers) comes back beside the jaxpr,
+to be passed as operands. `from_jaxpr.py` imports what comes out.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, PallasError
+from pallasite.ir.nodes import Loc
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+jaxcompat.exclude_from_tracebacks(_PACKAGE + os.sep)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A jaxpr, the captured values that feed its constants, and the output tree."""
+
+    jaxpr: Any
+    captured: tuple[Any, ...]
+    out_tree: Any
+
+
+def trace(fn: Callable[..., Any], tree: Any, avals: Sequence[Any]) -> Traced:
+    """Stage `fn(*args)` where the flat arguments have the given types."""
+    out_tree: list[Any] = []
+
+    def flat_fn(*flat: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(tree, flat)
+        flat_out, out = jax.tree.flatten(fn(*args, **kwargs))
+        out_tree.append(out)
+        return flat_out
+
+    with jaxcompat.kernel_tracing():
+        closed = jax.make_jaxpr(flat_fn)(*avals)
+        closed = jaxcompat.lower_high_level(closed)
+    jaxpr, captured = jaxcompat.opened(closed)
+    return Traced(jaxpr, tuple(captured), out_tree[0])
+
+
+def check_signature(fn: Callable[..., Any], args: Any, kwargs: Any, facts: Any, at: Any):
+    """Refuse a kernel whose parameters cannot take the refs it will be given."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise KernelTypeError(
+            "the kernel's parameters do not fit the refs it is given",
+            [
+                ("kernel", f"{name_of(fn)}{signature}"),
+                *facts,
+                ("problem", str(error)),
+            ],
+            location_of(fn) or at,
+            "one parameter per scalar-prefetch operand, input, output and scratch",
+        ) from None
+
+
+def name_of(fn: Any) -> str:
+    """A readable name for a kernel function (through partial and jit)."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return "kernel" if name == "<lambda>" else name
+
+
+def location_of(fn: Any) -> Loc | None:
+    """Where a function is defined."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    code = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__code__", None)
+    if code is None:
+        return None
+    return Loc(shorten(code.co_filename), code.co_firstlineno, code.co_name)
+
+
+def parameter_names(fn: Any, count: int) -> list[str]:
+    """The kernel's positional parameter names, for error messages and IR names."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in positional]
+    return (names + [""] * count)[:count]
+
+
+def user_location() -> Loc | None:
+    """The innermost frame that is neither ours nor JAX's: the user's line."""
+    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE, jax_folder)) and "functools" not in file:
+            return Loc(shorten(file), frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def shorten(path: str) -> str:
+    """A path as the user would name it: relative to the working directory."""
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if relative.startswith("..") else relative
+
+
+def equation_location(eqn: Any) -> Loc | None:
+    """The user's line behind one equation."""
+    frame = jaxcompat.user_frame(eqn.source_info)
+    if frame is None:
+        return None
+    file, line, function = frame
+    return Loc(shorten(file), line, function)
+
+
+def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
+    """A JAX error from tracing a kernel, in our words and with the user's line."""
+    if isinstance(error, PallasError):
+        return None
+    text = str(error)
+    at = _raising_line(error) or location_of(fn)
+    if "Invalid shape for `swap`" in text or "Invalid dtype for `swap`" in text:
+        what = "shape" if "shape for" in text else "dtype"
+        return KernelTypeError(
+            f"a value of the wrong {what} is written to a ref",
+            [("kernel", name_of(fn)), ("problem", text.split(". ", 1)[-1].strip())],
+            at,
+            "jnp.full(ref.shape, v, ref.dtype), jnp.broadcast_to(v, ref.shape) "
+            "or v.astype(ref.dtype)",
+        )
+    return None
+
+
+def _raising_line(error: BaseException) -> Loc | None:
+    """The last frame of the user's code in an exception's traceback."""
+    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not code.co_filename.startswith((_PACKAGE, jax_folder)):
+            found = Loc(shorten(code.co_filename), traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found

@@ -1,0 +1,1 @@
+"""Kernel IR: types, nodes, op records, builder, text form, verifier, rewriting."""

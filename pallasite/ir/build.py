@@ -1,0 +1,132 @@
+"""Builder: makes ops in order, with types from the op table.
+
+`Builder.emit` is the one way to make an op; the short methods below it are spellings
+for the ops passes and decompositions use most.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Access, Block, Index, Loc, Op, Value, full_index
+from pallasite.ir.opdef import table
+
+Scalar = bool | int | float
+
+
+class Builder:
+    """Collects ops for one block."""
+
+    def __init__(self, loc: Loc | None = None):
+        self.ops: list[Op] = []
+        self.loc = loc
+
+    def emit(
+        self,
+        name: str,
+        *operands: Value,
+        regions: Sequence[Block] = (),
+        names: Sequence[str] = (),
+        **attrs: Any,
+    ) -> tuple[Value, ...]:
+        """Append op `name`; its result types come from the row's type rule."""
+        row = table()[name]
+        rule_attrs = {**attrs, "regions": tuple(regions)} if regions else attrs
+        result_types = row.type_rule(tuple(v.type for v in operands), rule_attrs)
+        hints = [*names, *[""] * (len(result_types) - len(names))]
+        results = tuple(Value(t, n) for t, n in zip(result_types, hints, strict=True))
+        self.ops.append(Op(name, operands, results, attrs, tuple(regions), self.loc))
+        return results
+
+    def op(self, name: str, *operands: Value, **attrs: Any) -> Value:
+        """`emit` for ops with one result."""
+        (result,) = self.emit(name, *operands, **attrs)
+        return result
+
+    def block(self, params: Sequence[Value] = (), yields: Sequence[Value] = ()):
+        return Block(tuple(params), tuple(self.ops), tuple(yields))
+
+    def constant(self, value: Scalar, type: T.TileType) -> Value:
+        """A tile filled with one number."""
+        return self.op("constant", value=python_scalar(value, type.dtype), type=type)
+
+    def like(self, value: Scalar, other: Value) -> Value:
+        """A constant of the same type as `other`."""
+        return self.constant(value, other.tile)
+
+    def index(self, value: int) -> Value:
+        return self.constant(value, T.INDEX)
+
+    def cast(self, x: Value, dtype: T.DType) -> Value:
+        return x if x.tile.dtype == dtype else self.op("cast", x, dtype=dtype)
+
+    def select(self, pred: Value, on_true: Value, on_false: Value) -> Value:
+        return self.op("select_n", pred, on_false, on_true)
+
+    def broadcast(
+        self, x: Value, shape: Sequence[int], dims: Sequence[int] | None = None
+    ) -> Value:
+        """Broadcast to `shape`; dimension d of `x` becomes `dims[d]` (default: last)."""
+        shape = tuple(shape)
+        if dims is None:
+            dims = range(len(shape) - x.tile.rank, len(shape))
+        if x.tile.shape == shape:
+            return x
+        return self.op("broadcast_in_dim", x, shape=shape, dims=tuple(dims))
+
+    def load(
+        self,
+        ref: Value,
+        index: Index | None = None,
+        operands: Sequence[Value] = (),
+        mask: Value | None = None,
+        other: Value | None = None,
+    ) -> Value:
+        index = full_index(ref.ref.shape) if index is None else index
+        extra = [v for v in (mask, other) if v is not None]
+        attrs = dict(index=index, mask=mask is not None, other=other is not None)
+        return self.op("load", ref, *operands, *extra, **attrs)
+
+    def store(
+        self,
+        ref: Value,
+        value: Value,
+        index: Index | None = None,
+        operands: Sequence[Value] = (),
+        mask: Value | None = None,
+    ) -> None:
+        index = full_index(ref.ref.shape) if index is None else index
+        extra = [] if mask is None else [mask]
+        attrs = dict(index=index, mask=mask is not None)
+        self.emit("store", ref, value, *operands, *extra, **attrs)
+
+    def subview(self, ref: Value, index: Index, operands: Sequence[Value] = ()) -> Value:
+        return self.op("subview", ref, *operands, index=index)
+
+    def __getattr__(self, name: str):
+        """`b.add(x, y)`: any op of the table with one result."""
+        if name.startswith("_") or name.rstrip("_") not in table():
+            raise AttributeError(name)
+        return lambda *operands, **attrs: self.op(name.rstrip("_"), *operands, **attrs)
+
+
+def python_scalar(value: Any, dtype: T.DType) -> Scalar:
+    """`value` rounded to `dtype`, as the Python number the text form prints."""
+    array = np.asarray(value).astype(dtype.np)
+    if dtype.is_bool:
+        return bool(array)
+    return float(array) if dtype.is_float else int(array)
+
+
+def access_operands(access: Access) -> tuple[Value, ...]:
+    """The operand tuple of a memory op from its roles (inverse of `Access.of`)."""
+    optional = (access.compare, access.value)
+    tail = (access.mask, access.other)
+    return (
+        access.ref,
+        *(v for v in optional if v is not None),
+        *access.index_operands,
+        *(v for v in tail if v is not None),
+    )

@@ -1,0 +1,244 @@
+"""The nodes of the Kernel IR: Value, Op, Block, Kernel, and the user's source line.
+
+Nodes are immutable. A Value is defined once, by an Op, a Block or a Kernel; Blocks may
+use the values of the code around them. `text.py` prints and parses them, `verify.py`
+says which are legal, `build.py` makes them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from pallasite.ir.types import RefType, TileType, Type
+
+
+@dataclass(frozen=True)
+class Loc:
+    """Where in the user's source an op comes from."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.function}" if self.function else ""
+        return f"{self.file}:{self.line}{where}"
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One SSA value; identity is equality. `name` is a hint for the printed form."""
+
+    type: Type
+    name: str = ""
+
+    @property
+    def tile(self) -> TileType:
+        assert isinstance(self.type, TileType), self.type
+        return self.type
+
+    @property
+    def ref(self) -> RefType:
+        assert isinstance(self.type, RefType), self.type
+        return self.type
+
+    @property
+    def is_ref(self) -> bool:
+        return isinstance(self.type, RefType)
+
+
+# --- how a load, store or subview picks elements: one entry per dimension of the ref ---
+
+
+@dataclass(frozen=True)
+class At:
+    """One element; the dimension disappears. `start` None: the next index operand."""
+
+    start: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """`size` elements from `start`, `stride` apart. `start` None: an index operand."""
+
+    start: int | None
+    size: int
+    stride: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last picked one, both included."""
+        return (self.size - 1) * self.stride + 1 if self.size else 0
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Elements named by an integer tile, which is the next index operand.
+
+    All Gather entries of one index have tiles of the same shape and are walked
+    together; that shape comes first in the result, before the Span dimensions.
+    """
+
+
+Index = tuple[At | Span | Gather, ...]
+
+
+@dataclass(frozen=True)
+class BlockDim:
+    """How one dimension of an array is cut into blocks.
+
+    kind "blocked": the index map gives a block number; "element": a first element,
+    counted from `padding[0]` elements before the array; "squeezed": an element
+    number, and the block has no such dimension; "bounded": a first element and a
+    length of at most `size`.
+    """
+
+    size: int
+    kind: str = "blocked"
+    padding: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one operand of a pipeline shows the body at each step."""
+
+    dims: tuple[BlockDim, ...]
+    mode: str  # "in" or "out"
+    space: str = "block"
+    fill: float | int | bool | None = None  # read outside the array; None: unspecified
+    buffers: int | None = None
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return tuple(d.size for d in self.dims if d.kind != "squeezed")
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Straight-line code with parameters; `yields` is what it hands back."""
+
+    params: tuple[Value, ...] = ()
+    ops: tuple["Op", ...] = ()
+    yields: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation. `name` is a key of the op table (`opdef.OPS`)."""
+
+    name: str
+    operands: tuple[Value, ...] = ()
+    results: tuple[Value, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    regions: tuple[Block, ...] = ()
+    loc: Loc | None = None
+
+    @property
+    def result(self) -> Value:
+        assert len(self.results) == 1, self.name
+        return self.results[0]
+
+    def with_(self, **changes: Any) -> "Op":
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A whole kernel: refs in main memory in, code, nothing out but what it stores.
+
+    `params` are the operand refs, then `num_outputs` result refs. `aliases` pairs an
+    operand position with a result position: both refs are the same memory.
+    """
+
+    name: str
+    params: tuple[Value, ...]
+    body: Block
+    num_outputs: int
+    aliases: tuple[tuple[int, int], ...] = ()
+    level: str = "tile"
+    loc: Loc | None = None
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return self.params[: len(self.params) - self.num_outputs]
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return self.params[len(self.params) - self.num_outputs :]
+
+    def with_(self, **changes: Any) -> "Kernel":
+        return replace(self, **changes)
+
+    @cached_property
+    def text(self) -> str:
+        """The printed form without source lines: what identifies a kernel."""
+        from pallasite.ir.text import print_kernel
+
+        return print_kernel(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Kernel) and self.text == other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def walk(block: Block) -> Iterator[Op]:
+    """Every op of a block and of the regions inside it, in program order."""
+    for op in block.ops:
+        yield op
+        for region in op.regions:
+            yield from walk(region)
+
+
+# --- the operands of memory ops, by role ---
+
+
+@dataclass(frozen=True)
+class Access:
+    """A load, store, atomic or subview taken apart into its roles."""
+
+    ref: Value
+    index: Index
+    index_operands: tuple[Value, ...]
+    value: Value | None = None
+    compare: Value | None = None
+    mask: Value | None = None
+    other: Value | None = None
+
+    @staticmethod
+    def of(op: Op) -> "Access":
+        """Operand order: ref, [compare], [value], index operands, [mask], [other]."""
+        rest = list(op.operands[1:])
+        compare = rest.pop(0) if op.name == "atomic_cas" else None
+        takes_value = op.name in ("store", "atomic_rmw", "atomic_cas")
+        value = rest.pop(0) if takes_value else None
+        other = rest.pop() if op.attrs.get("other") else None
+        mask = rest.pop() if op.attrs.get("mask") else None
+        return Access(
+            op.operands[0],
+            op.attrs["index"],
+            tuple(rest),
+            value,
+            compare,
+            mask,
+            other,
+        )
+
+    def split_index(self) -> list[tuple[At | Span | Gather, Value | None]]:
+        """Each index entry with its operand, if it has one."""
+        pending = iter(self.index_operands)
+        return [
+            (e, next(pending) if isinstance(e, Gather) or e.start is None else None)
+            for e in self.index
+        ]
+
+
+def dynamic_count(index: Index) -> int:
+    """How many operands an index takes."""
+    return sum(isinstance(e, Gather) or e.start is None for e in index)
+
+
+def full_index(shape: tuple[int, ...]) -> Index:
+    return tuple(Span(0, n) for n in shape)

@@ -1,0 +1,79 @@
+"""The op record and its registry.
+
+An op is one row: name, JAX primitive, type rule, meaning, cost unit, sampling domain,
+allowed error, and the decomposition used by backends that lack it. The rows are in
+`ops/`; import, evaluation, legalisation, cost and the generated tests read them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pallasite.ir.types import ALL, DType, Type
+
+Attrs = Mapping[str, Any]
+TypeRule = Callable[[tuple[Type, ...], Attrs], tuple[Type, ...]]
+
+
+class Unit(Enum):
+    """What an op keeps busy, for the cost model."""
+
+    NONE = "none"
+    ALU = "alu"
+    SPECIAL = "special"  # transcendental unit
+    MATRIX = "matrix"
+    MEMORY = "memory"
+    CONTROL = "control"
+
+
+class Effect(Enum):
+    """What an op does besides making its results."""
+
+    PURE = "pure"
+    READ = "read"
+    WRITE = "write"  # also ordering: copies, semaphores, prints
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """One row of the op table."""
+
+    name: str
+    type_rule: TypeRule
+    arity: int | None = None  # None: any number
+    jax: str | None = None  # primitive of the same meaning, operand for operand
+    attrs: tuple[str, ...] = ()
+    dtypes: tuple[DType, ...] = ALL
+    meaning: Callable[..., Any] | None = None  # numpy; elementwise ops only
+    lower: Callable[..., Any] | None = None  # (Builder, *values, **attrs) -> Value
+    unit: Unit = Unit.NONE
+    effect: Effect = Effect.PURE
+    elementwise: bool = False
+    regions: int | None = 0  # None: any number
+    domain: tuple[float, float] | None = None  # sampled by the conformance tests
+    max_ulp: float = 0  # allowed error in units of the result type; 0: exact
+    doc: str = ""
+
+
+OPS: dict[str, OpDef] = {}
+BY_JAX: dict[str, OpDef] = {}
+
+
+def register(row: OpDef) -> OpDef:
+    assert row.name not in OPS, row.name
+    OPS[row.name] = row
+    if row.jax is not None:
+        BY_JAX[row.jax] = row
+    return row
+
+
+def table() -> dict[str, OpDef]:
+    """The full op table (loads the rows on first use)."""
+    import pallasite.ops  # noqa: F401
+
+    return OPS
+
+
+class TypeRuleError(Exception):
+    """A type rule refuses its operands. The caller adds op, location and fix."""

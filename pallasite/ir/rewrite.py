@@ -1,0 +1,296 @@
+"""Changing kernels: walk and rebuild, substitute, clone, clean up, apply patterns.
+
+Nodes are immutable, so every function here returns new nodes, or the very same object
+where nothing changed (`new is old` tells). A rewriting function sees one op with a
+`Rewriter` to build replacements; `passes/canonicalize.py` is a table of such functions.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from pallasite.errors import InternalError
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.text import attr_text
+
+Node = TypeVar("Node", Kernel, Block)
+
+
+class Rewriter(Builder):
+    """A Builder that also knows which op made each value seen so far."""
+
+    def __init__(self, producers: dict[Value, Op]):
+        super().__init__()
+        self.producers = producers
+
+    def producer(self, value: Value, name: str | None = None) -> Op | None:
+        """The op that made `value`, if there is one (and it is called `name`)."""
+        op = self.producers.get(value)
+        return op if op is None or name in (None, op.name) else None
+
+
+# None keeps the op; otherwise one value per result.
+Rewrite = Callable[[Op, Rewriter], Sequence[Value] | Value | None]
+Pattern = tuple[str, Rewrite]  # op name or "*", what to do with such an op
+
+
+def map_ops(node: Node, rewrite: Rewrite) -> Node:
+    """Rebuild with each op replaced as `rewrite` says, inner ops before outer ones.
+
+    `rewrite` sees ops whose operands and regions are rewritten already. What it emits
+    on its builder goes where the op was.
+    """
+    if isinstance(node, Kernel):
+        body = _Mapper(rewrite).block(node.body)
+        return node if body is node.body else node.with_(body=body)
+    return _Mapper(rewrite).block(node)
+
+
+class _Mapper:
+    def __init__(self, rewrite: Rewrite):
+        self.rewrite = rewrite
+        self.replaced: dict[Value, Value] = {}
+        self.producers: dict[Value, Op] = {}
+
+    def block(self, block: Block) -> Block:
+        ops: list[Op] = []
+        for op in block.ops:
+            ops += self.op(op)
+        yields = self.values(block.yields)
+        if yields is block.yields and _same(ops, block.ops):
+            return block
+        return Block(block.params, tuple(ops), yields)
+
+    def op(self, op: Op) -> list[Op]:
+        op = _with_operands(op, self.values(op.operands))
+        op = _with_regions(op, [self.block(r) for r in op.regions])
+        builder = Rewriter(self.producers)
+        builder.loc = op.loc
+        made = self.rewrite(op, builder)
+        if made is None:
+            made_ops = [op]
+        else:
+            results = (made,) if isinstance(made, Value) else tuple(made)
+            self.replaced.update(zip(op.results, results, strict=True))
+            made_ops = builder.ops
+        for each in made_ops:
+            for value in each.results:
+                self.producers[value] = each
+        return made_ops
+
+    def values(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        if any(v in self.replaced for v in values):
+            return tuple(self.replaced.get(v, v) for v in values)
+        return values
+
+
+def apply_patterns(
+    kernel: Kernel, patterns: Iterable[Pattern], limit: int = 20
+) -> Kernel:
+    """Apply patterns until none matches.
+
+    For each op the patterns of its name are tried in order, then those for "*"; the
+    first that gives values wins.
+
+    Raises:
+        InternalError: patterns still match after `limit` rounds (they undo each other).
+    """
+    by_name: dict[str, list[Rewrite]] = {}
+    for name, rewrite in patterns:
+        by_name.setdefault(name, []).append(rewrite)
+    anywhere = by_name.pop("*", [])
+    tried = {name: [*fns, *anywhere] for name, fns in by_name.items()}
+    matched = ""
+
+    def first_match(op: Op, builder: Rewriter) -> Sequence[Value] | Value | None:
+        nonlocal matched
+        for rewrite in tried.get(op.name, anywhere):
+            made = rewrite(op, builder)
+            if made is not None:
+                matched = f"{getattr(rewrite, '__name__', rewrite)} on {op.name}"
+                return made
+            builder.ops.clear()  # what a refusal left behind
+        return None
+
+    for _ in range(limit):
+        new = map_ops(kernel, first_match)
+        if new is kernel:
+            return kernel
+        kernel = new
+    raise InternalError(
+        f"patterns still match after {limit} rounds", [("last match", matched)]
+    )
+
+
+def substitute(block: Block, mapping: Mapping[Value, Value]) -> Block:
+    """Replace uses of values, in nested regions too; definitions stay."""
+    ops = [
+        _with_regions(
+            _with_operands(op, _mapped(op.operands, mapping)),
+            [substitute(r, mapping) for r in op.regions],
+        )
+        for op in block.ops
+    ]
+    yields = _mapped(block.yields, mapping)
+    if yields is block.yields and _same(ops, block.ops):
+        return block
+    return Block(block.params, tuple(ops), yields)
+
+
+def clone(block: Block, mapping: Mapping[Value, Value] | None = None) -> Block:
+    """A copy in which every value is fresh; `mapping` replaces values from outside."""
+    return _clone(block, dict(mapping or {}))
+
+
+def _clone(block: Block, fresh: dict[Value, Value]) -> Block:
+    params = _fresh(block.params, fresh)
+    ops: list[Op] = []
+    for op in block.ops:
+        operands = _mapped(op.operands, fresh)
+        regions = tuple(_clone(r, fresh) for r in op.regions)
+        results = _fresh(op.results, fresh)
+        ops.append(op.with_(operands=operands, results=results, regions=regions))
+    return Block(params, tuple(ops), _mapped(block.yields, fresh))
+
+
+def _fresh(values: tuple[Value, ...], fresh: dict[Value, Value]) -> tuple[Value, ...]:
+    made = tuple(Value(v.type, v.name) for v in values)
+    fresh.update(zip(values, made, strict=True))
+    return made
+
+
+def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value, ...]:
+    """Emit a copy of the block's ops with `args` for its parameters; its yields."""
+    mapping = dict(zip(block.params, args, strict=True))
+    copy = clone(Block((), block.ops, block.yields), mapping)
+    builder.ops += copy.ops
+    return copy.yields
+
+
+# --- what an op may do to memory ---
+
+
+def writes(op: Op) -> bool:
+    """Whether the op, or one inside it, changes memory or the outside world."""
+    if op.regions:
+        return any(writes(inner) for region in op.regions for inner in region.ops)
+    return op.name != "alloc" and table()[op.name].effect is Effect.WRITE
+
+
+def is_removable(op: Op) -> bool:
+    """Whether nobody notices if the op is gone, its results being unused."""
+    # A `while` may run for ever; `pipeline` and the rest have no results to be unused.
+    may_stop = all(inner.name != "while" for r in op.regions for inner in walk(r))
+    return op.name not in ("while", "pipeline") and may_stop and not writes(op)
+
+
+def dead_code(kernel: Kernel) -> Kernel:
+    """Without the ops whose results nobody uses and which do nothing else."""
+    body = _live_block(kernel.body, set())
+    return kernel if body is kernel.body else kernel.with_(body=body)
+
+
+def _live_block(block: Block, live: set[Value]) -> Block:
+    """`live`: values used further down; grows by what this block uses."""
+    live.update(block.yields)
+    kept: list[Op] = []
+    for op in reversed(block.ops):
+        if not any(v in live for v in op.results) and is_removable(op):
+            continue
+        op = _with_regions(op, [_live_block(r, live) for r in op.regions])
+        live.update(op.operands)
+        kept.append(op)
+    kept.reverse()
+    if _same(kept, block.ops):
+        return block
+    return Block(block.params, tuple(kept), block.yields)
+
+
+def common_subexpressions(kernel: Kernel) -> Kernel:
+    """Compute equal things once: pure ops, and loads with no write in between."""
+    body = _Shared().block(kernel.body)
+    return kernel if body is kernel.body else kernel.with_(body=body)
+
+
+_Key = tuple[object, ...]
+
+
+class _Shared:
+    """Available expressions by scope: inner regions see those of outer ones.
+
+    Not so the regions of a pipeline, which backends turn into functions: they share
+    nothing with the code around them that they did not use before.
+    """
+
+    def __init__(self) -> None:
+        self.available: dict[_Key, Op] = {}
+        self.replaced: dict[Value, Value] = {}
+        self.writes_seen = 0  # part of a load's key: a write makes earlier loads stale
+
+    def block(self, block: Block) -> Block:
+        outer, self.available = self.available, dict(self.available)
+        ops = [op for op in map(self.op, block.ops) if op is not None]
+        yields = _mapped(block.yields, self.replaced)
+        self.available = outer
+        if yields is block.yields and _same(ops, block.ops):
+            return block
+        return Block(block.params, tuple(ops), yields)
+
+    def op(self, op: Op) -> Op | None:
+        op = _with_operands(op, _mapped(op.operands, self.replaced))
+        if op.regions:
+            return self.with_regions(op)
+        effect = table()[op.name].effect
+        if effect is Effect.WRITE:
+            self.writes_seen += op.name != "alloc"
+            return op
+        if effect is Effect.READ and op.name != "load":
+            return op  # a semaphore may change while nothing here writes
+        # By text: 0.0 and -0.0, 1 and True are equal to Python but not to us.
+        attrs = tuple((k, attr_text(op.attrs[k])) for k in sorted(op.attrs))
+        epoch = self.writes_seen if effect is Effect.READ else 0
+        key = (op.name, op.operands, attrs, epoch)
+        same = self.available.setdefault(key, op)
+        if same is op:
+            return op
+        self.replaced.update(zip(op.results, same.results, strict=True))
+        return None
+
+    def with_regions(self, op: Op) -> Op:
+        # Counted before and after: the regions of a loop run again after its writes.
+        changes = writes(op)
+        self.writes_seen += changes
+        regions: list[Block] = []
+        outer = self.available
+        for region in op.regions:
+            self.available = {} if op.name == "pipeline" else outer
+            regions.append(self.block(region))
+            self.writes_seen += changes
+        self.available = outer
+        return _with_regions(op, regions)
+
+
+# --- rebuilding only what changed ---
+
+
+def _same(ops: Sequence[Op], old: Sequence[Op]) -> bool:
+    return len(ops) == len(old) and all(a is b for a, b in zip(ops, old, strict=True))
+
+
+def _mapped(
+    values: tuple[Value, ...], mapping: Mapping[Value, Value]
+) -> tuple[Value, ...]:
+    if any(v in mapping for v in values):
+        return tuple(mapping.get(v, v) for v in values)
+    return values
+
+
+def _with_operands(op: Op, operands: tuple[Value, ...]) -> Op:
+    return op if operands is op.operands else op.with_(operands=operands)
+
+
+def _with_regions(op: Op, regions: Sequence[Block]) -> Op:
+    if all(a is b for a, b in zip(regions, op.regions, strict=True)):
+        return op
+    return op.with_(regions=tuple(regions))

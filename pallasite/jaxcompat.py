@@ -1,0 +1,179 @@
+"""Every use of JAX that is private, or differs between JAX versions, in one place.
+
+One function per need; each has a canary in `tests/test_jaxcompat.py`. Nothing else in
+the package may import `jax._src` (a test holds that).
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
+
+
+def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr and its constants, whether it came closed or open (merged in 0.11)."""
+    return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
+
+
+@contextlib.contextmanager
+def kernel_tracing() -> Iterator[None]:
+    """Trace without mesh context (types inside a kernel carry no sharding) and with
+    JAX's ref alias checks off: kernels may pass one ref twice or carry it in loops."""
+    from jax._src import config
+
+    off = getattr(config, "mutable_array_checks", None)
+    checks = contextlib.nullcontext() if off is None else off(False)
+    empty = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty), checks:
+        yield
+
+
+def abstract_ref(shape: Sequence[int], dtype: Any, space: Any = None) -> Any:
+    """A fresh ref type to trace a kernel argument with."""
+    aval = jax.core.ShapedArray(tuple(shape), dtype)
+    return jax.ref.AbstractRef(aval, space)
+
+
+def is_ref(x: Any) -> bool:
+    """A ref tracer or a view of one."""
+    return isinstance(x, jax.ref.Ref) or hasattr(x, "transforms")
+
+
+def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The ref under a view (`ref.at[...]`), and the view's transforms."""
+    if hasattr(x, "transforms") and hasattr(x, "ref"):
+        return x.ref, tuple(x.transforms)
+    return x, ()
+
+
+def aval_of(x: Any) -> Any:
+    return jax.typeof(x)
+
+
+def lower_high_level(closed: Any) -> Any:
+    """Replace high-level primitives (0.12 stages some) by their expansions."""
+    if getattr(closed, "is_high", False):
+        from jax.interpreters import partial_eval
+
+        lower = getattr(partial_eval, "lower_jaxpr2", None)
+        if lower is not None:
+            return lower(closed)
+    return closed
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """How many leading operands of a scan are constants, how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = (len(t) for t in params["ft_in"].unpack())
+    return consts, carry
+
+
+def read_effect(position: int) -> Any:
+    from jax._src.state import types
+
+    return types.ReadEffect(position)
+
+
+def write_effect(position: int) -> Any:
+    from jax._src.state import types
+
+    return types.WriteEffect(position)
+
+
+def user_frame(source_info: Any) -> tuple[str, int, str] | None:
+    """File, line and function of the user's code an equation comes from."""
+    from jax._src import source_info_util
+
+    try:
+        frame = source_info_util.user_frame(source_info.traceback)
+    except (AttributeError, TypeError):
+        frame = source_info_util.user_frame(source_info)
+    if frame is None:
+        return None
+    return frame.file_name, frame.start_line, frame.function_name
+
+
+def exclude_from_tracebacks(path: str) -> None:
+    """Do not count files under `path` as the user's code."""
+    from jax._src import source_info_util
+
+    source_info_util.register_exclusion(path)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_data_shape(dtype: Any) -> tuple[int, ...]:
+    """The trailing uint32 shape of one random key (its implementation's)."""
+    return tuple(dtype._impl.key_shape)
+
+
+def key_implementation(dtype: Any) -> Any:
+    return dtype._impl
+
+
+def out_aval_like(avals: Sequence[Any], shape: Sequence[int], dtype: Any) -> Any:
+    """An output type that varies over the same manual mesh axes as the inputs."""
+    base = jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
+    varying = [a for a in avals if hasattr(a, "update")]
+    if not varying:
+        return base
+    from jax.sharding import PartitionSpec
+
+    # A result varies over an axis if any operand does: join through the standard rule.
+    source = max(varying, key=lambda a: len(manual_axes(a)))
+    spec = PartitionSpec(*[None] * len(shape))
+    result = source.update(
+        shape=tuple(shape),
+        dtype=np.dtype(dtype),
+        weak_type=False,
+        sharding=source.sharding.update(spec=spec),
+    )
+    union = frozenset().union(*(manual_axes(a) for a in varying))
+    if union != manual_axes(source):
+        result = _with_manual_axes(result, union)
+    return result
+
+
+def manual_axes(aval: Any) -> frozenset[str]:
+    """Mesh axes of an enclosing shard_map over which a value may differ."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()) or ())
+
+
+def _with_manual_axes(aval: Any, axes: frozenset[str]) -> Any:
+    kind = aval.manual_axis_type
+    update = getattr(kind, "update", None)
+    if update is not None:
+        return aval.update(manual_axis_type=update(varying=axes))
+    import dataclasses
+
+    return aval.update(manual_axis_type=dataclasses.replace(kind, varying=axes))
+
+
+def plain_avals(avals: Sequence[Any]) -> list[Any]:
+    """The same types without mesh information."""
+    return [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
+
+
+def side_effect() -> Any:
+    """An effect that XLA lowers and control flow allows: keeps a call from being
+    dropped or reordered (harvested from a public call that has it)."""
+    call = jax.ffi.ffi_call(
+        "pallasite_probe", jax.ShapeDtypeStruct((), np.float32), has_side_effect=True
+    )
+    (effect,) = jax.make_jaxpr(lambda: call())().effects
+    return effect
+
+
+def debug_effect() -> Any:
+    """The effect of a print: kept in order, allowed in loops and branches."""
+    from jax._src import debugging
+
+    return debugging.debug_effect

@@ -1,0 +1,5 @@
+"""The op table. Importing this package registers every op with `ir.opdef`."""
+
+from pallasite.ops import effects as effects
+from pallasite.ops import elementwise as elementwise
+from pallasite.ops import tile as tile

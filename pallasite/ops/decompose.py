@@ -1,0 +1,1 @@
+"""Decompositions: how an op is computed from others where a backend lacks it."""

@@ -1,0 +1,244 @@
+"""The meaning of each elementwise op on numpy arrays, where numpy's own differs.
+
+XLA's choices are kept: integer division never traps, shifts past the width are defined,
+maximum and minimum propagate NaN. `elementwise.py` names these functions in its rows.
+"""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+
+def in_f64(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Compute in double precision and round once to the operand's type."""
+
+    def rounded(x: Array, *rest: Array) -> Array:
+        wide = [np.asarray(v).astype(np.float64) for v in (x, *rest)]
+        with np.errstate(all="ignore"):
+            return np.asarray(fn(*wide)).astype(np.asarray(x).dtype)
+
+    return rounded
+
+
+def per_element(fn: Callable[[float], float]) -> Callable[[Array], Array]:
+    return np.vectorize(fn, otypes=[np.float64])
+
+
+def _safe(fn: Callable[[float], float]) -> Callable[[float], float]:
+    def call(x: float) -> float:
+        try:
+            return fn(x)
+        except OverflowError:
+            return math.inf
+        except ValueError:
+            return math.nan
+
+    return call
+
+
+def _erf_inv(x: float) -> float:
+    if abs(x) > 1 or math.isnan(x):
+        return math.nan
+    if abs(x) == 1:
+        return math.copysign(math.inf, x)
+    if abs(x) < 1e-7:  # inv_cdf((1 + x) / 2) would lose the small argument
+        return x * math.sqrt(math.pi) / 2
+    return NormalDist().inv_cdf((x + 1) / 2) / math.sqrt(2)
+
+
+erf = in_f64(per_element(math.erf))
+erfc = in_f64(per_element(math.erfc))
+erf_inv = in_f64(per_element(_erf_inv))
+lgamma = in_f64(per_element(_safe(math.lgamma)))
+
+
+def is_float(x: Array) -> bool:
+    return np.asarray(x).dtype.kind not in "iub" and "int" not in str(x.dtype)
+
+
+def _is_signed_integer(x: Array) -> bool:
+    name = str(np.asarray(x).dtype)
+    return name.startswith("int")
+
+
+def div(x: Array, y: Array) -> Array:
+    """Floats as IEEE; integers truncate, x/0 is -1 (all bits), MIN/-1 is MIN."""
+    if is_float(x):
+        return np.divide(x, y)
+    wide_x, wide_y = x.astype(object), y.astype(object)
+    safe = np.where(y == 0, 1, wide_y)
+    quotient = np.abs(wide_x) // np.abs(safe)
+    negative = (wide_x < 0) != (wide_y < 0)
+    quotient = np.where(negative, -quotient, quotient)
+    return _wrap(np.where(y == 0, -1, quotient), x.dtype)
+
+
+def rem(x: Array, y: Array) -> Array:
+    """The sign of the dividend; x rem 0 is x for integers."""
+    if is_float(x):
+        return np.fmod(x, y)
+    wide_x, wide_y = x.astype(object), y.astype(object)
+    safe = np.where(y == 0, 1, wide_y)
+    remainder = np.abs(wide_x) % np.abs(safe)
+    remainder = np.where(wide_x < 0, -remainder, remainder)
+    return _wrap(np.where(y == 0, wide_x, remainder), x.dtype)
+
+
+def _wrap(values: Array, dtype: np.dtype) -> Array:
+    bits = 8 * dtype.itemsize
+    values = np.asarray(values, dtype=object) % (1 << bits)
+    return values.astype(np.uint64).astype(dtype)
+
+
+def pow_(x: Array, y: Array) -> Array:
+    if is_float(x):
+        return np.power(x, y.astype(x.dtype))
+    result = np.ones_like(x)
+    base, exponent = x.copy(), y.copy()
+    while np.any(exponent > 0):
+        result = np.where(exponent & 1, result * base, result).astype(x.dtype)
+        base = (base * base).astype(x.dtype)
+        exponent = exponent >> 1
+    # A negative exponent of an integer: 1/x, truncated.
+    reciprocal = np.where(x == 1, 1, np.where(x == -1, np.where(y & 1, -1, 1), 0))
+    return np.where(y < 0, reciprocal, result).astype(x.dtype)
+
+
+def integer_pow(x: Array, *, y: int) -> Array:
+    """Repeated multiplication; a negative power is one division at the end."""
+    result, base, n = None, x, abs(y)
+    while n:
+        if n & 1:
+            result = base if result is None else (result * base).astype(x.dtype)
+        n >>= 1
+        if n:
+            base = (base * base).astype(x.dtype)
+    result = np.ones_like(x) if result is None else result
+    return div(np.ones_like(x), result) if y < 0 else result
+
+
+def sign(x: Array) -> Array:
+    return np.sign(x).astype(x.dtype)
+
+
+def round_(x: Array, *, rounding_method: int) -> Array:
+    if rounding_method == 1:
+        return np.rint(x)
+    away = np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x)
+    # x + 0.5 may round up by itself just below one half, and above 2**mantissa.
+    exact = np.abs(x) == np.floor(np.abs(x))
+    below = np.abs(x) < 0.5
+    zero = np.copysign(np.zeros_like(x), x)
+    return np.where(exact, x, np.where(below, zero, away)).astype(x.dtype)
+
+
+def _shift(fill: Callable[[Array], Array], shift: Callable[[Array, Array], Array]):
+    def shifted(x: Array, y: Array) -> Array:
+        bits = 8 * x.dtype.itemsize
+        inside = (y >= 0) & (y < bits)
+        amount = np.where(inside, y, 0).astype(x.dtype)
+        return np.where(inside, shift(x, amount), fill(x)).astype(x.dtype)
+
+    return shifted
+
+
+def _unsigned(x: Array) -> Array:
+    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _logical(x: Array, amount: Array) -> Array:
+    return (_unsigned(x) >> _unsigned(amount)).view(x.dtype)
+
+
+def _arithmetic(x: Array, amount: Array) -> Array:
+    signed = x.view(np.dtype(f"int{8 * x.dtype.itemsize}"))
+    return (signed >> amount.view(signed.dtype)).view(x.dtype)
+
+
+shift_left = _shift(np.zeros_like, np.left_shift)
+shift_right_logical = _shift(np.zeros_like, _logical)
+shift_right_arithmetic = _shift(
+    lambda x: _arithmetic(x, np.full_like(x, 8 * x.dtype.itemsize - 1)), _arithmetic
+)
+
+
+def not_(x: Array) -> Array:
+    return np.logical_not(x) if x.dtype == np.bool_ else np.invert(x)
+
+
+def population_count(x: Array) -> Array:
+    return np.bitwise_count(_unsigned(x)).astype(x.dtype)
+
+
+def clz(x: Array) -> Array:
+    bits = 8 * x.dtype.itemsize
+    value, count = _unsigned(x).astype(np.uint64), np.zeros(x.shape, np.int64)
+    for _ in range(bits):
+        count = np.where(value == 0, count, count + 1)
+        value = value >> np.uint64(1)
+    return (bits - count).astype(x.dtype)
+
+
+def clamp(low: Array, x: Array, high: Array) -> Array:
+    return np.minimum(np.maximum(x, low), high)
+
+
+def select_n(which: Array, *cases: Array) -> Array:
+    if which.dtype == np.bool_:
+        return np.where(which, cases[1], cases[0])
+    which = np.broadcast_to(np.clip(which, 0, len(cases) - 1), cases[0].shape)
+    result = cases[0]
+    for n, case in enumerate(cases[1:], 1):
+        result = np.where(which == n, case, result)
+    return result
+
+
+def logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def nextafter(x: Array, y: Array) -> Array:
+    return np.nextafter(x, y)
+
+
+def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Array:
+    """Round to a float of fewer bits and back (nearest even, overflow to infinity)."""
+    wide = x.astype(np.float64)
+    mantissa, exponent = np.frexp(wide)
+    scaled = np.ldexp(np.rint(np.ldexp(mantissa, mantissa_bits + 1)), -mantissa_bits - 1)
+    rounded = np.ldexp(scaled, exponent)
+    bias = (1 << (exponent_bits - 1)) - 1
+    largest = np.ldexp(2 - 2.0**-mantissa_bits, bias)
+    smallest = np.ldexp(1.0, 1 - bias)
+    overflow = np.abs(rounded) > largest
+    rounded = np.where(overflow, np.copysign(np.inf, wide), rounded)
+    # XLA flushes what falls below the smallest normal number.
+    rounded = np.where(np.abs(rounded) < smallest, np.copysign(0.0, wide), rounded)
+    return np.where(np.isfinite(wide), rounded, wide).astype(x.dtype)
+
+
+def cast(x: Array, *, dtype: Any) -> Array:
+    """Convert as XLA: floats to integers saturate, NaN becomes 0."""
+    target = dtype.np
+    if dtype.is_bool:
+        return x != x.dtype.type(0)
+    if dtype.is_integer and is_float(x):
+        info_bits = dtype.bits
+        low = -(2 ** (info_bits - 1)) if dtype.is_signed_int else 0
+        high = 2 ** (info_bits - 1) - 1 if dtype.is_signed_int else 2**info_bits - 1
+        wide = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=high, neginf=low)
+        inside = (wide > low) & (wide < high)
+        safe = np.where(inside, np.trunc(wide), 0).astype(np.int64)
+        if dtype.name == "u64":
+            safe = np.where(inside, np.trunc(wide), 0).astype(np.uint64)
+        low_a, high_a = (np.array(v).astype(target) for v in (low, high))
+        return np.where(inside, safe.astype(target), np.where(wide <= low, low_a, high_a))
+    if dtype.bits < 8 and not is_float(x):
+        return x.astype(np.int64).astype(target)
+    with np.errstate(all="ignore"):
+        return x.astype(target)

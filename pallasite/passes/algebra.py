@@ -1,0 +1,320 @@
+"""Patterns on values: constant folding by the rows' meaning, and exact identities.
+
+Only what gives the same bits is here: `x + 0` for integers but `x + -0.0` for floats.
+`canonicalize.py` applies the table; `views.py` has the patterns on refs.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from pallasite.ir.build import Scalar, python_scalar
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import Pattern, Rewriter
+from pallasite.ir.text import attr_text
+from pallasite.ir.types import DType, TileType
+
+# Wide enough to hold every number of the narrower floats, signs and NaN included.
+_HOLDS_NARROWER = ("f32", "f64")
+
+
+def constant_of(b: Rewriter, value: Value) -> Scalar | None:
+    """The number a value repeats, if that is known."""
+    op = b.producer(value, "constant")
+    return None if op is None else op.attrs["value"]
+
+
+def is_number(b: Rewriter, value: Value, number: Scalar) -> bool:
+    """Whether a value repeats `number`; the sign of a zero counts for floats."""
+    known = constant_of(b, value)
+    if known is None or value.type.dtype.is_float != isinstance(number, float):
+        return False
+    return known == number and attr_text(known) == attr_text(type(known)(number))
+
+
+# --- constants ---
+
+
+def fold_elementwise(op: Op, b: Rewriter) -> Value | None:
+    """An elementwise op of numbers is a number."""
+    row = table()[op.name]
+    if row.meaning is None or not op.operands or op.name == "bitcast":
+        return None
+    values = [constant_of(b, v) for v in op.operands]
+    dtypes = [v.type.dtype for v in (*op.operands, *op.results)]
+    # The meaning of bit operations counts whole bytes.
+    if None in values or any(d.bits < 8 for d in dtypes):
+        return None
+    result = op.result.tile
+    arrays = [np.full((1,), v, d.np) for v, d in zip(values, dtypes[:-1], strict=True)]
+    try:
+        with np.errstate(all="ignore"):
+            folded = np.asarray(row.meaning(*arrays, **op.attrs))
+    except TypeError:  # numpy has no such function for some narrow floats
+        return None
+    if folded.shape != (1,) or folded.dtype != result.dtype.np:
+        return None
+    return b.constant(python_scalar(folded[0], result.dtype), result)
+
+
+def fold_rearranged(op: Op, b: Rewriter) -> Value | None:
+    """Moving equal elements about changes nothing but the shape."""
+    return _repeated(op, b, op.operands[0])
+
+
+def fold_joined(op: Op, b: Rewriter) -> Value | None:
+    numbers = {attr_text(constant_of(b, v)) for v in op.operands}
+    return _repeated(op, b, op.operands[0]) if len(numbers) == 1 else None
+
+
+def fold_reduce(op: Op, b: Rewriter) -> Value | None:
+    """The largest of equal numbers, at least one of them, is that number."""
+    (x,) = op.operands
+    if op.attrs["kind"] in ("max", "min", "and", "or") and x.type.size:
+        return _repeated(op, b, x)
+    return None
+
+
+def fold_iota(op: Op, b: Rewriter) -> Value | None:
+    type_: TileType = op.attrs["type"]
+    return b.constant(0, type_) if type_.shape[op.attrs["dim"]] == 1 else None
+
+
+def _repeated(op: Op, b: Rewriter, source: Value) -> Value | None:
+    number = constant_of(b, source)
+    return None if number is None else b.constant(number, op.result.tile)
+
+
+# --- identities ---
+
+
+def _either_side(keep: Callable[[Op, Rewriter, Value, Value], Value | None]):
+    """For commutative ops: tries the constant on both sides."""
+
+    def identity(op: Op, b: Rewriter) -> Value | None:
+        x, y = op.operands
+        kept = keep(op, b, x, y)
+        return kept if kept is not None else keep(op, b, y, x)
+
+    identity.__name__ = keep.__name__.lstrip("_")
+    return identity
+
+
+def _add(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    return x if is_number(b, y, -0.0 if op.result.tile.dtype.is_float else 0) else None
+
+
+def _mul(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    if op.result.tile.dtype.is_float:
+        return x if is_number(b, y, 1.0) else None
+    return x if is_number(b, y, 1) else y if is_number(b, y, 0) else None
+
+
+def sub(op: Op, b: Rewriter) -> Value | None:
+    x, y = op.operands
+    if x.tile.dtype.is_float:
+        return x if is_number(b, y, 0.0) else None
+    return b.like(0, x) if x is y else x if is_number(b, y, 0) else None
+
+
+def div(op: Op, b: Rewriter) -> Value | None:
+    x, y = op.operands
+    return x if is_number(b, y, 1.0 if x.tile.dtype.is_float else 1) else None
+
+
+def _and(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    if x is y or is_number(b, y, _all_ones(y.tile.dtype)):
+        return x
+    return y if is_number(b, y, 0) else None
+
+
+def _or(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    if x is y or is_number(b, y, 0):
+        return x
+    return y if is_number(b, y, _all_ones(y.tile.dtype)) else None
+
+
+def _xor(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    return x if is_number(b, y, 0) else None
+
+
+def _all_ones(dtype: DType) -> int:
+    if dtype.is_bool:
+        return 1
+    return -1 if dtype.is_signed_int else (1 << dtype.bits) - 1
+
+
+def shift(op: Op, b: Rewriter) -> Value | None:
+    x, y = op.operands
+    return x if is_number(b, y, 0) else None
+
+
+def same_operands(op: Op, b: Rewriter) -> Value | None:
+    x, y = op.operands
+    return x if x is y else None
+
+
+def undone(op: Op, b: Rewriter) -> Value | None:
+    """`neg(neg(x))`, `not(not(x))`."""
+    inner = b.producer(op.operands[0], op.name)
+    return inner.operands[0] if inner else None
+
+
+def integer_pow(op: Op, b: Rewriter) -> Value | None:
+    return op.operands[0] if op.attrs["y"] == 1 else None
+
+
+def select(op: Op, b: Rewriter) -> Value | None:
+    which, *cases = op.operands
+    if all(case is cases[0] for case in cases):
+        return cases[0]
+    number = constant_of(b, which)
+    if number is None:
+        return None
+    return cases[min(max(int(number), 0), len(cases) - 1)]
+
+
+def cast(op: Op, b: Rewriter) -> Value | None:
+    (x,) = op.operands
+    middle, new = x.tile.dtype, op.attrs["dtype"]
+    if middle == new:
+        return x
+    inner = b.producer(x, "cast")
+    if inner is None:
+        return None
+    (source,) = inner.operands
+    # A cast to another narrow type in one step is rarer in hardware than in two.
+    common = new == source.tile.dtype or source.tile.dtype.is_bool or new.bits >= 32
+    if common and _keeps_numbers(source.tile.dtype, middle):
+        return b.cast(source, new)
+    return None
+
+
+def _keeps_numbers(old: DType, new: DType) -> bool:
+    """Whether a cast keeps every number, and a further cast would not tell.
+
+    An integer through a float is left alone: on the way to a narrower integer the
+    float saturates where the integer wraps.
+    """
+    if old.is_bool:
+        return not new.is_float or new.name in _HOLDS_NARROWER
+    if old.is_integer and new.is_integer:
+        same_sign = old.kind == new.kind and new.bits >= old.bits
+        return same_sign or (new.is_signed_int and new.bits > old.bits)
+    if old.is_float and new.is_float:
+        return new.name in _HOLDS_NARROWER and new.bits > old.bits
+    return False
+
+
+def not_equal_zero(op: Op, b: Rewriter) -> Value | None:
+    """`cast(p) != 0` of a bool is the bool."""
+    x, y = op.operands
+    inner = b.producer(x, "cast")
+    if inner is None or not inner.operands[0].tile.dtype.is_bool:
+        return None
+    zero = 0.0 if y.tile.dtype.is_float else 0
+    return inner.operands[0] if is_number(b, y, zero) else None
+
+
+# --- shapes ---
+
+
+def reshape(op: Op, b: Rewriter) -> Value | None:
+    (x,) = op.operands
+    if x.tile.shape == op.attrs["shape"]:
+        return x
+    inner = b.producer(x, op.name)
+    return b.op(op.name, inner.operands[0], **op.attrs) if inner else None
+
+
+def transpose(op: Op, b: Rewriter) -> Value | None:
+    """Also of views: `transpose_view` has the same attribute."""
+    (x,), perm = op.operands, op.attrs["perm"]
+    if perm == tuple(range(len(perm))):
+        return x
+    inner = b.producer(x, op.name)
+    if inner is None:
+        return None
+    both = tuple(inner.attrs["perm"][d] for d in perm)
+    return b.op(op.name, inner.operands[0], perm=both)
+
+
+def broadcast(op: Op, b: Rewriter) -> Value | None:
+    (x,), shape, dims = op.operands, op.attrs["shape"], op.attrs["dims"]
+    if x.tile.shape == shape:
+        return x
+    inner = b.producer(x, "broadcast_in_dim")
+    if inner is None:
+        return None
+    both = tuple(dims[d] for d in inner.attrs["dims"])
+    return b.op("broadcast_in_dim", inner.operands[0], shape=shape, dims=both)
+
+
+def unchanged(op: Op, b: Rewriter) -> Value | None:
+    """A slice of everything, a reversal of nothing, a sum over no axis, ..."""
+    x = op.operands[0]
+    moved = {
+        "slice": lambda a: x.type.shape != op.result.type.shape,
+        "dynamic_slice": lambda a: x.type.shape != op.result.type.shape,
+        "concatenate": lambda a: len(op.operands) > 1,
+        "rev": lambda a: any(x.type.shape[d] > 1 for d in a["axes"]),
+        "reduce": lambda a: a["axes"] != (),
+        "pad": lambda a: any((*a["low"], *a["high"], *a["interior"])),
+    }
+    return None if moved[op.name](op.attrs) else x
+
+
+def dynamic_slice(op: Op, b: Rewriter) -> Value | None:
+    """Known starts, clamped as they would be when the kernel runs."""
+    x, *starts = op.operands
+    known = [constant_of(b, s) for s in starts]
+    if None in known:
+        return None
+    sizes: tuple[int, ...] = op.attrs["sizes"]
+    limits = [n - size for n, size in zip(x.type.shape, sizes, strict=True)]
+    first = [min(max(int(s or 0), 0), m) for s, m in zip(known, limits, strict=True)]
+    last = [s + size for s, size in zip(first, sizes, strict=True)]
+    strides = (1,) * len(first)
+    return b.op("slice", x, starts=tuple(first), limits=tuple(last), strides=strides)
+
+
+def replaced_whole(op: Op, b: Rewriter) -> Value | None:
+    x, update, *_ = op.operands
+    return update if update.type == x.type else None
+
+
+_REARRANGING = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev")
+
+PATTERNS: tuple[Pattern, ...] = (
+    *((name, fold_rearranged) for name in (*_REARRANGING, "dynamic_slice")),
+    *((name, fold_joined) for name in ("concatenate", "pad")),
+    ("reduce", fold_reduce),
+    ("iota", fold_iota),
+    ("*", fold_elementwise),
+    ("add", _either_side(_add)),
+    ("mul", _either_side(_mul)),
+    ("and", _either_side(_and)),
+    ("or", _either_side(_or)),
+    ("xor", _either_side(_xor)),
+    ("sub", sub),
+    ("div", div),
+    ("neg", undone),
+    ("not", undone),
+    ("max", same_operands),
+    ("min", same_operands),
+    ("shift_left", shift),
+    ("shift_right_logical", shift),
+    ("shift_right_arithmetic", shift),
+    ("integer_pow", integer_pow),
+    ("select_n", select),
+    ("cast", cast),
+    ("ne", not_equal_zero),
+    ("reshape", reshape),
+    ("transpose", transpose),
+    ("broadcast_in_dim", broadcast),
+    *((n, unchanged) for n in ("slice", "dynamic_slice", "concatenate")),
+    *((n, unchanged) for n in ("rev", "reduce", "pad")),
+    ("dynamic_slice", dynamic_slice),
+    ("dynamic_update_slice", replaced_whole),
+)

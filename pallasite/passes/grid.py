@@ -1,0 +1,371 @@
+"""Grid analysis: which axes of a pipeline may run at once, and which must take turns.
+
+`analyze(kernel)` reads the kernel's pipeline and says, for each grid axis, parallel or
+sequential and why; for each window, along which axes it moves; for each scratch ref,
+along which axes it carries. Programs run as if one after another in grid order, so an
+axis is parallel only if nobody could tell: every program along it writes its own part
+of every output, and nothing is carried in scratch; or if the author says so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+import numpy as np
+
+from pallasite.errors import InternalError
+from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import Window as WindowAttr
+from pallasite.ir.opdef import table
+from pallasite.ir.types import TileType
+from pallasite.passes.affine import Affine, Form, Forms, recoverable
+from pallasite.passes.carry import VIEWS, carried_from
+
+PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
+INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
+_TABULATED = 1 << 16  # grids up to this many steps are checked step by step
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One grid axis."""
+
+    size: int | None  # None: known only when the kernel runs
+    parallel: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class WindowMoves:
+    """How a window moves over its array."""
+
+    name: str
+    mode: str
+    forms: tuple[Form, ...]  # what the index map yields
+    axes: frozenset[int]  # it may show another block at another step along these
+    own: frozenset[int]  # steps that differ along these never touch the same elements
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A ref that steps share: scratch, or main memory written without a window."""
+
+    name: str
+    axes: frozenset[int]  # along these a step may see what another left
+
+
+@dataclass(frozen=True)
+class GridInfo:
+    """What `analyze` found."""
+
+    axes: tuple[Axis, ...]
+    windows: tuple[WindowMoves, ...]
+    carries: tuple[Carry, ...]
+
+    @property
+    def parallel(self) -> tuple[int, ...]:
+        return tuple(a for a, axis in enumerate(self.axes) if axis.parallel)
+
+    @property
+    def sequential(self) -> tuple[int, ...]:
+        return tuple(a for a, axis in enumerate(self.axes) if not axis.parallel)
+
+    def __str__(self) -> str:
+        sizes = " x ".join("?" if a.size is None else str(a.size) for a in self.axes)
+        lines = [f"grid {sizes}" if self.axes else "no grid: one step"]
+        for number, axis in enumerate(self.axes):
+            kind = "parallel" if axis.parallel else "sequential"
+            lines.append(f"  axis {number}  {kind:<10}  {axis.reason}")
+        for window in self.windows:
+            index = ", ".join(map(str, window.forms))
+            moves = _axes_text(window.axes) or "nothing"
+            text = f"  {window.mode:<3} {window.name}  ({index})  moves along {moves}"
+            if window.mode == "out":
+                text += f"; own along {_axes_text(window.own) or 'nothing'}"
+            lines.append(text)
+        for carry in self.carries:
+            along = _axes_text(carry.axes)
+            text = f"carried along {along}" if along else "not carried"
+            lines.append(f"  ref {carry.name}  {text}")
+        return "\n".join(lines)
+
+
+def _axes_text(axes: Iterable[int]) -> str:
+    return " ".join(f"i{a}" for a in sorted(axes))
+
+
+def find_pipeline(kernel: Kernel) -> Op:
+    """The one pipeline that is the body of a `pallas_call` kernel."""
+    found = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if len(found) != 1:
+        raise InternalError(
+            "a kernel's body must hold one pipeline",
+            [("kernel", kernel.name), ("found", len(found))],
+        )
+    return found[0]
+
+
+def analyze(kernel: Kernel) -> GridInfo:
+    """Grid analysis of a kernel's own pipeline."""
+    op = find_pipeline(kernel)
+    before = kernel.body.ops[: kernel.body.ops.index(op)]
+    # An operand that shares its memory with a result counts as that result.
+    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    return analyze_pipeline(op, before, same)
+
+
+def analyze_pipeline(
+    op: Op,
+    before: Sequence[Op] = (),
+    same_memory: dict[Value, Value] | None = None,
+) -> GridInfo:
+    """Grid analysis of any pipeline.
+
+    Args:
+      op: the pipeline.
+      before: the ops whose values it may use (constants among them are understood).
+      same_memory: refs that share their memory with another ref.
+    """
+    return _Analysis(op, before, same_memory or {}).result()
+
+
+class _Analysis:
+    def __init__(self, op: Op, before: Sequence[Op], same: dict[Value, Value]):
+        self.op, self.same = op, same
+        self.grid: tuple[int | None, ...] = op.attrs["grid"]
+        self.window_attrs: tuple[WindowAttr, ...] = op.attrs["windows"]
+        *self.maps, self.body = op.regions
+        self.refs = op.operands[len(op.operands) - len(self.window_attrs) :]
+        self.ids = self.body.params[: len(self.grid)]
+        self.blocks = self.body.params[len(self.grid) :]
+        self.everything = frozenset(range(len(self.grid)))
+        outer = Forms([])
+        outer.add_ops(before)
+        zeros = (0,) * len(self.grid)
+        self.outer = {
+            v: Form(frozenset(), Affine(zeros, f.affine.const if f.affine else None))
+            for v, f in outer.known.items()
+        }
+        self.forms = Forms(self.ids, self.outer)
+        self.forms.add_ops(self.body.ops)
+
+    def result(self) -> GridInfo:
+        windows = tuple(map(self.window, range(len(self.maps))))
+        carries = tuple(self.carries())
+        axes = tuple(self.axis(a, windows, carries) for a in range(len(self.grid)))
+        return GridInfo(axes, windows, carries)
+
+    # --- axes ---
+
+    def axis(
+        self, axis: int, windows: Sequence[WindowMoves], carries: Sequence[Carry]
+    ) -> Axis:
+        size, said = self.grid[axis], self.op.attrs["semantics"][axis]
+        if said in PARALLEL:
+            return Axis(size, True, f"dimension_semantics says {said}")
+        if said == "sequential":
+            return Axis(size, False, "dimension_semantics says sequential")
+        if size == 1:
+            return Axis(size, True, "it has one step")
+        for window in windows:
+            if window.mode == "out" and axis not in window.own:
+                return Axis(
+                    size, False, f"several steps may write a block of {window.name}"
+                )
+        for carry in carries:
+            if axis in carry.axes:
+                return Axis(size, False, f"{carry.name} carries values along it")
+        clash = self.aliased_read(windows)
+        if clash is not None:
+            return Axis(size, False, clash)
+        return Axis(size, True, "each step writes blocks of its own")
+
+    def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
+        """An output read as an operand, elsewhere than where it is written."""
+        results = {self.memory(r) for r in self.same}
+        for ref in self.shared():
+            if ref in self.same or (ref in results and not self.is_written(ref)):
+                return f"{ref.name} shares its memory with an operand and has no window"
+        for i, ref in enumerate(self.refs):
+            if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
+                continue
+            for o, out in enumerate(self.refs):
+                written = self.window_attrs[o].mode == "out"
+                if not written or self.memory(ref) is not self.memory(out):
+                    continue
+                same_dims = self.window_attrs[i].dims == self.window_attrs[o].dims
+                if not (same_dims and windows[i].forms == windows[o].forms) or any(
+                    f.affine is None for f in windows[i].forms
+                ):
+                    names = f"{windows[i].name} and {windows[o].name}"
+                    return f"{names} share memory and do not move together"
+        return None
+
+    def memory(self, ref: Value) -> Value:
+        return self.same.get(ref, ref)
+
+    def is_used(self, value: Value) -> bool:
+        return any(value in op.operands for op in walk(self.body))
+
+    # --- windows ---
+
+    def window(self, number: int) -> WindowMoves:
+        region, attr = self.maps[number], self.window_attrs[number]
+        forms = Forms(region.params, self.outer)
+        forms.add_ops(region.ops, loads_vary=False)
+        found = tuple(map(forms.of, region.yields))
+        moves = frozenset[int]().union(*(f.axes for f in found))
+        own = frozenset[int]()
+        if attr.mode == "out":
+            own = self.own_axes(number, found)
+        name = self.refs[number].name or f"window {number}"
+        return WindowMoves(name, attr.mode, found, moves, own)
+
+    def own_axes(self, number: int, found: tuple[Form, ...]) -> frozenset[int]:
+        """Axes along which an output's blocks, or what is written of them, differ."""
+        attr = self.window_attrs[number]
+        parts = list(_block_parts(attr, found))
+        if all(d.kind in ("blocked", "squeezed") for d in attr.dims):
+            parts += self.access_parts(self.blocks[number])
+        own = recoverable(parts, self.grid)
+        if own != self.everything and any(f.affine is None for f in found):
+            own |= _tabulated(self.maps[number], attr, self.grid)
+        return own
+
+    def access_parts(self, ref: Value) -> list[tuple[Affine | None, int]]:
+        """Positions inside `ref` that every access has in common, per dimension."""
+        uses = [op for op in walk(self.body) if ref in op.operands]
+        if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
+            return []
+        picks = [self.picks(op) for op in uses]
+        common = [set(column) for column in zip(*picks, strict=True)]
+        return [column.pop() for column in common if len(column) == 1]
+
+    def picks(self, op: Op) -> list[tuple[Affine | None, int]]:
+        """First element and reach past it of an access, per dimension of its ref."""
+        access = Access.of(op)
+        result: list[tuple[Affine | None, int]] = []
+        shape = access.ref.ref.shape
+        for n, (entry, operand) in zip(shape, access.split_index(), strict=True):
+            start = 0 if isinstance(entry, Gather) else entry.start
+            form = (
+                self.forms.fixed(start) if operand is None else self.forms.of(operand)
+            )
+            reach = entry.extent - 1 if isinstance(entry, Span) else form.spread
+            if isinstance(entry, At):
+                reach = 0
+            affine = form.affine
+            # A start past the end is moved back inside: then it names no place of its
+            # own. Writes element by element drop what is outside instead.
+            dropped = op.name == "store" and (access.mask or isinstance(entry, Gather))
+            if affine is not None and not dropped:
+                low, high = affine.range(self.grid)
+                affine = affine if low >= 0 and high + reach < n else None
+            result.append((affine, reach))
+        return result
+
+    # --- refs that all steps share ---
+
+    def shared(self) -> list[Value]:
+        """Refs of the code around the pipeline that the body uses without a window."""
+        inside = {v for op in walk(self.body) for v in op.results}
+        inside |= {v for op in walk(self.body) for r in op.regions for v in r.params}
+        inside |= set(self.body.params)
+        used = (v for op in walk(self.body) for v in op.operands if v.is_ref)
+        return [v for v in dict.fromkeys(used) if v not in inside]
+
+    def carries(self) -> Iterable[Carry]:
+        for number, ref in enumerate(self.shared()):
+            name = ref.name or f"shared {number}"
+            if not self.is_written(ref) and not ref.ref.is_semaphore:
+                continue
+            if ref in self.outer or ref.ref.space not in ("any", "hbm", "host"):
+                start = carried_from(self.body, ref, self.ids, self.grid)
+                yield Carry(name, frozenset(range(start, len(self.grid))))
+            else:
+                own = recoverable(self.access_parts(ref), self.grid)
+                yield Carry(name, self.everything - own)
+
+    def is_written(self, ref: Value) -> bool:
+        views = {ref}
+        for op in walk(self.body):
+            mine = [v in views for v in op.operands]
+            if not any(mine):
+                continue
+            if op.name in VIEWS:
+                views.add(op.result)
+            elif op.name in ("copy_start", "copy_wait"):
+                if any(mine[1:]):
+                    return True
+            elif op.name == "pipeline":
+                windows = op.attrs["windows"]
+                modes = [w.mode for w in windows]
+                modes = ["in"] * (len(mine) - len(modes)) + modes
+                if any(
+                    m and mode == "out" for m, mode in zip(mine, modes, strict=True)
+                ):
+                    return True
+            elif op.name != "load":
+                return True
+        return False
+
+
+def _block_parts(
+    window: WindowAttr, forms: Sequence[Form]
+) -> Iterable[tuple[Affine | None, int]]:
+    """What an index map yields, with how far blocks of neighbouring numbers overlap."""
+    pending = iter(forms)
+    for dim in window.dims:
+        overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
+        yield next(pending).affine, overlap
+        if dim.kind == "bounded":
+            next(pending)
+
+
+def _tabulated(
+    index_map: Block, window: WindowAttr, grid: Sequence[int | None]
+) -> frozenset[int]:
+    """Axes told from the block indices, by trying every step of a small grid."""
+    sizes = [n for n in grid if n is not None]
+    whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
+    if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _TABULATED:
+        return frozenset()
+    steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
+    indices = _evaluate(index_map, steps)
+    if indices is None:
+        return frozenset()
+    _, block = np.unique(np.stack(indices), axis=1, return_inverse=True)
+    block = block.ravel()
+    count = int(block.max()) + 1
+    return frozenset(
+        axis for axis, position in enumerate(steps) if _tells(block, position, count)
+    )
+
+
+def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
+    """Whether all steps that share a block are at one position along an axis."""
+    low = np.full(count, inf)
+    high = np.full(count, -inf)
+    np.minimum.at(low, block, position)
+    np.maximum.at(high, block, position)
+    return bool(np.all(low == high))
+
+
+def _evaluate(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
+    """The block indices at all steps, if the map is plain integer arithmetic."""
+    values = dict(zip(index_map.params, steps, strict=True))
+    for op in index_map.ops:
+        row = table()[op.name]
+        if op.name == "constant":
+            tile: TileType = op.attrs["type"]
+            full = np.full(steps.shape[1], op.attrs["value"], tile.dtype.np)
+            values[op.result] = full
+        elif row.elementwise and row.meaning and all(v in values for v in op.operands):
+            with np.errstate(all="ignore"):
+                result = row.meaning(*(values[v] for v in op.operands), **op.attrs)
+            values[op.result] = result
+        else:
+            return None
+    if any(v not in values for v in index_map.yields):
+        return None
+    return [np.asarray(values[v]) for v in index_map.yields]

@@ -1,0 +1,248 @@
+"""Moves out of loops what need not be in them.
+
+Three things leave a `for`: what is the same in every step (pure ops, and loads of
+memory the kernel never writes); a reset of carried values at the first step, which
+becomes their initial value; and code for the last step only, which goes behind the
+loop. The last two are how kernels written for a grid start and end an accumulation.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute, writes
+from pallasite.passes.affine import fold_scalar
+from pallasite.passes.carry import VIEWS
+
+Producers = Mapping[Value, Op]
+
+
+def hoist(kernel: Kernel) -> Kernel:
+    """Apply to every loop, inner ones first."""
+    shared = {kernel.inputs[i] for i, _ in kernel.aliases}
+    readable = frozenset(set(kernel.inputs) - shared - _written(kernel))
+
+    def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
+        if op.name != "for":
+            return None
+        loop = _Loop(op, builder, readable)
+        loop.move_invariants()
+        loop.move_first_step()
+        after = loop.take_last_step()
+        builder.ops.append(loop.op)
+        if after is not None:
+            after(builder)
+        return op.results
+
+    return map_ops(kernel, rewrite)
+
+
+def _written(kernel: Kernel) -> set[Value]:
+    """Kernel parameters something writes, directly or through views."""
+    root: dict[Value, Value] = {p: p for p in kernel.params}
+    found: set[Value] = set()
+    for op in walk(kernel.body):
+        for value in op.operands:
+            if value not in root:
+                continue
+            if op.name in VIEWS:
+                root[op.result] = root[value]
+            elif op.name != "load":
+                found.add(root[value])
+    return found
+
+
+class _Loop:
+    """One `for` being taken apart."""
+
+    def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
+        self.op, self.builder, self.readable = op, builder, readable
+        self.producers = dict(builder.producers)
+        for inner in op.regions[0].ops:
+            for value in inner.results:
+                self.producers[value] = inner
+
+    @property
+    def body(self) -> Block:
+        return self.op.regions[0]
+
+    @property
+    def index(self) -> Value:
+        return self.body.params[0]
+
+    def number(self, value: Value) -> int | bool | None:
+        op = self.producers.get(value)
+        if op is None:
+            return None
+        if op.name == "constant":
+            known = op.attrs["value"]
+            return known if isinstance(known, int) and not value.tile.shape else None
+        if not table()[op.name].elementwise or value.tile.shape:
+            return None
+        return fold_scalar(op, [self.number(v) for v in op.operands])
+
+    def bounds(self) -> tuple[int, int] | None:
+        """First and last index of a loop that runs and steps by one."""
+        first, limit, step = (self.number(v) for v in self.op.operands[:3])
+        if first is None or limit is None or step != 1 or not first < limit:
+            return None
+        return int(first), int(limit) - 1
+
+    def inside(self) -> set[Value]:
+        values = set(self.body.params)
+        for op in self.body.ops:
+            values.update(op.results)
+        return values
+
+    def replace_body(self, block: Block) -> None:
+        self.op = self.op.with_(regions=(block,))
+
+    # --- what is the same in every step ---
+
+    def move_invariants(self) -> None:
+        inside = self.inside()
+        kept: list[Op] = []
+        for op in self.body.ops:
+            fixed = not any(v in inside for v in op.operands)
+            if fixed and not op.regions and (self.is_pure(op) or self.is_stable(op)):
+                self.builder.ops.append(op)
+                inside.difference_update(op.results)
+            else:
+                kept.append(op)
+        self.replace_body(Block(self.body.params, tuple(kept), self.body.yields))
+
+    def is_pure(self, op: Op) -> bool:
+        return table()[op.name].effect is Effect.PURE
+
+    def is_stable(self, op: Op) -> bool:
+        """A load of memory that nothing writes."""
+        if op.name != "load":
+            return False
+        ref = op.operands[0]
+        while ref in self.producers and self.producers[ref].name in VIEWS:
+            ref = self.producers[ref].operands[0]
+        return ref in self.readable
+
+    # --- the first step ---
+
+    def move_first_step(self) -> None:
+        bounds = self.bounds()
+        if bounds is None:
+            return
+        for op in self.body.ops:
+            if self.is_step(op, bounds[0]) and op.results:
+                self.move_reset(op)
+
+    def is_step(self, op: Op, number: int) -> bool:
+        """`cond` with nothing but one branch, taken when the index is `number`."""
+        if op.name != "cond" or len(op.regions) != 2 or op.regions[0].ops:
+            return False
+        cast = self.producers.get(op.operands[0])
+        if cast is None or cast.name != "cast":
+            return False
+        test = self.producers.get(cast.operands[0])
+        if test is None or test.name != "eq" or self.index not in test.operands:
+            return False
+        x, y = test.operands
+        return self.number(y if x is self.index else x) == number
+
+    def move_reset(self, op: Op) -> None:
+        """Make what the first step sets the initial value of the loop."""
+        otherwise, reset = op.regions
+        inside = self.inside()
+        carries = self.body.params[1:]
+        if any(v not in carries for v in otherwise.yields):
+            return
+        if len(set(otherwise.yields)) != len(otherwise.yields):
+            return
+        own = {v for inner in reset.ops for v in inner.results}
+        used = {v for inner in walk(reset) for v in inner.operands} | set(reset.yields)
+        if (used - own) & inside or not all(map(self.is_pure, reset.ops)):
+            return
+        others = [o for o in self.body.ops if o is not op]
+        if any(_uses(v, others, self.body.yields) for v in otherwise.yields):
+            return
+        self.builder.ops += reset.ops
+        operands = list(self.op.operands)
+        for param, value in zip(otherwise.yields, reset.yields, strict=True):
+            operands[3 + carries.index(param)] = value
+        mapping = dict(zip(op.results, otherwise.yields, strict=True))
+        block = Block(self.body.params, tuple(others), self.body.yields)
+        self.op = self.op.with_(operands=tuple(operands))
+        self.replace_body(substitute(block, mapping))
+
+    # --- the last step ---
+
+    def take_last_step(self) -> Callable[[Builder], None] | None:
+        """Remove trailing code of the last step; gives what emits it after the loop."""
+        bounds = self.bounds()
+        if bounds is None:
+            return None
+        for op in reversed(self.body.ops):
+            if self.is_step(op, bounds[1]) and not op.results:
+                return self.cut(op, bounds[1])
+            if writes(op) or op.regions:
+                break
+        return None
+
+    def cut(self, op: Op, last: int) -> Callable[[Builder], None] | None:
+        branch = op.regions[1]
+        defined = {v for inner in walk(branch) for v in inner.results}
+        defined |= {v for inner in walk(branch) for r in inner.regions for v in r.params}
+        used = [v for inner in walk(branch) for v in inner.operands]
+        used += [v for inner in walk(branch) for r in inner.regions for v in r.yields]
+        free = [v for v in dict.fromkeys(used) if v not in defined]
+        plan = _Replay(self, last)
+        if not all(map(plan.can, free)):
+            return None
+        kept = tuple(o for o in self.body.ops if o is not op)
+        self.replace_body(Block(self.body.params, kept, self.body.yields))
+
+        def emit(builder: Builder) -> None:
+            mapping = {v: plan.value(v, builder) for v in free}
+            builder.ops += clone(Block((), branch.ops), mapping).ops
+
+        return emit
+
+
+class _Replay:
+    """Values of the last step, found again after the loop."""
+
+    def __init__(self, loop: _Loop, last: int):
+        self.loop, self.last = loop, last
+        self.inside = loop.inside()
+        self.results = dict(zip(loop.body.yields, loop.op.results, strict=True))
+        self.made: dict[Value, Value] = {}
+
+    def can(self, value: Value) -> bool:
+        if value not in self.inside or value in self.results:
+            return True
+        if value is self.loop.index:
+            return True
+        op = self.loop.producers.get(value)
+        if op is None or op.regions or value in self.loop.body.params:
+            return False
+        return self.loop.is_pure(op) and all(map(self.can, op.operands))
+
+    def value(self, value: Value, builder: Builder) -> Value:
+        if value not in self.inside:
+            return value
+        if value in self.results:
+            return self.results[value]
+        if value is self.loop.index:
+            return builder.constant(self.last, value.tile)
+        if value not in self.made:
+            op = self.loop.producers[value]
+            operands = [self.value(v, builder) for v in op.operands]
+            self.made[value] = builder.op(op.name, *operands, **op.attrs)
+        return self.made[value]
+
+
+def _uses(value: Value, ops: Sequence[Op], yields: Sequence[Value]) -> bool:
+    if value in yields:
+        return True
+    for op in ops:
+        if value in op.operands or any(_uses(value, r.ops, r.yields) for r in op.regions):
+            return True
+    return False

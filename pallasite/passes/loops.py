@@ -1,0 +1,136 @@
+"""Turns a kernel's pipeline into programs and loops.
+
+`to_loops(kernel, info)` keeps the parallel axes as a pipeline without windows (one
+program per step) and makes the sequential ones `for` loops inside each program, last
+axis innermost. A window becomes a `block_view`, opened in the outermost loop that moves
+it; scratch becomes each program's own. Pipelines nested in the body become loops too.
+Comes after grid analysis (`grid.py`), before `promote.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.types import INDEX
+from pallasite.passes.grid import GridInfo, analyze_pipeline, find_pipeline
+
+
+def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> Kernel:
+    """One program per step along the parallel axes; loops along the others.
+
+    Args:
+      kernel: a kernel whose body is one pipeline.
+      info: its grid analysis.
+      dynamic_programs: whether an axis whose size is known only at run time may count
+        programs; if not, such axes become loops.
+    """
+    pipeline = find_pipeline(kernel)
+    nest = _Nest(pipeline, info, lambda a: dynamic_programs or a is not None)
+    program = Builder(pipeline.loc)
+    scratch = [op for op in kernel.body.ops if op.name == "alloc"]
+    program.ops += scratch
+    ids = [Value(INDEX, nest.ids[a].name or f"i{a}") for a in nest.outer]
+    nest.fill(program, ids)
+
+    outside = Builder(pipeline.loc)
+    moved = {id(op) for op in (*scratch, pipeline)}
+    outside.ops += [op for op in kernel.body.ops if id(op) not in moved]
+    outside.emit(
+        "pipeline",
+        *[nest.sizes[a] for a in nest.outer if nest.grid[a] is None],
+        regions=(program.block(ids),),
+        grid=tuple(nest.grid[a] for a in nest.outer),
+        windows=(),
+        semantics=("parallel",) * len(ids),
+    )
+    outside.ops += kernel.body.ops[kernel.body.ops.index(pipeline) + 1 :]
+    result = kernel.with_(body=outside.block())
+    return map_ops(result, _inner_pipeline)
+
+
+def _inner_pipeline(op: Op, builder: Rewriter) -> Sequence[Value] | None:
+    """A pipeline inside a program: every axis is a loop."""
+    if op.name != "pipeline" or not op.attrs["windows"]:
+        return None
+    before = [builder.producers[v] for v in builder.producers]
+    info = analyze_pipeline(op, list(dict.fromkeys(before)))
+    _Nest(op, info, lambda size: False).fill(builder, [])
+    return ()
+
+
+@dataclass
+class _Window:
+    number: int
+    loops: frozenset[int]  # the looped axes that move it
+
+
+class _Nest:
+    """The loop nest of one pipeline."""
+
+    def __init__(self, op: Op, info: GridInfo, may_be_program):
+        self.op = op
+        self.grid: tuple[int | None, ...] = op.attrs["grid"]
+        *self.maps, self.body = op.regions
+        self.ids = self.body.params[: len(self.grid)]
+        self.windows = op.attrs["windows"]
+        self.refs = op.operands[len(op.operands) - len(self.windows) :]
+        dynamic = iter(op.operands)
+        self.sizes = {a: next(dynamic) for a, n in enumerate(self.grid) if n is None}
+        self.outer = [a for a in info.parallel if may_be_program(self.grid[a])]
+        self.looped = [a for a in range(len(self.grid)) if a not in self.outer]
+        inner = frozenset(self.looped)
+        self.pending = [
+            _Window(n, window.axes & inner) for n, window in enumerate(info.windows)
+        ]
+
+    def fill(self, builder: Builder, ids: Sequence[Value]) -> None:
+        """Emit the nest; `ids` are the program's indices along the outer axes."""
+        self.at = dict(zip(self.outer, ids, strict=True))
+        self.views: dict[int, Value] = {}
+        self.level(builder, 0)
+
+    def level(self, builder: Builder, depth: int) -> None:
+        done = frozenset(self.looped[:depth])
+        for window in list(self.pending):
+            if window.loops <= done:
+                self.pending.remove(window)
+                self.views[window.number] = self.open(builder, window.number)
+        if depth == len(self.looped):
+            ids = [self.at[a] for a in range(len(self.grid))]
+            views = [self.views[n] for n in range(len(self.windows))]
+            inline(builder, self.body, [*ids, *views])
+            return
+        axis = self.looped[depth]
+        index = Value(INDEX, self.ids[axis].name or f"i{axis}")
+        self.at[axis] = index
+        inside = Builder(self.op.loc)
+        self.level(inside, depth + 1)
+        size = self.grid[axis]
+        limit = self.sizes[axis] if size is None else builder.index(size)
+        first, step = builder.index(0), builder.index(1)
+        builder.emit("for", first, limit, step, regions=(inside.block([index]),))
+
+    def open(self, builder: Builder, number: int) -> Value:
+        # The map does not depend on loops that are not open yet: any index will do.
+        zero = None
+        arguments = []
+        for axis in range(len(self.grid)):
+            if axis not in self.at and zero is None:
+                zero = builder.index(0)
+            arguments.append(self.at.get(axis, zero))
+        indices = inline(builder, self.maps[number], arguments)
+        (view,) = builder.emit(
+            "block_view",
+            self.refs[number],
+            *indices,
+            names=[self.body.params[len(self.grid) + number].name],
+            window=self.windows[number],
+        )
+        return view
+
+
+def program_block(kernel: Kernel) -> Block:
+    """The code of one program, in a kernel that went through `to_loops`."""
+    return find_pipeline(kernel).regions[-1]

@@ -1,0 +1,103 @@
+"""Runs passes in order: each step named, timed, verified and dumped if asked.
+
+`run(kernel, passes)` is what backends and the frontend call. `PALLASITE_VERIFY` checks
+the kernel after each step; `PALLASITE_DUMP` names a folder that gets one folder per
+kernel with the numbered texts of all steps, backend stages included (`Dump.write`).
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pallasite import config
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import print_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.canonicalize import canonicalize
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named function from Kernel to Kernel."""
+
+    name: str
+    function: Callable[[Kernel], Kernel]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one pass did, for reports."""
+
+    name: str
+    seconds: float
+    changed: bool
+
+
+DEFAULT: tuple[Pass, ...] = (Pass("canonicalize", canonicalize),)
+
+
+def run(
+    kernel: Kernel,
+    passes: Sequence[Pass] = DEFAULT,
+    dump: "Dump | None" = None,
+    steps: list[Step] | None = None,
+) -> Kernel:
+    """The kernel after all passes.
+
+    Args:
+        kernel: what to start from.
+        passes: applied in order.
+        dump: where texts go; by default a new Dump if the `dump` knob is set.
+        steps: gets one Step per pass appended.
+
+    Raises:
+        VerifyError: with the `verify` knob, after the pass that broke a rule.
+    """
+    dump = dump or Dump.of(kernel)
+    checks = config.get("verify")
+    if checks:
+        verify(kernel)
+    if dump is not None:
+        dump.write("import", print_kernel(kernel, locs=True))
+    for step in passes:
+        start = time.perf_counter()
+        new = step.function(kernel)
+        seconds = time.perf_counter() - start
+        if steps is not None:
+            steps.append(Step(step.name, seconds, new is not kernel))
+        kernel = new
+        if checks:
+            verify(kernel)
+        if dump is not None:
+            head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"
+            dump.write(step.name, head + print_kernel(kernel, locs=True))
+    return kernel
+
+
+class Dump:
+    """One folder of numbered texts."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self.count = 0
+
+    @staticmethod
+    def of(kernel: Kernel) -> "Dump | None":
+        """A folder for this kernel under the `dump` knob's; None if that is unset."""
+        root = config.get("dump")
+        if not root:
+            return None
+        digest = hashlib.sha256(kernel.text.encode()).hexdigest()[:8]
+        name = re.sub(r"\W+", "_", kernel.name).strip("_") or "kernel"
+        return Dump(Path(root) / f"{name}-{digest}")
+
+    def write(self, stage: str, text: str, suffix: str = "txt") -> Path:
+        """Add `NN-stage.suffix`; the number says the order."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self.count:02d}-{stage}.{suffix}"
+        path.write_text(text)
+        self.count += 1
+        return path

@@ -1,0 +1,242 @@
+"""Ref promotion: blocks and scratch that are used whole become values.
+
+In: a kernel after `to_loops`. Out: the same kernel in which scratch refs, and output
+blocks that are read back, are ordinary values carried through loops and branches; an
+output is then stored once, where its view ends. Refs used in part (or atomically, or by
+copies) stay in memory. `promote` is the whole path from a pipeline; backends without
+addressable on-chip memory (Triton) call it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import common_subexpressions, dead_code
+from pallasite.passes.carry import Known, covers_whole, is_overwritten
+from pallasite.passes.grid import analyze, find_pipeline
+from pallasite.passes.hoist import hoist
+from pallasite.passes.loops import to_loops
+
+
+def promote(kernel: Kernel) -> Kernel:
+    """Programs, loops and values instead of a pipeline over block refs."""
+    info = analyze(kernel)
+    programs = set(info.parallel)
+    refs = find_pipeline(kernel).operands[-len(info.windows) :]
+    pairs = zip(refs, info.windows, strict=True) if info.windows else ()
+    exclusive = {ref for ref, window in pairs if programs <= window.own}
+    kernel = promote_refs(to_loops(kernel, info), exclusive)
+    return dead_code(common_subexpressions(hoist(dead_code(kernel))))
+
+
+def promote_refs(kernel: Kernel, exclusive: Iterable[Value] = ()) -> Kernel:
+    """Promote every ref that can be.
+
+    Args:
+      kernel: a kernel without windows (after `to_loops`).
+      exclusive: main-memory refs of which each program writes a part of its own. A
+        block of another ref is promoted only if it is overwritten in any case, since
+        writing it back unchanged could undo another program's write.
+    """
+    found = _Candidates(kernel)
+    promotion = _Promotion(found.result(), frozenset(exclusive))
+    body = promotion.block(kernel.body)
+    return kernel.with_(body=body)
+
+
+class _Candidates:
+    """Finds the refs whose every use is a load or store of the whole."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.uses: dict[Value, list[Op]] = {}
+        self.refused: set[Value] = set()
+        self.defined: dict[Value, Op] = {}
+        self.visit(kernel.body, in_test=False)
+
+    def visit(self, block: Block, in_test: bool) -> None:
+        for op in block.ops:
+            for value in op.operands:
+                if value.is_ref:
+                    self.uses.setdefault(value, []).append(op)
+                    if not self.is_whole(op, value) or (in_test and op.name == "store"):
+                        self.refused.add(value)
+            if op.name in ("alloc", "block_view"):
+                self.defined[op.result] = op
+            for number, region in enumerate(op.regions):
+                self.visit(region, in_test or (op.name == "while" and number == 0))
+
+    def is_whole(self, op: Op, ref: Value) -> bool:
+        if op.name not in ("load", "store") or op.operands[0] is not ref:
+            return False
+        return covers_whole(ref.ref.shape, op.attrs["index"])
+
+    def result(self) -> frozenset[Value]:
+        return frozenset(ref for ref, op in self.defined.items() if self.can(ref, op))
+
+    def can(self, ref: Value, op: Op) -> bool:
+        if ref in self.refused or ref.ref.is_semaphore:
+            return False
+        if op.name == "alloc":
+            return True
+        names = {use.name for use in self.uses.get(ref, ())}
+        # A block that is only written needs no value; one that is only read neither.
+        return names == {"load", "store"} and not self.is_shared(op.operands[0])
+
+    def is_shared(self, memory: Value) -> bool:
+        """Whether the memory is also read through an operand that aliases it."""
+        kernel = self.kernel
+        twins = [kernel.inputs[i] for i, o in kernel.aliases if kernel.outputs[o] is memory]
+        views = [op.result for op in self.defined.values() if op.operands[:1] == (*twins,)]
+        return any(self.uses.get(twin) for twin in views) or any(
+            use.name != "block_view" for twin in twins for use in self.uses.get(twin, ())
+        )
+
+
+Current = dict[Value, Value]  # promoted ref -> its value here
+
+
+class _Promotion:
+    """Rewrites blocks in program order with the current value of each promoted ref."""
+
+    def __init__(self, refs: frozenset[Value], exclusive: frozenset[Value]):
+        self.refs, self.exclusive = set(refs), exclusive
+        self.replaced: dict[Value, Value] = {}
+        self.current: Current = {}
+        self.known: Known = {}
+
+    def block(
+        self, block: Block, params: Sequence[Value] = (), modified: Sequence[Value] = ()
+    ) -> Block:
+        """Rewrite; `modified` refs come in as `params` and go out as extra yields."""
+        outside = dict(self.current)
+        self.current.update(zip(modified, params, strict=True))
+        builder = Builder()
+        views: list[Value] = []
+        for position, op in enumerate(block.ops):
+            builder.loc = op.loc
+            if op.name == "block_view" and op.result in self.refs:
+                self.open(op, block.ops[position + 1 :], builder, views)
+            else:
+                self.op(op, builder)
+        for view in views:
+            builder.store(view, self.current[view])
+        yields = (*map(self.new, block.yields), *(self.current[r] for r in modified))
+        self.current = outside
+        return Block((*block.params, *params), tuple(builder.ops), yields)
+
+    def new(self, value: Value) -> Value:
+        return self.replaced.get(value, value)
+
+    def op(self, op: Op, builder: Builder) -> None:
+        ref = op.operands[0] if op.operands else None
+        if op.name == "alloc" and op.result in self.refs:
+            self.current[op.result] = builder.constant(0, op.result.ref.tile)
+        elif op.name in ("load", "store") and ref in self.refs:
+            self.access(op, builder)
+        else:
+            op = op.with_(operands=tuple(map(self.new, op.operands)))
+            if op.name == "constant" and not op.result.tile.shape:
+                value = op.attrs["value"]
+                if isinstance(value, int):
+                    self.known[op.result] = value
+            if op.regions:
+                op = self.with_regions(op)
+            builder.ops.append(op)
+
+    def open(
+        self, op: Op, rest: Sequence[Op], builder: Builder, views: list[Value]
+    ) -> None:
+        """Start a promoted output block: its value on entry, its store at the end."""
+        op = op.with_(operands=tuple(map(self.new, op.operands)))
+        builder.ops.append(op)
+        view = op.result
+        if is_overwritten(rest, view, self.known):
+            self.current[view] = builder.constant(0, view.ref.tile)
+        elif op.operands[0] in self.exclusive:
+            self.current[view] = builder.load(view)
+        else:
+            self.refs.discard(view)
+            return
+        views.append(view)
+
+    def access(self, op: Op, builder: Builder) -> None:
+        access = Access.of(op)
+        mask = None if access.mask is None else self.new(access.mask)
+        value = self.current[access.ref]
+        if access.value is None:
+            result = _reshaped(builder, value, op.result.tile.shape)
+            if mask is not None and access.other is not None:
+                result = builder.select(mask, result, self.new(access.other))
+            self.replaced[op.result] = result
+            return
+        stored = self.new(access.value)
+        if mask is not None:
+            old = _reshaped(builder, value, stored.tile.shape)
+            stored = builder.select(mask, stored, old)
+        self.current[access.ref] = _reshaped(builder, stored, access.ref.ref.shape)
+
+    def with_regions(self, op: Op) -> Op:
+        modified = [r for r in self.current if _is_stored(r, op.regions)]
+        handler: Callable[[Op, list[Value]], Op] | None
+        handler = getattr(self, f"in_{op.name}", None)
+        if handler is None or not modified:
+            return op.with_(regions=tuple(self.block(r) for r in op.regions))
+        return handler(op, modified)
+
+    def in_for(self, op: Op, modified: list[Value]) -> Op:
+        carried = tuple(self.current[r] for r in modified)
+        body = self.block(op.regions[0], _fresh(modified), modified)
+        return self.with_results(op, modified, carried, (body,))
+
+    def in_while(self, op: Op, modified: list[Value]) -> Op:
+        carried = tuple(self.current[r] for r in modified)
+        params = _fresh(modified)
+        outside = dict(self.current)
+        self.current.update(zip(modified, params, strict=True))
+        test = self.block(op.regions[0])
+        test = Block((*test.params, *params), test.ops, test.yields)
+        self.current = outside
+        body = self.block(op.regions[1], _fresh(modified), modified)
+        return self.with_results(op, modified, carried, (test, body))
+
+    def in_cond(self, op: Op, modified: list[Value]) -> Op:
+        branches = []
+        for region in op.regions:
+            values = [self.current[r] for r in modified]
+            branch = self.block(region, values, modified)
+            branches.append(Block((), branch.ops, branch.yields))
+        return self.with_results(op, modified, (), branches)
+
+    def with_results(
+        self,
+        op: Op,
+        modified: list[Value],
+        carried: tuple[Value, ...],
+        regions: Sequence[Block],
+    ) -> Op:
+        results = _fresh(modified)
+        self.current.update(zip(modified, results, strict=True))
+        return op.with_(
+            operands=(*op.operands, *carried),
+            results=(*op.results, *results),
+            regions=tuple(regions),
+        )
+
+
+def _fresh(refs: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(Value(r.ref.tile, r.name) for r in refs)
+
+
+def _is_stored(ref: Value, regions: Iterable[Block]) -> bool:
+    return any(
+        op.name == "store" and op.operands[0] is ref
+        for region in regions
+        for op in walk(region)
+    )
+
+
+def _reshaped(builder: Builder, value: Value, shape: tuple[int, ...]) -> Value:
+    if value.tile.shape == shape:
+        return value
+    return builder.op("reshape", value, shape=shape)

@@ -1,0 +1,107 @@
+"""Settings every test runs under; they must be in place before jax is imported.
+
+PALLASITE_TEST_PLATFORM (cuda, for example) picks the JAX platform to test on. Without
+it the tests use a GPU if there is one and else the CPU, as eight devices.
+
+Strict dtype promotion and rank promotion are left off: the tests run kernels as their
+users write them, and `x + bias` or `i * 0.5` are ordinary kernel code.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def _gpu_is_present() -> bool:
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return Path("/dev/nvidiactl").exists() and any(
+        map(importlib.util.find_spec, plugins)
+    )
+
+
+def _set_environment() -> None:
+    environ = os.environ
+    platform = environ.get("PALLASITE_TEST_PLATFORM")
+    if platform:
+        environ["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
+    elif not _gpu_is_present():
+        environ["JAX_PLATFORMS"] = "cpu"
+
+    devices = "--xla_force_host_platform_device_count"
+    if devices not in environ.get("XLA_FLAGS", ""):
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {devices}=8".strip()
+
+    environ.setdefault("PALLASITE_VERIFY", "1")
+    # Workers share one GPU, so none of them may take all its memory.
+    environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # libtpu compiles here in several processes at once, with no TPU to ask about.
+    environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    environ.setdefault("TPU_LOG_DIR", "disabled")
+
+
+_set_environment()
+
+hypothesis.settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run."""
+    _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
+    _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
+
+
+def _skip(
+    items: list[pytest.Item], mark: str, can_run: Callable[[], bool], reason: str
+) -> None:
+    marked = [item for item in items if item.get_closest_marker(mark)]
+    if marked and not can_run():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_gpu() -> bool:
+    import jax
+
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
+def _has_libtpu() -> bool:
+    return importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.fixture
+def run_python() -> Callable[..., str]:
+    """Runs a fresh Python in the repository root; asserts success, returns stdout."""
+    # A script's own folder is on its path; the package's must be too.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+    def run(*arguments: str | Path) -> str:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run

@@ -1,0 +1,13 @@
+"""Runs every example, each as a script in a Python of its own (so it calls `main`)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, run_python: Callable[..., str]):
+    run_python(example)

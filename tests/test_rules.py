@@ -1,0 +1,358 @@
+"""The rules of the codebase that matter, read off its source.
+
+Each rule is a function from a source file to the breaches in it, one line of text each;
+`Source` is a parsed file that knows its place in the package. The last tests show that
+each rule finds its breach.
+"""
+
+import ast
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pallasite"
+MAX_LINES = 800
+
+# A module imports its own layer and lower ones only.
+LAYERS: list[set[str]] = [
+    {"errors", "config", "target", "jaxcompat"},
+    {"ir"},
+    {"ops"},
+    {"passes", "runtime"},
+    {"backends"},
+    {"frontend"},
+    {"kernels"},
+    {"perf"},
+]
+LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+# The public names: they may import anything. Only kernels and perf may import them.
+PUBLIC = {
+    "__init__",
+    "__main__",
+    "install",
+    "mosaic_gpu",
+    "tpu",
+    "tpu_sc",
+    "triton",
+}
+USES_PUBLIC = {"kernels", "perf"}
+WITHOUT_JAX = {"ir", "ops", "passes", "runtime", "backends"}
+WITH_JAX = {("runtime", "ffi")}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package: `parts` is ("backends", "cpu", "emit") for its path."""
+
+    package: Path
+    path: Path
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text()
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.path.relative_to(self.package).with_suffix("").parts
+
+    def at(self, node: ast.AST) -> str:
+        name = self.path.relative_to(self.package.parent)
+        return f"{name}:{getattr(node, 'lineno', 1)}"
+
+    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+        """Every absolute dotted name imported, anywhere in the file."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                module = self._absolute(node)
+                yield from ((node, f"{module}.{alias.name}") for alias in node.names)
+            elif isinstance(node, ast.Call) and _called(node) in _IMPORTERS:
+                for argument in node.args[:1]:
+                    if isinstance(argument, ast.Constant):
+                        yield node, str(argument.value)
+
+    def own_imports(self) -> Iterator[tuple[ast.AST, tuple[str, ...]]]:
+        """Every pallasite module imported; `("__init__",)` for the package itself."""
+        for node, name in self.imports():
+            root, *parts = name.split(".")
+            if root != self.package.name:
+                continue
+            while parts and not self._is_module(parts):
+                parts.pop()
+            yield node, tuple(parts) or ("__init__",)
+
+    def _is_module(self, parts: list[str]) -> bool:
+        path = self.package.joinpath(*parts)
+        return path.is_dir() or path.with_suffix(".py").exists()
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        here = (self.package.name, *self.parts)
+        base = here[: len(here) - node.level]
+        return ".".join([*base, *filter(None, [node.module])])
+
+
+_IMPORTERS = {"import_module", "__import__", "find_spec"}
+
+
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def _is_under(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+# The rules
+
+
+def known_layer(source: Source) -> Iterator[str]:
+    if source.parts[0] not in LAYER_OF.keys() | PUBLIC:
+        yield (
+            f"{source.at(source.tree)}: {source.parts[0]!r} has no layer; "
+            "place it in LAYERS or PUBLIC"
+        )
+
+
+def layers_in_order(source: Source) -> Iterator[str]:
+    importer = source.parts[0]
+    if importer in PUBLIC:
+        return
+    for node, imported in source.own_imports():
+        if imported[0] in PUBLIC:
+            allowed = importer in USES_PUBLIC
+        else:
+            highest = LAYER_OF.get(importer, len(LAYERS))
+            allowed = LAYER_OF.get(imported[0], len(LAYERS)) <= highest
+        if not allowed:
+            yield f"{source.at(node)}: {importer} imports {'.'.join(imported)}"
+
+
+def backends_apart(source: Source) -> Iterator[str]:
+    importer = _backend(source.parts)
+    if importer in (None, "base"):
+        return
+    for node, imported in source.own_imports():
+        if _backend(imported) not in (None, "base", importer):
+            yield f"{source.at(node)}: {importer} imports {'.'.join(imported)}"
+
+
+def _backend(parts: tuple[str, ...]) -> str | None:
+    """The backend a module belongs to ("base": what they share), None for the rest."""
+    if parts[0] != "backends":
+        return None
+    name = parts[1] if len(parts) > 1 else "__init__"
+    if name.startswith("interpret"):
+        return "interpret"
+    return "base" if name == "__init__" else name
+
+
+def private_jax_in_one_file(source: Source) -> Iterator[str]:
+    if source.parts == ("jaxcompat",):
+        return
+    for node, name in source.imports():
+        if _is_under(name, "jax._src"):
+            yield f"{source.at(node)}: imports {name}; add a function to jaxcompat.py"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src":
+            yield f"{source.at(node)}: uses jax._src; add a function to jaxcompat.py"
+
+
+def no_jax_in_the_compiler(source: Source) -> Iterator[str]:
+    if source.parts[0] not in WITHOUT_JAX or source.parts in WITH_JAX:
+        return
+    for node, name in source.imports():
+        if _is_under(name, "jax") or _is_under(name, "jaxlib"):
+            yield f"{source.at(node)}: {source.parts[0]} imports {name}"
+
+
+def no_upstream_pallas(source: Source) -> Iterator[str]:
+    for node, name in source.imports():
+        for upstream in ("jax.experimental.pallas", "jax._src.pallas"):
+            if isinstance(node, ast.stmt) and _is_under(name, upstream):
+                yield f"{source.at(node)}: imports {name}"
+
+
+def errors_say_something(source: Source) -> Iterator[str]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Raise) and _is_bare_not_implemented(node.exc):
+            yield f"{source.at(node)}: NotImplementedError without a message"
+        if (
+            isinstance(node, ast.Assert)
+            and isinstance(node.test, ast.Constant)
+            and not node.test.value
+        ):
+            yield f"{source.at(node)}: assert False; raise InternalError instead"
+
+
+def _is_bare_not_implemented(error: ast.expr | None) -> bool:
+    if isinstance(error, ast.Call) and not error.args and not error.keywords:
+        error = error.func
+    return isinstance(error, ast.Name) and error.id == "NotImplementedError"
+
+
+def has_docstring(source: Source) -> Iterator[str]:
+    if not ast.get_docstring(source.tree):
+        yield f"{source.at(source.tree)}: the module has no docstring"
+
+
+def is_not_too_long(source: Source) -> Iterator[str]:
+    lines = len(source.text.splitlines())
+    if lines > MAX_LINES:
+        yield (
+            f"{source.at(source.tree)}: {lines} lines, at most {MAX_LINES}; "
+            "split it by subject"
+        )
+
+
+RULES = [
+    known_layer,
+    layers_in_order,
+    backends_apart,
+    private_jax_in_one_file,
+    no_jax_in_the_compiler,
+    no_upstream_pallas,
+    errors_say_something,
+    has_docstring,
+    is_not_too_long,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps_rule(rule: Callable[[Source], Iterator[str]]):
+    sources = [Source(PACKAGE, path) for path in sorted(PACKAGE.rglob("*.py"))]
+    breaches = [breach for source in sources for breach in rule(source)]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+# Rules of the rest of the repository
+
+
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_example_has_main(example: Path):
+    body = ast.parse(example.read_text()).body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert "main" in names
+    guards = [node for node in body if isinstance(node, ast.If)]
+    assert any("__main__" in ast.unparse(node.test) for node in guards)
+
+
+def test_knobs_are_documented():
+    if not (PACKAGE / "config.py").exists():
+        pytest.skip("pallasite.config does not exist yet")
+    from pallasite import config
+
+    pages = [ROOT / "docs" / name for name in ("language.md", "compat.md")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [knob.env for knob in config.KNOBS.values() if knob.env not in text]
+
+
+def test_version_is_the_same_everywhere():
+    initial = PACKAGE / "__init__.py"
+    if not initial.exists() or not initial.read_text().strip():
+        pytest.skip("the package does not exist yet")
+    import pallasite
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pallasite.__version__ == project["version"]
+
+
+# The rules find what they are for
+
+BREACHES = {
+    known_layer: [("helpers", "")],
+    layers_in_order: [
+        ("ir/nodes", "from pallasite.ops import tile"),
+        ("ir/nodes", "from ..ops import tile"),
+        ("ir/nodes", "from pallasite import ops"),
+        ("ops/tile", "def f():\n    import pallasite.passes.cost"),
+        ("backends/cpu/emit", "import pallasite.frontend"),
+        ("frontend/call", "import pallasite"),
+        ("frontend/call", "from .. import tpu"),
+    ],
+    backends_apart: [
+        ("backends/cpu/emit", "from pallasite.backends.triton import emit"),
+        ("backends/cpu/emit", "from .. import triton"),
+        ("backends/interpret_checked", "from .cpu import emit"),
+    ],
+    private_jax_in_one_file: [
+        ("frontend/call", "from jax import _src"),
+        ("frontend/call", "from jax._src.core import Jaxpr"),
+        ("frontend/call", "import jax\n\njax._src.core"),
+        ("frontend/call", "importlib.import_module('jax._src.core')"),
+    ],
+    no_jax_in_the_compiler: [
+        ("ir/nodes", "import jax"),
+        ("backends/interpret", "def f():\n    import jax.numpy as jnp"),
+        ("runtime/cache", "from jax import ffi"),
+        ("backends/tpu/emit", "from jaxlib.mlir import ir"),
+    ],
+    no_upstream_pallas: [
+        ("install", "from jax.experimental import pallas"),
+        ("frontend/call", "import jax.experimental.pallas.tpu"),
+        ("jaxcompat", "from jax._src.pallas import core"),
+    ],
+    errors_say_something: [
+        ("ir/nodes", "raise NotImplementedError"),
+        ("ir/nodes", "raise NotImplementedError()"),
+        ("ir/nodes", "assert False, 'cannot happen'"),
+    ],
+    has_docstring: [("ir/nodes", "x = 1")],
+    is_not_too_long: [("ir/nodes", "\n" * (MAX_LINES + 1))],
+}
+FINE = [
+    ("backends/cpu/emit", "from ..base import Backend\nfrom . import compile"),
+    ("backends/interpret_checked", "from .interpret import run"),
+    ("backends/base", "from pallasite.backends.cpu import emit"),
+    ("frontend/call", "import jax\nfrom pallasite.errors import SpecError"),
+    ("install", "NAME = 'jax.experimental.pallas'"),
+    ("ir/nodes", "raise NotImplementedError('scan has no rule')"),
+    ("jaxcompat", "from jax._src import core"),
+    ("kernels/matmul", "import pallasite as pl"),
+    ("passes/cost", "from pallasite.runtime import cache\nfrom ..ir.nodes import Op"),
+    ("runtime/ffi", "import jax"),
+]
+_FILES = ["errors", "ops/tile", "passes/cost", "runtime/cache", "frontend/call", "tpu"]
+_FILES += ["backends/base", "backends/cpu/emit", "backends/triton/emit", "ir/nodes"]
+_FILES += ["backends/interpret"]
+
+
+def _source(package: Path, module: str, text: str) -> Source:
+    for name in [*_FILES, module]:
+        path = package.joinpath(name).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    path.write_text(text)
+    return Source(package, path)
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "text"),
+    [(rule, *case) for rule, cases in BREACHES.items() for case in cases],
+)
+def test_rule_finds_breach(rule, module: str, text: str, tmp_path: Path):
+    assert len(list(rule(_source(tmp_path / "pallasite", module, text)))) == 1
+
+
+@pytest.mark.parametrize(("module", "text"), FINE)
+def test_rules_accept(module: str, text: str, tmp_path: Path):
+    source = _source(tmp_path / "pallasite", module, f'"""Docs."""\n{text}')
+    assert not [breach for rule in RULES for breach in rule(source)]
+
+
+def test_every_rule_is_tried():
+    assert set(BREACHES) == set(RULES)
