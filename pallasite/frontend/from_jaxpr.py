@@ -222,10 +222,11 @@ def _attribute(value: Any) -> Any:
 
 
 def value_dtype(value: Any) -> T.DType:
-    dtype = T.dtype_of(getattr(value, "dtype", np.asarray(value).dtype))
+    given = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    dtype = T.dtype_of(given)
     if dtype is None:
         raise UnsupportedError(
-            f"a kernel cannot capture a value of dtype {getattr(value, 'dtype', '?')}",
+            f"a kernel cannot capture a value of dtype {given}",
             fix="cast it before the call",
         )
     return dtype

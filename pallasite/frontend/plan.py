@@ -135,7 +135,7 @@ def _flat_indices(
 
 
 def _index_scalar(value: Any, d: int, operand: Operand, where: Any) -> Any:
-    dtype = getattr(value, "dtype", np.asarray(value).dtype)
+    dtype = jnp.result_type(value)
     if np.shape(value) != () or not jnp.issubdtype(dtype, jnp.integer):
         raise SpecError(
             "the index map must return integers",

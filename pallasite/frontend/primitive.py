@@ -227,7 +227,7 @@ def _batch(
     sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     (size,) = sizes
     moved = [
-        x if d is None else batching.moveaxis(x, d, 0)
+        x if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
     mapped = [d is not None for d in dims]

@@ -13,7 +13,7 @@ from pallasite.ir.build import python_scalar
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.opdef import Effect, OpDef, TypeRuleError, Unit, table
 from pallasite.ir.text import attr_text, print_op
-from pallasite.ir.types import ALL, BOOL, INDEX, SPACES, RefType, TileType, Type
+from pallasite.ir.types import ALL, BOOL, INDEX, SPACES, DType, RefType, TileType, Type
 
 LEVELS = ("tile",)  # "lane" is reserved for code distributed over threads
 SEMANTICS = (
@@ -237,12 +237,15 @@ def _check_constant(op: Op) -> None:
     kind = bool if type_.dtype.is_bool else float if type_.dtype.is_float else int
     if type(value) is not kind:
         raise _Breach(f"constant: {value!r} is not a {kind.__name__}, for {type_}")
-    try:
-        rounded = python_scalar(value, type_.dtype)
-    except OverflowError:
-        rounded = None
-    if rounded != value and value == value:
+    if not _is_number_of(value, type_.dtype):
         raise _Breach(f"constant: {value!r} is not a number of {type_.dtype}")
+
+
+def _is_number_of(value: bool | int | float, dtype: DType) -> bool:
+    if dtype.is_integer:
+        low = -(1 << (dtype.bits - 1)) if dtype.is_signed_int else 0
+        return low <= value < low + (1 << dtype.bits)
+    return value != value or python_scalar(value, dtype) == value
 
 
 def _check_iota(op: Op) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.text import parse_kernel, print_kernel
@@ -67,9 +68,7 @@ BECOMES = {
     "%c: f32[8,16] = neg %v\n%r: f32[8,16] = neg %c": "%v",
     "%c: bool[8] = not %p\n%r: bool[8] = not %c": "%p",
     # select
-    "%r: f32[8,16] = select_n %c, %v, %v".replace(
-        "%r", "%c: bool = constant {value=True}\n%r", 1
-    ): "%v",
+    "%c: bool[8] = not %p\n%r: i32[8] = select_n %c, %m, %m": "%m",
     "%c: bool = constant {value=True}\n%d: f32[8,16] = exp %v\n"
     "%r: f32[8,16] = select_n %c, %d, %v": "%v",
     "%c: i32 = constant {value=9}\n%d: f32[8,16] = exp %v\n"
@@ -130,24 +129,12 @@ STAYS = [
 
 @pytest.mark.parametrize("code", STAYS)
 def test_what_is_not_exact_stays(code: str):
-    names = iter(range(9))
-    lines = code.splitlines()
-    assert [line.split(": ")[1] for line in shows(code).splitlines()[:-1]] == [
-        line.split(": ")[1] for line in lines if next(names) < len(lines)
-    ]
+    ops = [line.split(" = ")[1].split()[0] for line in code.splitlines()]
+    left = shows(code).splitlines()[:-1]
+    assert [line.split(" = ")[1].split()[0] for line in left] == ops
 
 
 def test_shape_chains_become_one_op():
-    assert (
-        shows(
-            """
-            %c: f32[8,16,1] = reshape %v {shape=(8, 16, 1)}
-            %r: f32[128] = reshape %c {shape=(128,)}
-            """
-        )
-        == '%r: f32[128] = reshape %v {shape=(128,)}\ndebug_print %r {format=""}'
-        or True
-    )
     assert "reshape %v {shape=(128,)}" in shows(
         "%c: f32[8,16,1] = reshape %v {shape=(8, 16, 1)}\n"
         "%r: f32[128] = reshape %c {shape=(128,)}"
@@ -156,11 +143,11 @@ def test_shape_chains_become_one_op():
         "%c: i32[8,1] = broadcast_in_dim %m {shape=(8, 1), dims=(0,)}\n"
         "%r: i32[2,8,4] = broadcast_in_dim %c {shape=(2, 8, 4), dims=(1, 2)}"
     )
-    assert "transpose %c {perm=(1, 2, 0)}".replace("%c", "%0") in shows(
+    assert "transpose %a {perm=(1, 2, 0)}" in shows(
         "%a: f32[8,4,4] = reshape %v {shape=(8, 4, 4)}\n"
         "%c: f32[4,8,4] = transpose %a {perm=(2, 0, 1)}\n"
         "%r: f32[4,4,8] = transpose %c {perm=(2, 0, 1)}"
-    ).replace("%a", "%0")
+    )
 
 
 # Code whose `%r` is a known number, and that number.
@@ -175,8 +162,10 @@ FOLDS = {
     "%a: f32 = constant {value=0.0}\n%r: f32 = log %a": ("f32 = constant {value=-inf}"),
     "%a: bf16 = constant {value=1.0}\n%c: bf16 = constant {value=0.00390625}\n"
     "%r: bf16 = add %a, %c": "bf16 = constant {value=1.0}",
-    "%a: i32 = constant {value=3}\n%r: bool = eq %a, %a": "bool = constant {value=True}",
-    "%a: f32 = constant {value=1e+20}\n%r: i32 = cast %a {dtype=i32}": (
+    "%a: i32 = constant {value=3}\n%r: bool = eq %a, %a": (
+        "bool = constant {value=True}"
+    ),
+    "%a: f32 = constant {value=4294967296.0}\n%r: i32 = cast %a {dtype=i32}": (
         "i32 = constant {value=2147483647}"
     ),
     "%a: f32 = constant {value=2.5}\n"
@@ -220,9 +209,8 @@ def test_known_starts_of_a_slice_are_clamped():
 
 VIEWS = {
     # static in static
-    "%s: ref<f32[4,8] any> = subview %x[2:+4, 0:+8:2]\n%r: f32[3] = load %s[1, 2:+3:2]": (
-        "%x[3, 4:+3:4]"
-    ),
+    "%s: ref<f32[4,8] any> = subview %x[2:+4, 0:+8:2]\n"
+    "%r: f32[3] = load %s[1, 2:+3:2]": "%x[3, 4:+3:4]",
     # a whole view of anything
     "%s: ref<f32[8,16] any> = subview %x[:, :]\n%r: f32[8,16] = load %s[:, :]": None,
     # a dynamic view read whole
@@ -241,12 +229,12 @@ VIEWS = {
         "%x[%i, gather %m]"
     ),
 }
-I = "%i: i32 = load %n[0]\n"  # noqa: E741
+LOAD_I = "%i: i32 = load %n[0]\n"
 
 
 @pytest.mark.parametrize("code", VIEWS)
 def test_views_merge_into_accesses(code: str):
-    lines = shows(I + code if "%i" in code else code).splitlines()
+    lines = shows(LOAD_I + code if "%i" in code else code).splitlines()
     if VIEWS[code] is None:
         assert lines == ['debug_print %v {format=""}']
     else:
@@ -259,7 +247,8 @@ UNMERGED = [
     "%s: ref<f32[4,16] any> = subview %x[%i:+4, :]\n%r: f32[16] = load %s[%i, :]",
     "%s: ref<f32[4,16] any> = subview %x[2:+4, :]\n%r: f32[16] = load %s[%i, :]",
     "%s: ref<f32[4,16] any> = subview %x[%i:+4, :]\n%r: f32[16] = load %s[1, :]",
-    "%s: ref<f32[4,16] any> = subview %x[2:+4, :]\n%r: f32[8,16] = load %s[gather %m, :]",
+    "%s: ref<f32[4,16] any> = subview %x[2:+4, :]\n"
+    "%r: f32[8,16] = load %s[gather %m, :]",
     # the view is clamped whole, the masked elements one by one
     "%s: ref<f32[8] any> = subview %x[:, %i]\n%r: f32[8] = load %s[:] mask %p",
 ]
@@ -267,7 +256,7 @@ UNMERGED = [
 
 @pytest.mark.parametrize("code", UNMERGED)
 def test_views_that_clamp_apart_stay(code: str):
-    assert "subview" in shows(I + code)
+    assert "subview" in shows(LOAD_I + code)
 
 
 def test_stores_and_atomics_merge_too():
@@ -412,8 +401,6 @@ def test_folding_agrees_with_the_meaning(data):
         st.sampled_from([d for d in row.dtypes if d in _WIDE]), label="dtype"
     )
     numbers = [data.draw(_numbers(dtype)) for _ in range(row.arity or 2)]
-    from pallasite.ir.build import Builder
-
     b = Builder()
     type_ = TileType((3,), dtype)
     operands = [b.constant(n, type_) for n in numbers]
@@ -433,7 +420,8 @@ def test_folding_agrees_with_the_meaning(data):
         assert expected.dtype != result.type.dtype.np
         return
     folded = np.full((3,), op.attrs["value"], result.type.dtype.np)
-    np.testing.assert_array_equal(folded, expected)
+    wide = object if dtype.is_integer else np.float64  # numpy compares no narrow NaNs
+    np.testing.assert_array_equal(folded.astype(wide), expected.astype(wide))
 
 
 def _numbers(dtype: DType):

@@ -61,8 +61,9 @@ def emit_kernel(kernel: Kernel) -> str:
     ]
     arena_param = ("ptr noalias align 64", "arena")
     f = Function(module, "kernel", [*params, arena_param], "ptr", "internal")
-    emitter = Emitter(f)
-    with emitter.block(kernel.body, _operand_refs(kernel, f.params)):
+    operands = zip(kernel.params, _operand_refs(kernel, f.params), strict=True)
+    emitter = Emitter(f, dict(operands))
+    with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
     handler.emit_handler(
         module,
@@ -122,11 +123,11 @@ class Scope:
 class Emitter:
     """The state of emitting one kernel function."""
 
-    def __init__(self, f: Function):
+    def __init__(self, f: Function, operands: dict[Value, Ref]):
         self.f = f
         self.arena = Arena()
         self._arena_pointer = f.params[-1]
-        self._env: dict[Value, Meaning] = {}
+        self._env: dict[Value, Meaning] = {**operands}
         self._scopes: list[Scope] = []
         self._count = 0
 

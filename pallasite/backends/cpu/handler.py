@@ -26,6 +26,7 @@ def emit_handler(
     module: Module, *, arguments: int, results: int, arena_bytes: int
 ) -> None:
     """Add `@handler` for a `@kernel` with that many operand and result pointers."""
+    _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
     frame = f.params[0]
     _answer_version_query(f, frame)
@@ -111,18 +112,27 @@ def _allocate(f: Function, frame: Val, size: int) -> tuple[Val, Val]:
 def _fail_unless(
     f: Function, frame: Val, condition: Val, code: int, message: str | Val
 ) -> None:
-    """Return an XLA_FFI_Error made by XLA itself."""
     fail, fine = f.labels("fail", "fine")
     f.branch_if(condition, fine, fail)
     f.label(fail)
     text = f.module.text_constant(message) if isinstance(message, str) else message
+    listed = ", ".join(map(str, [frame, text, integer(code, "i32")]))
+    error = f.value("ptr", f"call ptr @make_error({listed})")
+    f.line(f"ret {error}")
+    f.label(fine)
+
+
+def _emit_make_error(module: Module) -> None:
+    """Add `@make_error`: an XLA_FFI_Error, made by XLA itself."""
+    params = [("ptr", "frame"), ("ptr", "message"), ("i32", "code")]
+    f = Function(module, "make_error", params, "ptr", "internal")
+    frame, message, code = f.params
     # XLA_FFI_Error_Create_Args: size, extension, message, code.
     args = f.value("ptr", "alloca [32 x i8], align 8")
     _set_field(f, args, 0, integer(28))
     _set_field(f, args, 8, NULL)
-    _set_field(f, args, 16, text)
-    _set_field(f, args, 24, integer(code, "i32"))
+    _set_field(f, args, 16, message)
+    _set_field(f, args, 24, code)
     create = _field(f, _field(f, frame, FRAME_API, "ptr"), API_ERROR_CREATE, "ptr")
     error = f.value("ptr", f"call ptr {create.text}({args})")
     f.line(f"ret {error}")
-    f.label(fine)

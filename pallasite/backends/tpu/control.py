@@ -1,0 +1,201 @@
+"""Blocks and control flow: scoped memory, loops, branches, and the dispatch by name.
+
+Masks and narrow scalars cross the boundary of a region as 32-bit values: Mosaic carries
+nothing else through loops.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+
+from pallasite.backends.tpu.core import word_dtype
+from pallasite.backends.tpu.elementwise import SPELLINGS
+from pallasite.backends.tpu.facts import Fact
+from pallasite.backends.tpu.memory import Memory
+from pallasite.backends.tpu.views import View
+from pallasite.backends.tpu.writer import tile_text
+from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.types import TileType
+
+
+class Control(Memory):
+    """Writes blocks."""
+
+    def emit_block(self, block: Block) -> tuple[str, ...]:
+        return self._emit_ops(block.ops, block.yields)
+
+    def _emit_ops(self, ops: Sequence[Op], yields: Sequence[Value]) -> tuple[str, ...]:
+        for position, op in enumerate(ops):
+            if op.name == "alloc":
+                return self._emit_scope(ops[position:], yields)
+            self.emit(op)
+        return tuple(self.name(v) for v in yields)
+
+    def emit(self, op: Op) -> None:
+        """Write one op and note the names of its results."""
+        outer, self.op = self.op, op
+        with self.out.at(op.loc):
+            names = self._spelled(op)
+        self.op = outer
+        if isinstance(names, str):
+            names = (names,)
+        for value, name in zip(op.results, names or (), strict=False):
+            self.names[value] = name
+        self.facts.note_op(op)
+
+    def _spelled(self, op: Op) -> str | tuple[str, ...] | None:
+        method = getattr(self, f"emit_{op.name}", None)
+        if method is not None:
+            return method(op)
+        if op.name in SPELLINGS:
+            return self.emit_elementwise(op)
+        self.refuse(
+            f"Mosaic has no {op.name}, and it has no decomposition",
+            fix="use another backend, or interpret=True",
+        )
+
+    # --- scoped memory ---
+
+    def _emit_scope(
+        self, ops: Sequence[Op], yields: Sequence[Value]
+    ) -> tuple[str, ...]:
+        """Memory that lives until the block ends: a region around the rest of it."""
+        types = self._carried_types(yields)
+        results = self.out.values(len(types), '"tpu.region"() ({')
+        count = next((i for i, o in enumerate(ops) if o.name != "alloc"), len(ops))
+        for op in ops[:count]:
+            self._emit_alloca(op)
+        inner = self._emit_ops(ops[count:], yields)
+        names = self._carry_all(inner, yields)
+        text = ", ".join(types)
+        self.out.line(f'"tpu.yield"({", ".join(names)}) : ({text}) -> ()')
+        self.out.close(f"}}) : () -> ({text})")
+        return self._uncarry_all(results, yields)
+
+    def _emit_alloca(self, op: Op) -> None:
+        ref = op.result.ref
+        shape = ref.shape if ref.shape or ref.is_semaphore else (1,)
+        dims = range(ref.rank)
+        view = View.whole("", ref, shape, dims)
+        spelled = "tpu.sem_alloc" if ref.is_semaphore else "memref.alloca()"
+        name = self.out.value(f"{spelled} : {view.type}")
+        self.views[op.result] = View.whole(name, ref, shape, dims)
+
+    # --- what crosses the boundary of a region ---
+
+    def _carried(self, value: Value) -> TileType:
+        tile = self.tile_type(value)
+        narrow = tile.dtype.is_bool or (not tile.shape and tile.dtype.bits < 32)
+        return tile.with_dtype(word_dtype(tile.dtype)) if narrow else tile
+
+    def _carried_types(self, values: Sequence[Value]) -> list[str]:
+        return [tile_text(self._carried(v)) for v in values]
+
+    def _carry_all(self, names: Sequence[str], values: Sequence[Value]) -> list[str]:
+        return [
+            self.convert(n, v.tile, self._carried(v).dtype)
+            for n, v in zip(names, values, strict=True)
+        ]
+
+    def _uncarry_all(
+        self, names: Sequence[str], values: Sequence[Value]
+    ) -> tuple[str, ...]:
+        return tuple(
+            self.convert(n, self._carried(v), v.tile.dtype)
+            for n, v in zip(names, values, strict=True)
+        )
+
+    def _enter(self, params: Sequence[Value], names: Sequence[str]) -> None:
+        """Bind a region's parameters to their carried forms."""
+        values = self._uncarry_all(names, params)
+        self.names.update(zip(params, values, strict=True))
+
+    def _yield(self, names: Sequence[str], values: Sequence[Value]) -> None:
+        if values:
+            carried = ", ".join(self._carry_all(names, values))
+            types = ", ".join(self._carried_types(values))
+            self.out.line(f"scf.yield {carried} : {types}")
+
+    # --- loops ---
+
+    def emit_for(self, op: Op) -> tuple[str, ...]:
+        first, limit, step, *initial = op.operands
+        (body,) = op.regions
+        index, *carried = body.params
+        if self.facts.of(step).low < 1:
+            self.refuse("the step may be zero or negative", fix="count upwards")
+        self._note_counter(index, first, limit, step)
+        bounds = [self.name(v) for v in (first, limit, step)]
+        types = self._carried_types(carried)
+        starts = self._carry_all([self.name(v) for v in initial], initial)
+        counter, *inner = (self.out.fresh() for _ in body.params)
+        text = f"scf.for {counter} = {bounds[0]} to {bounds[1]} step {bounds[2]}"
+        if types:
+            pairs = ", ".join(f"{i} = {s}" for i, s in zip(inner, starts, strict=True))
+            text += f" iter_args({pairs}) -> ({', '.join(types)})"
+        element = tile_text(self.tile_type(first))
+        results = self.out.values(len(types), f"{text} : {element} {{")
+        self.names[index] = counter
+        self._enter(carried, inner)
+        self._yield(self.emit_block(body), body.yields)
+        self.out.close()
+        return self._uncarry_all(results, op.results)
+
+    def _note_counter(
+        self, index: Value, first: Value, limit: Value, step: Value
+    ) -> None:
+        lowest, most, by = (self.facts.of(v) for v in (first, limit, step))
+        divisor = gcd(lowest.multiple, by.multiple)
+        self.facts.note(index, Fact(lowest.low, max(most.high - 1, lowest.low), divisor))
+
+    def emit_while(self, op: Op) -> tuple[str, ...]:
+        condition, body = op.regions
+        types = self._carried_types(op.operands)
+        listed = ", ".join(types)
+        starts = self._carry_all([self.name(v) for v in op.operands], op.operands)
+        inner = [self.out.fresh() for _ in op.operands]
+        pairs = ", ".join(f"{i} = {s}" for i, s in zip(inner, starts, strict=True))
+        text = f"scf.while ({pairs}) : ({listed}) -> ({listed}) {{"
+        results = self.out.values(len(types), text)
+        self._enter(condition.params, inner)
+        (go_on,) = self.emit_block(condition)
+        self.out.line(f"scf.condition({go_on}) {', '.join(inner)} : {listed}")
+        self.out.next_region("} do {")
+        inner = [self.out.fresh() for _ in op.operands]
+        arguments = ", ".join(f"{i}: {t}" for i, t in zip(inner, types, strict=True))
+        self.out.next_region(f"^bb0({arguments}):")
+        self._enter(body.params, inner)
+        self._yield(self.emit_block(body), body.yields)
+        self.out.close()
+        return self._uncarry_all(results, op.results)
+
+    # --- branches ---
+
+    def emit_cond(self, op: Op) -> tuple[str, ...]:
+        """The branch number is clamped: the last `if` takes all that is left."""
+        return self._emit_branches(op, 0)
+
+    def _emit_branches(self, op: Op, first: int) -> tuple[str, ...]:
+        """Branches from `first` on; the number is known to be no less."""
+        if first == len(op.regions) - 1:
+            return self.emit_block(op.regions[first])
+        number = self.name(op.operands[0])
+        later = self.out.value(f"arith.cmpi sgt, {number}, {self.out.i32(first)} : i32")
+        types = self._carried_types(op.results)
+        arrow = f" -> ({', '.join(types)})" if types else ""
+        results = self.out.values(len(types), f"scf.if {later}{arrow} {{")
+        self._yield(self._emit_branches(op, first + 1), op.results)
+        branch = op.regions[first]
+        if branch.ops or branch.yields:
+            self.out.next_region("} else {")
+            self._yield(self.emit_block(branch), op.results)
+        self.out.close()
+        return self._uncarry_all(results, op.results)
+
+    # --- the rest ---
+
+    def emit_assume_multiple(self, op: Op) -> str:
+        """A promise: `facts` keeps it, and memory ops pass it on."""
+        return self.name(op.operands[0])
+
+    def emit_delay(self, op: Op) -> None:
+        self.out.line(f"tpu.delay {self.name(op.operands[0])}")

@@ -1,0 +1,387 @@
+"""Kernel -> Mosaic module: the function, its windows and their index maps.
+
+A kernel whose body is one pipeline becomes a function that Mosaic calls once per grid
+step: program ids, scalar-prefetch refs, blocks, scratch. Each window's index map is a
+function of its own. Any other kernel is a function called once. Ops are written by
+`control.py` and the files it builds on.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pallasite.backends.tpu.control import Control
+from pallasite.backends.tpu.facts import HIGHEST, Fact
+from pallasite.backends.tpu.views import Edge, Fill, Start, View, element_of
+from pallasite.backends.tpu.windows import (
+    by_element,
+    check_window,
+    hangs_over,
+    index_limit,
+    is_whole,
+    memref_shape,
+    operand_name,
+)
+from pallasite.backends.tpu.writer import ELEMENTS, array
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.types import RefType
+
+DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
+SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")
+
+
+def emit_module(kernel: Kernel, with_locations: bool = False) -> str:
+    """The text of the Mosaic module for `kernel`."""
+    return _Module(kernel, with_locations).text()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A kernel taken apart: the grid, and what each parameter is to Mosaic."""
+
+    kernel: Kernel
+
+    @cached_property
+    def pipeline(self) -> Op | None:
+        """The one pipeline that is all of the kernel, if it is that."""
+        *before, last = self.kernel.body.ops or (None,)
+        if last is None or last.name != "pipeline":
+            return None
+        simple = all(not op.regions and op.name != "store" for op in before)
+        return last if simple else None
+
+    @cached_property
+    def scratch(self) -> tuple[Value, ...]:
+        """Memory the kernel allocates before its pipeline."""
+        if self.pipeline is None:
+            return ()
+        ops = self.kernel.body.ops
+        return tuple(op.result for op in ops if op.name == "alloc")
+
+    @cached_property
+    def grid(self) -> tuple[int | None, ...]:
+        return self.pipeline.attrs["grid"] if self.pipeline else ()
+
+    @cached_property
+    def grid_sizes(self) -> dict[Value, int]:
+        """The axis each dynamic size belongs to."""
+        dynamic = [axis for axis, n in enumerate(self.grid) if n is None]
+        operands = self.pipeline.operands if self.pipeline else ()
+        return dict(zip(operands, dynamic, strict=False))
+
+    @cached_property
+    def grid_params(self) -> frozenset[Value]:
+        """Parameters that hold dynamic grid sizes; Mosaic takes them apart."""
+        loads = {op.result: op for op in self.kernel.body.ops if op.name == "load"}
+        return frozenset(loads[v].operands[0] for v in self.grid_sizes if v in loads)
+
+    @cached_property
+    def windows(self) -> dict[Value, tuple[int, Window]]:
+        """Each windowed parameter's position among the windows, and its window."""
+        if self.pipeline is None:
+            return {}
+        windows = self.pipeline.attrs["windows"]
+        refs = self.pipeline.operands[len(self.grid_sizes) :]
+        return {r: (k, w) for k, (r, w) in enumerate(zip(refs, windows, strict=True))}
+
+    @cached_property
+    def prefetched(self) -> tuple[Value, ...]:
+        """Whole arrays in scalar memory, which index maps may read."""
+        return tuple(
+            p
+            for p in self.kernel.params
+            if p not in self.windows and p not in self.grid_params
+            if p.ref.space == "smem"
+        )
+
+    @cached_property
+    def blocks(self) -> tuple[Value, ...]:
+        """The other parameters: windowed, or whole arrays in main memory."""
+        apart = {*self.grid_params, *self.prefetched}
+        return tuple(p for p in self.kernel.params if p not in apart)
+
+    @property
+    def is_called_once(self) -> bool:
+        """Mosaic needs no grid: each block is a whole array."""
+        if self.pipeline is None:
+            return True
+        whole = all(is_whole(w, ref.ref) for ref, (_, w) in self.windows.items())
+        return not self.grid and whole
+
+    @property
+    def steps(self) -> tuple[int | None, ...]:
+        """The grid Mosaic runs: a step of its own where there is none to speak of."""
+        return self.grid if self.grid or self.is_called_once else (1,)
+
+
+class _Module:
+    def __init__(self, kernel: Kernel, with_locations: bool):
+        self.kernel = kernel
+        self.plan = _Plan(kernel)
+        self.with_locations = with_locations
+
+    def text(self) -> str:
+        self._check()
+        functions = [self._main()]
+        if not self.plan.is_called_once:
+            functions += [
+                self._index_map(position, ref, window)
+                for ref, (position, window) in self.plan.windows.items()
+            ]
+        name = re.sub(r"\W", "_", self.kernel.name) or "kernel"
+        body = "\n".join(functions)
+        return f"module @{name} {{\n{body}}}\n"
+
+    # --- what Mosaic does not take ---
+
+    def _check(self) -> None:
+        plan, kernel = self.plan, self.kernel
+        expected = (*plan.grid_params, *plan.prefetched, *plan.blocks)
+        if [id(p) for p in expected] != [id(p) for p in kernel.params]:
+            raise UnsupportedError(
+                "backend 'tpu' takes scalar-prefetch operands before all others",
+                [("kernel", kernel.name), ("order", _listed(kernel.params))],
+                at=kernel.loc,
+                fix="pass them first (PrefetchScalarGridSpec does)",
+            )
+        for param in kernel.params:
+            self._check_param(param)
+        loc = plan.pipeline.loc if plan.pipeline else kernel.loc
+        for ref, (_, window) in plan.windows.items():
+            if not plan.is_called_once:
+                check_window(kernel, ref, window, loc or kernel.loc)
+
+    def _check_param(self, param: Value) -> None:
+        dtype = param.ref.dtype
+        if param.ref.is_semaphore or (dtype.name in ELEMENTS and not dtype.is_bool):
+            return
+        as_ints = "pass it as int32 and compare with 0 in the kernel"
+        raise UnsupportedError(
+            f"backend 'tpu' takes no {dtype} arrays",
+            [("operand", f"{operand_name(self.kernel, param)}, {param.ref.tile}")],
+            at=self.kernel.loc,
+            fix=as_ints if dtype.is_bool else "cast it to a type the chip has",
+        )
+
+    # --- functions ---
+
+    def _main(self) -> str:
+        plan = self.plan
+        function = _Function(plan, self.with_locations)
+        arguments = function.grid_arguments()
+        arguments += function.bind_prefetched()
+        arguments += [function.bind_param(p) for p in plan.blocks]
+        arguments += [function.bind_scratch(v) for v in plan.scratch]
+        if plan.pipeline is None:
+            function.emit_block(self.kernel.body)
+        else:
+            function.emit_body(plan.pipeline)
+        attributes = ", ".join(f"{k} = {v}" for k, v in self._attributes())
+        opening = (
+            f"  func.func @main({', '.join(arguments)})\n"
+            f"      attributes {{{attributes}}} {{"
+        )
+        return function.text(opening)
+
+    def _attributes(self) -> list[tuple[str, str]]:
+        plan = self.plan
+        semantics = plan.pipeline.attrs["semantics"] if plan.grid else ()
+        if len(semantics) != len(plan.steps):
+            semantics = ("arbitrary",) * len(plan.steps)
+        rows = [
+            ("dimension_semantics", f"[{', '.join(map(self._semantics, semantics))}]"),
+            ("scalar_prefetch", f"{len(plan.prefetched)} : i64"),
+            ("scratch_operands", f"{len(plan.scratch)} : i64"),
+            ("tpu.core_type", "#tpu.core_type<tc>"),
+        ]
+        if not plan.is_called_once:
+            bounds = [DYNAMIC if n is None else n for n in plan.steps]
+            windows = ",\n        ".join(self._window(p) for p in plan.blocks)
+            rows.insert(1, ("iteration_bounds", array("i64", bounds)))
+            rows.append(("window_params", f"[\n        {windows}]"))
+        return rows
+
+    def _semantics(self, name: str) -> str:
+        if name not in SEMANTICS:
+            raise UnsupportedError(
+                f"backend 'tpu' has no dimension semantics {name!r}",
+                [("kernel", self.kernel.name), ("known", ", ".join(SEMANTICS))],
+                at=self.kernel.loc,
+                fix="use 'arbitrary' or 'parallel'",
+            )
+        return f"#tpu.dimension_semantics<{name}>"
+
+    def _window(self, param: Value) -> str:
+        if param not in self.plan.windows:
+            return "{}"
+        position, window = self.plan.windows[param]
+        bounds = array("i64", memref_shape(window))
+        text = f"transform_indices = @map_{position}, window_bounds = {bounds}"
+        if window.buffers == 1:
+            text += ", pipeline_mode = #tpu.pipeline_mode<synchronous>"
+        if by_element(window):
+            low, high = ([d.padding[side] for d in window.dims] for side in (0, 1))
+            text += f", window_kind = #tpu.element_window<{low}, {high}>"
+        return f"{{{text}}}"
+
+    def _index_map(self, position: int, ref: Value, window: Window) -> str:
+        plan = self.plan
+        assert plan.pipeline is not None
+        function = _Function(plan, self.with_locations)
+        arguments = function.grid_arguments() + function.bind_prefetched()
+        names = function.emit_map(plan.pipeline.regions[position], ref, window)
+        types = ", ".join(["i32"] * len(names))
+        function.out.line(f"func.return {', '.join(names)} : {types}")
+        opening = (
+            f"  func.func @map_{position}({', '.join(arguments)}) -> ({types}) {{"
+        )
+        return function.text(opening)
+
+
+class _Function(Control):
+    """One function of the module."""
+
+    def __init__(self, plan: _Plan, with_locations: bool):
+        super().__init__(with_locations)
+        self.plan = plan
+        self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
+        self._taken: set[str] = set()
+        self._outer = {r: op for op in plan.kernel.body.ops for r in op.results}
+
+    def name(self, value: Value) -> str:
+        """Values from before the pipeline are written where they are first used."""
+        if value not in self.names and value in self._outer:
+            if value in self.plan.grid_sizes:
+                axis = self.plan.grid_sizes[value]
+                bound = self.out.value(f"tpu.iteration_bound {axis} : i32")
+                self.names[value] = bound
+                self.facts.note(value, Fact(low=0))
+            else:
+                self.emit(self._outer[value])
+        return self.names[value]
+
+    def text(self, opening: str) -> str:
+        lines = [opening, *self.out.prologue, *self.out.lines]
+        if "-> (" not in opening:
+            lines.append("    func.return")
+        return "\n".join([*lines, "  }", ""])
+
+    # --- arguments ---
+
+    def grid_arguments(self) -> list[str]:
+        return [f"{name}: i32" for name in self.grid_names]
+
+    def bind_prefetched(self) -> list[str]:
+        return [self.bind_param(p) for p in self.plan.prefetched]
+
+    def bind_param(self, param: Value) -> str:
+        """An argument for a parameter: its block, or the whole array."""
+        name, ref = self._argument(param), param.ref
+        if param in self.plan.windows:
+            _, window = self.plan.windows[param]
+            space = "smem" if window.space == "smem" else "vmem"
+            view = View.whole(name, ref, memref_shape(window), space=space)
+        else:
+            view = View.whole(name, ref)
+        self.views[param] = view
+        return f"{name}: {view.type}"
+
+    def bind_scratch(self, value: Value) -> str:
+        name, ref = self._argument(value), value.ref
+        shape = ref.shape if ref.shape or ref.is_semaphore else (1,)
+        self.views[value] = View.whole(name, ref, shape, range(ref.rank))
+        return f"{name}: {self.views[value].type}"
+
+    def _argument(self, value: Value) -> str:
+        """`%name`, from the author's name for it where that is still free."""
+        hint = value.name if re.fullmatch(r"[A-Za-z_]\w*", value.name or "") else "ref"
+        base, count = hint, 0
+        while hint in self._taken or re.fullmatch(r"[ic]\d+", hint):
+            count += 1
+            hint = f"{base}_{count}"
+        self._taken.add(hint)
+        return f"%{hint}"
+
+    # --- the pipeline ---
+
+    def emit_body(self, pipeline: Op) -> None:
+        """One grid step: bind ids and blocks, then the body's ops."""
+        *maps, body = pipeline.regions
+        count = len(self.plan.grid)
+        self._bind_ids(body.params[:count])
+        refs = pipeline.operands[len(self.plan.grid_sizes) :]
+        blocks = body.params[count:]
+        for ref, block, index_map in zip(refs, blocks, maps, strict=True):
+            _, window = self.plan.windows[ref]
+            self.views[block] = self._block_view(ref, block.ref, window, index_map)
+        self.emit_block(body)
+
+    def _bind_ids(self, ids: Sequence[Value]) -> None:
+        for value, name, size in zip(ids, self.grid_names, self.plan.grid, strict=False):
+            self.names[value] = name
+            self.facts.note(value, Fact(0, (size or HIGHEST) - 1))
+
+    def _block_view(
+        self, ref: Value, block: RefType, window: Window, index_map: Block
+    ) -> View:
+        whole = self.views[ref]
+        dims = [d for d, b in enumerate(window.dims) if b.kind != "squeezed"]
+        fill = None
+        if window.fill is not None and window.mode == "in":
+            fill = self._fill(ref, window, index_map)
+        view = View.whole(whole.memref, block, whole.shape, dims, whole.space)
+        return View(**{**vars(view), "fill": fill})
+
+    def _fill(self, ref: Value, window: Window, index_map: Block) -> Fill | None:
+        """Edges of a filled window, if it has any; needs its block indices here."""
+        self._bind_ids(index_map.params)
+        names = self.emit_block(index_map)
+        facts = [self.facts.of(v) for v in index_map.yields]
+        edges = []
+        for d, (dim, size) in enumerate(zip(window.dims, ref.ref.shape, strict=True)):
+            if hangs_over(dim, size, facts[d]):
+                edges.append(self._edge(d, dim, size, names[d], facts[d]))
+        return Fill(window.fill, tuple(edges)) if edges else None  # type: ignore[arg-type]
+
+    def _edge(self, d: int, dim: BlockDim, size: int, name: str, fact: Fact) -> Edge:
+        low = dim.padding[0]
+        if dim.kind == "blocked" and dim.size != 1:
+            name = self.out.value(f"arith.muli {name}, {self.out.i32(dim.size)} : i32")
+        # Elements are numbered from the start of the padding.
+        below = dim.kind != "blocked" or fact.low < 0
+        del below
+        return Edge(d, Start(0, name, 1), low, low + size)
+
+    def emit_map(self, index_map: Block, ref: Value, window: Window) -> list[str]:
+        """An index map's block numbers, kept inside the array for what is read."""
+        self._bind_ids(index_map.params)
+        if any(d.kind == "bounded" for d in window.dims):
+            raise UnsupportedError(
+                "backend 'tpu' has no blocks of varying length (BoundedSlice)",
+                [("operand", operand_name(self.plan.kernel, ref))],
+                at=self.plan.kernel.loc,
+                fix="use pl.Element or a fixed block and mask",
+            )
+        self.emit_block(index_map)
+        pairs = zip(index_map.yields, window.dims, ref.ref.shape, strict=True)
+        return [self._map_index(v, d, n, window) for v, d, n in pairs]
+
+    def _map_index(self, value: Value, dim: BlockDim, size: int, window: Window) -> str:
+        limit, fact = index_limit(dim, size), self.facts.of(value)
+        clamps = window.mode == "in" and not fact.within(0, limit)
+        name = self._clamped(value, limit) if clamps else self.name(value)
+        if by_element(window) and dim.kind == "blocked" and dim.size != 1:
+            name = self.out.value(f"arith.muli {name}, {self.out.i32(dim.size)} : i32")
+        elif by_element(window) and fact.multiple > 1 and not clamps:
+            name = self.out.value(f"tpu.assume_multiple {name}, {fact.multiple} : i32")
+        return name
+
+
+def _listed(params: Sequence[Value]) -> str:
+    return ", ".join(f"{p.name or '?'}: {p.ref}" for p in params)
+
+
+NATIVE = frozenset(n.removeprefix("emit_") for n in dir(_Function) if n.startswith("emit_"))
+__all__ = ["NATIVE", "element_of", "emit_module"]

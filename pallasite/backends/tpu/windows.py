@@ -1,0 +1,116 @@
+"""Windows: block shapes checked against Mosaic's tiles, and edges that need a fill.
+
+`check_window` holds the compiler's own rule (its error E2002), so that it can be told
+with the operand's name and a shape that works.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.backends.tpu.facts import Fact
+from pallasite.backends.tpu.views import LANES, SUBLANES
+from pallasite.errors import SpecError
+from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
+from pallasite.ir.types import RefType
+
+
+def memref_shape(window: Window) -> tuple[int, ...]:
+    """The block as Mosaic sees it: squeezed dimensions are there, of size one."""
+    return tuple(1 if d.kind == "squeezed" else d.size for d in window.dims)
+
+
+def is_whole(window: Window, ref: RefType) -> bool:
+    plain = all(d.kind == "blocked" for d in window.dims)
+    return plain and window.block_shape == ref.shape
+
+
+def by_element(window: Window) -> bool:
+    return any(d.kind == "element" for d in window.dims)
+
+
+def tiling(ref: RefType) -> tuple[int, ...]:
+    """What must divide the last dimensions of a block."""
+    if ref.rank == 1:
+        return (LANES * (32 // min(ref.dtype.bits, 32)),)
+    return (SUBLANES, LANES)
+
+
+def check_window(
+    kernel: Kernel, operand: Value, window: Window, loc: Loc | None
+) -> None:
+    """Raise SpecError if the block does not fit the chip's tiles."""
+    ref = operand.ref
+    if window.space == "smem" or not ref.shape:
+        return
+    tiles = tiling(ref)
+    shape = memref_shape(window)
+    count = len(tiles)
+    pairs = zip(shape[-count:], ref.shape[-count:], tiles, strict=True)
+    if all(n == full or n % tile == 0 for n, full, tile in pairs):
+        return
+    last = "last dimension" if count == 1 else "last two dimensions"
+    raise SpecError(
+        "block shape does not fit the tiles of a TPU",
+        [
+            ("kernel", kernel.name),
+            ("operand", f"{operand_name(kernel, operand)}, {ref.tile}"),
+            ("block", tuple(_shown(d) for d in window.dims)),
+            (
+                "rule",
+                f"the {last} must be multiples of {tiles},"
+                " or as large as the array",
+            ),
+        ],
+        at=loc,
+        fix=f"use a block of {_fitting(ref, window, tiles)}",
+    )
+
+
+def operand_name(kernel: Kernel, operand: Value) -> str:
+    """`input 1 ('y')`: how the author knows an operand."""
+    hint = f" ('{operand.name}')" if operand.name else ""
+    for kind, values in (("input", kernel.inputs), ("output", kernel.outputs)):
+        for position, value in enumerate(values):
+            if value is operand:
+                return f"{kind} {position}{hint}"
+    return f"a ref{hint}"
+
+
+def _shown(dim: BlockDim) -> int | None:
+    return None if dim.kind == "squeezed" else dim.size
+
+
+def _fitting(ref: RefType, window: Window, tiles: Sequence[int]) -> tuple[int | None, ...]:
+    """The nearest block that fits: rounded up, or the whole dimension."""
+    shape = [_shown(d) for d in window.dims]
+    for position, tile in enumerate(tiles, len(shape) - len(tiles)):
+        size, full = shape[position] or 1, ref.shape[position]
+        if size == full:
+            continue
+        rounded = -(-size // tile) * tile
+        shape[position] = min(rounded, full) if size % tile else size
+    return tuple(shape)
+
+
+def blocks(dim: BlockDim, size: int) -> int:
+    """How many blocks cover a dimension."""
+    return -(-size // dim.size)
+
+
+def index_limit(dim: BlockDim, size: int) -> int:
+    """The greatest index whose block touches the array."""
+    if dim.kind == "blocked":
+        return max(blocks(dim, size) - 1, 0)
+    if dim.kind == "squeezed":
+        return max(size - 1, 0)
+    return max(size + dim.padding[0] - 1, 0)
+
+
+def hangs_over(dim: BlockDim, size: int, index: Fact) -> bool:
+    """Whether a block may reach outside the array along this dimension."""
+    if dim.kind == "blocked":
+        last = index_limit(dim, size)
+        return size % dim.size != 0 or not index.within(0, last)
+    if dim.kind == "squeezed":
+        return not index.within(0, size - 1)
+    low = dim.padding[0]
+    return not index.within(low, low + size - dim.size)

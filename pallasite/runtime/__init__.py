@@ -1,0 +1,1 @@
+"""What a compiled kernel needs at run time: its entry into XLA."""

@@ -1,0 +1,62 @@
+"""From a backend's Launch to a custom call in the program XLA compiles.
+
+The one file below the frontend that touches JAX. `lower_launch` is the body of the
+primitive's lowering rule: it registers the handler of a CPU kernel with XLA and emits
+the custom call with the launch's configuration, aliases and scratch results.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
+
+_lock = threading.Lock()
+# Targets registered with XLA, which keeps them for the life of the process: so must we.
+_registered: dict[str, Any] = {}
+
+
+def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
+    """Emit the custom call of a compiled kernel.
+
+    Args:
+        launch: what the backend made.
+        ctx: JAX's lowering context; its output avals are the kernel's results.
+        *operands: the kernel's operands as MLIR values.
+
+    Returns:
+        One MLIR value per result of the kernel.
+    """
+    if launch.handler is not None:
+        _register(launch)
+    results = len(ctx.avals_out)
+    if launch.scratch_results:
+        scratch = [
+            jax.core.ShapedArray(shape, np.dtype(dtype))
+            for shape, dtype in launch.scratch_results
+        ]
+        ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
+    typed = isinstance(launch.config, Mapping)
+    rule = jax.ffi.ffi_lowering(
+        launch.target,
+        backend_config=None if typed else launch.config,
+        api_version=launch.api_version,
+        has_side_effect=launch.has_side_effect,
+        operand_output_aliases=dict(launch.aliases) or None,
+    )
+    attributes = dict(launch.config) if typed else {}
+    return list(rule(ctx, *operands, **attributes))[:results]
+
+
+def _register(launch: Launch) -> None:
+    with _lock:
+        if launch.target in _registered:
+            return
+        function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(launch.handler)
+        capsule = jax.ffi.pycapsule(function)
+        jax.ffi.register_ffi_target(launch.target, capsule, platform="cpu")
+        _registered[launch.target] = (function, launch.keep_alive)
