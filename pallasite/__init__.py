@@ -3,6 +3,7 @@
 Conventional import: `import pallasite as pl`. This file lists the public names.
 """
 
+from pallasite import missing as _missing
 from pallasite.frontend.call import pallas_call as pallas_call
 from pallasite.frontend.control import align_to as align_to
 from pallasite.frontend.control import broadcast_to as broadcast_to
@@ -14,7 +15,10 @@ from pallasite.frontend.control import next_power_of_2 as next_power_of_2
 from pallasite.frontend.control import run_state as run_state
 from pallasite.frontend.control import strides_from_shape as strides_from_shape
 from pallasite.frontend.control import when as when
+from pallasite.frontend.estimate import estimate_cost as estimate_cost
+from pallasite.frontend.mesh import kernel as kernel
 from pallasite.frontend.primitive import Checked as Checked
+from pallasite.frontend.refs import Slice as Slice
 from pallasite.frontend.refs import atomic_add as atomic_add
 from pallasite.frontend.refs import atomic_and as atomic_and
 from pallasite.frontend.refs import atomic_cas as atomic_cas
@@ -51,8 +55,25 @@ from pallasite.frontend.spec import GridSpec as GridSpec
 from pallasite.frontend.spec import Squeezed as Squeezed
 from pallasite.frontend.spec import no_block_spec as no_block_spec
 from pallasite.frontend.spec import squeezed as squeezed
+from pallasite.install import install as install
 
 ANY = MemorySpace.ANY
 HOST = MemorySpace.HOST
+semaphore = MemorySpace.SEMAPHORE
 
 __version__ = "0.1.0"
+
+__getattr__ = _missing.names(
+    "pallasite",
+    {
+        **_missing.hints(
+            "Indirect RevisitMode core_map DeviceIdType select_ref with_scoped "
+            "lower_as_mlir pallas_call_p pallas_export_experimental empty_ref_like "
+            "BlockDim CompilerParams",
+            "not part of this release; see docs/compat.md",
+        ),
+        "enable_debug_checks": "pl.debug_check is always on",
+        "enable_poison_buffers": "interpret=True poisons, pl.Checked() reports",
+        "reciprocal": "write 1 / x",
+    },
+)

@@ -177,3 +177,30 @@ def debug_effect() -> Any:
     from jax._src import debugging
 
     return debugging.debug_effect
+
+
+def mosaic_bindings() -> Any:
+    """jaxlib's MLIR bindings with the TPU dialect; None where it ships none.
+
+    Attributes: Module, MLIRError, PassManager, and `context()`, which makes a context.
+    """
+    try:
+        from jaxlib.mlir import ir, passmanager
+        from jaxlib.mosaic.python import tpu
+    except ImportError:
+        return None
+    from types import SimpleNamespace
+
+    from jax.interpreters import mlir
+
+    def context() -> Any:
+        made = mlir.make_ir_context()
+        tpu.register_dialect(made)
+        return made
+
+    return SimpleNamespace(
+        Module=ir.Module,
+        MLIRError=ir.MLIRError,
+        PassManager=passmanager.PassManager,
+        context=context,
+    )

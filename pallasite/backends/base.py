@@ -65,7 +65,6 @@ class Backend(Protocol):
 _MODULES = {
     "cpu": "pallasite.backends.cpu",
     "triton": "pallasite.backends.triton",
-    "cuda": "pallasite.backends.cuda",
     "tpu": "pallasite.backends.tpu",
 }
 

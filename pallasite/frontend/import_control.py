@@ -9,6 +9,7 @@ from pallasite.errors import KernelTypeError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.rewrite import substitute
 
 # --- calls are inlined ---
 
@@ -106,7 +107,7 @@ def _as_counted_loop(
         body.ops,
         tuple(body.yields[k] for k in rest),
     )
-    block = _replace_in(block, body.params[limit], carried[limit])
+    block = substitute(block, {body.params[limit]: carried[limit]})
     first, last = carried[at], carried[limit]
     unit = im.builder.like(1, first)
     results = im.builder.emit(
@@ -116,22 +117,6 @@ def _as_counted_loop(
     found = dict(zip(rest, results, strict=True))
     return [final if k == at else last if k == limit else found[k]
             for k in range(len(carried))]  # fmt: skip
-
-
-def _replace_in(block: Block, old: Value, new: Value) -> Block:
-    """The block with every use of one value replaced."""
-
-    def swap(values: Sequence[Value]) -> tuple[Value, ...]:
-        return tuple(new if v is old else v for v in values)
-
-    ops = tuple(
-        op.with_(
-            operands=swap(op.operands),
-            regions=tuple(_replace_in(r, old, new) for r in op.regions),
-        )
-        for op in block.ops
-    )
-    return Block(block.params, ops, swap(block.yields))
 
 
 @rule("scan")
@@ -269,6 +254,6 @@ def _delay(im: Importer, eqn: Any, nanos: Value) -> None:
 @rule("pallasite_pipeline")
 def _pipeline(im: Importer, eqn: Any, *args: Value) -> None:
     plan = eqn.params["plan"]
-    plan.emit(im, list(args))
+    plan.emit(im, eqn)
 
 

@@ -58,7 +58,7 @@ def sign(x: Expr) -> Expr:
     return where(x > 0, 1, where(x < 0, -1, x))
 
 
-@formula
+@float_formula
 def is_finite(x: Expr) -> Expr:
     return abs(x) < INF
 
@@ -177,8 +177,12 @@ def _float_rem(x: Expr, y: Expr) -> Expr:
     The quotient has few enough bits for its products with both halves of the divisor
     to be exact; so are the differences, and the final remainder.
     """
-    digits = 10 if format_of(x).mantissa == 23 else 20
-    size, base = abs(x), abs(y)
+    layout = format_of(x)
+    digits = 10 if layout.mantissa == 23 else 20
+    base, whole = abs(y), abs(x)
+    # A quotient rounded up must not overflow: start from a quarter, finish at the end.
+    huge = whole >= 2.0 ** (layout.bias - 1)
+    size = where(huge, whole * 0.25, whole)
     mantissa, exponent = _normalized(base)
     _, top = _normalized(size)
     distance = (top - exponent).max(0)
@@ -186,8 +190,11 @@ def _float_rem(x: Expr, y: Expr) -> Expr:
     rounds = (distance * (65536 // digits + 1)) >> 16
     rest = _divide_rounds(size, mantissa, exponent, rounds, digits)
     rest = where(rest < 0.0, rest + base, rest)
-    rest = where(base < INF, rest, size)
-    defined = (size < INF) & base.ne(0.0) & y.eq(y)
+    rest = where(huge, rest * 4.0, rest)
+    for multiple in (base * 2.0, base):
+        rest = where(huge & (rest >= multiple), rest - multiple, rest)
+    rest = where(base < INF, rest, whole)
+    defined = (whole < INF) & base.ne(0.0) & y.eq(y)
     return where(defined, with_sign_of(rest, x), NAN)
 
 
@@ -224,7 +231,8 @@ def _divide_rounds(
     half = power >> 1
     divisor = m * power_of_two(half, m.dtype) * power_of_two(power - half, m.dtype)
     quotient = rest / divisor
-    quotient = with_sign_of((abs(quotient) + 0.5).floor(), quotient)
+    # Not floor(q + 1/2), which may round up below a half.
+    quotient = quotient.op("round", rounding_method=1)
     high, low = split(divisor)
     next_rest = (rest - quotient * high) - quotient * low
     body = Block((counter, carried), tuple(inner.ops), (next_rest.value,))
@@ -257,7 +265,7 @@ def _integer_power(x: Expr, y: Expr) -> Expr:
         return result
     # A negative exponent: 1/x, truncated.
     odd = (y & 1).ne(0)
-    reciprocal = where(x.eq(1), 1, where(x.eq(-1), where(odd, x, 1), 0 * x))
+    reciprocal = where(x.eq(1), 1, where(x.eq(-1), where(odd, x, 1), 0))
     return where(y < 0, reciprocal, result)
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+
+from pallasite.ops.polynomials import LGAMMA_HEAD
 
 Array = Any
 
@@ -29,32 +32,39 @@ def per_element(fn: Callable[[float], float]) -> Callable[[Array], Array]:
     return np.vectorize(fn, otypes=[np.float64])
 
 
-def _safe(fn: Callable[[float], float]) -> Callable[[float], float]:
-    def call(x: float) -> float:
-        try:
-            return fn(x)
-        except OverflowError:
-            return math.inf
-        except ValueError:
-            return math.nan
-
-    return call
-
-
 def _erf_inv(x: float) -> float:
-    if abs(x) > 1 or math.isnan(x):
+    size = abs(x)
+    if size > 1 or math.isnan(x):
         return math.nan
-    if abs(x) == 1:
-        return math.copysign(math.inf, x)
-    if abs(x) < 1e-7:  # inv_cdf((1 + x) / 2) would lose the small argument
-        return x * math.sqrt(math.pi) / 2
-    return NormalDist().inv_cdf((x + 1) / 2) / math.sqrt(2)
+    if size == 1 or size == 0:
+        return math.copysign(math.inf, x) if size else x
+    half_root_pi = math.sqrt(math.pi) / 2
+    y = size * half_root_pi
+    if size > 1e-3:
+        y = -NormalDist().inv_cdf((1 - size) / 2) / math.sqrt(2)
+    for _ in range(2):  # Newton, on the function that has no cancellation
+        error = math.erf(y) - size if size < 0.5 else (1 - size) - math.erfc(y)
+        y -= error * half_root_pi * math.exp(y * y)
+    return math.copysign(y, x)
 
 
-erf = in_f64(per_element(math.erf))
-erfc = in_f64(per_element(math.erfc))
-erf_inv = in_f64(per_element(_erf_inv))
-lgamma = in_f64(per_element(_safe(math.lgamma)))
+def _lgamma(x: float) -> float:
+    if 0.75 < x < 2.5:  # Python's loses digits around the zeros at 1 and 2
+        d = x - 1 if x < 1.5 else x - 2
+        near_two = 0.0
+        for c in reversed(LGAMMA_HEAD["f64"]):
+            near_two = near_two * d + c
+        return d * near_two - (math.log1p(d) if x < 1.5 else 0.0)
+    try:
+        return math.lgamma(x)
+    except (OverflowError, ValueError):  # too large, or a pole
+        return math.inf
+
+
+erf = per_element(math.erf)
+erfc = per_element(math.erfc)
+erf_inv = per_element(_erf_inv)
+lgamma = per_element(_lgamma)
 
 
 def is_float(x: Array) -> bool:
@@ -208,18 +218,31 @@ def nextafter(x: Array, y: Array) -> Array:
 
 def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Array:
     """Round to a float of fewer bits and back (nearest even, overflow to infinity)."""
-    wide = x.astype(np.float64)
-    mantissa, exponent = np.frexp(wide)
-    scaled = np.ldexp(np.rint(np.ldexp(mantissa, mantissa_bits + 1)), -mantissa_bits - 1)
-    rounded = np.ldexp(scaled, exponent)
-    bias = (1 << (exponent_bits - 1)) - 1
-    largest = np.ldexp(2 - 2.0**-mantissa_bits, bias)
-    smallest = np.ldexp(1.0, 1 - bias)
-    overflow = np.abs(rounded) > largest
-    rounded = np.where(overflow, np.copysign(np.inf, wide), rounded)
-    # XLA flushes what falls below the smallest normal number.
-    rounded = np.where(np.abs(rounded) < smallest, np.copysign(0.0, wide), rounded)
-    return np.where(np.isfinite(wide), rounded, wide).astype(x.dtype)
+    if x.dtype.itemsize == 1:
+        wide = reduce_precision(
+            x.astype(np.float32),
+            exponent_bits=exponent_bits,
+            mantissa_bits=mantissa_bits,
+        )
+        return wide.astype(x.dtype)
+    info = ml_dtypes.finfo(x.dtype)
+    pattern = _unsigned(x).astype(np.uint64)
+    sign_bit = np.uint64(1 << (info.bits - 1))
+    size = pattern & ~sign_bit
+    dropped = info.nmant - mantissa_bits
+    if dropped > 0:
+        odd = (size >> np.uint64(dropped)) & np.uint64(1)
+        size = size + odd + np.uint64((1 << (dropped - 1)) - 1)
+        size = size >> np.uint64(dropped) << np.uint64(dropped)
+    if exponent_bits < info.nexp:
+        bias, own_bias = (1 << (exponent_bits - 1)) - 1, (1 << (info.nexp - 1)) - 1
+        too_large, infinity = bias + 1 + own_bias, (1 << info.nexp) - 1
+        size = np.where(size >= too_large << info.nmant, infinity << info.nmant, size)
+        # XLA flushes what falls below the smallest normal number.
+        size = np.where(size < (1 - bias + own_bias) << info.nmant, 0, size)
+    result = size.astype(np.uint64) | (pattern & sign_bit)
+    result = result.astype(_unsigned(x).dtype).view(x.dtype)
+    return np.where(x == x, result, x)
 
 
 def cast(x: Array, *, dtype: Any) -> Array:

@@ -235,7 +235,7 @@ def _clz(at: Site, x: Val) -> Val:
 
 def _select_n(f: Function, dtype: DType, which: Val, *cases: Val) -> Val:
     if dtype.is_bool:
-        return f.select(which, cases[1], cases[0]) if len(cases) > 1 else cases[0]
+        return cases[0] if len(cases) == 1 else f.select(which, cases[1], cases[0])
     # The selector is clamped: what is not below n is case n or a later one.
     result = cases[0]
     for n, case in enumerate(cases[1:], 1):
@@ -315,6 +315,8 @@ NATIVE = frozenset([*RULES, "cast", "bitcast", "select_n"])
 
 # Ops whose result is a value of the operand type already, or not a float.
 EXACT = frozenset(
-    ["neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "round"]
-    + ["nextafter", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"]
+    [
+        *("neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "round"),
+        *("nextafter", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"),
+    ]
 )

@@ -114,9 +114,7 @@ def _scalars(e: "Emitter", values: Sequence[Value]) -> list[Val]:
     return [e.scalar(v) for v in values if not v.is_ref and not v.tile.rank]
 
 
-def _carry_places(
-    e: "Emitter", op: Op, carries: Sequence[Value]
-) -> list[Tile | None]:
+def _carry_places(e: "Emitter", op: Op, carries: Sequence[Value]) -> list[Tile | None]:
     """A buffer per carried tile, holding its first value; None for scalars."""
     places: list[Tile | None] = []
     for value, result in zip(carries, op.results, strict=True):

@@ -1,7 +1,7 @@
 """dot: a plain loop nest with the contracted dimension in the middle.
 
-Operands are brought to [batch, rows, k] and [batch, k, columns]; the innermost loop runs
-over columns in memory order, which LLVM turns into vectors. Register-blocked
+Operands are brought to [batch, rows, k] and [batch, k, columns]; the innermost loop
+runs over columns in memory order, which LLVM turns into vectors. Register-blocked
 microkernels take this module's place without changing its callers.
 """
 
@@ -40,9 +40,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     shaped = tiles.reshape(e.f, sums, result.shape)
     if running != result.dtype:
         source = shaped
-        element = lambda i: scalars.cast(
-            e.f, source.at(e.f, i), running, result.dtype
-        )
+        element = lambda i: scalars.cast(e.f, source.at(e.f, i), running, result.dtype)
         shaped = tiles.formula(
             result.shape, result.dtype, element, [source], pointwise=True
         )

@@ -21,7 +21,7 @@ from pallasite.backends.cpu import (
     shapes,
 )
 from pallasite.backends.cpu.arena import Arena
-from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
+from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import (
     Buffer,
     Formula,
@@ -33,7 +33,7 @@ from pallasite.backends.cpu.tiles import (
     row_major,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
-from pallasite.errors import InternalError, UnsupportedError
+from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.types import DType
 
@@ -176,18 +176,18 @@ class Emitter:
     # --- values ---
 
     def scalar(self, value: Value) -> Val:
-        return self._get(value, Val)
+        meaning = self._env[value]
+        assert isinstance(meaning, Val), value.type
+        return meaning
 
     def tile(self, value: Value) -> Tile:
-        return self._get(value, Tile)
+        meaning = self._env[value]
+        assert isinstance(meaning, Tile), value.type
+        return meaning
 
     def ref(self, value: Value) -> Ref:
-        return self._get(value, Ref)
-
-    def _get(self, value: Value, kind):
         meaning = self._env[value]
-        if not isinstance(meaning, kind):
-            raise InternalError(f"{value.type} is not a {kind.__name__} here")
+        assert isinstance(meaning, Ref), value.type
         return meaning
 
     def index(self, value: Value) -> Val:
@@ -195,7 +195,7 @@ class Emitter:
         return scalars.index(self.f, self.scalar(value), value.tile.dtype)
 
     def as_tile(self, value: Value) -> Tile:
-        """The value as a tile, also where it is a scalar (a tile without dimensions)."""
+        """The value as a tile; a scalar becomes one without dimensions."""
         meaning = self._env[value]
         if isinstance(meaning, Val):
             return formula((), value.tile.dtype, lambda _: meaning, free=True)
@@ -304,9 +304,7 @@ def emit_elementwise(e: Emitter, op: Op) -> None:
 
     def element(indices: Indices) -> Val:
         values = [at(indices) for at in elements]
-        return arithmetic.element(
-            e.f, op.name, op.attrs, dtypes, result.dtype, values
-        )
+        return arithmetic.element(e.f, op.name, op.attrs, dtypes, result.dtype, values)
 
     operands = e.tiles_of(op.operands)
     tile = formula(result.shape, result.dtype, element, operands, pointwise=True)
@@ -317,6 +315,3 @@ def _facts(op: Op) -> tuple[list[tuple[str, object]], object, str]:
     types = ", ".join(str(v.type) for v in op.operands)
     fix = "use interpret=True for this call, or write it with other operations"
     return [("op", f"{op.name}({types})")], op.loc, fix
-
-
-__all__ = ["NATIVE", "NULL", "Emitter", "emit_elementwise", "emit_kernel"]

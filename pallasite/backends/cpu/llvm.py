@@ -57,7 +57,9 @@ class Module:
         ]
         declared = [self._declared[name] for name in sorted(self._declared)]
         bodies = [function.text for function in self.functions]
-        return "\n\n".join(filter(None, ["\n".join(constants), *bodies, *declared])) + "\n"
+        return (
+            "\n\n".join(filter(None, ["\n".join(constants), *bodies, *declared])) + "\n"
+        )
 
 
 def _c_string(text: str) -> str:
@@ -136,7 +138,7 @@ class Function:
         number = a.constant
         if number is not None and name == "sext":
             return integer(number, type)
-        if number is not None and name == "trunc" and 0 <= number < 2**31 and type != "i1":
+        if name == "trunc" and type == "i32" and number in range(2**31):
             return integer(number, type)
         return self.pure(type, f"{name} {a} to {type}")
 
@@ -318,7 +320,13 @@ class Loop:
         return iter((self.index, *self.carries))
 
 
-_MANGLED = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
+_MANGLED = {
+    "float": "f32",
+    "double": "f64",
+    "half": "f16",
+    "bfloat": "bf16",
+    "ptr": "p0",
+}
 
 
 def _mangled(type: str) -> str:

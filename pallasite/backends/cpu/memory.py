@@ -56,10 +56,8 @@ def places(e: "Emitter", ref: Ref, access: Access) -> Place:
     """Element by element addressing, for masked and gathering accesses."""
     f = e.f
     entries = access.split_index()
-    gathered = [e.element(v) for entry, v in entries if isinstance(entry, Gather) and v]
-    gather_dtypes = [v.tile.dtype for c, v in entries if isinstance(c, Gather) and v]
-    rank = next((v.tile.rank for c, v in entries if isinstance(c, Gather) and v), 0)
     masked = access.mask is not None
+    rank = next((v.tile.rank for c, v in entries if isinstance(c, Gather) and v), 0)
     starts = {
         d: e.index(operand) if masked and operand else _start(e, entry, operand, n)
         for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True))
@@ -67,12 +65,13 @@ def places(e: "Emitter", ref: Ref, access: Access) -> Place:
     }
 
     def place(indices: Indices) -> tuple[Val, Val]:
-        spans, picks = iter(indices[rank:]), iter(zip(gathered, gather_dtypes))
+        spans = iter(indices[rank:])
         coordinates, inside = [], TRUE
         for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True)):
             if isinstance(entry, Gather):
-                at, dtype = next(picks)
-                where = scalars.index(f, at(indices[:rank]), dtype)
+                assert operand is not None
+                picked = e.element(operand)(indices[:rank])
+                where = scalars.index(f, picked, operand.tile.dtype)
             elif isinstance(entry, Span):
                 where = f.add(starts[d], f.mul(next(spans), integer(entry.stride)))
             else:
@@ -105,7 +104,9 @@ def emit_load(e: "Emitter", op: Op) -> None:
     def element(indices: Indices) -> Val:
         address, _ = place(indices)
         value = scalars.load(e.f, ref.dtype, address)
-        return value if mask is None else e.f.select(mask(indices), value, other(indices))
+        return (
+            value if mask is None else e.f.select(mask(indices), value, other(indices))
+        )
 
     operands = [ref.tile, *e.tiles_of(op.operands[1:])]
     e.define_lazy(op, tiles.formula(type.shape, type.dtype, element, operands))
@@ -252,24 +253,40 @@ def emit_alloc(e: "Emitter", op: Op) -> None:
 
 
 def emit_copy_start(e: "Emitter", op: Op) -> None:
-    """A copy is done when it is started, so waiting for it is nothing."""
+    """A copy is done when it is started; its semaphore counts the copies."""
     source, target = (e.ref(v) for v in op.operands[:2])
     e.before_write(target.root, e.scope.position + 1)
     store_tile(e, target.buffer, source.tile)
+    for semaphore in op.operands[2:3]:
+        _count(e, e.ref(semaphore), "add", integer(1, "i32"))
+
+
+def emit_copy_wait(e: "Emitter", op: Op) -> None:
+    for semaphore in op.operands[2:3]:
+        _count(e, e.ref(semaphore), "sub", integer(1, "i32"))
+
+
+def emit_sem_signal(e: "Emitter", op: Op) -> None:
+    _count(e, e.ref(op.operands[0]), "add", e.scalar(op.operands[1]))
+
+
+def emit_sem_wait(e: "Emitter", op: Op) -> None:
+    """Nobody else could signal meanwhile: only the count changes."""
+    _count(e, e.ref(op.operands[0]), "sub", e.scalar(op.operands[1]))
+
+
+def _count(e: "Emitter", ref: Ref, instruction: str, amount: Val) -> None:
+    e.before_write(ref.root, e.scope.position + 1)
+    amount = e.f.convert("sext", amount, scalars.register(ref.dtype))
+    with e.f.nest(ref.shape) as indices:
+        address = ref.buffer.address(e.f, ref.dtype, indices)
+        old = scalars.load(e.f, ref.dtype, address)
+        new = e.f.binary(instruction, old, amount)
+        scalars.store(e.f, ref.dtype, new, address)
 
 
 def emit_nothing(e: "Emitter", op: Op) -> None:
     pass
-
-
-def emit_sem_change(e: "Emitter", op: Op) -> None:
-    ref, amount = e.ref(op.operands[0]), e.scalar(op.operands[1])
-    e.before_write(ref.root, e.scope.position + 1)
-    instruction = "add" if op.name == "sem_signal" else "sub"
-    with e.f.nest(ref.shape) as indices:
-        address = ref.buffer.address(e.f, ref.dtype, indices)
-        old = e.f.load(amount.type, address)
-        e.f.store(e.f.binary(instruction, old, amount), address)
 
 
 def emit_sem_read(e: "Emitter", op: Op) -> None:
@@ -310,12 +327,11 @@ RULES = {
     "bitcast_view": emit_bitcast_view,
     "alloc": emit_alloc,
     "copy_start": emit_copy_start,
-    "copy_wait": emit_nothing,
-    "sem_signal": emit_sem_change,
-    "sem_wait": emit_sem_change,
+    "copy_wait": emit_copy_wait,
+    "sem_signal": emit_sem_signal,
+    "sem_wait": emit_sem_wait,
     "sem_read": emit_sem_read,
     "debug_check": emit_debug_check,
     "delay": emit_nothing,
     "assume_multiple": emit_assume_multiple,
 }
-

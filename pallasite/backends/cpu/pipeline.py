@@ -8,6 +8,7 @@ grid order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu import scalars
@@ -15,6 +16,7 @@ from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Ref, Root
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
 from pallasite.ir.nodes import Block, BlockDim, Op, Window
+from pallasite.passes.affine import Forms
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -36,7 +38,8 @@ class Extent:
         known = (self.low.constant, self.high.constant)
         if None not in known:
             return TRUE if known == (0, self.size) else FALSE
-        low = f.compare("icmp eq", self.low, integer(0))
+        starts = self.low.constant == 0
+        low = TRUE if starts else f.compare("icmp eq", self.low, integer(0))
         return f.both(low, f.compare("icmp eq", self.high, integer(self.size)))
 
 
@@ -47,24 +50,16 @@ def emit_pipeline(e: "Emitter", op: Op) -> None:
     copied = _always_copied(op, windows, body)
     sizes = iter(op.operands)
     grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
-    rooms = [
-        e.temporary(window.block_shape, array.dtype)
-        if always or _may_hang_over(array, window)
-        else None
-        for array, window, always in zip(arrays, windows, copied, strict=True)
+    plans = [
+        _plan(e, op, *each) for each in zip(arrays, windows, maps, copied, strict=True)
     ]
     with e.f.nest(grid) as counters:
         ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
-        opened = [
-            open_window(e, array, window, index_map, ids, room, always)
-            for array, window, index_map, room, always in zip(
-                arrays, windows, maps, rooms, copied, strict=True
-            )
-        ]
+        opened = [open_window(e, plan, ids) for plan in plans]
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
-        for view, window in zip(opened, windows, strict=True):
-            if window.mode == "out":
+        for view in opened:
+            if view.plan.window.mode == "out":
                 view.copy_back(e)
 
 
@@ -78,12 +73,59 @@ def _always_copied(op: Op, windows: Sequence[Window], body: Block) -> list[bool]
     ]
 
 
-def _may_hang_over(array: Ref, window: Window) -> bool:
-    return any(
-        dim.kind in ("element", "bounded") or n == 0 or n % dim.size
-        for n, dim in zip(array.shape, window.dims, strict=True)
-        if dim.kind != "squeezed" or n == 0
-    )
+@dataclass(frozen=True)
+class Plan:
+    """What is known about a window before the grid runs."""
+
+    array: Ref
+    window: Window
+    index_map: Block
+    fits: list[bool]  # per dimension: no block of the grid hangs over the edge
+    always_copied: bool
+    room: Buffer | None  # arena memory for copies of the block, if there may be any
+
+
+def _plan(
+    e: "Emitter",
+    op: Op,
+    array: Ref,
+    window: Window,
+    index_map: Block,
+    always_copied: bool,
+) -> Plan:
+    ranges = _index_ranges(index_map, op.attrs["grid"], window)
+    fits = [
+        _always_fits(dim, n, *bounds)
+        for dim, n, bounds in zip(window.dims, array.shape, ranges, strict=True)
+    ]
+    room = None
+    if always_copied or not all(fits):
+        room = e.temporary(window.block_shape, array.dtype)
+    return Plan(array, window, index_map, fits, always_copied, room)
+
+
+def _index_ranges(
+    index_map: Block, grid: Sequence[int | None], window: Window
+) -> Iterator[tuple[float, float]]:
+    """Per dimension, the least and the greatest index over the grid, if known."""
+    forms = Forms(index_map.params)
+    forms.add_ops(index_map.ops)
+    pending = iter(index_map.yields)
+    for dim in window.dims:
+        affine = forms.of(next(pending)).affine
+        if dim.kind == "bounded":
+            next(pending)
+        yield (-inf, inf) if affine is None else affine.range(grid)
+
+
+def _always_fits(dim: BlockDim, n: int, first: float, last: float) -> bool:
+    if dim.kind == "squeezed" or not dim.size:
+        return n > 0 or not dim.size
+    if dim.kind == "blocked":
+        # A number that is no block's is clamped to the last one, whole or not.
+        return n > 0 and (n % dim.size == 0 or last < n // dim.size)
+    inside = dim.padding[0] <= first and last + dim.size <= n + dim.padding[0]
+    return dim.kind == "element" and inside
 
 
 @dataclass(frozen=True)
@@ -91,79 +133,80 @@ class OpenWindow:
     """A window at one step: what the body sees, and where it came from."""
 
     ref: Ref
-    array: Ref
+    plan: Plan
     extents: list[Extent]
-    room: Buffer | None
     is_view: Val
 
     def copy_back(self, e: "Emitter") -> None:
         """Store the part of a copied block that lies in the array."""
-        if self.room is None or 0 in self.array.shape:
+        array, room = self.plan.array, self.plan.room
+        if room is None or 0 in array.shape:
             return
-        f, dtype = e.f, self.array.dtype
+        f, dtype, extents = e.f, array.dtype, self.extents
         with f.when(f.negate(self.is_view)):
-            counts = [
-                f.greatest(f.sub(extent.high, extent.low), integer(0))
-                for extent in self.extents
-            ]
+            counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
             with f.nest(counts) as steps:
-                inside = [
-                    f.add(extent.low, step)
-                    for extent, step in zip(self.extents, steps, strict=True)
+                inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
+                places = [
+                    f.add(x.start, i) for x, i in zip(extents, inside, strict=True)
                 ]
-                source = self.room.address(f, dtype, _kept(self.extents, inside))
-                target = self.array.buffer.address(
-                    f, dtype, _in_array(f, self.extents, inside)
-                )
+                source = room.address(f, dtype, _kept(extents, inside))
+                target = array.buffer.address(f, dtype, places)
                 f.store(f.load(scalars.memory(dtype), source), target)
 
 
-def open_window(
-    e: "Emitter",
-    array: Ref,
-    window: Window,
-    index_map: Block,
-    ids: Sequence[Val],
-    room: Buffer | None,
-    always_copied: bool,
-) -> OpenWindow:
+def open_window(e: "Emitter", plan: Plan, ids: Sequence[Val]) -> OpenWindow:
     """Place the block for one program; copies it if it is not wholly in the array."""
-    f = e.f
-    with e.block(index_map, ids) as yields:
-        numbers = iter([f.convert("sext", y, "i64") for y in yields])
+    f, array, window, room = e.f, plan.array, plan.window, plan.room
+    with e.block(plan.index_map, ids) as yields:
+        numbers = iter([f.convert("sext", _register(y), "i64") for y in yields])
         extents = [
-            _extent(f, dim, n, numbers)
-            for dim, n in zip(window.dims, array.shape, strict=True)
+            _extent(f, dim, n, fits, numbers)
+            for dim, n, fits in zip(window.dims, array.shape, plan.fits, strict=True)
         ]
-    is_view = FALSE if always_copied else TRUE
+    is_view = FALSE if plan.always_copied else TRUE
     if room is not None:
         for extent in extents:
             is_view = f.both(is_view, extent.is_inside(f))
     buffer = _choose(f, array, extents, room, is_view)
     if room is not None:
-        if always_copied and window.mode == "in":
+        if plan.always_copied and window.mode == "in":
             buffer = Buffer(buffer.pointer, buffer.strides, Root("copied block"))
         with f.when(f.negate(is_view)):
             _copy_in(f, array, window, extents, room)
     ref = Ref(window.block_shape, array.dtype, buffer)
-    return OpenWindow(ref, array, extents, room, is_view)
+    return OpenWindow(ref, plan, extents, is_view)
 
 
-def _extent(f: Function, dim: BlockDim, n: int, numbers: Iterator[Val]) -> Extent:
-    """Where a block lies along one dimension, from what the index map yields."""
+def _register(meaning: object) -> Val:
+    assert isinstance(meaning, Val)
+    return meaning
+
+
+def _extent(
+    f: Function, dim: BlockDim, n: int, fits: bool, numbers: Iterator[Val]
+) -> Extent:
+    """Where a block lies along one dimension, from what the index map yields.
+
+    What `fits` promises is clamped all the same: safety does not hang on a proof.
+    """
     zero, size = integer(0), integer(dim.size)
     index = next(numbers)
     if dim.kind == "squeezed":
         start = f.clamp(index, zero, integer(max(n - 1, 0)))
         return Extent(start, 1, zero, integer(min(n, 1)), squeezed=True)
     if dim.kind == "blocked":
-        blocks = max(-(-n // dim.size), 1)
-        number = f.clamp(index, zero, integer(blocks - 1))
+        blocks = n // max(dim.size, 1) if fits else -(-n // dim.size)
+        number = f.clamp(index, zero, integer(max(blocks - 1, 0)))
         start = f.mul(number, size)
-        whole = n > 0 and n % dim.size == 0
-        high = size if whole else f.least(size, f.sub(integer(n), start))
+        high = size if fits else f.least(size, f.sub(integer(n), start))
         return Extent(start, dim.size, zero, high)
-    start = f.sub(index, integer(dim.padding[0]))
+    low_padding, high_padding = dim.padding
+    last = integer(max(n + low_padding + high_padding - 1, 0))
+    start = f.sub(f.clamp(index, zero, last), integer(low_padding))
+    if fits:
+        start = f.clamp(start, zero, integer(n - dim.size))
+        return Extent(start, dim.size, zero, size)
     end = f.sub(integer(n), start)
     if dim.kind == "bounded":
         end = f.least(end, next(numbers))
@@ -207,17 +250,13 @@ def _copy_in(
 
 
 def _is_between(f: Function, extent: Extent, step: Val) -> Val:
-    low = f.compare("icmp sge", step, extent.low)
+    low = TRUE if extent.low.constant == 0 else f.compare("icmp sge", step, extent.low)
     return f.both(low, f.compare("icmp slt", step, extent.high))
 
 
 def _kept(extents: list[Extent], values: Sequence[Val]) -> list[Val]:
     """Those of the values that belong to dimensions the block has."""
     return [v for extent, v in zip(extents, values, strict=True) if not extent.squeezed]
-
-
-def _in_array(f: Function, extents: list[Extent], steps: Sequence[Val]) -> list[Val]:
-    return [f.add(x.start, step) for x, step in zip(extents, steps, strict=True)]
 
 
 RULES = {"pipeline": emit_pipeline}

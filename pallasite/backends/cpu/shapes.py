@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def emit_constant(e: "Emitter", op: Op) -> None:
     type = op.result.tile
     value = scalars.constant(op.attrs["value"], type.dtype)
-    e.define(op.result, tiles.splat(type.shape, type.dtype, value) if type.rank else value)
+    e.define_lazy(op, tiles.splat(type.shape, type.dtype, value))
 
 
 def emit_iota(e: "Emitter", op: Op) -> None:
@@ -190,5 +190,3 @@ RULES = {
     "dynamic_update_slice": emit_dynamic_update_slice,
     "bitcast": emit_bitcast,
 }
-
-

@@ -4,6 +4,8 @@ Each takes the function under construction, the operand type and registers, and 
 register; `arithmetic.py` names them in its table.
 """
 
+from collections.abc import Sequence
+
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.ir.types import F32, F64, DType
@@ -72,12 +74,26 @@ def reduce_precision(
 # Giles, "Approximating the erfinv function", GPU Computing Gems 2011: the single
 # precision coefficients, as a start for the iteration.
 _CENTRE = (
-    [2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087]
-    + [-0.00125372503, -0.00417768164, 0.246640727, 1.50140941]
+    2.81022636e-08,
+    3.43273939e-07,
+    -3.5233877e-06,
+    -4.39150654e-06,
+    0.00021858087,
+    -0.00125372503,
+    -0.00417768164,
+    0.246640727,
+    1.50140941,
 )
 _TAIL = (
-    [-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773]
-    + [-0.0076224613, 0.00943887047, 1.00167406, 2.83297682]
+    -0.000200214257,
+    0.000100950558,
+    0.00134934322,
+    -0.00367342844,
+    0.00573950773,
+    -0.0076224613,
+    0.00943887047,
+    1.00167406,
+    2.83297682,
 )
 
 
@@ -116,7 +132,7 @@ def _halley(f: Function, guess: Val, size: Val, rest: Val) -> Val:
     return f.binary("fsub", guess, f.binary("fdiv", step, damp))
 
 
-def _polynomial(f: Function, x: Val, coefficients: list[float]) -> Val:
+def _polynomial(f: Function, x: Val, coefficients: Sequence[float]) -> Val:
     """Horner's scheme, highest power first."""
     first, *rest = coefficients
     total = scalars.floating(first)

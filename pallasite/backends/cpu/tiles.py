@@ -162,7 +162,9 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
     return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
 
 
-def broadcast(f: Function, tile: Tile, shape: Sequence[int], dims: Sequence[int]) -> Tile:
+def broadcast(
+    f: Function, tile: Tile, shape: Sequence[int], dims: Sequence[int]
+) -> Tile:
     kept = [n == shape[d] for n, d in zip(tile.shape, dims, strict=True)]
     buffer, zero = tile.buffer, integer(0)
     if buffer is not None:
@@ -241,7 +243,9 @@ def reshape_strides(
     return result[::-1]
 
 
-def _view(tile: Tile, shape: Sequence[int], pointer: Val, strides: Sequence[Val]) -> Tile:
+def _view(
+    tile: Tile, shape: Sequence[int], pointer: Val, strides: Sequence[Val]
+) -> Tile:
     assert tile.buffer is not None
     source = Buffer(pointer, tuple(strides), tile.buffer.root)
     return Tile(tuple(shape), tile.dtype, source)

@@ -14,8 +14,10 @@ from pallasite.ir.opdef import Effect, table
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
 # others without regions may be evaluated as late as their own last use.
 COMPLETE = frozenset(
-    ["reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"]
-    + ["dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read"]
+    [
+        *("reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"),
+        *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read"),
+    ]
 )
 
 
@@ -108,12 +110,14 @@ def _traced(block: Block, pick) -> set[Value]:
 def _targets(op: Op) -> tuple[Value, ...]:
     if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
         return op.operands[:1]
-    if op.name == "copy_start":
-        return op.operands[1:2]
+    if op.name in ("copy_start", "copy_wait"):
+        return op.operands[1:3]
     if op.name == "pipeline":
         windows = op.attrs["windows"]
         refs = op.operands[len(op.operands) - len(windows) :]
         return tuple(
-            ref for ref, window in zip(refs, windows, strict=True) if window.mode == "out"
+            ref
+            for ref, window in zip(refs, windows, strict=True)
+            if window.mode == "out"
         )
     return ()

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pallasite.backends.tpu.control import Control
+from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.facts import HIGHEST, Fact
-from pallasite.backends.tpu.views import Edge, Fill, Start, View, element_of
+from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
     by_element,
     check_window,
@@ -26,6 +27,7 @@ from pallasite.backends.tpu.windows import (
 from pallasite.backends.tpu.writer import ELEMENTS, array
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.opdef import table
 from pallasite.ir.types import RefType
 
 DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
@@ -148,10 +150,24 @@ class _Module:
             )
         for param in kernel.params:
             self._check_param(param)
+        self._check_windowed()
         loc = plan.pipeline.loc if plan.pipeline else kernel.loc
         for ref, (_, window) in plan.windows.items():
             if not plan.is_called_once:
                 check_window(kernel, ref, window, loc or kernel.loc)
+
+    def _check_windowed(self) -> None:
+        """Each window shows a parameter of its own."""
+        plan = self.plan
+        count = len(plan.pipeline.attrs["windows"]) if plan.pipeline else 0
+        known = {*self.kernel.params}
+        if len(plan.windows) != count or not known.issuperset(plan.windows):
+            raise UnsupportedError(
+                "backend 'tpu' needs one window per operand",
+                [("kernel", self.kernel.name)],
+                at=self.kernel.loc,
+                fix="pass an array that is seen in two ways as two operands",
+            )
 
     def _check_param(self, param: Value) -> None:
         dtype = param.ref.dtype
@@ -350,9 +366,7 @@ class _Function(Control):
         if dim.kind == "blocked" and dim.size != 1:
             name = self.out.value(f"arith.muli {name}, {self.out.i32(dim.size)} : i32")
         # Elements are numbered from the start of the padding.
-        below = dim.kind != "blocked" or fact.low < 0
-        del below
-        return Edge(d, Start(0, name, 1), low, low + size)
+        return Edge(d, Start(0, name, 1), low if fact.low < low else None, low + size)
 
     def emit_map(self, index_map: Block, ref: Value, window: Window) -> list[str]:
         """An index map's block numbers, kept inside the array for what is read."""
@@ -383,5 +397,7 @@ def _listed(params: Sequence[Value]) -> str:
     return ", ".join(f"{p.name or '?'}: {p.ref}" for p in params)
 
 
-NATIVE = frozenset(n.removeprefix("emit_") for n in dir(_Function) if n.startswith("emit_"))
-__all__ = ["NATIVE", "element_of", "emit_module"]
+def native_ops() -> frozenset[str]:
+    """The ops this emitter spells."""
+    spelled = {n for n in table() if hasattr(_Function, f"emit_{n}")}
+    return frozenset({*SPELLINGS, *spelled, "alloc", "pipeline"})

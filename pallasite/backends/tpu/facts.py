@@ -6,7 +6,7 @@ need no clamp, and Mosaic wants proof that dynamic starts are aligned to its til
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import INDEX
@@ -127,7 +127,8 @@ class Facts:
         """Take in an op with one i32 result."""
         if len(op.results) != 1 or not _is_integer(op.result):
             return
-        fact = self._fact(op, [self.of(v) for v in op.operands])
+        operands = [self.of(v) for v in op.operands if not v.is_ref]
+        fact = self._fact(op, operands)
         if fact is not None:
             self._known[op.result] = fact
 
@@ -141,8 +142,6 @@ class Facts:
             )
         if op.name == "cast":
             return self._cast(op, operands[0])
-        if op.name == "load":
-            return None
         rule = _RULES.get(op.name)
         return rule(*operands) if rule else None
 

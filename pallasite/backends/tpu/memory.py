@@ -220,7 +220,7 @@ class Memory(Tiles):
             place = self.arith("arith.addi", place, steps, tile=words)
         high = self.out.number(edge.high, words)
         masks = [self.arith("arith.cmpi slt,", place, high, tile=words)]
-        if edge.low:
+        if edge.low is not None:
             low = self.out.number(edge.low, words)
             masks.append(self.arith("arith.cmpi sge,", place, low, tile=words))
         return masks

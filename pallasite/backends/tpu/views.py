@@ -39,8 +39,8 @@ class Edge:
 
     dim: int  # of the memref
     first: Start  # the array's number for the block's first element
-    low: int  # elements from `low` up to `high` exist
-    high: int
+    low: int | None  # elements from `low` (None: no block starts lower)
+    high: int  # to `high` - 1 exist
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ class Writer:
         if key not in self._constants:
             name = f"%c{len(self._constants)}"
             self._constants[key] = name
-            self.prologue.append(f"    {name} = arith.constant {value} : {type_text}")
+            typed = "" if type_text == "i1" else f" : {type_text}"
+            self.prologue.append(f"    {name} = arith.constant {value}{typed}")
         return self._constants[key]
 
     def number(self, value: float | int | bool, tile: TileType) -> str:

@@ -78,6 +78,8 @@ class Core:
         return Val(self.out.let(text, shared), tuple(shape), elem)
 
     def const(self, value: Any, elem: str, shape: Sequence[int] = ()) -> Val:
+        if FLOAT_BITS.get(elem) == 8:
+            return self.to_float(self.const(value, "f32", shape), elem)
         number = number_text(value, elem)
         if shape:
             number = f"dense<{number}>"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from pallasite.ir.types import DType
@@ -68,6 +69,13 @@ def type_text(shape: Sequence[int], elem: str) -> str:
 
 
 _WIDTHS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+_NUMPY = {
+    "bf16": ml_dtypes.bfloat16,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+}
+_MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}
 _INFINITY = {
     "f16": 0x7C00,
     "bf16": 0x7F80,
@@ -84,20 +92,16 @@ def number_text(value: float | int | bool, elem: str) -> str:
         bits = int(elem[1:])
         value = int(value) & ((1 << bits) - 1)
         return str(value - (1 << bits) if value >> (bits - 1) else value)
-    value = float(value)
+    value = float(np.asarray(value).astype(_NUMPY[elem]))
     if math.isfinite(value):
         text = repr(value)
         return text if "." in text or "e" not in text else text.replace("e", ".0e")
     bits = _INFINITY[elem]
     if math.isnan(value):
-        bits |= bits >> 1 & ~bits | 1 << _mantissa(elem) - 1
+        bits |= 1 << _MANTISSA[elem] - 1
     if np.signbit(value):
         bits |= 1 << _WIDTHS[elem] - 1
     return f"0x{bits:0{_WIDTHS[elem] // 4}X}"
-
-
-def _mantissa(elem: str) -> int:
-    return {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}[elem]
 
 
 class Writer:

@@ -1,0 +1,97 @@
+"""Command line: `python -m pallasite run script.py args...` and `pallasite doctor`."""
+
+import argparse
+import importlib.metadata
+import platform
+import runpy
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `pallasite` command; the exit status."""
+    parser = argparse.ArgumentParser(prog="pallasite", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run", help="run a script with jax.experimental.pallas served by Pallasite"
+    )
+    run.add_argument("script")
+    run.add_argument("args", nargs=argparse.REMAINDER)
+    commands.add_parser("doctor", help="print versions, backends found, and why not")
+    options = parser.parse_args(argv)
+    if options.command == "run":
+        return _run(options.script, options.args)
+    return _doctor()
+
+
+def _run(script: str, args: list[str]) -> int:
+    import os
+
+    from pallasite.install import install
+
+    if not os.path.exists(script):
+        print(f"pallasite run: no such file: {script}", file=sys.stderr)
+        return 2
+    install()
+    sys.argv = [script, *args]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _doctor() -> int:
+    """Versions, then one line per backend: usable, or why not."""
+    from pallasite import __version__
+
+    rows = [("pallasite", __version__), ("python", platform.python_version())]
+    packages = ("jax", "jaxlib", "numpy", "ml_dtypes", "llvmlite", "libtpu")
+    rows += [(p, _version(p) or "not installed") for p in packages]
+    for name, value in rows:
+        print(f"{name:<12} {value}")
+    import jax
+
+    devices = ", ".join(f"{d.platform}:{d.id}" for d in jax.devices())
+    print(f"{'devices':<12} {devices}")
+    print()
+    for name, state in backend_states():
+        print(f"{name:<12} {state}")
+    return 0
+
+
+def backend_states() -> list[tuple[str, str]]:
+    """Each backend and whether it can be used here."""
+    import jax
+
+    from pallasite.backends import base
+
+    present = {d.platform for d in jax.devices()}
+    states = [("interpret", "ready: the emulation and checked mode run anywhere")]
+    for name in base.names():
+        states.append((name, _state(name, present)))
+    return states
+
+
+def _state(name: str, present: set[str]) -> str:
+    from pallasite.backends import base
+
+    try:
+        backend = base.get(name)
+    except ImportError as error:
+        return f"not available: {error}"
+    needs = {"cpu": "llvmlite"}.get(name)
+    if needs and _version(needs) is None:
+        return f"not available: {needs} is not installed"
+    if present & set(backend.platforms):
+        return f"ready: {backend.version()}"
+    wanted = " or ".join(backend.platforms)
+    return f"compiles ahead of time; no {wanted} device to run on"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Mosaic text -> what `tpu_custom_call` takes: a serialised module and its settings.
+
+The module is parsed and verified with the MLIR bindings of jaxlib and shipped as
+versioned bytecode. Without the bindings the text itself is shipped, which libtpu reads
+as its own version of the dialect.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pallasite.backends.base import Options
+from pallasite.errors import CompileError, SpecError
+
+# The oldest version of the serialised dialect that has all we write: any newer libtpu
+# reads it.
+DIALECT_VERSION = 15
+VMEM_SPACE = 1
+
+# Fields of the call's configuration that `compiler_params` sets under the same name.
+PASSED_ON = (
+    "collective_id",
+    "disable_bounds_checks",
+    "disable_semaphore_checks",
+    "internal_scratch_in_bytes",
+    "shape_invariant_numerics",
+    "skip_device_barrier",
+)
+KNOWN = (
+    *PASSED_ON,
+    "allow_input_fusion",
+    "dimension_semantics",
+    "flags",
+    "fuse_transposed_lhs_in_matmul",
+    "has_side_effects",
+    "serialization_format",
+    "vmem_limit_bytes",
+)
+
+
+def verify(text: str) -> None:
+    """Parse and verify the module; CompileError if the bindings refuse it."""
+    _parsed(text)
+
+
+def serialise(text: str) -> bytes | None:
+    """The module as versioned bytecode; None where jaxlib has no bindings."""
+    from pallasite import jaxcompat
+
+    mlir = jaxcompat.mosaic_bindings()
+    if mlir is None:
+        return None
+    module = _parsed(text)
+    passes = f"mosaic-serde{{serialize=true target-version={DIALECT_VERSION}}}"
+    with module.context:
+        module.context.allow_unregistered_dialects = True  # what serde writes
+        mlir.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer, desired_version=0)
+    return buffer.getvalue()
+
+
+def _parsed(text: str) -> Any:
+    from pallasite import jaxcompat
+
+    mlir = jaxcompat.mosaic_bindings()
+    if mlir is None:
+        return None
+    context = mlir.context()
+    try:
+        with context:
+            module = mlir.Module.parse(text)
+            module.operation.verify()
+    except mlir.MLIRError as error:
+        raise CompileError(
+            "the Mosaic module does not verify: a bug in Pallasite, please report it",
+            [("mlir", str(error)), ("module", text)],
+        ) from error
+    return module
+
+
+def call_config(text: str, options: Options) -> str:
+    """The backend_config of the custom call, as JSON."""
+    params = dict(options.compiler_params)
+    _check_params(params)
+    body = serialise(text)
+    config: dict[str, Any] = {
+        "body": base64.b64encode(body or text.encode()).decode(),
+        "needs_layout_passes": True,
+    }
+    if body is not None:
+        config["serialization_format"] = params.get("serialization_format") or 1
+    config |= {k: params[k] for k in PASSED_ON if params.get(k) is not None}
+    if params.get("allow_input_fusion"):
+        config["allow_input_fusion"] = list(params["allow_input_fusion"])
+    if options.cost_estimate is not None:
+        config["cost_estimate"] = dict(options.cost_estimate)
+    top: dict[str, Any] = {"custom_call_config": config}
+    if params.get("vmem_limit_bytes"):
+        limit = {"memory_space": VMEM_SPACE, "offset": 0}
+        limit["size"] = int(params["vmem_limit_bytes"])
+        top["scoped_memory_configs"] = [limit]
+    return json.dumps(top)
+
+
+def _check_params(params: Mapping[str, Any]) -> None:
+    unknown = sorted(k for k, v in params.items() if k not in KNOWN and v is not None)
+    if unknown:
+        raise SpecError(
+            f"backend 'tpu' has no compiler parameter {', '.join(unknown)}",
+            [("known", ", ".join(sorted(KNOWN)))],
+            fix="remove it, or pass it to the backend it belongs to",
+        )

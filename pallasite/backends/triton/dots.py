@@ -1,0 +1,194 @@
+"""Matrix products: any contraction as one `tt.dot`, or as multiply and sum.
+
+The operands are brought to (batch, rows, depth) and (batch, depth, columns). Padding
+along the depth is zeroed on both sides. Tensor cores want at least 16 along each
+dimension: smaller ones are repeated (rows, columns) or filled with zeros (depth).
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from pallasite.backends.triton.elementwise import cast_value
+from pallasite.backends.triton.text import Val
+from pallasite.backends.triton.tiles import Tiles
+from pallasite.ir.nodes import Op
+from pallasite.ir.types import DTYPES, F32, DType
+
+SMALLEST = 16
+# Below this many products, small operands are multiplied and summed element by element.
+FEW_PRODUCTS = 1 << 14
+# Names for `precision`, as JAX and Triton spell them, by what Triton does for f32.
+PRECISIONS = {
+    None: "ieee",
+    "default": "ieee",
+    "high": "tf32x3",
+    "highest": "ieee",
+    "ieee": "ieee",
+    "tf32": "tf32",
+    "tf32x3": "tf32x3",
+}
+
+
+class Dots(Tiles):
+    """Emits `dot`."""
+
+    def emit_dot(self, op: Op) -> None:
+        (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = (
+            op.attrs["contract"],
+            op.attrs["batch"],
+        )
+        self.layout(op.result.tile, op)
+        lhs, lhs_free = self.grouped(op, 0, lhs_batch, lhs_depth, depth_last=True)
+        rhs, rhs_free = self.grouped(op, 1, rhs_batch, rhs_depth, depth_last=False)
+        batch = [op.operands[0].tile.shape[d] for d in lhs_batch]
+        depth = prod(op.operands[0].tile.shape[d] for d in lhs_depth)
+        rows, columns = prod(lhs_free), prod(rhs_free)
+        kind = self.common_type(op)
+        lhs = cast_value(self, op, lhs, op.operands[0].tile.dtype, kind)
+        rhs = cast_value(self, op, rhs, op.operands[1].tile.dtype, kind)
+        group = [prod(batch)] if batch else []
+        last = len(group)
+        lhs = self.without_padding(lhs, (*group, rows, depth), [last + 1], 0)
+        rhs = self.without_padding(rhs, (*group, depth, columns), [last], 0)
+        accumulator = _accumulator(kind, op.attrs["dtype"])
+        if self.is_elementwise(lhs, rhs, kind, accumulator):
+            result = self.multiply_and_sum(op, lhs, rhs, kind, accumulator)
+        else:
+            result = self.matrix_product(op, lhs, rhs, accumulator)
+        result = cast_value(self, op, result, accumulator, op.attrs["dtype"])
+        full = (*batch, *lhs_free, *rhs_free)
+        self.env[op.result] = self.regroup(result, (*group, rows, columns), full)
+
+    def grouped(
+        self,
+        op: Op,
+        number: int,
+        batch: Sequence[int],
+        depth: Sequence[int],
+        depth_last: bool,
+    ) -> tuple[Val, list[int]]:
+        """An operand as ([batch], rows, depth) or ([batch], depth, columns)."""
+        shape = op.operands[number].tile.shape
+        free = [d for d in range(len(shape)) if d not in (*batch, *depth)]
+        tail = (free, depth) if depth_last else (depth, free)
+        order = [*batch, *tail[0], *tail[1]]
+        x = self.env[op.operands[number]]
+        if x.shape:
+            x = self.transpose(x, order)
+        permuted = [shape[d] for d in order]
+        group = [prod(shape[d] for d in batch)] if batch else []
+        sizes = [prod(shape[d] for d in dims) for dims in tail]
+        x = self.regroup(x, permuted, (*group, *sizes))
+        return x, [shape[d] for d in free]
+
+    def common_type(self, op: Op) -> DType:
+        x, y = (v.tile.dtype for v in op.operands)
+        if x == y:
+            return DTYPES["i32"] if x.is_bool else x
+        if x.is_float and y.is_float:
+            return max(x, y, key=lambda d: d.bits) if x.bits != y.bits else F32
+        if x.is_float or y.is_float:
+            return x if x.is_float else y
+        return op.attrs["dtype"]
+
+    def is_elementwise(
+        self, lhs: Val, rhs: Val, kind: DType, accumulator: DType
+    ) -> bool:
+        if not kind.is_float and (kind.name != "i8" or accumulator.name != "i32"):
+            return True
+        *batch, rows, depth = lhs.shape
+        products = prod(batch) * rows * depth * rhs.shape[-1]
+        small = min(rows, depth, rhs.shape[-1]) < SMALLEST
+        return small and products <= FEW_PRODUCTS
+
+    def multiply_and_sum(
+        self, op: Op, lhs: Val, rhs: Val, kind: DType, accumulator: DType
+    ) -> Val:
+        lhs = cast_value(self, op, lhs, kind, accumulator)
+        rhs = cast_value(self, op, rhs, kind, accumulator)
+        axis = len(lhs.shape) - 1
+        shape = (*lhs.shape, rhs.shape[-1])
+        if prod(shape) > 1 << 18:
+            self.refuse(
+                op,
+                f"{kind} matrices are multiplied element by element: {prod(shape)} products",
+                "use f32, bf16, f16 or i8 operands, or smaller blocks",
+            )
+        left = self.spread(self.expand(lhs, axis + 1), shape)
+        right = self.spread(self.expand(rhs, axis - 1), shape)
+        name, add = ("arith.mulf", "arith.addf")
+        if not accumulator.is_float:
+            name, add = ("arith.muli", "arith.addi")
+        product = self.apply(name, left, right)
+        (result,) = self.fold(
+            "tt.reduce", [product], axis, lambda a, b: [self.apply(add, a[0], b[0])]
+        )
+        return result
+
+    def matrix_product(self, op: Op, lhs: Val, rhs: Val, accumulator: DType) -> Val:
+        first = len(lhs.shape) - 2  # rows of lhs, depth of rhs
+        rows, columns = lhs.shape[first], rhs.shape[-1]
+        lhs = self.filled(self.repeated(lhs, first), first + 1)
+        rhs = self.filled(self.repeated(rhs, first + 1), first)
+        shape = (*lhs.shape[:-1], rhs.shape[-1])
+        elem = self.elem(accumulator, op)
+        zero = self.const(0, elem, shape)
+        precision = op.attrs["precision"]
+        known = PRECISIONS.get(precision.lower() if precision else None)
+        if known is None:
+            self.refuse(
+                op,
+                f"precision {precision!r}",
+                f"use one of {', '.join(p for p in PRECISIONS if p)}",
+            )
+        mode = f", inputPrecision = {known}" if lhs.elem == "f32" else ""
+        types = f"{lhs.type} * {rhs.type} -> {zero.type}"
+        result = self.let(f"tt.dot {lhs}, {rhs}, {zero}{mode} : {types}", shape, elem)
+        result = self.once(result, first, rows)
+        return self.once(result, first + 1, columns)
+
+    # --- operands smaller than a tensor core's ---
+
+    def repeated(self, x: Val, axis: int) -> Val:
+        """Each row or column as often as it takes to get the smallest size."""
+        times = SMALLEST // x.shape[axis]
+        if times <= 1:
+            return x
+        shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+        wide = self.spread(self.expand(x, axis + 1), shape)
+        return self.reshape(wide, _merged(shape, axis))
+
+    def filled(self, x: Val, axis: int) -> Val:
+        """Zeros between the elements along the depth, the same for both operands."""
+        times = SMALLEST // x.shape[axis]
+        if times <= 1:
+            return x
+        shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
+        wide = self.spread(self.expand(x, axis + 1), shape)
+        kept = self.spread(self.below(1, shape, axis + 1), shape)
+        wide = self.select(kept, wide, self.like(0, wide))
+        return self.reshape(wide, _merged(shape, axis))
+
+    def once(self, x: Val, axis: int, n: int) -> Val:
+        """One of each group of equal rows or columns made by `repeated`."""
+        times = x.shape[axis] // n
+        if times == 1:
+            return x
+        shape = (*x.shape[:axis], n, times, *x.shape[axis + 1 :])
+        split = self.reshape(x, shape)
+        (result,) = self.fold("tt.reduce", [split], axis + 1, lambda a, b: a)
+        return result
+
+
+def _merged(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _accumulator(kind: DType, result: DType) -> DType:
+    if kind.name == "f64":
+        return kind
+    if kind.is_float:
+        return F32
+    if kind.name == "i8" and result.name == "i32":
+        return result
+    return result if not result.is_float else DTYPES["i32"]

@@ -1,0 +1,355 @@
+"""Tile IR to TTIR: the kernel function, its grid, and control flow.
+
+In: a kernel after `passes/promote.py` (programs, loops, values; refs only where memory
+is meant). Out: an MLIR module as text, and what a launch needs to know. The op families
+are in the classes this one inherits; `emit_<op>` or a row of `NATIVE` emits an op.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from pallasite.backends.triton.elementwise import NATIVE
+from pallasite.backends.triton.memory import Memory
+from pallasite.backends.triton.text import Val, memory_element
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.types import TileType
+from pallasite.passes.carry import VIEWS
+from pallasite.passes.grid import find_pipeline
+from pallasite.passes.ranges import loop_range
+
+MAX_PROGRAMS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Main memory a kernel needs besides its arrays, for all programs together."""
+
+    shape: tuple[int, ...]
+    numpy_dtype: str
+
+
+def function_name(kernel: Kernel) -> str:
+    return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
+
+
+def program_grid(kernel: Kernel) -> tuple[int, ...]:
+    """How many programs a promoted kernel has along each of its axes."""
+    return tuple(find_pipeline(kernel).attrs["grid"])
+
+
+def scratch_of(kernel: Kernel) -> tuple[Scratch, ...]:
+    """Scratch refs that stay in memory: one part per program, end to end."""
+    programs = prod(program_grid(kernel))
+    return tuple(
+        Scratch((programs * op.result.ref.size,), op.result.ref.dtype.numpy_name)
+        for op in _allocs(kernel)
+    )
+
+
+def _allocs(kernel: Kernel) -> list[Op]:
+    return [op for op in walk(kernel.body) if op.name == "alloc"]
+
+
+def emit(kernel: Kernel) -> str:
+    """The TTIR module of a promoted kernel."""
+    return Emitter(kernel).module()
+
+
+class Emitter(Memory):
+    """Walks a kernel and writes its module."""
+
+    def __init__(self, kernel: Kernel):
+        super().__init__()
+        self.kernel = kernel
+        self.fenced = _written_and_read(kernel)
+
+    def module(self) -> str:
+        kernel = self.kernel
+        same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        params: list[str] = []
+        for number, param in enumerate(kernel.params):
+            pointer = self.parameter(param, number, params)
+            self.views[param] = self.array(param.ref, pointer, same.get(param, param))
+        self.scratch = {
+            op.result: self.parameter(op.result, len(kernel.params) + n, params)
+            for n, op in enumerate(_allocs(kernel))
+        }
+        self.out.depth = 2
+        self.block(kernel.body)
+        self.out.line("tt.return")
+        head = f"  tt.func public @{function_name(kernel)}({', '.join(params)})"
+        lines = [
+            "module {",
+            f"{head} attributes {{noinline = false}} {{",
+            *self.out.lines,
+            "  }",
+            "}",
+            "",
+        ]
+        return "\n".join(lines)
+
+    def parameter(self, ref: Value, number: int, params: list[str]) -> Val:
+        elem = memory_element(ref.ref.dtype)
+        if elem is None or ref.ref.is_semaphore:
+            raise UnsupportedError(
+                f"backend 'triton' has no memory of {ref.type}",
+                [("kernel", self.kernel.name), ("ref", ref.name or number)],
+                self.kernel.loc,
+                "use another dtype, or interpret=True",
+            )
+        kind = f"!tt.ptr<{elem}>"
+        params.append(f"%arg{number}: {kind} {{tt.divisibility = 16 : i32}}")
+        return Val(f"%arg{number}", (), kind)
+
+    # --- walking ---
+
+    def block(self, block: Block) -> None:
+        for op in block.ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        if op.name in NATIVE:
+            self.emit_elementwise(op)
+        else:
+            method: Callable[[Op], None] | None
+            method = getattr(self, f"emit_{op.name}", None)
+            if method is None:
+                self.refuse(op)
+            method(op)
+        self.ranges.add(op)
+        for value in op.results:
+            self.producers[value] = op
+
+    def val_type(self, value: Value, op: Op) -> str:
+        if not isinstance(value.type, TileType):
+            self.refuse(op, "a loop or branch hands on a ref")
+        shape, elem = self.layout(value.tile, op)
+        return Val("", shape, elem).type
+
+    def bind(self, value: Value, name: str, op: Op) -> None:
+        shape, elem = self.layout(value.tile, op)
+        self.env[value] = Val(name, shape, elem)
+
+    def bind_results(self, op: Op, name: str) -> None:
+        many = len(op.results) > 1
+        for number, value in enumerate(op.results):
+            self.bind(value, f"{name}#{number}" if many else name, op)
+
+    def result_head(self, op: Op, name: str) -> str:
+        if not op.results:
+            return ""
+        return f"{name}:{len(op.results)} = " if len(op.results) > 1 else f"{name} = "
+
+    def result_types(self, op: Op) -> str:
+        return ", ".join(self.val_type(v, op) for v in op.results)
+
+    def yield_(self, values: Sequence[Value], op: Op, word: str = "scf.yield") -> None:
+        if values:
+            names = ", ".join(self.env[v].name for v in values)
+            types = ", ".join(self.val_type(v, op) for v in values)
+            self.out.line(f"{word} {names} : {types}")
+        elif word != "scf.yield":
+            self.out.line(word)
+
+    # --- the grid ---
+
+    def emit_pipeline(self, op: Op) -> None:
+        """One program per step; the axes share the first dimension of the launch."""
+        grid, body = op.attrs["grid"], op.regions[-1]
+        if op.attrs["windows"] or any(n is None for n in grid):
+            self.refuse(op, "a pipeline that is not a grid of programs")
+        if prod(grid) > MAX_PROGRAMS:
+            self.refuse(op, f"{prod(grid)} programs; CUDA's limit is {MAX_PROGRAMS}")
+        rest = self.let("tt.get_program_id x : i32", (), "i32")
+        self.program = rest
+        if prod(grid) == 0:
+            return
+        for axis in reversed(range(len(grid))):
+            size, value = grid[axis], body.params[axis]
+            self.ranges.set(value, 0, size - 1)
+            if size == 1:
+                self.env[value] = self.const(0, "i32")
+            elif prod(grid[:axis]) == 1:
+                self.env[value] = rest
+            else:
+                self.env[value] = self.scaled("arith.remsi", rest, size)
+                rest = self.scaled("arith.divsi", rest, size)
+        self.block(body)
+
+    def emit_alloc(self, op: Op) -> None:
+        ref, pointer = op.result.ref, self.scratch[op.result]
+        offset = self.times(self.program, ref.size, wide=True)
+        if isinstance(offset, Val):
+            offset = self.convert("arith.extsi", offset, "i64")
+        view = self.array(ref, pointer, op.result, offset)
+        from dataclasses import replace
+
+        self.views[op.result] = replace(view, wide=True)
+
+    # --- control flow ---
+
+    def emit_for(self, op: Op) -> None:
+        (body,) = op.regions
+        first, limit, step = (self.env[v] for v in op.operands[:3])
+        if self.ranges.of(op.operands[2])[0] < 1:
+            self.refuse(op, "the step of a loop must be known to be positive")
+        index, *carries = body.params
+        found = loop_range(self.ranges, op.operands)
+        if found is not None and index.tile.dtype.is_signed_int:
+            self.ranges.set(index, *found)
+        name = self.out.fresh()
+        counter = Val(self.out.fresh(), (), first.elem)
+        self.env[index] = counter
+        head = f"{self.result_head(op, name)}scf.for {counter} = {first} to {limit}"
+        head += f" step {step}"
+        if carries:
+            pairs = []
+            for param, value in zip(carries, op.operands[3:], strict=True):
+                self.bind(param, self.out.fresh(), op)
+                pairs.append(f"{self.env[param]} = {self.env[value]}")
+            head += f" iter_args({', '.join(pairs)}) -> ({self.result_types(op)})"
+        self.out.line(f"{head} : {first.elem} {{")
+        with self.out.region():
+            self.block(body)
+            self.yield_(body.yields, op)
+        self.out.line("}")
+        self.bind_results(op, name)
+
+    def emit_while(self, op: Op) -> None:
+        test, body = op.regions
+        if not op.operands:
+            self.refuse(op, "a loop without carried values")
+        name = self.out.fresh()
+        pairs = []
+        for param, value in zip(test.params, op.operands, strict=True):
+            self.bind(param, self.out.fresh(), op)
+            pairs.append(f"{self.env[param]} = {self.env[value]}")
+        types = self.result_types(op)
+        head = f"{self.result_head(op, name)}scf.while ({', '.join(pairs)})"
+        self.out.line(f"{head} : ({types}) -> ({types}) {{")
+        with self.out.region():
+            self.block(test)
+            goes_on = self.env[test.yields[0]]
+            self.yield_(test.params, op, f"scf.condition({goes_on})")
+        self.out.line("} do {")
+        params = []
+        for param in body.params:
+            self.bind(param, self.out.fresh(), op)
+            params.append(f"{self.env[param]}: {self.env[param].type}")
+        self.out.line(f"^bb0({', '.join(params)}):")
+        with self.out.region():
+            self.block(body)
+            self.yield_(body.yields, op)
+        self.out.line("}")
+        self.bind_results(op, name)
+
+    def emit_cond(self, op: Op) -> None:
+        name = self.branches(op, 0)
+        if name is not None:
+            self.bind_results(op, name)
+
+    def branches(self, op: Op, number: int) -> str | None:
+        """Branch `number` or a later one, as nested ifs; the name of the results."""
+        last = len(op.regions) - 1
+        if number == last:
+            self.block(op.regions[last])
+            if op.results and number == 0:  # the only branch: no `if` around it
+                for result, value in zip(op.results, op.regions[0].yields, strict=True):
+                    self.env[result] = self.env[value]
+            else:
+                self.yield_(op.regions[last].yields, op)
+            return None
+        test, swapped = self.branch_test(op, number)
+        name = self.out.fresh() if op.results else None
+        types = f" -> ({self.result_types(op)})" if op.results else ""
+        head = self.result_head(op, name or "")
+        self.out.line(f"{head}scf.if {test}{types} {{")
+        self.branch(op, number + 1 if swapped else number, swapped)
+        other = op.regions[number if swapped else number + 1]
+        if op.results or other.ops or last > number + 1:
+            self.out.line("} else {")
+            self.branch(op, number if swapped else number + 1, not swapped)
+        self.out.line("}")
+        return name
+
+    def branch(self, op: Op, number: int, rest: bool) -> None:
+        """One arm of an `if`; `rest`: it stands for all later branches too."""
+        with self.out.region():
+            if rest and number < len(op.regions) - 1:
+                name = self.branches(op, number)
+                if name is not None:
+                    many = len(op.results) > 1
+                    names = [
+                        f"{name}#{n}" if many else name for n in range(len(op.results))
+                    ]
+                    types = self.result_types(op)
+                    self.out.line(f"scf.yield {', '.join(names)} : {types}")
+            else:
+                self.block(op.regions[number])
+                self.yield_(op.regions[number].yields, op)
+
+    def branch_test(self, op: Op, number: int) -> tuple[Val, bool]:
+        """What decides for branch `number`; True: it is the test of the later ones."""
+        which = op.operands[0]
+        source = self.producers.get(which)
+        is_flag = source is not None and source.name == "cast"
+        if is_flag and len(op.regions) == 2 and source is not None:
+            flag = source.operands[0]
+            if flag.tile.dtype.is_bool:
+                return self.env[flag], True
+        index = self.env[which]
+        return self.compare("sle", index, self.like(number, index)), False
+
+    # --- the rest ---
+
+    def emit_assume_multiple(self, op: Op) -> None:
+        self.env[op.result] = self.env[op.operands[0]]
+
+    def emit_delay(self, op: Op) -> None:
+        """Waiting has no meaning of its own."""
+
+    def emit_debug_check(self, op: Op) -> None:
+        """Checked by the emulation; a device assertion would stop the whole process."""
+
+    def emit_debug_print(self, op: Op) -> None:
+        values = [self.env[v] for v in op.operands]
+        text = json.dumps(f" {op.attrs['format']}: ")
+        if not values:
+            self.out.line(f"tt.print {text} {{hex = false, isSigned = array<i32>}}")
+            return
+        signed = ", ".join(str(int(v.tile.dtype.is_signed_int)) for v in op.operands)
+        names = ", ".join(map(str, values))
+        types = ", ".join(v.type for v in values)
+        attrs = f"{{hex = false, isSigned = array<i32: {signed}>}}"
+        self.out.line(f"tt.print {text} {attrs} : {names} : {types}")
+
+
+STRUCTURED = frozenset(
+    name[len("emit_") :]
+    for name in dir(Emitter)
+    if name.startswith("emit_") and name != "emit_elementwise"
+)
+
+
+def _written_and_read(kernel: Kernel) -> set[Value]:
+    """Memory some threads of a program may access after others have written it."""
+    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    root = {p: same.get(p, p) for p in kernel.params}
+    accesses: dict[Value, list[str]] = {}
+    for op in walk(kernel.body):
+        if op.name == "alloc":
+            root[op.result] = op.result
+        for value in op.operands:
+            if value in root and op.name in VIEWS:
+                root[op.result] = root[value]
+            elif value in root:
+                accesses.setdefault(root[value], []).append(op.name)
+    return {
+        memory
+        for memory, names in accesses.items()
+        if any(n != "load" for n in names) and len(names) > 1
+    }

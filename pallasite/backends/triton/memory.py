@@ -1,0 +1,493 @@
+"""Loads and stores: views of main memory as pointers and masks.
+
+A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
+the array that a block may hang over, where the block starts and where the array ends.
+Every access masks what is padding or outside, so nothing is touched out of bounds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from pallasite.backends.triton.dots import Dots
+from pallasite.backends.triton.text import Val, memory_element, physical, type_text
+from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
+from pallasite.ir.types import DType, RefType
+
+Number = int | Val  # an i32 scalar, plain where it is known
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a view: its size, its stride in memory, where its edge is."""
+
+    size: int
+    stride: int
+    edge: int | None = None  # key of the Edge it moves along
+    step: int = 1  # elements of that array dimension per element of this one
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A dimension of the array that a view may leave."""
+
+    start: Number  # the view's first element
+    stop: Number  # one past the last element there is
+    below: bool  # whether the start may be negative
+
+
+@dataclass(frozen=True)
+class View:
+    """A ref in the emitted code."""
+
+    pointer: Val
+    dtype: DType
+    offset: Number  # of the first element, in elements
+    dims: tuple[Dim, ...]
+    edges: tuple[tuple[int, Edge], ...] = ()
+    fill: float | int | bool | None = None
+    wide: bool = False  # offsets need 64 bits
+    memory: Value | None = None  # the kernel parameter it lies in
+
+
+class Memory(Dots):
+    """Emits views, loads, stores and atomics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: dict[Value, View] = {}
+        self.fenced: set[Value] = set()  # memory that is written and read again
+
+    def array(
+        self, ref: RefType, pointer: Val, memory: Value | None, offset: Number = 0
+    ) -> View:
+        """A whole array, row-major."""
+        strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
+        dims = tuple(Dim(n, s) for n, s in zip(ref.shape, strides, strict=True))
+        wide = ref.size >= 1 << 31
+        return View(pointer, ref.dtype, offset, dims, wide=wide, memory=memory)
+
+    # --- numbers known or not ---
+
+    def number(self, value: Value) -> Number:
+        known = self.ranges.number(value)
+        if known is not None:
+            return known
+        return self.index_value(self.env[value], value.tile.dtype)
+
+    def scalar(self, x: Number, wide: bool = False) -> Val:
+        elem = "i64" if wide else "i32"
+        if isinstance(x, int):
+            return self.const(x, elem)
+        return self.convert("arith.extsi", x, elem)
+
+    def plus(self, x: Number, y: Number, wide: bool = False) -> Number:
+        if isinstance(x, int) and isinstance(y, int):
+            return x + y
+        if x == 0:
+            return y
+        if y == 0:
+            return x
+        return self.apply("arith.addi", self.scalar(x, wide), self.scalar(y, wide))
+
+    def times(self, x: Number, factor: int, wide: bool = False) -> Number:
+        if isinstance(x, int):
+            return x * factor
+        if factor in (0, 1):
+            return x if factor else 0
+        return self.apply("arith.muli", self.scalar(x, wide), self.scalar(factor, wide))
+
+    # --- views ---
+
+    def emit_block_view(self, op: Op) -> None:
+        ref, *indices = op.operands
+        source, window = self.views[ref], op.attrs["window"]
+        pending = iter(indices)
+        dims: list[Dim] = []
+        edges = dict(source.edges)
+        offset = source.offset
+        for dim, whole in zip(window.dims, source.dims, strict=True):
+            if whole.edge is not None:
+                self.refuse(op, "a window on a block that may hang over its array")
+            index = next(pending)
+            start, low, high = self.block_start(dim, index)
+            stop: Number = whole.size
+            if dim.kind == "bounded":
+                stop = self.bounded_stop(start, next(pending), whole.size)
+                high = whole.size
+            moved = self.times(start, whole.stride, source.wide)
+            offset = self.plus(offset, moved, source.wide)
+            edge = None
+            if low < 0 or high + dim.size > whole.size:
+                edge = max(edges, default=-1) + 1
+                edges[edge] = Edge(start, stop, low < 0)
+            if dim.kind != "squeezed":
+                dims.append(Dim(dim.size, whole.stride, edge))
+        self.views[op.result] = replace(
+            source,
+            offset=offset,
+            dims=tuple(dims),
+            edges=tuple(edges.items()),
+            fill=window.fill,
+        )
+
+    def block_start(self, dim: BlockDim, index: Value) -> tuple[Number, int, int]:
+        """First element of a block, with the least and greatest it can be."""
+        low, high = self.ranges.of(index)
+        start = self.number(index)
+        if dim.kind == "blocked":
+            if max(-low, high) * dim.size >= 1 << 31:
+                low, high = -1, 1 << 31  # unknown: check both ends
+            return self.times(start, dim.size), low * dim.size, high * dim.size
+        if dim.kind == "element":
+            before = dim.padding[0]
+            return self.plus(start, -before), low - before, high - before
+        return start, low, high
+
+    def bounded_stop(self, start: Number, length: Value, size: int) -> Number:
+        stop = self.plus(start, self.number(length))
+        if isinstance(stop, int):
+            return min(stop, size)
+        return self.apply("arith.minsi", stop, self.const(size, "i32"))
+
+    def emit_subview(self, op: Op) -> None:
+        access = Access.of(op)
+        view = self.views[access.ref]
+        dims: list[Dim] = []
+        for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
+            assert not isinstance(entry, Gather)
+            start = self.start(entry, operand, dim.size, clamp=True)
+            view = self.shifted(view, dim, start)
+            if isinstance(entry, Span):
+                stride, step = dim.stride * entry.stride, dim.step * entry.stride
+                dims.append(replace(dim, size=entry.size, stride=stride, step=step))
+        self.views[op.result] = replace(view, dims=tuple(dims))
+
+    def shifted(self, view: View, dim: Dim, start: Number) -> View:
+        """The view moved by `start` elements of one of its dimensions."""
+        if start == 0:
+            return view
+        moved = self.times(start, dim.stride, view.wide)
+        view = replace(view, offset=self.plus(view.offset, moved, view.wide))
+        if dim.edge is None:
+            return view
+        edges = dict(view.edges)
+        edge = edges[dim.edge]
+        first = self.plus(edge.start, self.times(start, dim.step))
+        edges[dim.edge] = replace(edge, start=first)
+        return replace(view, edges=tuple(edges.items()))
+
+    def emit_transpose_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dims = tuple(view.dims[d] for d in op.attrs["perm"])
+        self.views[op.result] = replace(view, dims=dims)
+
+    def emit_reshape_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dims = _split_and_merge(view.dims, op.attrs["shape"])
+        if dims is None:
+            self.refuse(
+                op,
+                "the dimensions are not contiguous in memory, or may hang over an edge",
+                "reshape the loaded value instead",
+            )
+        self.views[op.result] = replace(view, dims=dims)
+
+    def emit_bitcast_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dtype: DType = op.attrs["dtype"]
+        if dtype.bits != view.dtype.bits:
+            self.refuse(op, "the types differ in width", "bitcast the loaded value")
+        elem = memory_element(dtype)
+        if elem is None:
+            self.refuse(op, f"Triton has no element type {dtype}")
+        kind = f"!tt.ptr<{elem}>"
+        pointer = view.pointer
+        if kind != pointer.elem:
+            text = f"tt.bitcast {pointer} : {pointer.elem} -> {kind}"
+            pointer = self.let(text, (), kind)
+        self.views[op.result] = replace(view, pointer=pointer, dtype=dtype)
+
+    # --- where an access goes ---
+
+    def start(
+        self, entry: At | Span, operand: Value | None, size: int, clamp: bool
+    ) -> Number:
+        if operand is None:
+            assert entry.start is not None
+            return entry.start
+        last = size - (entry.extent if isinstance(entry, Span) else 1)
+        start = self.number(operand)
+        low, high = self.ranges.of(operand)
+        if isinstance(start, int):
+            return min(max(start, 0), last) if clamp else start
+        if clamp and low < 0:
+            start = self.apply("arith.maxsi", start, self.const(0, "i32"))
+        if clamp and high > last:
+            start = self.apply("arith.minsi", start, self.const(last, "i32"))
+        return start
+
+    def place(self, op: Op, access: Access, result: Sequence[int]) -> "Place":
+        """Pointers of an access and the mask of what may be touched."""
+        view = self.views[access.ref]
+        clamp = access.mask is None
+        reads = op.name == "load"
+        shape = physical(result)
+        entries = access.split_index()
+        gathered = next(
+            (len(v.tile.shape) for e, v in entries if isinstance(e, Gather) and v), 0
+        )
+        axis = gathered
+        spots: list[tuple[Dim, Val]] = []  # positions along the dims that are tiles
+        masks: list[Val | None] = [self.padding_mask(result, range(len(result)))]
+        for dim, (entry, operand) in zip(view.dims, entries, strict=True):
+            if isinstance(entry, Gather):
+                assert operand is not None
+                spot, inside = self.gathered(operand, dim.size, len(shape), reads)
+                masks.append(inside)
+                spots.append((dim, spot))
+                continue
+            first = self.start(entry, operand, dim.size, clamp)
+            view = self.shifted(view, dim, first)
+            if isinstance(entry, Span):
+                spot = self.along(shape, axis)
+                axis += 1
+                if entry.stride != 1:
+                    spot = self.scaled("arith.muli", spot, entry.stride)
+                spots.append((dim, spot))
+            else:
+                spot = None
+            if not clamp and operand is not None:
+                masks.append(self.in_range(first, spot, dim.size))
+        masks += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
+        pointers = self.pointers(view, spots, shape)
+        return Place(pointers, self.both(*masks), shape, view)
+
+    def gathered(
+        self, operand: Value, size: int, rank: int, reads: bool
+    ) -> tuple[Val, Val | None]:
+        """Element numbers from an index tile, made safe: clamped or masked."""
+        index = self.index_value(self.env[operand], operand.tile.dtype)
+        while len(index.shape) < rank:
+            index = self.expand(index, len(index.shape))
+        zero, last = self.like(0, index), self.like(size - 1, index)
+        inside = None
+        if not reads:
+            inside = self.compare("ule", index, last)
+        index = self.apply("arith.maxsi", index, zero)
+        return self.apply("arith.minsi", index, last), inside
+
+    def in_range(self, first: Number, spot: Val | None, size: int) -> Val:
+        """Whether an unclamped position lies in the ref (negative ones wrap)."""
+        position = self.scalar(first)
+        if spot is not None:
+            position = self.apply("arith.addi", self.spread(position, spot.shape), spot)
+        return self.compare("ult", position, self.like(size, position))
+
+    def inside_edge(
+        self, key: int, edge: Edge, spots: Sequence[tuple[Dim, Val]]
+    ) -> Val | None:
+        """Where an access stays inside the array along one of its dimensions."""
+        position: Val | None = None
+        for dim, spot in spots:
+            if dim.edge == key:
+                moved = (
+                    self.scaled("arith.muli", spot, dim.step) if dim.step > 1 else spot
+                )
+                position = moved if position is None else self.added(position, moved)
+        start = self.scalar(edge.start)
+        if position is None:
+            position = start
+        elif edge.start != 0:
+            position = self.added(position, self.spread(start, position.shape))
+        stop = self.spread(self.scalar(edge.stop), position.shape)
+        inside = self.compare("slt", position, stop)
+        if edge.below:
+            not_before = self.compare("sge", position, self.like(0, position))
+            inside = self.apply("arith.andi", inside, not_before)
+        return inside
+
+    def added(self, x: Val, y: Val) -> Val:
+        pairs = zip(x.shape, y.shape, strict=True)
+        shape = tuple(max(a, b) for a, b in pairs)
+        return self.apply("arith.addi", self.spread(x, shape), self.spread(y, shape))
+
+    def pointers(
+        self, view: View, spots: Sequence[tuple[Dim, Val]], shape: Sequence[int]
+    ) -> Val:
+        kind = view.pointer.elem
+        pointer = view.pointer
+        if view.offset != 0:
+            offset = self.scalar(view.offset, view.wide)
+            text = f"tt.addptr {pointer}, {offset} : {kind}, {offset.type}"
+            pointer = self.let(text, (), kind)
+        if not shape:
+            for dim, spot in spots:  # a scalar gathered by a scalar index
+                step = self.scaled("arith.muli", spot, dim.stride)
+                text = f"tt.addptr {pointer}, {step} : {kind}, {step.type}"
+                pointer = self.let(text, (), kind)
+            return pointer
+        tile: Val | None = None
+        for dim, spot in spots:
+            if view.wide:
+                spot = self.convert("arith.extsi", spot, "i64")
+            if dim.stride != 1:
+                spot = self.scaled("arith.muli", spot, dim.stride)
+            tile = spot if tile is None else self.added(tile, spot)
+        pointer = self.spread(pointer, shape)
+        if tile is None:
+            return pointer
+        tile = self.spread(tile, shape)
+        to = type_text(shape, kind)
+        text = f"tt.addptr {pointer}, {tile} : {to}, {tile.type}"
+        return self.let(text, shape, kind)
+
+    # --- accesses ---
+
+    def emit_load(self, op: Op) -> None:
+        access = Access.of(op)
+        tile = op.result.tile
+        self.layout(tile, op)
+        place = self.place(op, access, tile.shape)
+        elem = place.view.pointer.elem[len("!tt.ptr<") : -1]
+        user = None if access.mask is None else self.env[access.mask]
+        other = None if access.other is None else self.env[access.other]
+        fill = place.view.fill if place.view.edges else None
+        # Outside the array means `fill`, even where the author masks with `other`.
+        apart = other is not None and fill is not None
+        mask = self.both(place.mask, user)
+        text, operands = f"tt.load {place.pointers}", ""
+        if mask is not None:
+            mask = self.spread(mask, place.shape)
+            outside = self.const(fill or 0, elem, place.shape)
+            if other is not None and not apart:
+                outside = self.to_memory(other)
+            operands = f", {mask}, {outside}"
+        pointer_type = type_text(place.shape, place.view.pointer.elem)
+        loaded = self.let(
+            f"{text}{operands} : {pointer_type}", place.shape, elem, shared=False
+        )
+        result = self.from_memory(loaded, place.view.dtype)
+        if apart and user is not None and other is not None:
+            result = self.select(user, result, other)
+        self.env[op.result] = result
+
+    def emit_store(self, op: Op) -> None:
+        access = Access.of(op)
+        assert access.value is not None
+        place = self.place(op, access, access.value.tile.shape)
+        user = None if access.mask is None else self.env[access.mask]
+        value = self.to_memory(self.env[access.value])
+        mask = self.both(place.mask, user)
+        operands = f"{place.pointers}, {value}"
+        if mask is not None:
+            operands += f", {self.spread(mask, place.shape)}"
+        pointer_type = type_text(place.shape, place.view.pointer.elem)
+        fenced = place.view.memory in self.fenced
+        if fenced:
+            self.fence()
+        self.out.line(f"tt.store {operands} : {pointer_type}")
+        if fenced:
+            self.fence()
+
+    def fence(self) -> None:
+        """All threads of the program have done what is above before what is below."""
+        self.out.line('"gpu.barrier"() : () -> ()')
+
+    def to_memory(self, x: Val) -> Val:
+        return self.convert("arith.extui", x, "i8") if x.elem == "i1" else x
+
+    def from_memory(self, x: Val, dtype: DType) -> Val:
+        return self.compare("ne", x, self.like(0, x)) if dtype.is_bool else x
+
+    def emit_atomic_rmw(self, op: Op) -> None:
+        access = Access.of(op)
+        assert access.value is not None
+        dtype = access.ref.ref.dtype
+        kind = _ATOMICS.get((op.attrs["kind"], dtype.kind))
+        if kind is None or dtype.bits < 16 or (dtype.bits == 16 and kind != "fadd"):
+            self.refuse(op, f"Triton has no atomic {op.attrs['kind']} of {dtype}")
+        place = self.place(op, access, access.value.tile.shape)
+        user = None if access.mask is None else self.env[access.mask]
+        value = self.env[access.value]
+        mask = self.both(place.mask, user)
+        mask = self.spread(mask or self.const(True, "i1"), place.shape)
+        pointer_type = type_text(place.shape, place.view.pointer.elem)
+        types = f"({pointer_type}, {value.type}, {mask.type}) -> {value.type}"
+        text = f"tt.atomic_rmw {kind}, acq_rel, gpu, {place.pointers}, {value}, {mask}"
+        self.env[op.result] = self.let(
+            f"{text} : {types}", value.shape, value.elem, shared=False
+        )
+
+    def emit_atomic_cas(self, op: Op) -> None:
+        access = Access.of(op)
+        assert access.value is not None and access.compare is not None
+        place = self.place(op, access, access.value.tile.shape)
+        if place.mask is not None or access.ref.ref.dtype.bits < 32:
+            self.refuse(op, "atomic_cas takes no mask and at least 32 bits")
+        value, old = self.env[access.value], self.env[access.compare]
+        pointer_type = type_text(place.shape, place.view.pointer.elem)
+        types = f"({pointer_type}, {old.type}, {value.type}) -> {value.type}"
+        text = f"tt.atomic_cas acq_rel, gpu, {place.pointers}, {old}, {value}"
+        self.env[op.result] = self.let(
+            f"{text} : {types}", value.shape, value.elem, shared=False
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an access goes."""
+
+    pointers: Val
+    mask: Val | None
+    shape: tuple[int, ...]
+    view: View
+
+
+_ATOMICS = {
+    ("add", "float"): "fadd",
+    ("add", "int"): "add",
+    ("add", "uint"): "add",
+    ("max", "int"): "max",
+    ("max", "uint"): "umax",
+    ("min", "int"): "min",
+    ("min", "uint"): "umin",
+    **{(k, n): k for k in ("and", "or", "xor") for n in ("int", "uint")},
+    **{("xchg", n): "exch" for n in ("float", "int", "uint")},
+}
+
+
+def _split_and_merge(
+    dims: Sequence[Dim], shape: Sequence[int]
+) -> tuple[Dim, ...] | None:
+    """The dimensions of a view reshaped, if strides can express it."""
+    old = [d for d in dims if d.size != 1]
+    new: list[Dim] = []
+    pending = [n for n in shape if n != 1]
+    while pending:
+        group = [pending.pop(0)]
+        if not old:
+            return None
+        merged = old.pop(0)
+        while prod(group) != merged.size:
+            if prod(group) < merged.size:
+                group.append(pending.pop(0))
+                continue
+            inner = old.pop(0)
+            if merged.stride != inner.size * inner.stride:
+                return None
+            if merged.edge is not None or inner.edge is not None:
+                return None
+            merged = replace(inner, size=merged.size * inner.size)
+        for number, n in enumerate(group):
+            inside = prod(group[number + 1 :])
+            new.append(
+                replace(
+                    merged,
+                    size=n,
+                    stride=merged.stride * inside,
+                    step=merged.step * inside,
+                )
+            )
+    found = iter(new)
+    return tuple(next(found) if n != 1 else Dim(1, 0) for n in shape)

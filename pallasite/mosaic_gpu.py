@@ -1,0 +1,46 @@
+"""The names of upstream's `pallas.mosaic_gpu`, as they arrive."""
+
+from pallasite import missing
+from pallasite.frontend.refs import atomic_add as atomic_add
+from pallasite.frontend.refs import atomic_and as atomic_and
+from pallasite.frontend.refs import atomic_max as atomic_max
+from pallasite.frontend.refs import atomic_min as atomic_min
+from pallasite.frontend.refs import atomic_or as atomic_or
+from pallasite.frontend.refs import atomic_xor as atomic_xor
+from pallasite.frontend.refs import load as load
+from pallasite.frontend.refs import store as store
+from pallasite.frontend.spaces import MemorySpace as MemorySpace
+
+GMEM = MemorySpace.GMEM
+SMEM = MemorySpace.SMEM
+TMEM = MemorySpace.TMEM
+REGS = MemorySpace.REGS
+
+__getattr__ = missing.names(
+    "pallasite.mosaic_gpu",
+    missing.hints(
+        "ACC Barrier BlockSpec ClusterBarrier CompilerParams CopyPartition "
+        "InterpretGPUParams Layout LoweringSemantics Mesh NDLoopInfo OOBFillMode "
+        "PeerMemRef PipelinePipeline RefType RefUnion Replicated SemaphoreSignal "
+        "SemaphoreType ShapeDtypeStruct SwizzleTransform TMEMLayout Tiling "
+        "TilingTransform TraceScope Transform TryClusterCancelResult "
+        "WGMMAAccumulatorRef WarpMesh alloc_semaphore as_torch_kernel "
+        "async_copy_scales_to_tmem async_copy_smem_to_tmem "
+        "async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch "
+        "async_store_smem async_store_tmem barrier_arrive barrier_arrive_and_wait "
+        "barrier_test barrier_wait broadcasted_iota cluster_ref commit_smem "
+        "commit_smem_to_gmem_group commit_tmem copy_gmem_to_smem copy_smem_to_gmem "
+        "dynamic_scheduling_loop emit_pipeline emit_pipeline_warp_specialized "
+        "find_swizzle force_gpu_interpret_mode format_tcgen05_sparse_metadata "
+        "griddepcontrol_launch_dependents griddepcontrol_wait im2col_ref inline_mgpu "
+        "kernel layout_cast max min mma multicast_ref multimem_load_reduce "
+        "multimem_store nd_loop planar_snake print_layout prod query_cluster_cancel "
+        "remote_ref semaphore_signal semaphore_signal_multicast "
+        "semaphore_signal_parallel semaphore_wait set_gpu_interpret_mode "
+        "set_max_registers sum tcgen05_commit_arrive tcgen05_mma try_cluster_cancel "
+        "wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem warp_map wgmma "
+        "wgmma_accumulator_load wgmma_wait GPUCompilerParams GPUMesh "
+        "GPUMemorySpace",
+        "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere",
+    ),
+)

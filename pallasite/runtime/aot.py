@@ -1,0 +1,219 @@
+"""Ahead-of-time compilation by libtpu, on a machine without a TPU.
+
+`compile_all(jobs, chip)` compiles kernels for one chip in a child process, because some
+compiler errors end the process and libtpu reads its flags once. `Job.of` makes a job
+from a kernel and its launch. As a command: `python -m pallasite.runtime.aot v5e`
+reads jobs as JSON lines and prints one JSON result per line.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pallasite.ir.nodes import Kernel, Value
+
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "v7x": "TPU7x:2x2x1",
+}
+# Nothing asks a TPU runtime anything: the topology's name decides what is compiled for.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_LOG_DIR": "disabled",
+}
+
+Array = tuple[tuple[int, ...], str]  # shape, numpy dtype name
+
+
+@dataclass(frozen=True)
+class Job:
+    """One custom call to compile."""
+
+    name: str
+    target: str
+    config: str
+    operands: tuple[Array, ...]
+    results: tuple[Array, ...]
+    api_version: int = 1
+    aliases: tuple[tuple[int, int], ...] = ()
+    has_side_effect: bool = False
+
+    @staticmethod
+    def of(name: str, kernel: Kernel, launch: Any) -> "Job":
+        """The call of a kernel, given what its backend's `launch` returned."""
+        return Job(
+            name,
+            launch.target,
+            launch.config,
+            tuple(map(_array, kernel.inputs)),
+            tuple(map(_array, kernel.outputs)),
+            launch.api_version,
+            launch.aliases,
+            launch.has_side_effect,
+        )
+
+
+def _array(param: Value) -> Array:
+    return param.ref.shape, param.ref.dtype.numpy_name
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a job."""
+
+    name: str
+    ok: bool
+    error: str = ""
+    seconds: float = 0.0
+    cycles: int | None = None  # libtpu's own estimate, where it was asked for
+
+
+def compile_all(
+    jobs: Sequence[Job], chip: str, cycles: bool = False, timeout: float = 600
+) -> list[Compiled]:
+    """Compile `jobs` for `chip`, one after another.
+
+    Args:
+        jobs: what to compile.
+        chip: a key of TOPOLOGIES.
+        cycles: also ask for libtpu's static estimate of each kernel's run time.
+        timeout: seconds until the child process is given up.
+
+    Returns:
+        One Compiled per job, in order. A job that ends the process is reported with
+        the last lines the process wrote; those after it run in a new process.
+    """
+    done: list[Compiled] = []
+    with tempfile.TemporaryDirectory(prefix="pallasite-aot-") as folder:
+        while len(done) < len(jobs):
+            rest = jobs[len(done) :]
+            results, last_words = _run_child(rest, chip, cycles, folder, timeout)
+            done += results
+            if len(results) < len(rest):
+                failed = rest[len(results)].name
+                done.append(Compiled(failed, False, f"libtpu aborted: {last_words}"))
+    return done
+
+
+def _run_child(
+    jobs: Sequence[Job], chip: str, cycles: bool, folder: str, timeout: float
+) -> tuple[list[Compiled], str]:
+    package_root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    environment.pop("XLA_FLAGS", None)
+    if cycles:
+        environment["LIBTPU_INIT_ARGS"] = _profile_flags(folder)
+    command = [sys.executable, "-m", "pallasite.runtime.aot", chip]
+    command += [folder] if cycles else []
+    lines = "".join(json.dumps(asdict(job)) + "\n" for job in jobs)
+    child = subprocess.run(
+        command,
+        input=lines,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    results = [
+        Compiled(**json.loads(line))
+        for line in child.stdout.splitlines()
+        if line.startswith("{")
+    ]
+    return results, child.stderr[-2000:]
+
+
+def _profile_flags(folder: str) -> str:
+    flags = {
+        "xla_jf_dump_to": folder,
+        "xla_jf_dump_llo_text": "true",
+        "xla_jf_dump_static_llo_profile_to": folder,
+        "xla_jf_dump_llo_pass_label_regex": "no_pass_is_called_this",
+    }
+    return " ".join(f"--{name}={value}" for name, value in flags.items())
+
+
+# --- the child process ---
+
+
+def _main(chip: str, profile_folder: str = "") -> None:
+    compile_call = _compiler(TOPOLOGIES.get(chip, chip))
+    for line in sys.stdin:
+        job = json.loads(line)
+        # Profiles are named after the op, and that is the same for every job.
+        for profile in _profiles(profile_folder) if profile_folder else ():
+            profile.unlink()
+        result = _compiled(job, compile_call)
+        if result.ok and profile_folder:
+            result = replace(result, cycles=_cycles(profile_folder))
+        print(json.dumps(asdict(result)), flush=True)
+
+
+def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology
+    ).devices
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+
+    def array(described: Array, **kw: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype = described
+        return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype), **kw)
+
+    def compile_call(job: dict[str, Any]) -> None:
+        call = jax.ffi.ffi_call(
+            job["target"],
+            [array(r) for r in job["results"]],
+            custom_call_api_version=job["api_version"],
+            legacy_backend_config=job["config"],
+            input_output_aliases=dict(job["aliases"]),
+            has_side_effect=job["has_side_effect"],
+        )
+        operands = [array(o, sharding=sharding) for o in job["operands"]]
+        jax.jit(lambda *xs: call(*xs)).lower(*operands).compile()
+
+    return compile_call
+
+
+def _compiled(job: dict[str, Any], compile_call: Callable[..., None]) -> Compiled:
+    start = time.perf_counter()
+    try:
+        compile_call(job)
+    except Exception as error:
+        return Compiled(job["name"], False, str(error))
+    return Compiled(job["name"], True, seconds=time.perf_counter() - start)
+
+
+def _profiles(folder: str) -> list[Path]:
+    """Profiles of the custom call; XLA's own copies around it have theirs."""
+    return sorted(Path(folder).glob("ffi_call*static_llo_profile*"))
+
+
+def _cycles(folder: str) -> int | None:
+    texts = [path.read_text() for path in _profiles(folder)]
+    numbers = [int(n) for t in texts for n in re.findall(r"estimated_cycles: (\d+)", t)]
+    return max(numbers, default=None)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

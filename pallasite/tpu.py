@@ -1,0 +1,177 @@
+"""The names of upstream's `pltpu`: `from pallasite import tpu as pltpu`."""
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallasite import missing
+from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
+from pallasite.frontend.mesh import CoreMesh as TensorCoreMesh
+from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
+from pallasite.frontend.refs import async_copy as async_copy
+from pallasite.frontend.refs import delay as delay
+from pallasite.frontend.refs import load as load
+from pallasite.frontend.refs import make_async_copy as make_async_copy
+from pallasite.frontend.refs import semaphore_read as semaphore_read
+from pallasite.frontend.refs import semaphore_signal as semaphore_signal
+from pallasite.frontend.refs import semaphore_wait as semaphore_wait
+from pallasite.frontend.refs import store as store
+from pallasite.frontend.refs import sync_copy as sync_copy
+from pallasite.frontend.spaces import MemorySpace as MemorySpace
+from pallasite.frontend.spaces import SemaphoreType as SemaphoreType
+from pallasite.frontend.spec import PrefetchScalarGridSpec as PrefetchScalarGridSpec
+
+ANY = MemorySpace.ANY
+HBM = MemorySpace.HBM
+VMEM = MemorySpace.VMEM
+SMEM = MemorySpace.SMEM
+CMEM = MemorySpace.CMEM
+VMEM_SHARED = MemorySpace.VMEM_SHARED
+HOST = MemorySpace.HOST
+SEMAPHORE = MemorySpace.SEMAPHORE
+TPUMemorySpace = MemorySpace
+
+
+class GridDimensionSemantics(enum.Enum):
+    """What the author knows about a grid axis."""
+
+    PARALLEL = "parallel"  # programs along it may run at once
+    CORE_PARALLEL = "core_parallel"
+    SUBCORE_PARALLEL = "subcore_parallel"
+    ARBITRARY = "arbitrary"  # Pallasite finds out by itself
+
+
+PARALLEL = GridDimensionSemantics.PARALLEL
+CORE_PARALLEL = GridDimensionSemantics.CORE_PARALLEL
+SUBCORE_PARALLEL = GridDimensionSemantics.SUBCORE_PARALLEL
+ARBITRARY = GridDimensionSemantics.ARBITRARY
+
+
+@dataclass(frozen=True)
+class CompilerParams:
+    """Settings for the TPU backend; other backends use what applies to them.
+
+    Args:
+        dimension_semantics: one per grid axis: "parallel" or "arbitrary".
+        vmem_limit_bytes: on-chip memory the kernel may use.
+        The other fields are accepted for compatibility.
+    """
+
+    dimension_semantics: Any = None
+    vmem_limit_bytes: int | None = None
+    has_side_effects: Any = None
+    allow_input_fusion: Any = None
+    collective_id: int | None = None
+    flags: Any = None
+    internal_scratch_in_bytes: int | None = None
+    serialization_format: int | None = None
+    disable_bounds_checks: bool | None = None
+    disable_semaphore_checks: bool | None = None
+    skip_device_barrier: bool | None = None
+    needs_layout_passes: bool | None = None
+    use_tc_tiling_on_sc: bool | None = None
+    kernel_type: Any = None
+    shape_invariant_numerics: bool | None = None
+
+
+TPUCompilerParams = CompilerParams
+
+
+@dataclass(frozen=True)
+class InterpretParams:
+    """Upstream's interpreter settings; here they all mean `interpret=True`."""
+
+    dma_execution_mode: str = "on_wait"
+    detect_races: bool = False
+    skip_floating_point_ops: bool = False
+    uninitialized_memory: str = "nan"
+    num_cores_per_device: int = 1
+    random_seed: int | None = None
+    grid_point_recorder: Any = None
+    out_of_bounds_reads: str = "raise"
+    allow_hbm_allocation_in_run_scoped: bool = False
+    vector_clock_size: int | None = None
+    logging_mode: Any = None
+
+
+TPUInterpretParams = InterpretParams
+
+
+def repeat(x: Any, repeats: int, axis: int) -> jax.Array:
+    """`x` several times along an axis, one copy after the other."""
+    return jnp.concatenate([x] * repeats, axis=axis)
+
+
+def roll(
+    x: Any, shift: Any, axis: int, *, stride: Any = None, stride_axis: Any = None
+) -> jax.Array:
+    """Rotate along an axis; with `stride`, row `n` of `stride_axis` by n*stride more."""
+    if stride is None:
+        return jnp.roll(x, shift, axis)
+    rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, stride_axis)
+    columns = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    source = (columns - shift - rows * stride) % x.shape[axis]
+    return jnp.take_along_axis(x, source, axis=axis)
+
+
+def bitcast(x: Any, ty: Any) -> jax.Array:
+    """The same bits as another type; a width change moves along the second-last dim."""
+    from pallasite.frontend.emulate import _bitcast_rows
+    from pallasite.ir import types as T
+
+    before, after = T.dtype_of(x.dtype), T.dtype_of(ty)
+    assert before is not None and after is not None
+    shape = list(x.shape)
+    if before.bits != after.bits:
+        shape[-2] = shape[-2] * before.bits // after.bits
+    source = T.TileType(tuple(x.shape), before)
+    return _bitcast_rows(x, source, T.TileType(tuple(shape), after))
+
+
+def with_memory_space_constraint(x: Any, memory_space: Any) -> Any:
+    """A hint where an operand should live; results do not depend on it."""
+    del memory_space
+    return x
+
+
+def run_on_first_core(core_axis_name: str) -> Any:
+    """Run the decorated function on core 0 of a mesh axis."""
+    from pallasite.frontend.control import when
+
+    return when(jax.lax.axis_index(core_axis_name) == 0)
+
+
+_REMOTE = "copies between devices come with the multi-chip release; use shard_map"
+_TPU_ONLY = "write it with jnp or lax operations, which run everywhere"
+_PRNG = "use jax.random with a key built from pl.program_id: it runs everywhere"
+
+__getattr__ = missing.names(
+    "pallasite.tpu",
+    {
+        **missing.hints(
+            "async_remote_copy make_async_remote_copy core_barrier "
+            "get_barrier_semaphore",
+            _REMOTE,
+        ),
+        **missing.hints(
+            "prng_random_bits prng_seed sample_block stateful_bernoulli stateful_bits "
+            "stateful_normal stateful_uniform to_pallas_key stochastic_round",
+            _PRNG,
+        ),
+        **missing.hints(
+            "ACC BufferType BufferedRef BufferedRefBase ChipVersion CoreType "
+            "LoweringException PipelineStep SideEffectType Tiling TpuInfo annotate "
+            "conv core dma_semaphore einshape emit_pipeline_with_allocations "
+            "emit_pipeline_with_async_prefetch force_tpu_interpret_mode get_tpu_info "
+            "get_tpu_info_for_chip has_memory_space is_tpu_device join_bits "
+            "matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo "
+            "matmul_push_rhs pack_elementwise pack_fp6 reciprocal "
+            "reset_tpu_interpret_mode_state set_tpu_interpret_mode split_bits touch "
+            "trace_value unpack_elementwise unpack_fp6",
+            _TPU_ONLY,
+        ),
+    },
+)

@@ -1,0 +1,67 @@
+"""The names of upstream's `pallas.triton`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallasite import missing
+from pallasite.frontend.refs import atomic_add as atomic_add
+from pallasite.frontend.refs import atomic_and as atomic_and
+from pallasite.frontend.refs import atomic_cas as atomic_cas
+from pallasite.frontend.refs import atomic_max as atomic_max
+from pallasite.frontend.refs import atomic_min as atomic_min
+from pallasite.frontend.refs import atomic_or as atomic_or
+from pallasite.frontend.refs import atomic_xchg as atomic_xchg
+from pallasite.frontend.refs import atomic_xor as atomic_xor
+from pallasite.frontend.refs import load as load
+from pallasite.frontend.refs import multiple_of
+from pallasite.frontend.refs import store as store
+
+
+@dataclass(frozen=True)
+class CompilerParams:
+    """Settings for the Triton backend."""
+
+    num_warps: int | None = None
+    num_stages: int | None = None
+    serialized_metadata: bytes | None = None
+
+
+TritonCompilerParams = CompilerParams
+
+
+def approx_tanh(x: Any) -> jax.Array:
+    """`jnp.tanh`; the exact function, which is what every backend has."""
+    return jnp.tanh(x)
+
+
+def dot(a: Any, b: Any, trans_a: bool = False, trans_b: bool = False, **kw: Any):
+    """A matrix product of two tiles, accumulated in float32 (int32 for integers)."""
+    a, b = (a.T if trans_a else a), (b.T if trans_b else b)
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    accumulate = jnp.int32 if integer else jnp.promote_types(a.dtype, jnp.float32)
+    precision = kw.get("precision")
+    return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)
+
+
+def max_contiguous(x: Any, values: Any) -> Any:
+    """A promise about contiguous runs; results do not depend on it."""
+    del values
+    return x
+
+
+def debug_barrier() -> None:
+    """Programs are single-threaded in the language: there is nothing to wait for."""
+
+
+__all__ = ["CompilerParams", "multiple_of"]
+__getattr__ = missing.names(
+    "pallasite.triton",
+    missing.hints(
+        "elementwise_inline_asm CUSTOM_CALL_TARGET_NAME GpuInfo GpuVersion "
+        "get_gpu_info get_gpu_info_from_version is_gpu_device",
+        "write it with jnp or lax operations, which run everywhere",
+    ),
+)
