@@ -70,7 +70,21 @@ class CompileError(PallasError, RuntimeError):
 
 
 class CheckError(PallasError, RuntimeError):
-    """Checked mode found a bug in the kernel."""
+    """Checked mode found a bug in the kernel.
+
+    `kind` is the field of `pl.Checked` that looks for it, "check" for a debug_check.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        facts: Facts = (),
+        at: Any = None,
+        fix: str = "",
+        kind: str = "check",
+    ):
+        super().__init__(what, facts, at, fix)
+        self.kind = kind
 
 
 class VerifyError(PallasError):

@@ -140,6 +140,8 @@ def pallas_call(
             at=at,
             fix="put them into the grid_spec",
         )
+    if isinstance(out_shape, list):  # several results come back as a tuple
+        out_shape = tuple(out_shape)
     out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=_is_shape)
     request = Request(
         kernel,
@@ -529,8 +531,11 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     outputs = [_param(b.operand, _array_space(b)) for b in bound.outputs]
     pending = iter(size_refs)
     sizes = [g if isinstance(g, int) else im.builder.load(next(pending)) for g in grid]
+    first = len(prefetch) + len(inputs) + len(outputs)
+    names = parameter_names(request.kernel, first + len(bound.scratch))[first:]
     scratch = [
-        im.builder.op("alloc", type=_scratch_type(m)) for m in bound.scratch
+        im.builder.emit("alloc", names=[name], type=_scratch_type(m))[0]
+        for m, name in zip(bound.scratch, names, strict=True)
     ]
 
     def import_body(refs: list[Value]) -> None:

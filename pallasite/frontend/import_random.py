@@ -1,11 +1,13 @@
 """Import rules for random keys: a key is its uint32 words, threefry is integer code."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallasite import jaxcompat
+from pallasite.frontend.control import strides_from_shape
 from pallasite.frontend.from_jaxpr import Importer, rule
 from pallasite.ir.nodes import Value
 
@@ -52,6 +54,23 @@ def _over_batch(fn: Any, rank: int) -> Any:
     for _ in range(rank):
         fn = jax.vmap(fn)
     return fn
+
+
+@rule("iota_2x32_shape")
+def _iota_2x32(im: Importer, eqn: Any) -> list[Value]:
+    """The row-major position of each element as two words, high and low."""
+    shape = tuple(eqn.params["shape"])
+    if math.prod(shape) >= 2**32:
+        raise im.unsupported(eqn, "more than 2**32 random words at once")
+
+    def words() -> tuple[Any, Any]:
+        position = jnp.zeros(shape, jnp.uint32)
+        for dim, step in enumerate(strides_from_shape(shape)):
+            along = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+            position = position + along * jnp.uint32(step)
+        return jnp.zeros_like(position), position
+
+    return im.splice(words, [])
 
 
 @rule("threefry2x32")

@@ -251,8 +251,9 @@ def _index_map_region(
     scopes, im.scopes = im.scopes, []
     try:
         with im.nested() as builder:
-            captured = [_captured_scalar(im, c, binding) for c in traced.captured]
-            values = captured if captures is None else list(captures)
+            values = captures
+            if values is None:
+                values = [_captured_scalar(im, c, binding) for c in traced.captured]
             for var, value in zip(traced.jaxpr.constvars, values, strict=True):
                 im.env[var] = value
             results = im.run(_without_consts(traced.jaxpr), [*params, *prefetch])

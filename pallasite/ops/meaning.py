@@ -80,29 +80,26 @@ def div(x: Array, y: Array) -> Array:
     """Floats as IEEE; integers truncate, x/0 is -1 (all bits), MIN/-1 is MIN."""
     if is_float(x):
         return np.divide(x, y)
-    wide_x, wide_y = x.astype(object), y.astype(object)
-    safe = np.where(y == 0, 1, wide_y)
-    quotient = np.abs(wide_x) // np.abs(safe)
-    negative = (wide_x < 0) != (wide_y < 0)
-    quotient = np.where(negative, -quotient, quotient)
-    return _wrap(np.where(y == 0, -1, quotient), x.dtype)
+    with np.errstate(all="ignore"):
+        quotient = _truncated(x, y)
+        return np.where(y == 0, np.invert(np.zeros_like(x)), quotient).astype(x.dtype)
 
 
 def rem(x: Array, y: Array) -> Array:
     """The sign of the dividend; x rem 0 is x for integers."""
     if is_float(x):
         return np.fmod(x, y)
-    wide_x, wide_y = x.astype(object), y.astype(object)
-    safe = np.where(y == 0, 1, wide_y)
-    remainder = np.abs(wide_x) % np.abs(safe)
-    remainder = np.where(wide_x < 0, -remainder, remainder)
-    return _wrap(np.where(y == 0, wide_x, remainder), x.dtype)
+    with np.errstate(all="ignore"):
+        remainder = x - _truncated(x, y) * y
+        return np.where(y == 0, x, remainder).astype(x.dtype)
 
 
-def _wrap(values: Array, dtype: np.dtype) -> Array:
-    bits = 8 * dtype.itemsize
-    values = np.asarray(values, dtype=object) % (1 << bits)
-    return values.astype(np.uint64).astype(dtype)
+def _truncated(x: Array, y: Array) -> Array:
+    """Integer division towards zero where y is not 0."""
+    safe = np.where(y == 0, np.ones_like(y), y)
+    down = np.floor_divide(x, safe)
+    upwards = (down * safe != x) & ((x < 0) != (safe < 0))
+    return down + upwards.astype(x.dtype)
 
 
 def pow_(x: Array, y: Array) -> Array:

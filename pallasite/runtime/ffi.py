@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one

@@ -136,9 +136,7 @@ class Function:
         if a.type == type:
             return a
         number = a.constant
-        if number is not None and name == "sext":
-            return integer(number, type)
-        if name == "trunc" and type == "i32" and number in range(2**31):
+        if number is not None and (name, type) in _KEEPING and abs(number) < 2**31:
             return integer(number, type)
         return self.pure(type, f"{name} {a} to {type}")
 
@@ -320,6 +318,8 @@ class Loop:
         return iter((self.index, *self.carries))
 
 
+# Conversions that leave a small constant as it is written.
+_KEEPING = {("sext", "i64"), ("sext", "i32"), ("trunc", "i32")}
 _MANGLED = {
     "float": "f32",
     "double": "f64",

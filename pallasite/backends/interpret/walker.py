@@ -7,7 +7,7 @@ fastest; refs are views of root arrays, one root per operand, result and allocat
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallasite.backends.interpret.numbers import Array, Numbers
+from pallasite.backends.interpret.numbers import Array, Numbers, Picks
 from pallasite.backends.interpret.roots import Roots
 from pallasite.backends.interpret.views import (
     Range,
@@ -35,13 +35,15 @@ class Walker:
         self.padding: dict[Value, Padding] = {}
         self.predicate: Array | None = None
         self.rows = table()
+        self._accesses: dict[Op, Access] = {}
 
     # --- whole kernels ---
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Run on operand arrays; the result arrays."""
         kernel = self.kernel
-        self.padding = plan_padding(kernel, self.roots)
+        if self.numbers.functional:  # in-place memory checks bounds instead
+            self.padding = plan_padding(kernel, self.roots)
         aliased = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
         for param, array in zip(kernel.inputs, inputs, strict=True):
             self._add_root(param, array)
@@ -102,14 +104,28 @@ class Walker:
 
     # --- memory ---
 
+    def access(self, op: Op) -> Access:
+        known = self._accesses.get(op)
+        if known is None:
+            known = self._accesses[op] = Access.of(op)
+        return known
+
+    def take(self, root: Value, picks: Picks, mask=None, other=None) -> Array:
+        """Read a root's elements: every read of memory comes through here."""
+        return self.numbers.take(self.memory[root], picks, mask, other)
+
+    def put(self, root: Value, picks: Picks, value: Array, mask=None) -> None:
+        """Write a root's elements: every write but atomics comes through here."""
+        self.memory[root] = self.numbers.put(self.memory[root], picks, value, mask)
+
     def do_load(self, op: Op) -> tuple[Array]:
-        access = Access.of(op)
+        access = self.access(op)
         mask, other = (self._maybe(v) for v in (access.mask, access.other))
         view, entries = self._entries(access)
         return (self.read(view, entries, mask, other),)
 
     def do_store(self, op: Op) -> None:
-        access = Access.of(op)
+        access = self.access(op)
         assert access.value is not None
         view, entries = self._entries(access)
         self.write(view, entries, self.env[access.value], self._maybe(access.mask))
@@ -123,39 +139,42 @@ class Walker:
 
     def read(self, view: View, entries: Any = None, mask=None, other=None) -> Array:
         """Elements of a view; all of them where `entries` is None."""
-        n, memory = self.numbers, self.memory[view.root]
+        n = self.numbers
         if not view.steps:
             if entries is None:
                 picks = whole_picks(view.ranges)
             else:
                 picks = picks_of(view.ranges, entries, n, mask is not None)
-            value = n.take(memory, picks, mask, other)
+            value = self.take(view.root, picks, mask, other)
             return value if view.fill is None else n.fill_outside(value, picks, view.fill)
-        base = n.take(memory, whole_picks(view.ranges), None, None)
+        picks = whole_picks(view.ranges)
+        base = self.take(view.root, picks)
+        if view.fill is not None:
+            base = n.fill_outside(base, picks, view.fill)
         for step in view.steps:
             base = self._apply_step(base, step)
         return base if entries is None else self._index(base, entries, mask, other)
 
     def write(self, view: View, entries: Any, value: Array, mask: Array | None) -> None:
-        n, root = self.numbers, view.root
+        n = self.numbers
         if self.predicate is not None:  # a branch folded into selects
             value = n.select(self.predicate, value, self.read(view, entries))
         if not view.steps:
             picks = picks_of(view.ranges, entries, n, mask is not None)
-            self.memory[root] = n.put(self.memory[root], picks, value, mask)
+            self.put(view.root, picks, value, mask)
             return
         self._rewrite(view, lambda part: self._update(part, entries, value, mask))
 
     def _rewrite(self, view: View, change: Callable[[Array], Array]) -> None:
         """Change the end of a chain of views that are not rectangles."""
-        n, picks = self.numbers, whole_picks(view.ranges)
-        parts = [n.take(self.memory[view.root], picks, None, None)]
+        picks = whole_picks(view.ranges)
+        parts = [self.take(view.root, picks)]
         for step in view.steps:
             parts.append(self._apply_step(parts[-1], step))
         value = change(parts[-1])
         for step, before in zip(reversed(view.steps), reversed(parts[:-1]), strict=True):
             value = self._undo_step(before, step, value)
-        self.memory[view.root] = n.put(self.memory[view.root], picks, value, None)
+        self.put(view.root, picks, value)
 
     def _apply_step(self, value: Array, step: tuple[str, Any]) -> Array:
         kind, arg = step
@@ -180,15 +199,18 @@ class Walker:
         return self.numbers.put(value, picks, new, mask)
 
     def do_atomic_rmw(self, op: Op) -> tuple[Array]:
-        access, kind = Access.of(op), op.attrs["kind"]
+        access, kind = self.access(op), op.attrs["kind"]
         view, entries = self._entries(access)
         value, mask = self.env[access.value], self._maybe(access.mask)  # type: ignore[index]
         if view.steps:
             return (self._plain_rmw(view, entries, kind, value, mask),)
         picks = picks_of(view.ranges, entries, self.numbers, mask is not None)
-        memory, old = self.numbers.rmw(self.memory[view.root], picks, kind, value, mask)
-        self.memory[view.root] = memory
-        return (old,)
+        return (self.rmw(view.root, picks, kind, value, mask),)
+
+    def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
+        memory, old = self.numbers.rmw(self.memory[root], picks, kind, value, mask)
+        self.memory[root] = memory
+        return old
 
     def _plain_rmw(self, view: View, entries: Any, kind: str, value, mask) -> Array:
         old = self.read(view, entries, mask, value if mask is not None else None)
@@ -197,7 +219,7 @@ class Walker:
         return old
 
     def do_atomic_cas(self, op: Op) -> tuple[Array]:
-        access = Access.of(op)
+        access = self.access(op)
         view, entries = self._entries(access)
         compare, value = self.env[access.compare], self.env[access.value]  # type: ignore[index]
         old = self.read(view, entries)
@@ -213,7 +235,7 @@ class Walker:
     # --- views ---
 
     def do_subview(self, op: Op) -> tuple[View]:
-        view, entries = self._entries(Access.of(op))
+        view, entries = self._entries(self.access(op))
         return (narrow(view, entries, self.numbers),)
 
     def _add_step(self, op: Op, kind: str, arg: Any) -> tuple[View]:
@@ -370,24 +392,24 @@ class Walker:
         arrays: list[View] = list(dynamic)
         *maps, body = op.regions
         written = self.roots.written(body)
-        top_level = op in self.kernel.body.ops
+        pads = self.numbers.functional and op in self.kernel.body.ops
         outer = self.predicate
         if outer is not None:
             raise InternalError("a pipeline inside a folded branch", at=op.loc)
 
         def program(ids: list[Array], values: list[Array]) -> list[Array]:
             def run(_: list[Array]) -> list[Array]:
+                self.before_program(op, ids)
                 refs = []
-                for window, view, index_map in zip(windows, arrays, maps, strict=True):
-                    indices = self.block(index_map, ids)
+                for n, (window, view) in enumerate(zip(windows, arrays, strict=True)):
+                    indices = self.indices(op, n, self.block(maps[n], ids))
                     # A result may write into the padding that an aliased operand
                     # must read as its fill: such windows check bounds instead.
                     clean = window.fill is None or view.root not in written
-                    padded = top_level and view.root in self.kernel.params and clean
+                    padded = pads and view.root in self.kernel.params and clean
                     refs.append(
                         window_ranges(self.numbers, window, view, indices, padded)
                     )
-                self.before_program(op, ids, refs)
                 self.block(body, [*ids, *refs])
                 self.after_program(op, ids)
                 return []
@@ -397,8 +419,12 @@ class Walker:
         out = self.numbers.grid(sizes, self._pack(written, []), program)
         self._unpack(written, out)
 
-    def before_program(self, op: Op, ids: list[Array], refs: list[View]) -> None:
-        """Called before each program's body (checked mode watches)."""
+    def indices(self, op: Op, window: int, found: list[Array]) -> list[Array]:
+        """What a window's index map gave (checked mode looks at it)."""
+        return found
+
+    def before_program(self, op: Op, ids: list[Array]) -> None:
+        """Called before each program's index maps and body (checked mode watches)."""
 
     def after_program(self, op: Op, ids: list[Array]) -> None:
         """Called after each program's body."""

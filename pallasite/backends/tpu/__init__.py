@@ -28,11 +28,13 @@ class TpuBackend:
 
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
         from pallasite.backends.tpu.emit import emit_module
+        from pallasite.backends.tpu.schedule import schedule
 
+        scheduled = schedule(kernel)
         return {
-            "scheduled": lambda kernel: kernel.text,
+            "scheduled": lambda _: scheduled.text,
             # The text form has no source lines, which error messages need.
-            "mosaic": lambda _: emit_module(kernel, options.debug),
+            "mosaic": lambda _: emit_module(scheduled, options.debug),
         }
 
     def launch(

@@ -71,9 +71,17 @@ class Core:
         )
 
     def _to_bool(self, name: str, tile: TileType) -> str:
-        compare = "arith.cmpf une" if tile.dtype.is_float else "arith.cmpi ne"
-        zero = self.out.number(0, tile)
-        return self.out.value(f"{compare}, {name}, {zero} : {tile_text(tile)}")
+        zero, text = self.out.number(0, tile), tile_text(tile)
+        if not tile.dtype.is_float:
+            return self.out.value(f"arith.cmpi ne, {name}, {zero} : {text}")
+        # NaN counts as true, so: not equal to zero.
+        same = self.out.value(f"arith.cmpf oeq, {name}, {zero} : {text}")
+        return self.flipped(same, tile.with_dtype(BOOL))
+
+    def flipped(self, name: str, tile: TileType) -> str:
+        """All bits inverted; of bools, `not`."""
+        ones = self.out.number(True if tile.dtype.is_bool else -1, tile)
+        return self.out.value(f"arith.xori {name}, {ones} : {tile_text(tile)}")
 
     def _float_to_float(self, name: str, tile: TileType, dtype: DType) -> str:
         target = tile.with_dtype(dtype)

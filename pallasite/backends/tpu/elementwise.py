@@ -75,7 +75,7 @@ SPELLINGS: dict[str, Spelling] = {
     "or": _bits("arith.ori"),
     "xor": _bits("arith.xori"),
     "eq": _compare("oeq", "eq"),
-    "ne": _compare("une", "ne"),
+    "ne": _compare("oeq", "ne"),  # of floats: not equal, by emit_ne
     "lt": _compare("olt", "slt", "ult"),
     "le": _compare("ole", "sle", "ule"),
     "gt": _compare("ogt", "sgt", "ugt"),
@@ -96,7 +96,10 @@ class Elementwise(Core):
         spelled = SPELLINGS[op.name].of(tile.dtype)
         if spelled is None:
             self._refuse_dtype(op)
-        name = self.arith(spelled, *names, tile=tile)
+        if op.name in ("max", "min") and tile.dtype != op.result.tile.dtype:
+            name = self._extreme(op.name, *names, tile=tile)
+        else:
+            name = self.arith(spelled, *names, tile=tile)
         if op.name in COMPARISONS:
             return name
         return self.convert(name, tile, op.result.tile.dtype)
@@ -111,6 +114,21 @@ class Elementwise(Core):
         if masks and tile.shape:
             types = f"{tile_text(tile.with_dtype(BOOL))}, {types}"
         return self.out.value(f"arith.select {pred}, {yes}, {no} : {types}")
+
+    def _extreme(self, name: str, x: str, y: str, tile: TileType) -> str:
+        """max or min of two widened numbers: y + max(x - y, 0), x - max(x - y, 0).
+
+        MLIR would fold the plain spelling back to the narrow type, which the chip
+        cannot compare.
+        """
+        if tile.dtype.is_float:
+            return self.arith(f"arith.{name}imumf", x, y, tile=tile)
+        above = self.arith("arith.subi", x, y, tile=tile)
+        zero = self.out.number(0, tile)
+        above = self.arith("arith.maxsi", above, zero, tile=tile)
+        if name == "max":
+            return self.arith("arith.addi", y, above, tile=tile)
+        return self.arith("arith.subi", x, above, tile=tile)
 
     def _computing(self, op: Op) -> tuple[list[str], TileType]:
         """The operands in the type the op is computed in, and that type."""
@@ -142,20 +160,16 @@ class Elementwise(Core):
         x, y = (self.name(v) for v in op.operands)
         if op.name in ("eq", "ne"):
             differs = self.arith("arith.xori", x, y, tile=tile)
-            return differs if op.name == "ne" else self._not(differs, tile)
+            return differs if op.name == "ne" else self.flipped(differs, tile)
         if op.name in ("gt", "le"):
             x, y = y, x
-        less = self.arith("arith.andi", self._not(x, tile), y, tile=tile)
-        return less if op.name in ("lt", "gt") else self._not(less, tile)
-
-    def _not(self, name: str, tile: TileType) -> str:
-        ones = self.out.number(True if tile.dtype.is_bool else -1, tile)
-        return self.arith("arith.xori", name, ones, tile=tile)
+        less = self.arith("arith.andi", self.flipped(x, tile), y, tile=tile)
+        return less if op.name in ("lt", "gt") else self.flipped(less, tile)
 
     # --- ops whose meaning takes more than one MLIR op ---
 
     def emit_not(self, op: Op) -> str:
-        return self._not(self.name(op.operands[0]), self.tile_type(op.operands[0]))
+        return self.flipped(self.name(op.operands[0]), self.tile_type(op.operands[0]))
 
     def emit_neg(self, op: Op) -> str:
         if op.result.tile.dtype.is_float:
@@ -163,6 +177,13 @@ class Elementwise(Core):
         (x,), tile = self._computing(op)
         name = self.arith("arith.subi", self.out.number(0, tile), x, tile=tile)
         return self.convert(name, tile, op.result.tile.dtype)
+
+    def emit_ne(self, op: Op) -> str:
+        """Mosaic compares floats in order only, and NaN is unequal to all."""
+        name = self.emit_elementwise(op)
+        if not op.operands[0].tile.dtype.is_float:
+            return name
+        return self.flipped(name, op.result.tile)
 
     def emit_square(self, op: Op) -> str:
         (x,), tile = self._computing(op)
@@ -328,10 +349,13 @@ class Elementwise(Core):
         x = op.operands[1]
         tile = self.tile_type(x).with_dtype(self._compute_dtype("max", x.tile))
         low, middle, high = (self._spread(v, tile) for v in op.operands)
+        if tile.dtype != x.tile.dtype:
+            name = self._extreme("max", middle, low, tile)
+            name = self._extreme("min", name, high, tile)
+            return self.convert(name, tile, x.tile.dtype)
         largest, least = (SPELLINGS[n].of(tile.dtype) or "" for n in ("max", "min"))
         name = self.arith(largest, middle, low, tile=tile)
-        name = self.arith(least, name, high, tile=tile)
-        return self.convert(name, tile, op.result.tile.dtype)
+        return self.arith(least, name, high, tile=tile)
 
     def _spread(self, value: Value, tile: TileType) -> str:
         """A value in `tile`'s type, a scalar repeated over its shape."""
@@ -365,7 +389,7 @@ class Elementwise(Core):
         if not masks:
             pred = self.out.value(f"vector.broadcast {pred} : i1 to {tile_text(tile)}")
         first = self.arith("arith.andi", pred, yes, tile=tile)
-        second = self.arith("arith.andi", self._not(pred, tile), no, tile=tile)
+        second = self.arith("arith.andi", self.flipped(pred, tile), no, tile=tile)
         return self.arith("arith.ori", first, second, tile=tile)
 
     def emit_cast(self, op: Op) -> str:

@@ -8,12 +8,14 @@ function of its own. Any other kernel is a function called once. Ops are written
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from pallasite.backends.tpu.control import Control
 from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.facts import HIGHEST, Fact
+from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
     by_element,
@@ -47,12 +49,7 @@ class _Plan:
 
     @cached_property
     def pipeline(self) -> Op | None:
-        """The one pipeline that is all of the kernel, if it is that."""
-        *before, last = self.kernel.body.ops or (None,)
-        if last is None or last.name != "pipeline":
-            return None
-        simple = all(not op.regions and op.name != "store" for op in before)
-        return last if simple else None
+        return main_pipeline(self.kernel)
 
     @cached_property
     def scratch(self) -> tuple[Value, ...]:
@@ -90,13 +87,18 @@ class _Plan:
 
     @cached_property
     def prefetched(self) -> tuple[Value, ...]:
-        """Whole arrays in scalar memory, which index maps may read."""
-        return tuple(
-            p
-            for p in self.kernel.params
-            if p not in self.windows and p not in self.grid_params
-            if p.ref.space == "smem"
-        )
+        """Whole arrays in scalar memory that come first: index maps may read them."""
+        rest = [p for p in self.kernel.params if p not in self.grid_params]
+        scalars = takewhile(self._is_whole_scalar_memory, rest)
+        return () if self.is_called_once else tuple(scalars)
+
+    def _is_whole_scalar_memory(self, param: Value) -> bool:
+        return param not in self.windows and param.ref.space == "smem"
+
+    @cached_property
+    def late_scalars(self) -> tuple[Value, ...]:
+        """Whole arrays in scalar memory further back: windows that never move."""
+        return tuple(p for p in self.blocks if self._is_whole_scalar_memory(p))
 
     @cached_property
     def blocks(self) -> tuple[Value, ...]:
@@ -132,6 +134,7 @@ class _Module:
                 self._index_map(position, ref, window)
                 for ref, (position, window) in self.plan.windows.items()
             ]
+            functions += map(self._fixed_map, self.plan.late_scalars)
         name = re.sub(r"\W", "_", self.kernel.name) or "kernel"
         body = "\n".join(functions)
         return f"module @{name} {{\n{body}}}\n"
@@ -140,13 +143,14 @@ class _Module:
 
     def _check(self) -> None:
         plan, kernel = self.plan, self.kernel
-        expected = (*plan.grid_params, *plan.prefetched, *plan.blocks)
-        if [id(p) for p in expected] != [id(p) for p in kernel.params]:
+        sizes = [p in plan.grid_params for p in kernel.params]
+        scalars = [] if plan.is_called_once else plan.late_scalars
+        if sizes != sorted(sizes, reverse=True) or any(not p.ref.shape for p in scalars):
             raise UnsupportedError(
-                "backend 'tpu' takes scalar-prefetch operands before all others",
+                "backend 'tpu' takes grid sizes and scalars before all other operands",
                 [("kernel", kernel.name), ("order", _listed(kernel.params))],
                 at=kernel.loc,
-                fix="pass them first (PrefetchScalarGridSpec does)",
+                fix="pass them first (PrefetchScalarGridSpec), or as arrays of one",
             )
         for param in kernel.params:
             self._check_param(param)
@@ -230,6 +234,10 @@ class _Module:
         return f"#tpu.dimension_semantics<{name}>"
 
     def _window(self, param: Value) -> str:
+        if param in self.plan.late_scalars:
+            bounds = array("i64", param.ref.shape)
+            name = self._fixed_name(param)
+            return f"{{transform_indices = @{name}, window_bounds = {bounds}}}"
         if param not in self.plan.windows:
             return "{}"
         position, window = self.plan.windows[param]
@@ -248,11 +256,29 @@ class _Module:
         function = _Function(plan, self.with_locations)
         arguments = function.grid_arguments() + function.bind_prefetched()
         names = function.emit_map(plan.pipeline.regions[position], ref, window)
+        return self._returning(function, f"map_{position}", arguments, names)
+
+
+    def _fixed_name(self, param: Value) -> str:
+        return f"fixed_{self.plan.blocks.index(param)}"
+
+    def _fixed_map(self, param: Value) -> str:
+        """The index map of an array that is there as a whole at every step."""
+        function = _Function(self.plan, self.with_locations)
+        arguments = function.grid_arguments() + function.bind_prefetched()
+        names = [function.out.i32(0)] * param.ref.rank
+        return self._returning(function, self._fixed_name(param), arguments, names)
+
+    def _returning(
+        self,
+        function: "_Function",
+        name: str,
+        arguments: Sequence[str],
+        names: Sequence[str],
+    ) -> str:
         types = ", ".join(["i32"] * len(names))
         function.out.line(f"func.return {', '.join(names)} : {types}")
-        opening = (
-            f"  func.func @map_{position}({', '.join(arguments)}) -> ({types}) {{"
-        )
+        opening = f"  func.func @{name}({', '.join(arguments)}) -> ({types}) {{"
         return function.text(opening)
 
 
@@ -265,6 +291,15 @@ class _Function(Control):
         self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
         self._taken: set[str] = set()
         self._outer = {r: op for op in plan.kernel.body.ops for r in op.results}
+
+    def view(self, ref: Value) -> View:
+        if ref not in self.views:
+            self.refuse(
+                f"an index map reads {ref.name or 'a ref'} ({ref.ref}), which is no"
+                " scalar-prefetch operand",
+                fix="pass it as one (PrefetchScalarGridSpec)",
+            )
+        return self.views[ref]
 
     def name(self, value: Value) -> str:
         """Values from before the pipeline are written where they are first used."""
@@ -348,7 +383,7 @@ class _Function(Control):
         if window.fill is not None and window.mode == "in":
             fill = self._fill(ref, window, index_map)
         view = View.whole(whole.memref, block, whole.shape, dims, whole.space)
-        return View(**{**vars(view), "fill": fill})
+        return replace(view, fill=fill)
 
     def _fill(self, ref: Value, window: Window, index_map: Block) -> Fill | None:
         """Edges of a filled window, if it has any; needs its block indices here."""

@@ -147,7 +147,7 @@ class Tiles(Elementwise):
             name = self.sliced(self.convert(name, tile, I32), words, starts, sizes)
             return self.convert(name, words.with_shape(sizes), BOOL)
         # The generic form: the pretty one differs between MLIR versions.
-        attrs = f"offsets = {list(starts)}, sizes = {list(sizes)}"
+        attrs = f"offsets = {[*map(int, starts)]}, sizes = {[*map(int, sizes)]}"
         attrs += f", strides = {[1] * tile.rank}"
         types = f"({tile_text(tile)}) -> {tile_text(tile.with_shape(sizes))}"
         text = f'"vector.extract_strided_slice"({name}) <{{{attrs}}}> : {types}'
@@ -293,7 +293,8 @@ class Tiles(Elementwise):
         )
         result = rest.with_dtype(I32)
         if tile.dtype.is_float:
-            odd = self.arith("arith.cmpf uno,", name, name, tile=tile)
+            same = self.arith("arith.cmpf oeq,", name, name, tile=tile)
+            odd = self.flipped(same, tile.with_dtype(BOOL))
             first_odd = self._first_where(odd, tile, axis)
             none = self.out.number(tile.shape[axis], result)
             found = self.arith("arith.cmpi slt,", first_odd, none, tile=result)

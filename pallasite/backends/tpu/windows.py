@@ -39,7 +39,7 @@ def check_window(
 ) -> None:
     """Raise SpecError if the block does not fit the chip's tiles."""
     ref = operand.ref
-    if window.space == "smem" or not ref.shape:
+    if not ref.shape:
         return
     tiles = tiling(ref)
     shape = memref_shape(window)

@@ -111,7 +111,7 @@ class Dots(Tiles):
         if prod(shape) > 1 << 18:
             self.refuse(
                 op,
-                f"{kind} matrices are multiplied element by element: {prod(shape)} products",
+                f"{kind} is multiplied element by element: {prod(shape)} products",
                 "use f32, bf16, f16 or i8 operands, or smaller blocks",
             )
         left = self.spread(self.expand(lhs, axis + 1), shape)

@@ -8,7 +8,7 @@ are in the classes this one inherits; `emit_<op>` or a row of `NATIVE` emits an 
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from pallasite.backends.triton.elementwise import NATIVE
@@ -186,8 +186,6 @@ class Emitter(Memory):
         if isinstance(offset, Val):
             offset = self.convert("arith.extsi", offset, "i64")
         view = self.array(ref, pointer, op.result, offset)
-        from dataclasses import replace
-
         self.views[op.result] = replace(view, wide=True)
 
     # --- control flow ---

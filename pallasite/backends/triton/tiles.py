@@ -93,7 +93,7 @@ class Tiles(Elementwise):
     # --- moves along one axis ---
 
     def take(self, x: Val, index: Val, axis: int) -> Val:
-        """Elements of `x` along `axis` named by positions of shape (1, .., n, .., 1)."""
+        """Elements of `x` along `axis`, named by positions of shape (1, n, 1)."""
         last = self.like(x.shape[axis] - 1, index)
         index = self.apply("arith.minui", index, last)
         n = index.shape[axis]
