@@ -33,12 +33,16 @@ class Checked:
 
     Args:
         bounds: accesses outside a ref, and blocks outside the array.
-        uninitialised: reads of outputs, scratch or edges nobody wrote.
+        uninitialised: values of outputs, scratch or edges nobody wrote, where they
+            matter: in a result, a branch, a loop's length or an index.
         races: two programs along a parallel axis touching the same memory.
         unwritten: outputs with elements never written.
-        copies: async copies never waited for, and semaphores left over.
-        nan: the first op that makes a NaN or an infinity from finite values
-            (off by default: masks of -inf are common).
+        copies: async copies never waited for, or whose memory is used too early, and
+            semaphores left over.
+        promises: broken promises of `pl.multiple_of`.
+        nan: the first op that makes a NaN from operands without (off by default).
+        inf: the first op that makes an infinity from finite operands (off by default:
+            masks of -inf are common).
     """
 
     bounds: bool = True
@@ -46,7 +50,9 @@ class Checked:
     races: bool = True
     unwritten: bool = True
     copies: bool = True
+    promises: bool = True
     nan: bool = False
+    inf: bool = False
 
 
 @dataclass(frozen=True)

@@ -223,8 +223,7 @@ def _divide_rounds(
     left = inner.cast(inner.sub(most, counter), rounds.dtype)
     left = Expr(scope, inner.broadcast(left, size.value.tile.shape))
     m, e, n, rest = (
-        Expr(scope, v)
-        for v in (mantissa.value, exponent.value, rounds.value, carried)
+        Expr(scope, v) for v in (mantissa.value, exponent.value, rounds.value, carried)
     )
     # An element with fewer rounds repeats its first one, which then changes nothing.
     power = e + n.min(left) * digits
@@ -267,5 +266,3 @@ def _integer_power(x: Expr, y: Expr) -> Expr:
     odd = (y & 1).ne(0)
     reciprocal = where(x.eq(1), 1, where(x.eq(-1), where(odd, x, 1), 0))
     return where(y < 0, reciprocal, result)
-
-

@@ -252,7 +252,13 @@ _control = {"unit": Unit.CONTROL}
 # are dropped when written; with a mask this holds element by element.
 _row("load", _load, None, ("index", "mask", "other"), Effect.READ)
 _row("store", _store, None, ("index", "mask"))
-_row("atomic_rmw", _atomic_rmw, None, ("kind", "index", "mask"), doc="gives the old value")
+_row(
+    "atomic_rmw",
+    _atomic_rmw,
+    None,
+    ("kind", "index", "mask"),
+    doc="gives the old value",
+)
 _row("atomic_cas", _atomic_cas, None, ("index",), doc="gives the old value")
 _row("subview", _subview, None, ("index",), Effect.PURE)
 _row("reshape_view", _reshape_view, 1, ("shape",), Effect.PURE)
@@ -287,6 +293,8 @@ _row("sem_read", _sem_read, 1, (), Effect.READ)
 _row("debug_print", _nothing, None, ("format",), **_control)
 _row("debug_check", _nothing, 1, ("message",), doc="fails if the bool is false")
 _row("delay", _nothing, 1, (), **_control)
-_row("assume_multiple", _first, 1, ("multiple",), Effect.PURE, doc="a promise, not code")
+_row(
+    "assume_multiple", _first, 1, ("multiple",), Effect.PURE, doc="a promise, not code"
+)
 
 __all__ = ["ATOMIC_KINDS", "At", "block_ref", "index_result_shape", "map_results"]

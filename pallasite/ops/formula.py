@@ -324,7 +324,9 @@ def two_product(x: Expr, y: Expr) -> tuple[Expr, Expr]:
     return fast_two_sum(total, error_1 + error_2 + xl * yl)
 
 
-def split_constant(number: str, kept_bits: int, dtype: DType, parts: int) -> list[float]:
+def split_constant(
+    number: str, kept_bits: int, dtype: DType, parts: int
+) -> list[float]:
     """A decimal number as a sum: `kept_bits` bits in each part, the rest in the last.
 
     An integer of few bits times such a part is exact.

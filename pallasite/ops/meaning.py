@@ -113,7 +113,7 @@ def pow_(x: Array, y: Array) -> Array:
         exponent = exponent >> 1
     # A negative exponent of an integer: 1/x, truncated.
     reciprocal = np.where(x == 1, 1, np.where(x == -1, np.where(y & 1, -1, 1), 0))
-    return np.where(y < 0, reciprocal, result).astype(x.dtype)
+    return np.where(y < 0, reciprocal.astype(x.dtype), result)
 
 
 def integer_pow(x: Array, *, y: int) -> Array:
@@ -257,7 +257,9 @@ def cast(x: Array, *, dtype: Any) -> Array:
         if dtype.name == "u64":
             safe = np.where(inside, np.trunc(wide), 0).astype(np.uint64)
         low_a, high_a = (np.array(v).astype(target) for v in (low, high))
-        return np.where(inside, safe.astype(target), np.where(wide <= low, low_a, high_a))
+        return np.where(
+            inside, safe.astype(target), np.where(wide <= low, low_a, high_a)
+        )
     if dtype.bits < 8 and not is_float(x):
         return x.astype(np.int64).astype(target)
     with np.errstate(all="ignore"):

@@ -55,6 +55,8 @@ def _draw(
         small = rng.integers(max(info.min, -9), 10, count, dtype=dtype.np)
         anything = rng.integers(info.min, info.max, count, dtype.np, endpoint=True)
         return np.where(rng.random(count) < 0.5, small, anything)
+    limit = float(_finfo(dtype).max)
+    low, high = max(low, -limit), min(high, limit)
     # Half evenly, half by size: most small numbers are near the ends of a domain.
     even = rng.uniform(low, high, count)
     largest = max(abs(low), abs(high))
@@ -78,7 +80,12 @@ def special_values(dtype: DType) -> np.ndarray:
     sizes = [0.0, 1.0, 0.5, 2.0, 3.0, 1.5, 100.0, 1e4, float(info.max), np.inf]
     sizes += [float(info.smallest_normal), 1 + float(info.eps), 1 - float(info.eps) / 2]
     numbers = [s * x for x in sizes for s in (1, -1)] + [np.nan]
-    return np.array(numbers).astype(dtype.np)
+    return floats(numbers, dtype)
+
+
+def floats(numbers: Sequence[float], dtype: DType) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.array(numbers).astype(dtype.np)
 
 
 def special_operands(row: OpDef, dtype: DType) -> Arrays:
@@ -129,7 +136,9 @@ def result_dtype(row: OpDef, dtype: DType, arity: int, attrs: Mapping[str, Any])
 
 
 def run_lower(
-    lower: Callable[..., Value], operands: Sequence[np.ndarray], attrs: Mapping[str, Any]
+    lower: Callable[..., Value],
+    operands: Sequence[np.ndarray],
+    attrs: Mapping[str, Any],
 ) -> np.ndarray:
     """What a decomposition computes; ops inside are evaluated by their meaning."""
     builder = Builder()

@@ -98,7 +98,7 @@ _TAIL = (
 
 
 def erf_inv(f: Function, dtype: DType, x: Val) -> Val:
-    """A polynomial start and two steps of Halley's iteration, in double precision."""
+    """An approximate start and steps of Halley's iteration, in double precision."""
     number = scalars.floating
     wide = f.convert("fpext", x, "double")
     size = f.intrinsic("fabs", wide)
@@ -108,13 +108,25 @@ def erf_inv(f: Function, dtype: DType, x: Val) -> Val:
     central = f.compare("fcmp olt", w, number(5.0))
     near = _polynomial(f, f.binary("fsub", w, number(2.5)), _CENTRE)
     far = _polynomial(f, f.binary("fsub", f.intrinsic("sqrt", w), number(3.0)), _TAIL)
+    extreme = f.compare("fcmp ogt", w, number(16.0))
+    far = f.select(extreme, _asymptotic_erf_inv(f, w), far)
     guess = f.binary("fmul", f.select(central, near, far), size)
-    for _ in range(2):
+    for _ in range(3):
         guess = _halley(f, guess, size, rest)
     infinite = f.compare("fcmp oeq", size, number(1.0))
     guess = f.select(infinite, number(float("inf")), guess)
     result = f.intrinsic("copysign", guess, wide)
     return f.convert("fptrunc", result, x.type)
+
+
+def _asymptotic_erf_inv(f: Function, w: Val) -> Val:
+    """From erfc(x) ~ exp(-x^2) / (x sqrt(pi)): x^2 is about w - log(w)/2 - 1/2."""
+    half = scalars.floating(0.5)
+    logarithm = f.call("log", "double", w, pure=True)
+    square = f.binary(
+        "fsub", f.binary("fsub", w, half), f.binary("fmul", logarithm, half)
+    )
+    return f.intrinsic("sqrt", square)
 
 
 def _halley(f: Function, guess: Val, size: Val, rest: Val) -> Val:

@@ -38,7 +38,7 @@ class Run:
         return block.reshape(self.shape)
 
     def put(self, array: np.ndarray, value: Array, mask: Array | None) -> None:
-        target = array[self.index]
+        target = _view(array, self.index)
         value = self.existing(value)
         if mask is None:
             target[...] = value
@@ -47,9 +47,11 @@ class Run:
 
     def existing(self, value: Array) -> Array:
         """The part of a picked block that exists, with one entry per dimension."""
-        if np.ndim(value) == 0 and self.part is None:
+        if self.part is None and np.ndim(value) == 0:
             return value
-        value = np.broadcast_to(value, self.shape).reshape(self.full)
+        if np.shape(value) != self.shape:
+            value = np.broadcast_to(value, self.shape)
+        value = value.reshape(self.full)
         return value if self.part is None else value[self.part]
 
     def outside(self) -> np.ndarray | None:
@@ -120,7 +122,7 @@ class Elements:
         if self.where is None:
             array[self.index] = value
         else:
-            array[self.index][self.where] = value
+            _view(array, self.index)[self.where] = value
 
     @property
     def is_dense(self) -> bool:
@@ -143,6 +145,10 @@ class Elements:
         marked = np.zeros(shape, bool)
         self.set(marked, True)
         return marked
+
+
+def _view(array: np.ndarray, index: tuple) -> np.ndarray:
+    return array[index] if index else array  # array[()] of rank 0 is a scalar
 
 
 def _reach(i: Any) -> tuple[int, int]:

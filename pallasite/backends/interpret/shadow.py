@@ -58,10 +58,9 @@ class CheckedNumbers(NumpyNumbers):
             plain = super().tile_op(op, [value_of(x) for x in operands])
             codes = shadow_tiles.tile_op(op, operands, plain)
             results = [partly(x, c) for x, c in zip(plain, codes, strict=True)]
-        if self.watched and operands:
-            for value in results:
-                if op.result.tile.dtype.is_float if len(results) == 1 else False:
-                    self._look_for_nan(operands, value, by_element=False)
+        if self.watched and operands and len(results) == 1:
+            if op.result.tile.dtype.is_float:
+                self._look_for_nan(operands, results[0], by_element=False)
         return results
 
     def _look_for_nan(self, operands: Sequence, value: Array, by_element: bool) -> None:

@@ -312,11 +312,10 @@ class Walker:
         written = self.roots.written(body, condition)
 
         def go_on(values: list[Array]) -> Array:
-            saved = dict(self.memory)
-            self._restore(written, values)
-            (result,) = self.block(condition, values[len(written) :])
-            self.memory = saved
-            return result
+            def check(carried: list[Array]) -> list[Array]:
+                return self.block(condition, carried)
+
+            return self._enter(written, values, check)[-1]
 
         def run(values: list[Array]) -> list[Array]:
             return self._enter(written, values, lambda v: self.block(body, v))
@@ -366,10 +365,12 @@ class Walker:
     ) -> list[Array]:
         """Run a region on carried memory and values; memory and values after it."""
         saved = dict(self.memory)
+        # Staged values must not outlive the region they are staged in.
+        saved_env = dict(self.env) if self.numbers.functional else self.env
         self._restore(written, values)
         results = run(values[len(written) :])
         out = [*(self.memory[r] for r in written), *results]
-        self.memory = saved
+        self.memory, self.env = saved, saved_env
         return out
 
     def _pack(self, written: Sequence[Value], carry: Sequence[Array]) -> list[Array]:

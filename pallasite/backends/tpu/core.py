@@ -71,6 +71,8 @@ class Core:
         )
 
     def _to_bool(self, name: str, tile: TileType) -> str:
+        if not tile.shape:
+            name, tile = self.in_words(name, tile)
         zero, text = self.out.number(0, tile), tile_text(tile)
         if not tile.dtype.is_float:
             return self.out.value(f"arith.cmpi ne, {name}, {zero} : {text}")

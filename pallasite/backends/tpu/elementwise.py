@@ -94,7 +94,9 @@ class Elementwise(Core):
             return self._compare_masks(op)
         names, tile = self._computing(op)
         spelled = SPELLINGS[op.name].of(tile.dtype)
-        if spelled is None:
+        narrow_bits = op.name in ("and", "or", "xor") and not tile.shape
+        narrow_bits = narrow_bits and tile.dtype != op.operands[0].tile.dtype
+        if spelled is None or narrow_bits:  # MLIR would fold the widening away again
             self._refuse_dtype(op)
         if op.name in ("max", "min") and tile.dtype != op.result.tile.dtype:
             name = self._extreme(op.name, *names, tile=tile)
@@ -169,6 +171,9 @@ class Elementwise(Core):
     # --- ops whose meaning takes more than one MLIR op ---
 
     def emit_not(self, op: Op) -> str:
+        tile = op.result.tile
+        if not tile.shape and tile.dtype.is_integer and tile.dtype.bits < 32:
+            self._refuse_dtype(op)
         return self.flipped(self.name(op.operands[0]), self.tile_type(op.operands[0]))
 
     def emit_neg(self, op: Op) -> str:
@@ -384,6 +389,10 @@ class Elementwise(Core):
 
     def _choose(self, pred: str, yes: str, no: str, tile: TileType, masks: bool) -> str:
         """`select`, by logic where the cases are masks themselves."""
+        if not tile.shape and tile.dtype.bits < 32 and not tile.dtype.is_bool:
+            (yes, words), (no, _) = (self.in_words(n, tile) for n in (yes, no))
+            name = self.select(pred, yes, no, words, masks)
+            return self.convert(name, words, tile.dtype)
         if not (tile.dtype.is_bool and tile.shape):
             return self.select(pred, yes, no, tile, masks)
         if not masks:

@@ -53,19 +53,80 @@ class Pointer:
     offset: Any
 
 
+@dataclass
+class Node:
+    """One op, read once: asking the bindings costs more than running it."""
+
+    name: str
+    operands: list[int]
+    results: list[int]
+    layouts: list[tuple[tuple[int, ...], Any]]
+    types: list[str]
+    attributes: dict[str, Any]
+    regions: list["Body"]
+
+
+@dataclass
+class Body:
+    params: list[int]
+    nodes: list[Node]
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, value: Any) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+    def body(self, region: Any) -> Body:
+        (block,) = region.blocks
+        params = [self.number(v) for v in block.arguments]
+        return Body(params, [self.node(op.operation) for op in block.operations])
+
+    def node(self, op: Any) -> Node:
+        return Node(
+            op.name,
+            [self.number(v) for v in op.operands],
+            [self.number(v) for v in op.results],
+            [_layout(v.type) for v in op.results],
+            [str(v.type) for v in op.results],
+            _attributes(op),
+            [self.body(r) for r in op.regions if list(r.blocks)],
+        )
+
+
+def _attributes(op: Any) -> dict[str, Any]:
+    if op.name == "arith.constant":
+        value = op.attributes["value"]
+        if _layout(op.results[0].type)[0]:
+            value = ir.DenseElementsAttr(value).get_splat_value()
+        known = {"true": 1, "false": 0}.get(str(value))
+        return {"value": value.value if known is None else known}
+    readers = {
+        "axis": lambda a: a.value,
+        "reverse": lambda a: a.value,
+        "predicate": lambda a: a.value,
+        "order": lambda a: [int(i) for i in a],
+        "symbol": lambda a: ir.StringAttr(a).value,
+        "atomic_rmw_op": int,
+    }
+    found = {name: op.attributes[name] for name in readers if name in op.attributes}
+    return {name: readers[name](value) for name, value in found.items()}
+
+
 def run(text: str, arrays: Sequence[np.ndarray], programs: int, seed: int = 0) -> None:
     """Execute the module's function; `arrays` are changed in place."""
     module = parse(text)
     (function,) = module.body.operations
+    body = _Reader().body(function.regions[0])
     order = np.random.default_rng(seed).permutation(programs)
     buffers = [a.reshape(-1) for a in arrays]
     buffers = [b.view(np.int8) if b.dtype == bool else b for b in buffers]
     buffers = [_signed(b) for b in buffers]
     for program in order:
-        machine = _Machine(int(program), seed)
-        block = function.regions[0].blocks[0]
         pointers = [Pointer(b, np.int64(0)) for b in buffers]
-        machine.block(block, pointers)
+        _Machine(int(program), seed).block(body, pointers)
 
 
 def _signed(x: np.ndarray) -> np.ndarray:
@@ -82,25 +143,23 @@ class _Machine:
 
     def __init__(self, program: int, seed: int):
         self.program = program
-        self.values: dict[Any, Any] = {}
+        self.values: dict[int, Any] = {}
         self.garbage = np.random.default_rng([seed, program])
 
-    def block(self, block: Any, arguments: Sequence[Any]) -> list[Any]:
+    def block(self, block: Body, arguments: Sequence[Any]) -> list[Any]:
         """Run a block; the operands of its terminator."""
-        for param, value in zip(block.arguments, arguments, strict=True):
-            self.values[param] = value
-        for op in block.operations:
-            op = op.operation
+        self.values.update(zip(block.params, arguments, strict=True))
+        for op in block.nodes:
             operands = [self.values[v] for v in op.operands]
             if op.name in TERMINATORS:
                 return operands
             results = self.step(op, operands)
-            for value, result in zip(op.results, results, strict=True):
-                self.values[value] = self.shaped(result, value.type, op)
+            for n, (value, result) in enumerate(zip(op.results, results, strict=True)):
+                self.values[value] = self.shaped(result, op, n)
         return []
 
-    def shaped(self, result: Any, type_: Any, op: Any) -> Any:
-        shape, dtype = _layout(type_)
+    def shaped(self, result: Any, op: Node, number: int) -> Any:
+        shape, dtype = op.layouts[number]
         if isinstance(result, Pointer):
             result.offset = np.broadcast_to(np.asarray(result.offset, np.int64), shape)
             return result
@@ -112,10 +171,10 @@ class _Machine:
                 assert result.dtype.kind == "f", (op, result.dtype, dtype)
                 result = result.astype(dtype)
         # Inside a reduction, scalars are rows: the region runs on all of them at once.
-        assert result.shape == shape or not shape, (str(op), result.shape, shape)
+        assert result.shape == shape or not shape, (op, result.shape, shape)
         return result
 
-    def step(self, op: Any, operands: list[Any]) -> Sequence[Any]:
+    def step(self, op: Node, operands: list[Any]) -> Sequence[Any]:
         method = getattr(self, "do_" + op.name.replace(".", "_"), None)
         if method is not None:
             return method(op, *operands)
@@ -124,55 +183,47 @@ class _Machine:
 
     # --- constants and shapes ---
 
-    def do_arith_constant(self, op: Any) -> Any:
-        shape, dtype = _layout(op.results[0].type)
-        value = op.attributes["value"]
-        if shape:
-            value = ir.DenseElementsAttr(value).get_splat_value()
-        text = str(value)
-        number = {"true": 1, "false": 0}.get(text)
-        if number is None:
-            number = value.value
-        return [np.full(shape, number, dtype)]
+    def do_arith_constant(self, op: Node) -> Any:
+        shape, dtype = op.layouts[0]
+        return [np.full(shape, op.attributes["value"], dtype)]
 
-    def do_tt_get_program_id(self, op: Any) -> Any:
+    def do_tt_get_program_id(self, op: Node) -> Any:
         return [np.int32(self.program)]
 
-    def do_tt_make_range(self, op: Any) -> Any:
-        return [np.arange(*_layout(op.results[0].type)[0], dtype=np.int32)]
+    def do_tt_make_range(self, op: Node) -> Any:
+        return [np.arange(*op.layouts[0][0], dtype=np.int32)]
 
-    def do_tt_splat(self, op: Any, x: Any) -> Any:
+    def do_tt_splat(self, op: Node, x: Any) -> Any:
         return [self.reshaped(op, x, np.broadcast_to)]
 
     do_tt_broadcast = do_tt_splat
 
-    def do_tt_reshape(self, op: Any, x: Any) -> Any:
+    def do_tt_reshape(self, op: Node, x: Any) -> Any:
         return [self.reshaped(op, x, np.reshape)]
 
     do_tt_expand_dims = do_tt_reshape
     do_tt_unsplat = do_tt_reshape
 
-    def reshaped(self, op: Any, x: Any, how: Callable[..., Any]) -> Any:
-        shape, _ = _layout(op.results[0].type)
+    def reshaped(self, op: Node, x: Any, how: Callable[..., Any]) -> Any:
+        shape, _ = op.layouts[0]
         if isinstance(x, Pointer):
             return Pointer(x.buffer, how(x.offset, shape))
         return how(x, shape)
 
-    def do_tt_trans(self, op: Any, x: Any) -> Any:
-        order = [int(i) for i in op.attributes["order"]]
-        return [np.transpose(x, order)]
+    def do_tt_trans(self, op: Node, x: Any) -> Any:
+        return [np.transpose(x, op.attributes["order"])]
 
-    def do_tt_gather(self, op: Any, x: Any, index: Any) -> Any:
-        axis = op.attributes["axis"].value
+    def do_tt_gather(self, op: Node, x: Any, index: Any) -> Any:
+        axis = op.attributes["axis"]
         assert np.all((index >= 0) & (index < x.shape[axis])), "gather out of range"
         return [np.take_along_axis(x, index.astype(np.int64), axis)]
 
     # --- memory ---
 
-    def do_tt_addptr(self, op: Any, pointer: Any, offset: Any) -> Any:
+    def do_tt_addptr(self, op: Node, pointer: Any, offset: Any) -> Any:
         return [Pointer(pointer.buffer, pointer.offset + offset.astype(np.int64))]
 
-    def do_tt_load(self, op: Any, pointer: Any, mask: Any = None, other: Any = None):
+    def do_tt_load(self, op: Node, pointer: Any, mask: Any = None, other: Any = None):
         self.check(pointer, mask, op)
         if mask is None:
             return [pointer.buffer[pointer.offset]]
@@ -183,21 +234,20 @@ class _Machine:
             return [filler]
         return [np.where(mask, pointer.buffer[safe], filler)]
 
-    def do_tt_store(self, op: Any, pointer: Any, value: Any, mask: Any = None):
+    def do_tt_store(self, op: Node, pointer: Any, value: Any, mask: Any = None):
         self.check(pointer, mask, op)
         where = np.ones(np.shape(value), bool) if mask is None else mask
         pointer.buffer[np.asarray(pointer.offset)[where]] = np.asarray(value)[where]
         return []
 
-    def check(self, pointer: Pointer, mask: Any, op: Any) -> None:
+    def check(self, pointer: Pointer, mask: Any, op: Node) -> None:
         inside = (pointer.offset >= 0) & (pointer.offset < pointer.buffer.size)
         inside = inside if mask is None else inside | ~mask
         assert np.all(inside), f"out of bounds: {op}"
 
-    def do_tt_atomic_rmw(self, op: Any, pointer: Any, value: Any, mask: Any = None):
+    def do_tt_atomic_rmw(self, op: Node, pointer: Any, value: Any, mask: Any = None):
         self.check(pointer, mask, op)
-        kind = int(op.attributes["atomic_rmw_op"])
-        combine = ATOMICS[kind]
+        combine = ATOMICS[op.attributes["atomic_rmw_op"]]
         old = np.zeros(np.shape(value), pointer.buffer.dtype)
         where = np.broadcast_to(True if mask is None else mask, np.shape(value))
         offsets = np.broadcast_to(pointer.offset, np.shape(value))
@@ -208,27 +258,27 @@ class _Machine:
                 pointer.buffer[at] = combine(pointer.buffer[at], np.asarray(value)[position])
         return [old]
 
-    def do_tt_atomic_cas(self, op: Any, pointer: Any, compare: Any, value: Any):
+    def do_tt_atomic_cas(self, op: Node, pointer: Any, compare: Any, value: Any):
         old = np.array(pointer.buffer[pointer.offset])
         pointer.buffer[pointer.offset] = np.where(old == compare, value, old)
         return [old]
 
-    def do_gpu_barrier(self, op: Any) -> Any:
+    def do_gpu_barrier(self, op: Node) -> Any:
         return []
 
-    def do_tt_print(self, op: Any, *values: Any) -> Any:
+    def do_tt_print(self, op: Node, *values: Any) -> Any:
         return []
 
     # --- numbers ---
 
-    def do_arith_cmpi(self, op: Any, x: Any, y: Any) -> Any:
-        kind = op.attributes["predicate"].value
+    def do_arith_cmpi(self, op: Node, x: Any, y: Any) -> Any:
+        kind = op.attributes["predicate"]
         if kind >= 6:
             x, y = _unsigned(x), _unsigned(y)
         return [COMPARE_INT[kind](x, y)]
 
-    def do_arith_cmpf(self, op: Any, x: Any, y: Any) -> Any:
-        kind = op.attributes["predicate"].value
+    def do_arith_cmpf(self, op: Node, x: Any, y: Any) -> Any:
+        kind = op.attributes["predicate"]
         nan = np.isnan(x.astype(np.float64)) | np.isnan(y.astype(np.float64))
         if kind in (7, 14):  # ord, uno
             return [nan if kind == 14 else ~nan]
@@ -238,8 +288,8 @@ class _Machine:
         assert kind == 13, op  # une
         return [(x != y) | nan]
 
-    def convert(self, op: Any, x: Any) -> Any:
-        dtype = _layout(op.results[0].type)[1]
+    def convert(self, op: Node, x: Any) -> Any:
+        dtype = op.layouts[0][1]
         with np.errstate(all="ignore"):
             if op.name == "arith.extui" or op.name == "arith.uitofp":
                 x = _unsigned(x)
@@ -253,18 +303,18 @@ class _Machine:
     do_arith_sitofp = do_arith_uitofp = do_arith_fptosi = do_arith_fptoui = convert
     do_arith_extf = do_arith_truncf = do_tt_fp_to_fp = convert
 
-    def do_tt_bitcast(self, op: Any, x: Any) -> Any:
+    def do_tt_bitcast(self, op: Node, x: Any) -> Any:
         if isinstance(x, Pointer):
-            dtype = DTYPES[str(op.results[0].type)[len("!tt.ptr<") : -1]]
+            dtype = DTYPES[op.types[0][len("!tt.ptr<") : -1]]
             return [Pointer(x.buffer.view(dtype), x.offset)]
-        return [np.asarray(x).view(_layout(op.results[0].type)[1])]
+        return [np.asarray(x).view(op.layouts[0][1])]
 
-    def do_tt_extern_elementwise(self, op: Any, *operands: Any) -> Any:
-        symbol = ir.StringAttr(op.attributes["symbol"]).value
+    def do_tt_extern_elementwise(self, op: Node, *operands: Any) -> Any:
+        symbol = op.attributes["symbol"]
         with np.errstate(all="ignore"):
             return [_external(symbol)(*operands)]
 
-    def do_tt_dot(self, op: Any, x: Any, y: Any, acc: Any) -> Any:
+    def do_tt_dot(self, op: Node, x: Any, y: Any, acc: Any) -> Any:
         wide = np.int64 if acc.dtype.kind == "i" else np.float64
         assert min(*x.shape[-2:], y.shape[-1]) >= 16, "too small for a tensor core"
         product = np.matmul(x.astype(wide), y.astype(wide)) + acc.astype(wide)
@@ -272,47 +322,48 @@ class _Machine:
 
     # --- regions ---
 
-    def do_tt_reduce(self, op: Any, *operands: Any) -> Any:
-        axis = op.attributes["axis"].value
+    def do_tt_reduce(self, op: Node, *operands: Any) -> Any:
+        axis = op.attributes["axis"]
         slices = [list(np.moveaxis(x, axis, 0)) for x in operands]
         total = [s[0] for s in slices]
         for row in zip(*(s[1:] for s in slices), strict=True):
-            total = self.block(op.regions[0].blocks[0], [*total, *row])
+            total = self.block(op.regions[0], [*total, *row])
         return total
 
-    def do_tt_scan(self, op: Any, *operands: Any) -> Any:
-        axis = op.attributes["axis"].value
-        reverse = op.attributes["reverse"].value
+    def do_tt_scan(self, op: Node, *operands: Any) -> Any:
+        axis = op.attributes["axis"]
+        reverse = op.attributes["reverse"]
         slices = [list(np.moveaxis(x, axis, 0)) for x in operands]
         slices = [s[::-1] for s in slices] if reverse else slices
         total = [s[0] for s in slices]
         rows = [total]
         for row in zip(*(s[1:] for s in slices), strict=True):
-            total = self.block(op.regions[0].blocks[0], [*total, *row])
+            total = self.block(op.regions[0], [*total, *row])
             rows.append(total)
         rows = rows[::-1] if reverse else rows
         return [np.stack(r, axis) for r in zip(*rows, strict=True)]
 
-    def do_scf_for(self, op: Any, first: Any, limit: Any, step: Any, *carried: Any):
+    def do_scf_for(self, op: Node, first: Any, limit: Any, step: Any, *carried: Any):
         assert step > 0
         values = list(carried)
         for i in range(int(first), int(limit), int(step)):
             index = np.asarray(i, np.asarray(first).dtype)
-            values = self.block(op.regions[0].blocks[0], [index, *values])
+            values = self.block(op.regions[0], [index, *values])
         return values
 
-    def do_scf_while(self, op: Any, *carried: Any) -> Any:
+    def do_scf_while(self, op: Node, *carried: Any) -> Any:
         values = list(carried)
         while True:
-            goes_on, *values = self.block(op.regions[0].blocks[0], values)
+            goes_on, *values = self.block(op.regions[0], values)
             if not goes_on:
                 return values
-            values = self.block(op.regions[1].blocks[0], values)
+            values = self.block(op.regions[1], values)
 
-    def do_scf_if(self, op: Any, condition: Any) -> Any:
-        region = op.regions[0 if condition else 1]
-        blocks = list(region.blocks)
-        return self.block(blocks[0], []) if blocks else []
+    def do_scf_if(self, op: Node, condition: Any) -> Any:
+        number = 0 if condition else 1
+        if number == len(op.regions):
+            return []
+        return self.block(op.regions[number], [])
 
 
 TERMINATORS = (

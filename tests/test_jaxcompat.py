@@ -1,0 +1,135 @@
+"""Canaries: one per function of jaxcompat, so a JAX release that moves things shows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallasite import jaxcompat
+
+
+def traced_kernel():
+    def kernel(x_ref, o_ref):
+        o_ref[0, :] = x_ref[1, jax.ds(0, 4)]
+
+    refs = [jaxcompat.abstract_ref((2, 4), np.float32) for _ in range(2)]
+    with jaxcompat.kernel_tracing():
+        return jax.make_jaxpr(kernel)(*refs)
+
+
+def test_opened_gives_jaxpr_and_constants():
+    table = np.arange(3.0)
+    closed = jax.make_jaxpr(lambda x: x + jnp.asarray(table))(table)
+    jaxpr, consts = jaxcompat.opened(closed)
+    assert len(jaxpr.constvars) == len(consts)
+    assert jaxcompat.opened(jaxpr)[0].eqns == jaxpr.eqns
+
+
+def test_kernel_tracing_allows_one_ref_twice():
+    def kernel(x_ref, o_ref):
+        jax.jit(lambda a, b: o_ref.__setitem__(..., a[...] + b[...]))(x_ref, x_ref)
+
+    refs = [jaxcompat.abstract_ref((4,), np.float32) for _ in range(2)]
+    with jaxcompat.kernel_tracing():
+        closed = jax.make_jaxpr(kernel)(*refs)
+    assert closed.jaxpr.eqns
+
+
+def test_refs_and_views_are_told_from_values():
+    seen = []
+
+    def kernel(x_ref):
+        view = x_ref.at[0]
+        seen.append((jaxcompat.is_ref(x_ref), jaxcompat.is_ref(view)))
+        seen.append(jaxcompat.is_ref(x_ref[...]))
+        root, transforms = jaxcompat.ref_and_transforms(view)
+        seen.append((root is x_ref, len(transforms)))
+        seen.append(jaxcompat.aval_of(root).shape)
+
+    with jaxcompat.kernel_tracing():
+        jax.make_jaxpr(kernel)(jaxcompat.abstract_ref((2, 4), np.float32))
+    assert seen == [(True, True), False, (True, 1), (2, 4)]
+
+
+def test_index_classes_keep_their_layout():
+    get, swap = (e for e in traced_kernel().jaxpr.eqns)
+    (indexer,) = jax.tree.unflatten(get.params["tree"], get.invars[1:])
+    assert type(indexer).__name__ == "NDIndexer"
+    row, span = indexer.indices
+    assert int(row.val) == 1
+    assert (span.start, span.size, span.stride) == (0, 4, 1)
+    assert tuple(indexer.get_indexer_shape()) == (4,)
+    assert swap.primitive.name == "swap"
+
+
+@pytest.mark.parametrize("name", ["ReshapeTransform", "TransposeTransform"])
+def test_view_classes_keep_their_names(name):
+    view = {
+        "ReshapeTransform": lambda r: r.reshape(8),
+        "TransposeTransform": lambda r: r.T,
+    }[name]
+    found = []
+
+    def kernel(x_ref):
+        found.append(type(jaxcompat.ref_and_transforms(view(x_ref))[1][0]).__name__)
+
+    with jaxcompat.kernel_tracing():
+        jax.make_jaxpr(kernel)(jaxcompat.abstract_ref((2, 4), np.float32))
+    assert found == [name]
+
+
+def test_scan_split_counts_constants_and_carry():
+    def f(k, xs):
+        return jax.lax.scan(lambda c, x: ((c[0] + k * x, c[1] + 1), x), (k, 1), xs)
+
+    eqns = jax.make_jaxpr(f)(1.0, np.ones(3)).jaxpr.eqns
+    (scan,) = [e for e in eqns if e.primitive.name == "scan"]
+    assert jaxcompat.scan_split(scan.params) == (1, 2)
+
+
+def test_lower_high_level_removes_high_level_primitives():
+    closed = jax.make_jaxpr(jnp.searchsorted)(np.arange(4.0), np.arange(2.0))
+    lowered = jaxcompat.lower_high_level(closed)
+    names = {e.primitive.name for e in jaxcompat.opened(lowered)[0].eqns}
+    assert "call_hi_primitive" not in names
+
+
+def test_effects_are_ref_effects():
+    effects = traced_kernel().jaxpr.effects
+    kinds = {type(e) for e in effects}
+    assert type(jaxcompat.read_effect(0)) in kinds
+    assert type(jaxcompat.write_effect(0)) in kinds
+    printed = jax.make_jaxpr(lambda: jax.debug.print("x"))()
+    assert type(jaxcompat.debug_effect()) in {type(e) for e in printed.effects}
+
+
+def test_user_frame_finds_this_file():
+    eqn = traced_kernel().jaxpr.eqns[0]
+    file, line, function = jaxcompat.user_frame(eqn.source_info)
+    assert file.endswith("test_jaxcompat.py")
+    assert line > 0
+    assert "kernel" in function
+
+
+def test_keys_have_words_and_an_implementation():
+    key = jax.random.key(0)
+    assert jaxcompat.is_key_dtype(key.dtype)
+    assert not jaxcompat.is_key_dtype(np.dtype("float32"))
+    assert jaxcompat.key_data_shape(key.dtype) == (2,)
+    impl = jaxcompat.key_implementation(key.dtype)
+    np.testing.assert_array_equal(impl.seed(jnp.int32(0)), jax.random.key_data(key))
+
+
+def test_output_types_vary_like_the_operands():
+    aval = jax.core.ShapedArray((2,), np.dtype("float32"))
+    out = jaxcompat.out_aval_like([aval], (3,), np.float16)
+    assert (out.shape, out.dtype) == ((3,), np.float16)
+    assert jaxcompat.manual_axes(out) == frozenset()
+    assert jaxcompat.plain_avals([aval])[0].shape == (2,)
+
+
+def test_our_primitive_is_not_special_to_jax():
+    """JAX imports upstream Pallas for a primitive *named* pallas_call."""
+    from pallasite.frontend.primitive import call_p
+
+    assert call_p.name != "pallas_call"
