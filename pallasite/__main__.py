@@ -77,12 +77,17 @@ def backend_states() -> list[tuple[str, str]]:
     return states
 
 
+def usable_backends() -> list[str]:
+    """Native backends that can run kernels on a device present here."""
+    return [name for name, state in backend_states()[1:] if state.startswith("ready")]
+
+
 def _state(name: str, present: set[str]) -> str:
     from pallasite.backends import base
 
     try:
         backend = base.get(name)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         return f"not available: {error}"
     needs = {"cpu": "llvmlite"}.get(name)
     if needs and _version(needs) is None:

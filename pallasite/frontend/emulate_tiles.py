@@ -116,12 +116,14 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
 
 @_tile_op("dynamic_slice")
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
-    return lax.dynamic_slice(x, starts, op.attrs["sizes"])
+    return lax.dynamic_slice(
+        x, starts, op.attrs["sizes"], allow_negative_indices=False
+    )
 
 
 @_tile_op("dynamic_update_slice")
 def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Array:
-    return lax.dynamic_update_slice(x, update, starts)
+    return lax.dynamic_update_slice(x, update, starts, allow_negative_indices=False)
 
 
 @_tile_op("sort")

@@ -100,7 +100,7 @@ def expm1(x: Expr) -> Expr:
 
 def _log1p_small(f: Expr) -> Expr:
     """log(1 + f) for 1 + f within [sqrt(1/2), sqrt(2)), without the leading term f."""
-    if "f32" == f.dtype.name:  # more terms, but no division
+    if f.dtype.name == "f32":  # more terms, but no division
         square = f * f
         return square * f * fitted(f, fits.LOG_TAIL) - square * 0.5
     s = f / (f + 2.0)

@@ -4,6 +4,8 @@ f32 arguments of any size are reduced exactly. f64 ones are up to 2**45, above w
 the result is NaN rather than a wrong number.
 """
 
+from itertools import pairwise
+
 from pallasite.ir.types import F32, I32
 from pallasite.ops import polynomials as fits
 from pallasite.ops.formula import (
@@ -79,7 +81,7 @@ def _reduce(x: Expr) -> tuple[Expr, Expr]:
 
 
 def _reduce_small_f32(x: Expr) -> tuple[Expr, Expr]:
-    """Below 1024: q has 10 bits, so its products with 14-bit parts of pi/2 are exact."""
+    """Below 1024: q has 10 bits, its products with 14-bit parts of pi/2 are exact."""
     n = (x * _TWO_OVER_PI + 0.5).floor()
     r = x
     for part in split_constant(_HALF_PI_DIGITS, 14, F32, 4):
@@ -144,7 +146,7 @@ def _window(place: Expr) -> list[Expr]:
     back = 31 - shift
     return [
         (high << shift) | low.shift_logical(1).shift_logical(back)
-        for high, low in zip(words, words[1:], strict=False)
+        for high, low in pairwise(words)
     ]
 
 

@@ -232,5 +232,5 @@ _row(
     rule=_bitcast,
     attrs=("dtype",),
     jax="",
-    doc="the same bits as another type; a width change adds or drops the last dimension",
+    doc="the same bits as another type; a new width adds or drops the last dimension",
 )

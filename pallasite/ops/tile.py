@@ -4,6 +4,7 @@ from math import prod
 
 from pallasite.ir.opdef import Attrs, OpDef, TypeRuleError, Unit, register
 from pallasite.ir.types import BOOL, I32, DType, TileType, Type
+from pallasite.ops import decompose_gather, decompose_sort, decompose_tile
 from pallasite.ops.elementwise import _tiles as tiles
 
 REDUCE_KINDS = ("sum", "prod", "max", "min", "and", "or", "xor")
@@ -163,8 +164,14 @@ def _typed(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (attrs["type"],)
 
 
+_DECOMPOSITIONS = (decompose_tile, decompose_sort, decompose_gather)
+
+
 def _row(name: str, rule, arity: int | None, attrs: tuple[str, ...], **kw) -> OpDef:
-    return register(OpDef(name, rule, arity, attrs=attrs, **kw))
+    """A row; its `lower` is the function of its name in a `decompose_*` module."""
+    found = [getattr(module, name, None) for module in _DECOMPOSITIONS]
+    lower = next((f for f in found if f is not None), None)
+    return register(OpDef(name, rule, arity, attrs=attrs, lower=lower, **kw))
 
 
 _row("constant", _constant, 0, ("value", "type"), doc="a tile of one repeated number")
@@ -202,7 +209,7 @@ _row(
     _typed,
     2,
     ("dimension_numbers", "slice_sizes", "mode", "fill_value", "type"),
-    doc="XLA gather of a value; `dimension_numbers` as in jax.lax.GatherDimensionNumbers",
+    doc="XLA gather of a value; `dimension_numbers` as in lax.GatherDimensionNumbers",
 )
 _row(
     "scatter",

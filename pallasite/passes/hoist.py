@@ -189,7 +189,9 @@ class _Loop:
     def cut(self, op: Op, last: int) -> Callable[[Builder], None] | None:
         branch = op.regions[1]
         defined = {v for inner in walk(branch) for v in inner.results}
-        defined |= {v for inner in walk(branch) for r in inner.regions for v in r.params}
+        defined |= {
+            v for inner in walk(branch) for r in inner.regions for v in r.params
+        }
         used = [v for inner in walk(branch) for v in inner.operands]
         used += [v for inner in walk(branch) for r in inner.regions for v in r.yields]
         free = [v for v in dict.fromkeys(used) if v not in defined]
@@ -243,6 +245,8 @@ def _uses(value: Value, ops: Sequence[Op], yields: Sequence[Value]) -> bool:
     if value in yields:
         return True
     for op in ops:
-        if value in op.operands or any(_uses(value, r.ops, r.yields) for r in op.regions):
+        if value in op.operands or any(
+            _uses(value, r.ops, r.yields) for r in op.regions
+        ):
             return True
     return False

@@ -29,7 +29,7 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
     pipeline = find_pipeline(kernel)
     nest = _Nest(pipeline, info, lambda a: dynamic_programs or a is not None)
     program = Builder(pipeline.loc)
-    scratch = [op for op in kernel.body.ops if op.name == "alloc"]
+    scratch = _scratch_ops(kernel)
     program.ops += scratch
     ids = [Value(INDEX, nest.ids[a].name or f"i{a}") for a in nest.outer]
     nest.fill(program, ids)
@@ -48,6 +48,19 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
     outside.ops += kernel.body.ops[kernel.body.ops.index(pipeline) + 1 :]
     result = kernel.with_(body=outside.block())
     return map_ops(result, _inner_pipeline)
+
+
+def _scratch_ops(kernel: Kernel) -> list[Op]:
+    """Allocations, and what initialises them: each program has its own."""
+    refs: set[Value] = set()
+    found: list[Op] = []
+    for op in kernel.body.ops:
+        if op.name == "alloc":
+            refs.add(op.result)
+        elif op.name == "pipeline" or refs.isdisjoint(op.operands):
+            continue
+        found.append(op)
+    return found
 
 
 def _inner_pipeline(op: Op, builder: Rewriter) -> Sequence[Value] | None:

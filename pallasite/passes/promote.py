@@ -86,10 +86,16 @@ class _Candidates:
     def is_shared(self, memory: Value) -> bool:
         """Whether the memory is also read through an operand that aliases it."""
         kernel = self.kernel
-        twins = [kernel.inputs[i] for i, o in kernel.aliases if kernel.outputs[o] is memory]
-        views = [op.result for op in self.defined.values() if op.operands[:1] == (*twins,)]
+        twins = [
+            kernel.inputs[i] for i, o in kernel.aliases if kernel.outputs[o] is memory
+        ]
+        views = [
+            op.result for op in self.defined.values() if op.operands[:1] == (*twins,)
+        ]
         return any(self.uses.get(twin) for twin in views) or any(
-            use.name != "block_view" for twin in twins for use in self.uses.get(twin, ())
+            use.name != "block_view"
+            for twin in twins
+            for use in self.uses.get(twin, ())
         )
 
 

@@ -1,4 +1,4 @@
-"""Samples of an op row's operands, error in ulp, and a small evaluator of IR code.
+"""Samples of an op row's operands, error in ulp, and evaluation of decompositions.
 
 Shared by the generated tests of this folder. Operands come from the row's `domain`
 plus the special values of the type; the error is counted in units of the last place of
@@ -8,12 +8,15 @@ the expected result.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.backends.interpret.walker import Walker
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Value
+from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.opdef import OpDef, table
-from pallasite.ir.types import DTYPES, DType, TileType
+from pallasite.ir.types import DType, RefType, TileType, dtype_of
 
 Arrays = list[np.ndarray]
 
@@ -96,8 +99,6 @@ def special_operands(row: OpDef, dtype: DType) -> Arrays:
 
 
 def _finfo(dtype: DType) -> Any:
-    import ml_dtypes
-
     return ml_dtypes.finfo(dtype.np)
 
 
@@ -134,73 +135,39 @@ def result_dtype(row: OpDef, dtype: DType, arity: int, attrs: Mapping[str, Any])
 
 # --- evaluation of built code ---
 
+Lower = Callable[..., Any]
+
+
+def lowered_kernel(
+    lower: Lower, operands: Sequence[np.ndarray], attrs: Mapping[str, Any]
+) -> Kernel:
+    """A kernel that loads the operands, runs `lower`, and stores its results."""
+    builder = Builder()
+    inputs = [Value(RefType(x.shape, _dtype(x), "any")) for x in operands]
+    made = lower(builder, *(builder.load(ref) for ref in inputs), **attrs)
+    results = [made] if isinstance(made, Value) else list(made)
+    outputs = [Value(RefType(v.tile.shape, v.tile.dtype, "any")) for v in results]
+    for ref, value in zip(outputs, results, strict=True):
+        builder.store(ref, value)
+    return Kernel("lowered", (*inputs, *outputs), builder.block(), len(outputs))
+
+
+def _dtype(x: np.ndarray) -> DType:
+    found = dtype_of(x.dtype)
+    assert found is not None
+    return found
+
+
+def evaluate(kernel: Kernel, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    with np.errstate(all="ignore"):
+        return Walker(kernel, NumpyNumbers()).run([np.array(x) for x in operands])
+
 
 def run_lower(
-    lower: Callable[..., Value],
-    operands: Sequence[np.ndarray],
-    attrs: Mapping[str, Any],
+    lower: Lower, operands: Sequence[np.ndarray], attrs: Mapping[str, Any]
 ) -> np.ndarray:
-    """What a decomposition computes; ops inside are evaluated by their meaning."""
-    builder = Builder()
-    params = [
-        Value(TileType(x.shape, next(d for d in DTYPES.values() if d.np == x.dtype)))
-        for x in operands
-    ]
-    result = lower(builder, *params, **attrs)
-    environment = dict(zip(params, operands, strict=True))
-    with np.errstate(all="ignore"):
-        evaluate(Block((), tuple(builder.ops)), environment)
-    return environment[result]
-
-
-def evaluate(block: Block, environment: dict[Value, Any]) -> None:
-    """Run pure code: elementwise ops by meaning, a few others by numpy."""
-    for op in block.ops:
-        operands = [environment[v] for v in op.operands]
-        row = table()[op.name]
-        if op.name == "for":
-            results = _loop(op.regions[0], operands, environment)
-        elif op.name == "bitcast":
-            results = [operands[0].view(op.attrs["dtype"].np)]
-        elif row.meaning is not None:
-            results = [np.asarray(row.meaning(*operands, **op.attrs))]
-        else:
-            results = [_TILE[op.name](op.results[0].type, *operands, **op.attrs)]
-        for value, result in zip(op.results, results, strict=True):
-            assert result.dtype == value.tile.dtype.np, (op.name, result.dtype)
-            environment[value] = result
-
-
-def _loop(body: Block, operands: list[Any], environment: dict[Value, Any]) -> list[Any]:
-    first, limit, step, *carry = operands
-    for i in range(int(first), int(limit), int(step)):
-        environment |= dict(zip(body.params, [np.int32(i), *carry], strict=True))
-        evaluate(body, environment)
-        carry = [environment[v] for v in body.yields]
-    return carry
-
-
-def _constant(result: TileType, value: Any, type: TileType) -> np.ndarray:
-    return np.full(type.shape, value, type.dtype.np)
-
-
-def _broadcast(result: TileType, x: np.ndarray, shape: Any, dims: Any) -> np.ndarray:
-    expanded = [1] * len(shape)
-    for n, d in zip(x.shape, dims, strict=True):
-        expanded[d] = n
-    return np.broadcast_to(np.reshape(x, expanded), shape)
-
-
-def _reduce(result: TileType, x: np.ndarray, kind: str, axes: Any) -> np.ndarray:
-    reduction = {"max": np.max, "min": np.min, "sum": np.sum}[kind]
-    return np.asarray(reduction(x, axis=axes)).astype(x.dtype)
-
-
-_TILE = {
-    "constant": _constant,
-    "broadcast_in_dim": _broadcast,
-    "reduce": _reduce,
-}
+    """What a decomposition with one result computes; ops inside by their meaning."""
+    return evaluate(lowered_kernel(lower, operands, attrs), operands)[0]
 
 
 def rows_with(attribute: str) -> Iterator[OpDef]:

@@ -39,6 +39,7 @@ class Module:
         self.functions: list[Function] = []
         self._declared: dict[str, str] = {}
         self._texts: dict[str, str] = {}
+        self._constants: dict[str, str] = {}
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
@@ -49,9 +50,17 @@ class Module:
         name = self._texts.setdefault(text, f"@text.{len(self._texts)}")
         return Val("ptr", name)
 
+    def constant(self, name: str, value: str) -> Val:
+        """A pointer to a constant, defined once; `value` is written with its type."""
+        self._constants[name] = value
+        return Val("ptr", f"@{name}")
+
     @property
     def text(self) -> str:
         constants = [
+            f"@{name} = private unnamed_addr constant {value}"
+            for name, value in self._constants.items()
+        ] + [
             f"{name} = private unnamed_addr constant {_c_string(text)}"
             for text, name in self._texts.items()
         ]
@@ -283,7 +292,7 @@ class Function:
         with ExitStack() as stack:
             yield [
                 stack.enter_context(
-                    self.loop(integer(n) if isinstance(n, int) else n)
+                    self.loop(n if isinstance(n, Val) else integer(int(n)))
                 ).index
                 for n in counts
             ]

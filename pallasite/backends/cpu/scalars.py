@@ -1,6 +1,6 @@
 """How each element type lives in registers and memory, and conversions between them.
 
-Narrow floats (bf16, f16) are held in registers as the f32 of equal value, rounded after
+Narrow floats (bf16, f16, f8) are held in registers as the f32 of equal value, rounded after
 every operation; bools are i1 in registers and a byte in memory. Used by everything that
 touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pallasite.backends.cpu import narrow
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.errors import UnsupportedError
 from pallasite.ir.types import F32, DType
@@ -29,6 +30,7 @@ _SPELLINGS = {
     "f16": Spelling("float", "half"),
     "f32": Spelling("float", "float"),
     "f64": Spelling("double", "double"),
+    **{name: Spelling("float", "i8") for name in narrow.FORMATS},
 }
 
 
@@ -101,6 +103,8 @@ def from_memory(f: Function, dtype: DType, raw: Val) -> Val:
         return f.convert("bitcast", wide, "float")
     if dtype.name == "f16":
         return f.convert("fpext", raw, "float")
+    if dtype.name in narrow.FORMATS:
+        return narrow.decode(f, dtype, raw)
     return raw
 
 
@@ -113,6 +117,8 @@ def to_memory(f: Function, dtype: DType, value: Val) -> Val:
         return f.convert("trunc", high, "i16")
     if dtype.name == "f16":
         return f.convert("fptrunc", value, "half")
+    if dtype.name in narrow.FORMATS:
+        return narrow.encode(f, dtype, value)
     return value
 
 
@@ -133,6 +139,8 @@ def rounded(f: Function, dtype: DType, value: Val) -> Val:
     """The result of f32 arithmetic as a value of `dtype` (nearest even)."""
     if dtype.name == "f16":
         return f.convert("fpext", f.convert("fptrunc", value, "half"), "float")
+    if dtype.name in narrow.FORMATS:
+        return narrow.decode(f, dtype, narrow.encode(f, dtype, value))
     if dtype.name != "bf16":
         return value
     bits = f.convert("bitcast", value, "i32")

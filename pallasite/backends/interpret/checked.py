@@ -65,6 +65,7 @@ class CheckedWalker(Walker):
         self.touched: Elements | None = None  # stands for the picks of a view
         self.atomic = False
         self.quiet = False
+        self.signals: dict[Value, Op] = {}  # the last signal of each semaphore
         self._allocs: dict[Block, tuple[Value, ...]] = {}
         self._in_window: dict[Value, bool] = {}
 
@@ -181,7 +182,9 @@ class CheckedWalker(Walker):
                 facts = [("semaphore", self.monitor.describe(root)), ("count", count)]
                 what = "a semaphore is not back at zero when it is gone"
                 fix = "wait for as much as is signalled"
-                self.monitor.report("copies", what, facts, fix)
+                last = self.signals.get(root)
+                at = None if last is None else last.loc
+                self.monitor.report("copies", what, facts, fix, at)
 
     def before_program(self, op: Op, ids: list[Array]) -> None:
         self.monitor.enter_program(op, ids)
@@ -383,6 +386,7 @@ class CheckedWalker(Walker):
 
     def do_sem_signal(self, op: Op) -> None:
         self._plain_amount(op)
+        self.signals[self.roots.of(op.operands[0])] = op
         super().do_sem_signal(op)
 
     def do_sem_wait(self, op: Op) -> None:

@@ -28,6 +28,9 @@ class NumpyNumbers:
 
     functional = False
 
+    def __init__(self):
+        self._constants: dict[Op, Sequence[Array]] = {}
+
     # --- tiles ---
 
     def elementwise(
@@ -43,7 +46,12 @@ class NumpyNumbers:
         return value if value.dtype == wanted else value.astype(wanted)
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
-        return numpy_tiles.run(op, operands)
+        if operands:
+            return numpy_tiles.run(op, operands)
+        known = self._constants.get(op)
+        if known is None:
+            known = self._constants[op] = numpy_tiles.run(op, operands)
+        return known
 
     def scalar(self, value: int, dtype: DType) -> Array:
         return dtype.np.type(value)

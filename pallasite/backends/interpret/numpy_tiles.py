@@ -58,7 +58,9 @@ def _iota(op: Op) -> Array:
 @_tile_op("broadcast_in_dim")
 def _broadcast(op: Op, x: Array) -> Array:
     shape, dims = op.attrs["shape"], op.attrs["dims"]
-    if np.ndim(x):
+    if not np.ndim(x):
+        return np.full(shape, x, x.dtype)  # quicker than a broadcast view
+    if x.shape != shape:
         aligned = [1] * len(shape)
         for d, n in zip(dims, x.shape, strict=True):
             aligned[d] = n

@@ -28,6 +28,7 @@ class CheckedNumbers(NumpyNumbers):
     """Numpy arrays whose elements may be undefined."""
 
     def __init__(self, monitor: Monitor):
+        super().__init__()
         self.monitor = monitor
         options = monitor.options
         self.watched = [k for k in ("nan", "inf") if getattr(options, k)]

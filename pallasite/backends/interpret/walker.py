@@ -36,6 +36,7 @@ class Walker:
         self.predicate: Array | None = None
         self.rows = table()
         self._accesses: dict[Op, Access] = {}
+        self._methods: dict[str, Callable[[Op], Any] | None] = {}
 
     # --- whole kernels ---
 
@@ -86,7 +87,10 @@ class Walker:
         return [self.env[v] for v in block.yields]
 
     def op(self, op: Op) -> None:
-        method = getattr(self, f"do_{op.name}", None)
+        name = op.name
+        if name not in self._methods:
+            self._methods[name] = getattr(self, f"do_{name}", None)
+        method = self._methods[name]
         if method is not None:
             results = method(op)
         else:

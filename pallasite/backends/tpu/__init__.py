@@ -27,10 +27,11 @@ class TpuBackend:
         return native_ops()
 
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        from pallasite.backends.tpu.emit import emit_module
+        from pallasite.backends.tpu.emit import emit_module, is_native
         from pallasite.backends.tpu.schedule import schedule
+        from pallasite.passes.legalize import legalize
 
-        scheduled = schedule(kernel)
+        scheduled = legalize(schedule(kernel), is_native, self.name)
         return {
             "scheduled": lambda _: scheduled.text,
             # The text form has no source lines, which error messages need.

@@ -7,9 +7,9 @@ function of its own. Any other kernel is a function called once. Ops are written
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 
 from pallasite.backends.tpu.control import Control
@@ -432,7 +432,31 @@ def _listed(params: Sequence[Value]) -> str:
     return ", ".join(f"{p.name or '?'}: {p.ref}" for p in params)
 
 
+# Ops that the emitter spells for some operands only: where it does not.
+_GAPS: dict[str, Callable[[Op], bool]] = {
+    "pow": lambda op: not (op.result.tile.shape and op.result.tile.dtype.is_float),
+    "integer_pow": lambda op: op.attrs["y"] < 0 and not op.result.tile.dtype.is_float,
+    "population_count": lambda op: not op.result.tile.shape,
+    **dict.fromkeys(("and", "or", "xor", "not"), lambda op: _is_narrow_scalar(op.result)),
+    "scan": lambda op: op.attrs["kind"] == "logsumexp",
+    "slice": lambda op: any(s != 1 for s in op.attrs["strides"]),
+    "pad": lambda op: any(op.attrs["interior"]),
+}
+
+
+def _is_narrow_scalar(value: Value) -> bool:
+    tile = value.tile
+    return not tile.shape and tile.dtype.is_integer and tile.dtype.bits < 32
+
+
+@cache
 def native_ops() -> frozenset[str]:
-    """The ops this emitter spells."""
+    """The ops this emitter spells, at least for some operands."""
     spelled = {n for n in table() if hasattr(_Function, f"emit_{n}")}
     return frozenset({*SPELLINGS, *spelled, "alloc", "pipeline"})
+
+
+def is_native(op: Op) -> bool:
+    """Whether this emitter spells an op with these operands."""
+    gap = _GAPS.get(op.name)
+    return op.name in native_ops() and not (gap and gap(op))

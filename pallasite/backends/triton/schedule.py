@@ -10,7 +10,9 @@ from typing import Any
 from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.types import I32, RefType
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.legalize import legalize
 from pallasite.passes.promote import promote
 
 SHARED_BYTES = 200 << 10  # what a pipelined loop may take of an SM's shared memory
@@ -19,21 +21,50 @@ LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 def schedule(kernel: Kernel, native: frozenset[str]) -> Kernel:
     """A kernel of programs, loops and values that `emit.py` can spell."""
-    kernel = canonicalize(plain_copies(kernel))
-    return canonicalize(promote(kernel))
+
+    def is_native(op: Op) -> bool:
+        integers = op.operands and not op.operands[0].type.dtype.is_float
+        if op.name == "pow" and integers:
+            return False
+        if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
+            return False
+        return op.name in native
+
+    kernel = legalize(plain_copies(kernel), is_native, "triton")
+    return canonicalize(promote(canonicalize(kernel)))
 
 
 def plain_copies(kernel: Kernel) -> Kernel:
-    """Copies done at once where they start; their semaphores disappear."""
+    """Copies done at once where they start, semaphores as plain counters.
 
-    def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
-        if op.name == "copy_start":
-            source, target = op.operands[:2]
-            builder.store(target, builder.load(source))
-            return ()
-        return () if op.name == "copy_wait" else None
+    A program is one thread of control here: what it waits for has happened before.
+    """
+    return dead_code(map_ops(kernel, _without_waiting))
 
-    return dead_code(map_ops(kernel, rewrite))
+
+def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
+    if op.name == "copy_start":
+        source, target = op.operands[:2]
+        builder.store(target, builder.load(source))
+        return ()
+    if op.name == "copy_wait":
+        return ()
+    if op.name == "alloc" and op.result.ref.is_semaphore:
+        counter = builder.op("alloc", type=_counter(op.result.ref))
+        builder.store(counter, builder.constant(0, counter.ref.tile))
+        return (counter,)
+    if op.name == "subview" and op.result.ref.is_semaphore:
+        return builder.emit(op.name, *op.operands, **op.attrs)
+    if op.name in ("sem_signal", "sem_wait"):
+        ref, amount = op.operands
+        change = "add" if op.name == "sem_signal" else "sub"
+        builder.store(ref, builder.op(change, builder.load(ref), amount))
+        return ()
+    return (builder.load(op.operands[0]),) if op.name == "sem_read" else None
+
+
+def _counter(ref: RefType) -> RefType:
+    return RefType(ref.shape, I32, "smem")
 
 
 def stages_and_warps(kernel: Kernel, params: Mapping[str, Any]) -> tuple[int, int]:

@@ -255,7 +255,9 @@ class _Machine:
             if where[position]:
                 at = offsets[position]
                 old[position] = pointer.buffer[at]
-                pointer.buffer[at] = combine(pointer.buffer[at], np.asarray(value)[position])
+                pointer.buffer[at] = combine(
+                    pointer.buffer[at], np.asarray(value)[position]
+                )
         return [old]
 
     def do_tt_atomic_cas(self, op: Node, pointer: Any, compare: Any, value: Any):

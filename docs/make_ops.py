@@ -1,0 +1,60 @@
+"""Writes docs/ops.md from the op table and the backends' lists.
+
+`python docs/make_ops.py` rewrites the page; a test fails if it is out of date.
+"""
+
+from pathlib import Path
+
+from pallasite.backends import base
+from pallasite.ir.opdef import OpDef, table
+from pallasite.ir.types import ALL, BITS, FLOATS, INTS, NUMBERS, SIGNED
+
+PAGE = Path(__file__).with_name("ops.md")
+GROUPS = {ALL: "all", NUMBERS: "numbers", FLOATS: "floats", INTS: "ints"}
+GROUPS |= {BITS: "ints, bool", SIGNED: "signed"}
+
+HEAD = """# Ops
+
+Generated from the op table (`docs/make_ops.py`). Every op runs in the emulation and in
+checked mode. For the native backends: **native** means the backend spells it, *by others*
+that it is rewritten into ops the backend has, and a blank that it is refused with an error
+naming the op. `ulp` is the error a backend may make, in units in the last place of the
+result; 0 is exact.
+
+"""
+
+
+def support(row: OpDef, backend: base.Backend) -> str:
+    if row.name in backend.native:
+        return "**native**"
+    return "*by others*" if row.lower is not None else ""
+
+
+def page() -> str:
+    """The whole page as text."""
+    rows = table()
+    backends = [base.get(name) for name in base.names()]
+    names = [b.name for b in backends]
+    lines = [HEAD, "## Elementwise", ""]
+    lines.append("| op | dtypes | ulp | " + " | ".join(names) + " |")
+    lines.append("| --- | --- | --- |" + " --- |" * len(names))
+    for row in rows.values():
+        if row.elementwise:
+            kinds = GROUPS.get(row.dtypes, "some")
+            cells = [support(row, b) for b in backends]
+            head = f"| `{row.name}` | {kinds} | {row.max_ulp:g} | "
+            lines.append(head + " | ".join(cells) + " |")
+    lines += ["", "## Structured", ""]
+    lines.append("| op | attributes | what it does | " + " | ".join(names) + " |")
+    lines.append("| --- | --- | --- |" + " --- |" * len(names))
+    for row in rows.values():
+        if not row.elementwise:
+            cells = [support(row, b) for b in backends]
+            attrs = ", ".join(row.attrs)
+            head = f"| `{row.name}` | {attrs} | {row.doc} | "
+            lines.append(head + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

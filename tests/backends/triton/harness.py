@@ -1,0 +1,77 @@
+"""Kernels through the Triton backend and the simulator, for the tests of this folder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pallasite.backends import base
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Value, Window
+from pallasite.ir.types import INDEX, RefType, TileType
+
+from tests.backends.triton import simulate
+
+BACKEND = base.get("triton")
+
+
+def compiled(kernel: Kernel, **params: Any) -> tuple[str, base.Launch]:
+    """TTIR and launch of a kernel, verified by Triton."""
+    options = base.Options(compiler_params=params)
+    outputs = base.compile_stages(BACKEND, kernel, options)
+    simulate.verify_ttir(outputs["ttir"])
+    return outputs["ttir"], BACKEND.launch(kernel, outputs, options)
+
+
+def simulated(
+    kernel: Kernel, operands: Sequence[Any], seed: int = 0
+) -> list[np.ndarray]:
+    """The outputs of a kernel, run on numpy in a random order of programs."""
+    options = base.Options()
+    outputs = base.compile_stages(BACKEND, kernel, options)
+    launch = BACKEND.launch(kernel, outputs, options)
+    inputs = [np.array(x) for x in operands]
+    rng = np.random.default_rng(seed)
+    results = [
+        rng.integers(1, 100, p.ref.shape).astype(p.ref.dtype.np) for p in kernel.outputs
+    ]
+    for source, target in kernel.aliases:
+        results[target] = inputs[source]
+    scratch = [np.full(shape, 77).astype(d) for shape, d in launch.scratch_results]
+    programs = int(launch.config["grid_x"])  # type: ignore[index,call-overload]
+    simulate.run(outputs["ttir"], [*inputs, *results, *scratch], programs, seed)
+    return results
+
+
+def whole_kernel(body, inputs: Sequence[TileType], *outputs: TileType) -> Kernel:
+    """A kernel without a grid: `body(builder, *tiles)` gives the tiles to store."""
+    types = [*inputs, *outputs]
+    params = [Value(RefType(t.shape, t.dtype, "any"), f"p{n}") for n, t in enumerate(types)]
+    blocks = [Value(RefType(t.shape, t.dtype, "block")) for t in types]
+    builder = Builder()
+    made = body(builder, *(builder.load(b) for b in blocks[: len(inputs)]))
+    made = (made,) if isinstance(made, Value) else made
+    for block, value in zip(blocks[len(inputs) :], made, strict=True):
+        builder.store(block, value)
+    maps = []
+    for tile in types:
+        inside = Builder()
+        maps.append(inside.block((), [inside.index(0) for _ in tile.shape]))
+    modes = ["in"] * len(inputs) + ["out"] * len(outputs)
+    windows = tuple(
+        Window(tuple(BlockDim(n) for n in t.shape), mode)
+        for t, mode in zip(types, modes, strict=True)
+    )
+    outer = Builder()
+    outer.emit(
+        "pipeline",
+        *params,
+        regions=(*maps, builder.block(blocks)),
+        grid=(),
+        windows=windows,
+        semantics=(),
+    )
+    return Kernel("test", tuple(params), outer.block(), len(outputs))
+
+
+__all__ = ["INDEX", "Block", "compiled", "simulated", "whole_kernel"]

@@ -1,0 +1,199 @@
+"""Decompositions of tile ops against numpy's evaluation of the ops themselves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.opdef import table
+from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, TileType
+from pallasite.ir.verify import verify
+from pallasite.ops.formula import NotApplicable
+from pallasite.passes.legalize import legalize
+from tests.ops.sampling import evaluate, lowered_kernel, ulp_error
+
+SIZES = (1, 2, 5, 8, 13, 16, 40)
+
+
+def op_kernel(name: str, operands: list[np.ndarray], attrs: dict) -> Kernel:
+    def emit(b: Builder, *values: Value, **kw: Any):
+        return b.emit(name, *values, **kw)
+
+    return lowered_kernel(emit, operands, attrs)
+
+
+def check(name: str, operands: list[np.ndarray], max_ulp: float = 0, **attrs: Any):
+    """The op and its decomposition give the same; the decomposition verifies."""
+    expected = evaluate(op_kernel(name, operands, attrs), operands)
+    kernel = lowered_kernel(table()[name].lower, operands, attrs)
+    verify(kernel)
+    got = evaluate(kernel, operands)
+    native = frozenset(row.name for row in table().values() if row.lower is None)
+    bottom = legalize(kernel, native, "bottom")
+    verify(bottom)
+    for results in (got, evaluate(bottom, operands)):
+        for result, wanted in zip(results, expected, strict=True):
+            assert (result.shape, result.dtype) == (wanted.shape, wanted.dtype)
+            dtype = next(d for d in DTYPES.values() if d.np == wanted.dtype)
+            assert np.all(ulp_error(result, wanted, dtype) <= max_ulp), (result, wanted)
+
+
+def numbers(shape: tuple[int, ...], dtype=F32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if dtype.is_bool:
+        return rng.random(shape) < 0.6
+    if dtype.is_integer:
+        return rng.integers(-9, 10, shape).astype(dtype.np)
+    return rng.standard_normal(shape).astype(dtype.np)
+
+
+def indices(*values: int) -> list[np.ndarray]:
+    return [np.array(v, np.int32) for v in values]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [F32, I32, BOOL], ids=str)
+def test_rev(n: int, dtype):
+    check("rev", [numbers((3, n), dtype)], axes=(1,))
+    check("rev", [numbers((n, 2), dtype)], axes=(0, 1))
+
+
+PADS = [
+    ((1, 2), (0, 3), (0, 0)),
+    ((-1, 2), (2, -2), (0, 0)),
+    ((0, 0), (0, 0), (0, 0)),
+    ((2, -1), (-3, 4), (1, 2)),
+    ((0, -6), (1, 1), (0, 0)),
+    ((0, -7), (0, 5), (0, 0)),
+    ((-2, 5), (-2, -8), (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("low", "high", "interior"), PADS)
+def test_pad(low, high, interior):
+    operands = [numbers((4, 6)), np.float32(-7)]
+    check("pad", operands, low=low, high=high, interior=interior)
+
+
+@pytest.mark.parametrize("start", [(-3, 0), (0, 0), (2, 3), (1, 5), (99, 99)])
+def test_dynamic_slice_clamps(start):
+    check("dynamic_slice", [numbers((5, 9)), *indices(*start)], sizes=(2, 4))
+    check("dynamic_slice", [numbers((5, 9), BOOL), *indices(*start)], sizes=(5, 1))
+
+
+@pytest.mark.parametrize("start", [(-3, 0), (0, 0), (2, 3), (1, 5), (99, 99)])
+def test_dynamic_update_slice_clamps(start):
+    for shape in ((2, 4), (5, 1), (1, 9), (5, 9)):
+        operands = [numbers((5, 9)), numbers(shape, seed=1), *indices(*start)]
+        check("dynamic_update_slice", operands)
+
+
+@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min"])
+@pytest.mark.parametrize("n", SIZES)
+def test_reduce(kind: str, n: int):
+    for dtype in (F32, BF16, I32, DTYPES["u8"]):
+        x = numbers((3, n, 2), dtype)
+        check("reduce", [x], max_ulp=64, kind=kind, axes=(1,))
+        check("reduce", [x], max_ulp=256, kind=kind, axes=(0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["and", "or", "xor", "max", "min"])
+def test_reduce_of_booleans_and_bits(kind: str):
+    for dtype in (BOOL, I32, DTYPES["u8"]):
+        if kind in ("max", "min") and dtype != BOOL:
+            continue
+        for density in (0, 1):
+            x = numbers((4, 7), dtype) | np.array(density).astype(dtype.np)
+            check("reduce", [x], kind=kind, axes=(1,))
+            check("reduce", [x], kind=kind, axes=(0,))
+
+
+def test_reduce_of_nothing_is_neutral():
+    x = np.zeros((3, 0), np.float32)
+    for kind in ("sum", "prod", "max", "min"):
+        check("reduce", [x], kind=kind, axes=(1,))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min", "logsumexp"])
+def test_scan(kind: str, reverse: bool):
+    for n in SIZES:
+        for dtype in (F32, BF16) if kind == "logsumexp" else (F32, BF16, I32):
+            x = numbers((2, n), dtype)
+            # Sums of mixed signs cancel: compare positive ones to a few ulp.
+            x = np.abs(x) if dtype.is_float and kind == "sum" else x
+            attrs = dict(kind=kind, reverse=reverse)
+            check("scan", [x], max_ulp=16, axis=1, **attrs)
+            check("scan", [x.T.copy()], max_ulp=16, axis=0, **attrs)
+
+
+def test_scan_of_log_weights_keeps_infinities():
+    x = np.array([-np.inf, -np.inf, 0.5, np.inf, 1.0, np.nan, 2.0], np.float32)
+    check("scan", [x], max_ulp=8, kind="logsumexp", axis=0, reverse=False)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_arg_reduce_takes_the_first(kind: str):
+    ties = np.array([[1, 3, 3, 1], [2, 2, 2, 2]], np.float32)
+    nans = np.array([[1, np.nan, 5, np.nan], [np.inf, -np.inf, 0, 0]], np.float32)
+    for x in (ties, nans, ties.astype(np.int32), ties > 1, numbers((5, 33), BF16)):
+        for axis in (0, 1):
+            check("arg_reduce", [x], kind=kind, axis=axis, dtype=I32)
+
+
+ODD = np.array([3, np.nan, -0.0, 0.0, -np.inf, 1, np.inf, -1, np.nan, 1], np.float32)
+
+
+@pytest.mark.parametrize("n", (1, 2, 7, 8, 19))
+def test_sort_is_stable(n: int):
+    keys = (numbers((n, 3), I32) % 4).astype(np.int32)
+    place = np.arange(3 * n, dtype=np.int32).reshape(n, 3)
+    check("sort", [keys, place], axis=0, num_keys=1, stable=True)
+    check("sort", [keys, place], axis=1, num_keys=2, stable=True)
+    check("sort", [numbers((2, n))], axis=1, num_keys=1, stable=False)
+
+
+def test_sort_orders_special_floats():
+    place = np.arange(10, dtype=np.int32)
+    check("sort", [ODD, place], axis=0, num_keys=1, stable=True)
+    check("sort", [ODD.astype(np.float64), place], axis=0, num_keys=1, stable=True)
+    check("sort", [ODD.astype(BF16.np), place], axis=0, num_keys=1, stable=True)
+
+
+def gather_attrs(x: np.ndarray, result, numbers_, sizes, mode="clip", fill=None):
+    dtype = next(d for d in DTYPES.values() if d.np == x.dtype)
+    return dict(
+        dimension_numbers=numbers_,
+        slice_sizes=sizes,
+        mode=mode,
+        fill_value=fill,
+        type=TileType(result, dtype),
+    )
+
+
+@pytest.mark.parametrize(("mode", "fill"), [("clip", None), ("fill", -5.0)])
+def test_gather_of_rows(mode: str, fill):
+    x = numbers((6, 4))
+    rows = np.array([[5], [0], [-2], [3], [9]], np.int32)
+    attrs = gather_attrs(x, (5, 4), ((1,), (0,), (0,), (), ()), (1, 4), mode, fill)
+    check("gather", [x, rows], **attrs)
+    # x[:, columns], the columns along the first dimension of the result
+    grid = np.array([[[1], [3]], [[0], [7]]], np.int32)
+    attrs = gather_attrs(x, (6, 2, 2), ((0,), (1,), (1,), (), ()), (6, 1), mode, fill)
+    check("gather", [x, grid], **attrs)
+
+
+def test_take_along_axis():
+    x = numbers((3, 7))
+    places = np.random.default_rng(0).integers(0, 7, (3, 4, 1)).astype(np.int32)
+    attrs = gather_attrs(x, (3, 4), ((), (1,), (1,), (0,), (0,)), (1, 1))
+    check("gather", [x, places], **attrs)
+
+
+def test_gather_of_windows_is_refused():
+    x, rows = numbers((6, 4)), np.zeros((5, 1), np.int32)
+    attrs = gather_attrs(x, (5, 2, 4), ((1, 2), (), (0,), (), ()), (2, 4))
+    with pytest.raises(NotApplicable, match="one axis"):
+        lowered_kernel(table()["gather"].lower, [x, rows], attrs)
