@@ -11,6 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+# `jax.extend` would give these too, but importing it loads parts of upstream Pallas.
+from jax._src.core import Primitive as Primitive
+from jax._src.core import jaxprs_in_params as jaxprs_in_params
+
 VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 

@@ -20,7 +20,7 @@ MAX_LINES = 800
 
 # A module imports its own layer and lower ones only.
 LAYERS: list[set[str]] = [
-    {"errors", "config", "target", "jaxcompat"},
+    {"errors", "config", "target", "jaxcompat", "missing"},
     {"ir"},
     {"ops"},
     {"passes", "runtime"},
@@ -42,7 +42,7 @@ PUBLIC = {
 }
 USES_PUBLIC = {"kernels", "perf"}
 WITHOUT_JAX = {"ir", "ops", "passes", "runtime", "backends"}
-WITH_JAX = {("runtime", "ffi")}
+WITH_JAX = {("runtime", "ffi"), ("runtime", "aot")}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pallasite import jaxcompat
+from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.frontend.trace import equation_location
 from pallasite.ir import types as T

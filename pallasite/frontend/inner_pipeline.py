@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
@@ -22,7 +21,7 @@ from pallasite.frontend.spec import BlockSpec, Operand, as_grid
 from pallasite.frontend.trace import Traced, name_of, trace, user_location
 from pallasite.ir.nodes import Value
 
-pipeline_p = Primitive("pallasite_pipeline")
+pipeline_p = jaxcompat.Primitive("pallasite_pipeline")
 pipeline_p.multiple_results = True
 pipeline_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 

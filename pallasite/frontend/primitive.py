@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from pallasite import config, jaxcompat
@@ -98,7 +97,7 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
     )
 
 
-call_p = Primitive("pallasite_call")
+call_p = jaxcompat.Primitive("pallasite_call")
 call_p.multiple_results = True
 
 
@@ -266,7 +265,7 @@ def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
         for eqn in jaxcompat.opened(jaxpr)[0].eqns:
             if eqn.primitive is call_p:
                 found.append(eqn.params["call"].kernel)
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            for inner in jaxcompat.jaxprs_in_params(eqn.params):
                 visit(inner)
 
     visit(jax.make_jaxpr(fn)(*args))

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
@@ -24,8 +23,8 @@ Slice = type(jax.ds(0, 1))
 _INT32 = jax.core.ShapedArray((), np.dtype("int32"))
 
 
-def _primitive(name: str, multiple_results: bool = False) -> Primitive:
-    primitive = Primitive(f"pallasite_{name}")
+def _primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive:
+    primitive = jaxcompat.Primitive(f"pallasite_{name}")
     primitive.multiple_results = multiple_results
 
     @primitive.def_impl
@@ -103,7 +102,7 @@ def transformed(t: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
     raise KernelTypeError(f"ref views of kind {kind} are not part of the language")
 
 
-def _access_primitive(name: str, num_values: int, writes: bool) -> Primitive:
+def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Primitive:
     """A primitive on (ref, values..., flattened (transforms, mask, other))."""
     primitive = _primitive(name)
 

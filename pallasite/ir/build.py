@@ -4,7 +4,8 @@
 for the ops passes and decompositions use most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,11 @@ class Builder:
     def subview(self, ref: Value, index: Index, operands: Sequence[Value] = ()) -> Value:
         return self.op("subview", ref, *operands, index=index)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Callable[..., Value]:
         """`b.add(x, y)`: any op of the table with one result."""
         if name.startswith("_") or name.rstrip("_") not in table():
             raise AttributeError(name)
-        return lambda *operands, **attrs: self.op(name.rstrip("_"), *operands, **attrs)
+        return partial(self.op, name.rstrip("_"))
 
 
 def python_scalar(value: Any, dtype: T.DType) -> Scalar:

@@ -69,9 +69,7 @@ def register(row: OpDef) -> OpDef:
 
 
 def table() -> dict[str, OpDef]:
-    """The full op table (loads the rows on first use)."""
-    import pallasite.ops  # noqa: F401
-
+    """The op table. The package's import fills it (`pallasite.ops` holds the rows)."""
     return OPS
 
 

@@ -291,6 +291,6 @@ def _with_operands(op: Op, operands: tuple[Value, ...]) -> Op:
 
 
 def _with_regions(op: Op, regions: Sequence[Block]) -> Op:
-    if all(a is b for a, b in zip(regions, op.regions, strict=True)):
+    if not regions or all(a is b for a, b in zip(regions, op.regions, strict=True)):
         return op
     return op.with_(regions=tuple(regions))

@@ -1,8 +1,16 @@
 """Ops on whole tiles: shape, reduction, scan, dot, sort, gather and scatter."""
 
 from math import prod
+from typing import Any
 
-from pallasite.ir.opdef import Attrs, OpDef, TypeRuleError, Unit, register
+from pallasite.ir.opdef import (
+    Attrs,
+    OpDef,
+    TypeRule,
+    TypeRuleError,
+    Unit,
+    register,
+)
 from pallasite.ir.types import BOOL, I32, DType, TileType, Type
 from pallasite.ops import decompose_gather, decompose_sort, decompose_tile
 from pallasite.ops.elementwise import _tiles as tiles
@@ -167,7 +175,9 @@ def _typed(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 _DECOMPOSITIONS = (decompose_tile, decompose_sort, decompose_gather)
 
 
-def _row(name: str, rule, arity: int | None, attrs: tuple[str, ...], **kw) -> OpDef:
+def _row(
+    name: str, rule: TypeRule, arity: int | None, attrs: tuple[str, ...], **kw: Any
+) -> OpDef:
     """A row; its `lower` is the function of its name in a `decompose_*` module."""
     found = [getattr(module, name, None) for module in _DECOMPOSITIONS]
     lower = next((f for f in found if f is not None), None)

@@ -103,10 +103,10 @@ class _Legalizer:
                 f"by {through}",
                 lambda b, t=through, f=lower: self.shortcut(b, op, t, f),
             )
-        if row.lower is not None:
+        if (lower := row.lower) is not None:
             yield (
-                f"decomposition {row.lower.__name__.strip('_')}",
-                lambda b: _results(row.lower, b, op),
+                f"decomposition {lower.__name__.strip('_')}",
+                lambda b: _results(lower, b, op),
             )
 
     def shortcut(

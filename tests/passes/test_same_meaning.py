@@ -193,12 +193,12 @@ class Maker:
         inner, i, carry = Builder(), Value(INDEX, "i"), Value(TILE, "c")
         made = self.code(inner, refs, [*tiles, carry], [*starts, i], depth + 1)
         region: Block = inner.block((i, carry), (self.pick(*made),))
-        bounds = [b.index(self.pick(0, 1)), b.index(self.pick(0, 1, 2)), b.index(1)]
+        bounds = [b.index(self.pick(0, 1)), b.index(self.pick(0, 1, 2, 3)), b.index(1)]
         return b.emit("for", *bounds, self.pick(*tiles), regions=(region,))[0]
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_random_kernels(data):
     kernel = Maker(data).kernel()
     verify(kernel)

@@ -2,6 +2,7 @@
 
 `uses_of(block)` looks at one block; what regions inside it use counts as used by the op
 that has the region. A tile that is computed late keeps its operands alive as long.
+`Emitter.define` decides what is late; the rule here must promise no less.
 """
 
 from collections import defaultdict
@@ -41,15 +42,25 @@ def uses_of(block: Block) -> Uses:
         op = block.ops[position]
         inside = set(_free_values(op))
         captured |= inside
-        until = max([position, *(last[v] for v in op.results if _is_late(op))])
+        late = [v for v in op.results if _is_late(op, v, consumers[v], captured)]
+        until = max([position, *(last[v] for v in late)])
         for value in {*op.operands, *inside}:
             last[value] = max(last[value], until if value in op.operands else position)
             consumers[value] += 1
     return Uses(last, consumers, frozenset(captured))
 
 
-def _is_late(op: Op) -> bool:
-    return not op.regions and op.name not in COMPLETE
+def _is_late(op: Op, result: Value, consumers: int, captured: set[Value]) -> bool:
+    """May the result be computed from the operands long after the op?"""
+    if (
+        op.regions
+        or op.name in COMPLETE
+        or (not result.is_ref and not result.tile.rank)
+    ):
+        return False
+    # What several ops need is stored at once, unless it is only a view.
+    shared = consumers > 1 or result in captured
+    return not (shared and table()[op.name].elementwise)
 
 
 def _free_values(op: Op) -> Iterator[Value]:

@@ -138,7 +138,7 @@ class CheckedWalker(Walker):
             "a value that is not defined is stored in an output",
             facts=[
                 ("output", self.monitor.describe(param)),
-                ("element", _counted(first, where)),
+                ("elements", _counted(first, where)),
             ],
             at=origin.stored_at or origin.read_at,
             program=self.monitor.program_text(
@@ -149,7 +149,7 @@ class CheckedWalker(Walker):
     def _report_unwritten(self, param: Value, where: np.ndarray) -> None:
         facts = [
             ("output", self.monitor.describe(param)),
-            ("element", _counted(_first(where), where)),
+            ("elements", _counted(_first(where), where)),
         ]
         fix = "check that the grid covers the array and that every program stores"
         what = "elements of an output are never written"
@@ -285,14 +285,16 @@ class CheckedWalker(Walker):
 
     def put(self, root: Value, picks: Picks, value: Array, mask=None) -> None:
         if not self.quiet:
-            self._watch(root, "writes", picks, mask)
+            self._watch(root, "writes", picks, mask, value)
         super().put(root, picks, value, mask)
 
     def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
         self._watch(root, "updates", picks, mask)
         return super().rmw(root, picks, kind, value, mask)
 
-    def _watch(self, root: Value, how: str, picks: Picks, mask: Array | None) -> None:
+    def _watch(
+        self, root: Value, how: str, picks: Picks, mask: Array | None, value: Any = None
+    ) -> None:
         writer = self.writers.get(root) if how != "reads" else None
         if writer is None and not self.copies.flying and not self.races.memories:
             return
@@ -301,13 +303,24 @@ class CheckedWalker(Walker):
             region = region_of(picks, root.ref.shape)
             elements = region.elements(value_of(mask))
         if writer is not None:
-            elements.set(writer, self.monitor.program)
+            self._wrote(root, writer, elements, value)
         if self.copies.flying:
             if how == "reads":
                 self.copies.read(root, elements)
             else:
                 self.copies.written(root, elements)
         self.races.access(root, "updates" if self.atomic else how, elements)
+
+    def _wrote(
+        self, root: Value, writer: np.ndarray, elements: Elements, value: Any
+    ) -> None:
+        """Remember who wrote; of undefined values on top of such, the first."""
+        program, memory = self.monitor.program, self.memory[root]
+        if type(value) is Partly and type(memory) is Partly:
+            codes = elements.of(memory.codes)
+            already = (codes != 0) & (codes != self.unwritten.get(root))
+            program = np.where(already, elements.of(writer), program)
+        elements.set(writer, program)
 
     @contextlib.contextmanager
     def _touching(self, view: View, entries: Any, mask: Array | None) -> Iterator[None]:
@@ -398,7 +411,7 @@ class CheckedWalker(Walker):
                 ("waits for", amount),
                 ("count", count),
             ]
-            what = "waits for a semaphore that nobody will signal"
+            what = "a wait for a semaphore that nobody signals"
             self.monitor.report("copies", what, facts, "signal it before the wait")
         super().do_sem_wait(op)
 
@@ -432,7 +445,7 @@ def _flat_first(where: np.ndarray) -> int:
 
 
 def _counted(first: tuple[int, ...], where: np.ndarray) -> str:
-    return f"{first}, the first of {int(where.sum())} (of {where.size})"
+    return f"{int(where.sum())} of {where.size}, first {first}"
 
 
 def _ones_like(value: Array) -> np.ndarray:

@@ -50,7 +50,7 @@ class Copies:
         waiting = [c for c in self.flying if c.semaphore == semaphore]
         if not waiting:
             facts = [("destination", self.monitor.describe(target.ref))]
-            what = "waits for a copy that was not started"
+            what = "a copy that was not started is waited for"
             fix = "start() it first, with the same semaphore"
             self.monitor.report("copies", what, facts, fix)
             return
@@ -66,15 +66,21 @@ class Copies:
 
     def read(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            self._meet(copy, copy.target, root, elements, "reads the destination of")
+            self._meet(copy, copy.target, root, elements, "destination", "read")
 
     def written(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            self._meet(copy, copy.target, root, elements, "writes the destination of")
-            self._meet(copy, copy.source, root, elements, "writes the source of")
+            self._meet(copy, copy.target, root, elements, "destination", "written")
+            self._meet(copy, copy.source, root, elements, "source", "written")
 
     def _meet(
-        self, copy: Copy, end: End, root: Value, elements: Elements, does: str
+        self,
+        copy: Copy,
+        end: End,
+        root: Value,
+        elements: Elements,
+        which: str,
+        done: str,
     ) -> None:
         if end.root is not root:
             return
@@ -87,7 +93,7 @@ class Copies:
             ("started at", copy.op.loc),
             ("started by", copy.program),
         ]
-        what = f"{does} a copy that has not been waited for"
+        what = f"the {which} of a copy is {done} before the copy is waited for"
         self.monitor.report("copies", what, facts, "wait() for the copy first")
 
     # --- ends ---

@@ -96,13 +96,12 @@ class Monitor:
 
     def describe(self, ref: Value) -> str:
         """A ref as the author knows it: name, role and type."""
-        return f"{self.name(ref)} ({self.role(ref)}), {ref.ref.tile}"
-
-    def name(self, ref: Value) -> str:
         step: Value | None = ref
         while step is not None and not step.name:
             step = self.roots.parent.get(step)
-        return step.name if step is not None else "unnamed"
+        role = self.role(ref)
+        who = f"unnamed {role}" if step is None else f"{step.name} ({role})"
+        return f"{who}, {ref.ref.tile}"
 
     def role(self, ref: Value) -> str:
         while True:

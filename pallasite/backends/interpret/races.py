@@ -157,12 +157,12 @@ class Races:
         facts = [
             ("ref", self.monitor.describe(self._named(memory.ref))),
             ("element", element),
-            ("other program", f"{self.monitor.program_text(other)}, {earlier} it"),
-            ("this program", f"{how} it"),
+            ("other program", self.monitor.program_text(other)),
         ]
         self.monitor.report(
             "races",
-            "two programs that may run at once touch the same element",
+            f"a program {how} an element that another, which may run at the same "
+            f"time, {earlier}",
             facts,
             "give each program its own block, or leave the axis out of "
             'dimension_semantics ("arbitrary")',

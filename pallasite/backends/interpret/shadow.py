@@ -213,7 +213,7 @@ class CheckedNumbers(NumpyNumbers):
         carry: list[Array],
         body: Callable[[Array, list[Array]], list[Array]],
     ) -> list[Array]:
-        bounds = [self.certain(x, "a loop bound") for x in (first, limit, step)]
+        bounds = [self.certain(x, "a loop's length") for x in (first, limit, step)]
         return super().counted(*bounds, carry, body)
 
     def branch(

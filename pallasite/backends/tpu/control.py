@@ -1,20 +1,19 @@
 """Blocks and control flow: scoped memory, loops, branches, and the dispatch by name.
 
-Masks and narrow scalars cross the boundary of a region as 32-bit values: Mosaic carries
-nothing else through loops.
+Masks cross the boundary of a region as 32-bit integers: Mosaic carries no masks through
+loops.
 """
 
 from collections.abc import Sequence
 from math import gcd
 
-from pallasite.backends.tpu.core import word_dtype
 from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.facts import Fact
 from pallasite.backends.tpu.memory import Memory
 from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.types import TileType
+from pallasite.ir.types import I32, TileType
 
 
 class Control(Memory):
@@ -84,8 +83,7 @@ class Control(Memory):
 
     def _carried(self, value: Value) -> TileType:
         tile = self.tile_type(value)
-        narrow = tile.dtype.is_bool or (not tile.shape and tile.dtype.bits < 32)
-        return tile.with_dtype(word_dtype(tile.dtype)) if narrow else tile
+        return tile.with_dtype(I32) if tile.dtype.is_bool else tile
 
     def _carried_types(self, values: Sequence[Value]) -> list[str]:
         return [tile_text(self._carried(v)) for v in values]

@@ -7,7 +7,7 @@ the op (`_compute_dtype`).
 
 from dataclasses import dataclass
 
-from pallasite.backends.tpu.core import Core
+from pallasite.backends.tpu.convert import Conversions
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, U32, DType, TileType
@@ -85,7 +85,7 @@ COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 ROUNDINGS = {0: "math.round", 1: "math.roundeven"}  # away from zero, to even
 
 
-class Elementwise(Core):
+class Elementwise(Conversions):
     """Writes elementwise ops."""
 
     def emit_elementwise(self, op: Op) -> str:
@@ -94,9 +94,7 @@ class Elementwise(Core):
             return self._compare_masks(op)
         names, tile = self._computing(op)
         spelled = SPELLINGS[op.name].of(tile.dtype)
-        narrow_bits = op.name in ("and", "or", "xor") and not tile.shape
-        narrow_bits = narrow_bits and tile.dtype != op.operands[0].tile.dtype
-        if spelled is None or narrow_bits:  # MLIR would fold the widening away again
+        if spelled is None:
             self._refuse_dtype(op)
         if op.name in ("max", "min") and tile.dtype != op.result.tile.dtype:
             name = self._extreme(op.name, *names, tile=tile)
@@ -171,10 +169,8 @@ class Elementwise(Core):
     # --- ops whose meaning takes more than one MLIR op ---
 
     def emit_not(self, op: Op) -> str:
-        tile = op.result.tile
-        if not tile.shape and tile.dtype.is_integer and tile.dtype.bits < 32:
-            self._refuse_dtype(op)
-        return self.flipped(self.name(op.operands[0]), self.tile_type(op.operands[0]))
+        (x,), tile = self._computing(op)
+        return self.convert(self.flipped(x, tile), tile, op.result.tile.dtype)
 
     def emit_neg(self, op: Op) -> str:
         if op.result.tile.dtype.is_float:
@@ -364,12 +360,10 @@ class Elementwise(Core):
 
     def _spread(self, value: Value, tile: TileType) -> str:
         """A value in `tile`'s type, a scalar repeated over its shape."""
-        own = value.tile.with_dtype(tile.dtype)
         name = self.convert(self.name(value), value.tile, tile.dtype)
-        if own.shape == tile.shape:
+        if value.tile.shape == tile.shape:
             return name
-        types = f"{tile_text(own)} to {tile_text(tile)}"
-        return self.out.value(f"vector.broadcast {name} : {types}")
+        return self.repeat(name, tile.with_shape(()), tile.shape)
 
     def emit_select_n(self, op: Op) -> str:
         which, *cases = op.operands
@@ -389,10 +383,6 @@ class Elementwise(Core):
 
     def _choose(self, pred: str, yes: str, no: str, tile: TileType, masks: bool) -> str:
         """`select`, by logic where the cases are masks themselves."""
-        if not tile.shape and tile.dtype.bits < 32 and not tile.dtype.is_bool:
-            (yes, words), (no, _) = (self.in_words(n, tile) for n in (yes, no))
-            name = self.select(pred, yes, no, words, masks)
-            return self.convert(name, words, tile.dtype)
         if not (tile.dtype.is_bool and tile.shape):
             return self.select(pred, yes, no, tile, masks)
         if not masks:
@@ -409,13 +399,17 @@ class Elementwise(Core):
     def emit_bitcast(self, op: Op) -> str:
         source, target = self.tile_type(op.operands[0]), self.tile_type(op.result)
         name = self.name(op.operands[0])
+        if source == target:
+            return name
         if source.dtype.bits != target.dtype.bits or source.dtype.is_bool:
             self.refuse(
                 "Mosaic reinterprets elements of one width only",
                 fix="use a type of the same width",
             )
-        if source.dtype.is_float == target.dtype.is_float and not source.dtype.is_float:
-            return name
+        if source.dtype.is_integer and target.dtype.is_integer:
+            return self.convert(name, source, target.dtype)
+        if not target.shape and source.dtype.bits < 32:
+            self.refuse("narrow scalars are held in 32 bits", fix="use a vector")
         if target.shape:
             types = f"{tile_text(source)} -> {tile_text(target)}"
             return self.out.value(f"tpu.bitcast {name} : {types}")

@@ -437,16 +437,10 @@ _GAPS: dict[str, Callable[[Op], bool]] = {
     "pow": lambda op: not (op.result.tile.shape and op.result.tile.dtype.is_float),
     "integer_pow": lambda op: op.attrs["y"] < 0 and not op.result.tile.dtype.is_float,
     "population_count": lambda op: not op.result.tile.shape,
-    **dict.fromkeys(("and", "or", "xor", "not"), lambda op: _is_narrow_scalar(op.result)),
     "scan": lambda op: op.attrs["kind"] == "logsumexp",
     "slice": lambda op: any(s != 1 for s in op.attrs["strides"]),
     "pad": lambda op: any(op.attrs["interior"]),
 }
-
-
-def _is_narrow_scalar(value: Value) -> bool:
-    tile = value.tile
-    return not tile.shape and tile.dtype.is_integer and tile.dtype.bits < 32
 
 
 @cache

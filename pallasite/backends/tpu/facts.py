@@ -6,7 +6,7 @@ need no clamp, and Mosaic wants proof that dynamic starts are aligned to its til
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import INDEX

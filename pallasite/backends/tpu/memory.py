@@ -160,6 +160,7 @@ class Memory(Tiles):
             )
         indices = self._indices(view, aligned=False)
         name = self.out.value(f"memref.load {view.memref}[{indices}] : {view.type}")
+        name = self.from_element(name, stored.dtype)
         return self.reshaped(name, stored.with_shape(()), stored.shape)
 
     def _read_vector(self, view: View, stored: TileType) -> str:
@@ -211,7 +212,7 @@ class Memory(Tiles):
         first = self._first(edge.first)
         offset = self._first(start)
         where = self.out.value(f"arith.addi {first}, {offset} : i32")
-        place = self._repeat(where, words.with_shape(()), words.shape)
+        place = self.repeat(where, words.with_shape(()), words.shape)
         if tile.shape[edge.dim] > 1:
             steps = self.counted(words, edge.dim)
             if stride != 1:
@@ -254,7 +255,7 @@ class Memory(Tiles):
                 "scalar memory is written one number at a time",
                 fix="index it with integers, or place it in VMEM",
             )
-        name = self.reshaped(name, stored, ())
+        name = self.to_element(self.reshaped(name, stored, ()), stored.dtype)
         indices = self._indices(view, aligned=False)
         self.out.line(f"memref.store {name}, {view.memref}[{indices}] : {view.type}")
 

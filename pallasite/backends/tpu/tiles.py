@@ -64,7 +64,7 @@ class Tiles(Elementwise):
         if not shape:
             return self._extract(name, tile)
         if not tile.shape:
-            return self._repeat(name, tile, shape)
+            return self.repeat(name, tile, shape)
         types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
         return self.out.value(f"vector.shape_cast {name} : {types}")
 
@@ -74,11 +74,10 @@ class Tiles(Elementwise):
         at = ", ".join("0" * tile.rank)
         element = tile_text(words.with_shape(()))
         text = f"vector.extract {word}[{at}] : {element} from {tile_text(words)}"
-        return self.convert(self.out.value(text), words.with_shape(()), tile.dtype)
-
-    def _repeat(self, name: str, tile: TileType, shape: Sequence[int]) -> str:
-        types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
-        return self.out.value(f"vector.broadcast {name} : {types}")
+        name = self.out.value(text)  # as scalars are held, except for bools
+        if not tile.dtype.is_bool:
+            return name
+        return self.convert(name, words.with_shape(()), tile.dtype)
 
     def emit_reshape(self, op: Op) -> str:
         x = op.operands[0]
@@ -96,7 +95,7 @@ class Tiles(Elementwise):
         """Dimension d of the operand becomes `dims[d]`; the others repeat it."""
         shape = tuple(shape)
         if not tile.shape:
-            return self._repeat(name, tile, shape) if shape else name
+            return self.repeat(name, tile, shape) if shape else name
         if tile.dtype.is_bool:
             words = tile.with_dtype(I32)
             name = self.broadcast(self.convert(name, tile, I32), words, shape, dims)
@@ -107,7 +106,7 @@ class Tiles(Elementwise):
         name = self.reshaped(name, tile, lined_up)
         if tuple(lined_up) == shape:
             return name
-        return self._repeat(name, tile.with_shape(lined_up), shape)
+        return self.repeat(name, tile.with_shape(lined_up), shape)
 
     def emit_transpose(self, op: Op) -> str:
         x = op.operands[0]
@@ -194,7 +193,7 @@ class Tiles(Elementwise):
         for count, place in ((low, 0), (high, len(parts) + 1)):
             if count > 0:
                 extra = _resized(tile, axis, count)
-                filled = self._repeat(padding, tile.with_shape(()), extra.shape)
+                filled = self.repeat(padding, tile.with_shape(()), extra.shape)
                 parts.insert(place, (filled, extra))
         total = sum(t.shape[axis] for _, t in parts)
         return self.joined(parts, axis), _resized(tile, axis, total)

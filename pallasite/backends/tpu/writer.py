@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pallasite.ir.nodes import Loc
-from pallasite.ir.types import DType, TileType
+from pallasite.ir.types import F32, I32, DType, TileType
 
 # Element types that Mosaic has, under the names of MLIR; integers carry no sign there.
 ELEMENTS = {
@@ -49,8 +49,25 @@ def vector(shape: Sequence[int], element: str) -> str:
     return f"vector<{_shaped(shape, element)}>" if shape else element
 
 
+def word_dtype(dtype: DType) -> DType:
+    """The 32-bit type that holds every value of `dtype`."""
+    if dtype.is_float:
+        return F32
+    return I32 if dtype.bits < 32 else dtype
+
+
+def held_dtype(dtype: DType) -> DType:
+    """What a scalar of `dtype` is held in: a bit, or a 32-bit register."""
+    return dtype if dtype.is_bool else word_dtype(dtype)
+
+
+def element_text(dtype: DType) -> str:
+    return ELEMENTS[dtype.name]
+
+
 def tile_text(tile: TileType) -> str:
-    return vector(tile.shape, ELEMENTS[tile.dtype.name])
+    dtype = tile.dtype if tile.shape else held_dtype(tile.dtype)
+    return vector(tile.shape, element_text(dtype))
 
 
 def memref(shape: Sequence[int], element: str, space: str) -> str:
@@ -150,7 +167,7 @@ class Writer:
 
     def number(self, value: float | int | bool, tile: TileType) -> str:
         """A tile of one repeated number."""
-        text = literal(value, tile.dtype)
+        text = literal(value, tile.dtype if tile.shape else held_dtype(tile.dtype))
         return self.constant(f"dense<{text}>" if tile.shape else text, tile_text(tile))
 
     def index(self, value: int) -> str:

@@ -1,4 +1,4 @@
-"""Kernels through the Triton backend and the simulator, for the tests of this folder."""
+"""Kernels through the Triton backend and the simulator, for this folder's tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,8 @@ import numpy as np
 
 from pallasite.backends import base
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Value, Window
-from pallasite.ir.types import INDEX, RefType, TileType
-
+from pallasite.ir.nodes import BlockDim, Kernel, Value, Window
+from pallasite.ir.types import RefType, TileType
 from tests.backends.triton import simulate
 
 BACKEND = base.get("triton")
@@ -46,7 +45,9 @@ def simulated(
 def whole_kernel(body, inputs: Sequence[TileType], *outputs: TileType) -> Kernel:
     """A kernel without a grid: `body(builder, *tiles)` gives the tiles to store."""
     types = [*inputs, *outputs]
-    params = [Value(RefType(t.shape, t.dtype, "any"), f"p{n}") for n, t in enumerate(types)]
+    params = [
+        Value(RefType(t.shape, t.dtype, "any"), f"p{n}") for n, t in enumerate(types)
+    ]
     blocks = [Value(RefType(t.shape, t.dtype, "block")) for t in types]
     builder = Builder()
     made = body(builder, *(builder.load(b) for b in blocks[: len(inputs)]))
@@ -72,6 +73,3 @@ def whole_kernel(body, inputs: Sequence[TileType], *outputs: TileType) -> Kernel
         semantics=(),
     )
     return Kernel("test", tuple(params), outer.block(), len(outputs))
-
-
-__all__ = ["INDEX", "Block", "compiled", "simulated", "whole_kernel"]

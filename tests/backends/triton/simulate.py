@@ -176,9 +176,9 @@ class _Machine:
 
     def step(self, op: Node, operands: list[Any]) -> Sequence[Any]:
         method = getattr(self, "do_" + op.name.replace(".", "_"), None)
-        if method is not None:
-            return method(op, *operands)
         with np.errstate(all="ignore"):
+            if method is not None:
+                return method(op, *operands)
             return [ARITHMETIC[op.name](*map(np.asarray, operands))]
 
     # --- constants and shapes ---
@@ -292,14 +292,13 @@ class _Machine:
 
     def convert(self, op: Node, x: Any) -> Any:
         dtype = op.layouts[0][1]
-        with np.errstate(all="ignore"):
-            if op.name == "arith.extui" or op.name == "arith.uitofp":
-                x = _unsigned(x)
-            if op.name == "arith.extui" and x.dtype != bool:
-                return [x.astype(f"uint{8 * dtype.itemsize}").view(dtype)]
-            if op.name == "arith.fptoui":
-                return [x.astype(np.float64).astype(np.uint64).astype(dtype)]
-            return [x.astype(dtype)]
+        if op.name == "arith.extui" or op.name == "arith.uitofp":
+            x = _unsigned(x)
+        if op.name == "arith.extui" and x.dtype != bool:
+            return [x.astype(f"uint{8 * dtype.itemsize}").view(dtype)]
+        if op.name == "arith.fptoui":
+            return [x.astype(np.float64).astype(np.uint64).astype(dtype)]
+        return [x.astype(dtype)]
 
     do_arith_extui = do_arith_extsi = do_arith_trunci = convert
     do_arith_sitofp = do_arith_uitofp = do_arith_fptosi = do_arith_fptoui = convert
@@ -312,9 +311,7 @@ class _Machine:
         return [np.asarray(x).view(op.layouts[0][1])]
 
     def do_tt_extern_elementwise(self, op: Node, *operands: Any) -> Any:
-        symbol = op.attributes["symbol"]
-        with np.errstate(all="ignore"):
-            return [_external(symbol)(*operands)]
+        return [_external(op.attributes["symbol"])(*operands)]
 
     def do_tt_dot(self, op: Node, x: Any, y: Any, acc: Any) -> Any:
         wide = np.int64 if acc.dtype.kind == "i" else np.float64

@@ -1,0 +1,211 @@
+"""What the Triton backend writes: golden text, launch numbers, refusals."""
+
+import numpy as np
+import pytest
+
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Loc
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.types import BF16, F32, F64, I32, TileType
+from tests.backends.triton.harness import compiled, simulated, whole_kernel
+
+VECTOR_ADD = """
+kernel @add(%x: ref<f32[{n}] any>, %y: ref<f32[{n}] any>, %o: ref<f32[{n}] any>) outputs 1 {{
+  pipeline %x, %y, %o {{grid=({programs},), windows=(in[{block}], in[{block}], out[{block}]), semantics=("arbitrary",)}}
+    map (%i: i32) {{ yield %i }}
+    map (%i_1: i32) {{ yield %i_1 }}
+    map (%i_2: i32) {{ yield %i_2 }}
+    body (%i_3: i32, %xb: ref<f32[{block}] block>, %yb: ref<f32[{block}] block>, %ob: ref<f32[{block}] block>) {{
+      %a: f32[{block}] = load %xb[:]
+      %b: f32[{block}] = load %yb[:]
+      %c: f32[{block}] = add %a, %b
+      store %ob[:] = %c
+    }}
+}}
+"""  # noqa: E501
+
+
+def vector_add(n: int, block: int):
+    return parse_kernel(VECTOR_ADD.format(n=n, block=block, programs=-(-n // block)))
+
+
+def test_vector_add_is_this_text():
+    text, launch = compiled(vector_add(512, 128))
+    pointer = "!tt.ptr<f32> {tt.divisibility = 16 : i32}"
+    positions = "tt.make_range {end = 128 : i32, start = 0 : i32}"
+    params = ", ".join(f"%arg{n}: {pointer}" for n in range(3))
+    assert text == "\n".join(
+        [
+            "module {",
+            f"  tt.func public @add({params}) attributes {{noinline = false}} {{",
+            "    %0 = tt.get_program_id x : i32",
+            "    %1 = arith.constant 128 : i32",
+            "    %2 = arith.muli %0, %1 : i32",
+            f"    %3 = {positions} : tensor<128xi32>",
+            "    %4 = tt.addptr %arg0, %2 : !tt.ptr<f32>, i32",
+            "    %5 = tt.splat %4 : !tt.ptr<f32> -> tensor<128x!tt.ptr<f32>>",
+            "    %6 = tt.addptr %5, %3 : tensor<128x!tt.ptr<f32>>, tensor<128xi32>",
+            "    %7 = tt.load %6 : tensor<128x!tt.ptr<f32>>",
+            "    %8 = tt.addptr %arg1, %2 : !tt.ptr<f32>, i32",
+            "    %9 = tt.splat %8 : !tt.ptr<f32> -> tensor<128x!tt.ptr<f32>>",
+            "    %10 = tt.addptr %9, %3 : tensor<128x!tt.ptr<f32>>, tensor<128xi32>",
+            "    %11 = tt.load %10 : tensor<128x!tt.ptr<f32>>",
+            "    %12 = arith.addf %7, %11 : tensor<128xf32>",
+            "    %13 = tt.addptr %arg2, %2 : !tt.ptr<f32>, i32",
+            "    %14 = tt.splat %13 : !tt.ptr<f32> -> tensor<128x!tt.ptr<f32>>",
+            "    %15 = tt.addptr %14, %3 : tensor<128x!tt.ptr<f32>>, tensor<128xi32>",
+            "    tt.store %15, %12 : tensor<128x!tt.ptr<f32>>",
+            "    tt.return",
+            "  }",
+            "}",
+            "",
+        ]
+    )
+    assert launch.target == "__gpu$xla.gpu.triton"
+    assert launch.api_version == 4
+    config = dict(launch.config)
+    assert config.pop("ir") == text
+    assert config == {
+        "name": "add",
+        "num_stages": 1,
+        "num_warps": 4,
+        "grid_x": 4,
+        "grid_y": 1,
+        "grid_z": 1,
+        "debug": False,
+    }
+    assert all(
+        config[k].dtype == np.int32 for k in config if k not in ("name", "debug")
+    )
+
+
+@pytest.mark.parametrize(("n", "block"), [(100, 128), (1000, 96), (7, 3), (1, 1)])
+def test_vector_add_of_odd_shapes(n: int, block: int):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, n)).astype(np.float32)
+    text, _ = compiled(vector_add(n, block))
+    assert ("slt" in text) == (n % block != 0 or block & (block - 1) != 0)
+    np.testing.assert_array_equal(simulated(vector_add(n, block), [x, y])[0], x + y)
+
+
+def test_compiler_params_set_warps_and_stages():
+    _, launch = compiled(vector_add(512, 128), num_warps=2, num_stages=5)
+    assert (launch.config["num_warps"], launch.config["num_stages"]) == (2, 5)
+
+
+def test_large_products_get_eight_warps():
+    tile = TileType((128, 128), BF16)
+    dot = dict(contract=((1,), (0,)), batch=((), ()), dtype=F32, precision=None)
+    kernel = whole_kernel(
+        lambda b, x, y: b.op("dot", x, y, **dot), [tile, tile], tile.with_dtype(F32)
+    )
+    _, launch = compiled(kernel)
+    assert (launch.config["num_warps"], launch.config["num_stages"]) == (8, 3)
+
+
+DOTS = {
+    "plain": ((16, 32), (32, 64), ((1,), (0,)), ((), ())),
+    "odd": ((7, 9), (9, 5), ((1,), (0,)), ((), ())),
+    "odd and large": ((50, 70), (70, 90), ((1,), (0,)), ((), ())),
+    "shallow": ((64, 3), (3, 64), ((1,), (0,)), ((), ())),
+    "one row": ((1, 128), (128, 256), ((1,), (0,)), ((), ())),
+    "three rows": ((3, 128), (128, 256), ((1,), (0,)), ((), ())),
+    "few columns": ((256, 128), (128, 2), ((1,), (0,)), ((), ())),
+    "transposed": ((32, 64), (16, 64), ((1,), (1,)), ((), ())),
+    "batch": ((3, 16, 20), (3, 20, 24), ((2,), (1,)), ((0,), (0,))),
+    "many dimensions": ((4, 6, 5), (5, 2, 3), ((2,), (0,)), ((), ())),
+    "two contracted": ((8, 4, 16), (4, 16, 32), ((1, 2), (0, 1)), ((), ())),
+    "vector": ((40,), (40,), ((0,), (0,)), ((), ())),
+}
+
+
+@pytest.mark.parametrize("name", DOTS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F64, I32], ids=str)
+def test_dot(name: str, dtype):
+    lhs, rhs, contract, batch = DOTS[name]
+    if dtype is I32 and np.prod(lhs) * rhs[-1] > 1 << 18:
+        pytest.skip("too many products for integers")
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-4, 5, s).astype(dtype.np) for s in (lhs, rhs))
+    out = I32 if dtype is I32 else F64 if dtype is F64 else F32
+    attrs = dict(contract=contract, batch=batch, dtype=out, precision=None)
+    types = [TileType(lhs, dtype), TileType(rhs, dtype)]
+    (free,) = _result(types, attrs)
+    kernel = whole_kernel(lambda b, x, y: b.op("dot", x, y, **attrs), types, free)
+    (got,) = simulated(kernel, [x, y])
+    np.testing.assert_array_equal(got, _dot(x, y, contract, batch))
+
+
+def _result(types, attrs):
+    from pallasite.ir.opdef import table
+
+    return table()["dot"].type_rule(tuple(types), attrs)
+
+
+def _dot(x, y, contract, batch):
+    letters = iter("abcdefgh")
+    left = [next(letters) for _ in x.shape]
+    right = [next(letters) for _ in y.shape]
+    for dims in (contract, batch):
+        for a, b in zip(*dims, strict=True):
+            right[b] = left[a]
+    used = [left[d] for d in batch[0]]
+    free = [c for d, c in enumerate(left) if d not in (*contract[0], *batch[0])]
+    free += [c for d, c in enumerate(right) if d not in (*contract[1], *batch[1])]
+    spec = f"{''.join(left)},{''.join(right)}->{''.join(used + free)}"
+    return np.einsum(spec, x.astype(np.float64), y.astype(np.float64))
+
+
+RESHAPES = [((6, 4), (24,)), ((24,), (2, 12)), ((3, 8), (3, 2, 4)), ((5, 1), (5,))]
+RESHAPES += [((7, 3), (3, 7)), ((1,), ()), ((), (1, 1)), ((12, 5), (4, 15))]
+
+
+@pytest.mark.parametrize(("old", "new"), RESHAPES)
+def test_reshape_across_padding(old, new):
+    kernel = whole_kernel(
+        lambda b, x: b.op("reshape", x, shape=new),
+        [TileType(old, I32)],
+        TileType(new, I32),
+    )
+    x = np.arange(np.prod(old), dtype=np.int32).reshape(old)
+    np.testing.assert_array_equal(simulated(kernel, [x])[0], x.reshape(new))
+
+
+@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min"])
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_reduce_ignores_padding(kind: str, axes):
+    shape = (3, 5, 7)
+    x = np.random.default_rng(0).uniform(0.5, 1.5, shape).astype(np.float32)
+    rest = tuple(n for d, n in enumerate(shape) if d not in axes)
+    kernel = whole_kernel(
+        lambda b, x: b.op("reduce", x, kind=kind, axes=axes),
+        [TileType(shape, F32)],
+        TileType(rest, F32),
+    )
+    want = getattr(np, kind)(x, axis=axes)
+    np.testing.assert_allclose(simulated(kernel, [x])[0], want, rtol=1e-5)
+
+
+def test_refusal_names_op_shapes_line_and_fix():
+    def body(builder, x):
+        builder.loc = Loc("model.py", 88, "route")
+        return builder.op("bitcast", x, dtype=BF16)
+
+    tile = TileType((8, 128), F32)
+    with pytest.raises(UnsupportedError) as error:
+        compiled(whole_kernel(body, [tile], TileType((8, 128, 2), BF16)))
+    assert str(error.value) == "\n".join(
+        [
+            "backend 'triton' cannot run bitcast on f32[8,128]",
+            "  op   %1: bf16[8,128,2] = bitcast %0 {dtype=bf16}",
+            "  why  the two types differ in width",
+            "  at   model.py:88 in route",
+            "  fix  bitcast to a type of equal width",
+        ]
+    )
+
+
+def test_block_too_large_for_triton_says_so():
+    with pytest.raises(UnsupportedError, match="Triton's limit is 1048576") as error:
+        compiled(vector_add(1 << 21, 1 << 21))
+    assert "use smaller blocks" in str(error.value)

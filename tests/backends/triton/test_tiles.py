@@ -1,0 +1,125 @@
+"""Tile ops on shapes that Triton pads, against the evaluator that defines them."""
+
+import numpy as np
+import pytest
+
+from pallasite.ir.opdef import table
+from pallasite.ir.types import BOOL, F32, I32, U8, TileType, scalar
+from tests.backends.triton.harness import simulated, whole_kernel
+from tests.ops.sampling import evaluate
+
+ONE_OPERAND = {
+    "slice rows": ("slice", (7, 5), dict(starts=(2, 0), limits=(6, 5), strides=(1, 1))),
+    "slice with strides": (
+        "slice",
+        (9, 12),
+        dict(starts=(1, 2), limits=(9, 11), strides=(3, 2)),
+    ),
+    "empty slice": ("slice", (6,), dict(starts=(2,), limits=(2,), strides=(1,))),
+    "rev": ("rev", (5, 6), dict(axes=(0, 1))),
+    "transpose": ("transpose", (3, 5, 7), dict(perm=(2, 0, 1))),
+    "broadcast": ("broadcast_in_dim", (3, 1), dict(shape=(3, 2, 5), dims=(0, 2))),
+    "cumsum": ("scan", (5, 7), dict(kind="sum", axis=1, reverse=False)),
+    "cummax from the end": ("scan", (5, 7), dict(kind="max", axis=0, reverse=True)),
+    "cumprod": ("scan", (3, 9), dict(kind="prod", axis=1, reverse=True)),
+    "argmax": ("arg_reduce", (5, 7), dict(kind="max", axis=1, dtype=I32)),
+    "argmin": ("arg_reduce", (5, 7), dict(kind="min", axis=0, dtype=I32)),
+    "sort": ("sort", (3, 6), dict(axis=1, num_keys=1, stable=True)),
+}
+
+
+def agree(kernel, operands, rtol=1e-6):
+    for got, want in zip(
+        simulated(kernel, operands), evaluate(kernel, operands), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", ONE_OPERAND)
+@pytest.mark.parametrize("dtype", [F32, I32, U8], ids=str)
+def test_one_operand(name: str, dtype):
+    op, shape, attrs = ONE_OPERAND[name]
+    tile = TileType(shape, dtype)
+    (result,) = table()[op].type_rule((tile,), attrs)
+    kernel = whole_kernel(lambda b, x: b.op(op, x, **attrs), [tile], result)
+    x = np.random.default_rng(0).integers(1, 4, shape).astype(dtype.np)
+    agree(kernel, [x])
+
+
+def test_argmax_takes_the_first_nan():
+    tile = TileType((2, 5), F32)
+    kernel = whole_kernel(
+        lambda b, x: b.op("arg_reduce", x, kind="max", axis=1, dtype=I32),
+        [tile],
+        TileType((2,), I32),
+    )
+    x = np.array([[1, np.nan, 5, np.nan, 2], [-np.inf] * 5], np.float32)
+    np.testing.assert_array_equal(simulated(kernel, [x])[0], [1, 0])
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (4, 4), (1, 5, 2), (3, 0, 2)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_concatenate(sizes, axis: int):
+    shapes = [(n, 5) if axis == 0 else (5, n) for n in sizes]
+    total = (sum(sizes), 5) if axis == 0 else (5, sum(sizes))
+    kernel = whole_kernel(
+        lambda b, *xs: b.op("concatenate", *xs, axis=axis),
+        [TileType(s, I32) for s in shapes],
+        TileType(total, I32),
+    )
+    xs = [np.arange(np.prod(s), dtype=np.int32).reshape(s) + 100 for s in shapes]
+    agree(kernel, xs)
+
+
+PADS = [((1, 2), (3, 0), (0, 0)), ((0, 0), (0, 0), (1, 2)), ((-1, 2), (2, -2), (2, 0))]
+
+
+@pytest.mark.parametrize(("low", "high", "interior"), PADS)
+def test_pad(low, high, interior):
+    tile, attrs = TileType((5, 6), I32), dict(low=low, high=high, interior=interior)
+    (result,) = table()["pad"].type_rule((tile, scalar(I32)), attrs)
+    kernel = whole_kernel(
+        lambda b, x, v: b.op("pad", x, v, **attrs), [tile, scalar(I32)], result
+    )
+    agree(kernel, [np.arange(30, dtype=np.int32).reshape(5, 6), np.array(-7, np.int32)])
+
+
+@pytest.mark.parametrize("start", [-3, 0, 2, 9])
+def test_dynamic_slices_clamp(start: int):
+    tile, part = TileType((7, 6), I32), TileType((3, 6), I32)
+    index = scalar(I32)
+    x = np.arange(42, dtype=np.int32).reshape(7, 6)
+    at = [np.array(start, np.int32), np.array(1, np.int32)]
+    reading = whole_kernel(
+        lambda b, x, i, j: b.op("dynamic_slice", x, i, j, sizes=(3, 6)),
+        [tile, index, index],
+        part,
+    )
+    agree(reading, [x, *at])
+    writing = whole_kernel(
+        lambda b, x, u, i, j: b.op("dynamic_update_slice", x, u, i, j),
+        [tile, part, index, index],
+        tile,
+    )
+    agree(writing, [x, -np.ones((3, 6), np.int32), *at])
+
+
+@pytest.mark.parametrize("kind", ["and", "or"])
+def test_reduce_bools(kind: str):
+    tile = TileType((3, 5), BOOL)
+    kernel = whole_kernel(
+        lambda b, x: b.op("reduce", x, kind=kind, axes=(1,)),
+        [tile],
+        TileType((3,), BOOL),
+    )
+    x = np.array([[1] * 5, [0] * 5, [0, 1, 0, 1, 1]], bool)
+    agree(kernel, [x])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_iota(dim: int):
+    for dtype in (I32, F32, U8):
+        tile = TileType((5, 9), dtype)
+        agree(
+            whole_kernel(lambda b, t=tile: b.op("iota", type=t, dim=dim), [], tile), []
+        )

@@ -1,0 +1,80 @@
+"""The zoo through the Triton backend: on numpy anywhere, on a GPU where there is one.
+
+On numpy the emitted code runs as it stands, programs in random order, padding full of
+garbage, every pointer checked.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallasite.frontend import primitive
+from tests.backends.triton.harness import simulated
+from tests.zoo import all_cases
+from tests.zoo.test_zoo import arguments, assert_agrees
+
+VMAPPED = {
+    "add_vectors",
+    "layer_norm",
+    "matmul_accumulate",
+    "flash_scratch",
+    "gather_rows",
+    "alias_partial_update",
+    "prefix_sum_carried",
+}
+
+each_case = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+
+
+@pytest.fixture
+def simulator(monkeypatch):
+    """Kernels called outside jit run on the simulator."""
+
+    def run(*operands, call):
+        return [jnp.asarray(x) for x in simulated(call.kernel, operands)]
+
+    monkeypatch.setattr(primitive.call_p, "impl", run)
+
+
+@each_case
+def test_simulated_kernel_agrees(case, simulator):
+    args = arguments(case, 0)
+    assert_agrees(case, case.run(*args, interpret=False), case.reference(*args))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in all_cases() if case.name in VMAPPED],
+    ids=lambda case: case.name,
+)
+def test_simulated_vmap_agrees(case, simulator):
+    examples = [arguments(case, seed) for seed in range(2)]
+    axes = case.vmap_axes
+    if not isinstance(axes, tuple):
+        axes = (axes,) * len(examples[0])
+    columns = list(zip(*examples, strict=True))
+    batched = [
+        column[0] if axis is None else jnp.stack(column, axis)
+        for column, axis in zip(columns, axes, strict=True)
+    ]
+    singles = [
+        [
+            column[0] if axis is None else column[n]
+            for column, axis in zip(columns, axes, strict=True)
+        ]
+        for n in range(2)
+    ]
+    got = jax.vmap(lambda *a: case.run(*a, interpret=False), axes)(*batched)
+    want = [case.reference(*single) for single in singles]
+    assert_agrees(case, got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+
+
+@pytest.mark.gpu
+@each_case
+def test_gpu_kernel_agrees(case):
+    args = arguments(case, 0)
+    run = jax.jit(lambda *a: case.run(*a, interpret=False, backend="triton"))
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(case.reference)(*args)
+    assert_agrees(case, jax.tree.map(np.asarray, run(*args)), want)

@@ -1,0 +1,261 @@
+"""Ref promotion: pipelines become programs, loops and values. Text in, text out."""
+
+import textwrap
+
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.promote import promote
+
+
+def promoted(text: str) -> str:
+    kernel = canonicalize(parse_kernel(text))
+    verify(kernel)
+    result = canonicalize(promote(kernel))
+    verify(result)
+    return program(result)
+
+
+def program(kernel: Kernel) -> str:
+    """The text between the kernel's first line and its last brace."""
+    return textwrap.dedent("\n".join(kernel.text.rstrip().split("\n")[1:-1]))
+
+
+def expect(text: str) -> str:
+    return textwrap.dedent(text).strip("\n")
+
+
+MATMUL = """
+kernel @matmul(%x: ref<f32[64,64] any>, %y: ref<f32[64,64] any>, %o: ref<f32[64,64] any>)
+    outputs 1 {
+  pipeline %x, %y, %o {grid=(2, 2, 4), semantics=("arbitrary", "arbitrary", "arbitrary"),
+      windows=(in[32, 16], in[16, 32], out[32, 32])}
+    map (%i: i32, %j: i32, %k: i32) { yield %i, %k }
+    map (%i1: i32, %j1: i32, %k1: i32) { yield %k1, %j1 }
+    map (%i2: i32, %j2: i32, %k2: i32) { yield %i2, %j2 }
+    body (%i3: i32, %j3: i32, %k3: i32, %xb: ref<f32[32,16] block>,
+          %yb: ref<f32[16,32] block>, %ob: ref<f32[32,32] block>) {
+      %c: i32 = constant {value=0}
+      %first: bool = eq %k3, %c
+      %n: i32 = cast %first {dtype=i32}
+      cond %n
+        branch () {}
+        branch () {
+          %z: f32[32,32] = constant {value=0.0}
+          store %ob[:, :] = %z
+        }
+      %a: f32[32,32] = load %ob[:, :]
+      %u: f32[32,16] = load %xb[:, :]
+      %v: f32[16,32] = load %yb[:, :]
+      %d: f32[32,32] = dot %u, %v {contract=((1,), (0,)), batch=((), ()), dtype=f32,
+          precision=None}
+      %s: f32[32,32] = add %a, %d
+      store %ob[:, :] = %s
+    }
+}
+"""
+
+
+def test_accumulating_matmul_carries_its_output():
+    dot = "{contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}"
+    assert promoted(MATMUL) == expect(f"""
+        pipeline {{grid=(2, 2), windows=(), semantics=("parallel", "parallel")}}
+          body (%i3: i32, %j3: i32) {{
+            %ob: ref<f32[32,32] block> = block_view %o, %i3, %j3 {{window=out[32, 32]}}
+            %0: f32[32,32] = constant {{value=0.0}}
+            %1: i32 = constant {{value=4}}
+            %2: i32 = constant {{value=0}}
+            %3: i32 = constant {{value=1}}
+            %ob_1: f32[32,32] = for %2, %1, %3, %0
+              body (%k3: i32, %ob_2: f32[32,32]) {{
+                %xb: ref<f32[32,16] block> = block_view %x, %i3, %k3 {{window=in[32, 16]}}
+                %yb: ref<f32[16,32] block> = block_view %y, %k3, %j3 {{window=in[16, 32]}}
+                %u: f32[32,16] = load %xb[:, :]
+                %v: f32[16,32] = load %yb[:, :]
+                %d: f32[32,32] = dot %u, %v {dot}
+                %s: f32[32,32] = add %ob_2, %d
+                yield %s
+              }}
+            store %ob[:, :] = %ob_1
+          }}
+    """)
+
+
+SCAN = """
+kernel @k(%x: ref<f32[32,8] any>, %o: ref<f32[{rows},8] any>) outputs 1 {{
+  %acc: ref<f32[8,8] vmem> = alloc {{type=ref<f32[8,8] vmem>}}
+  pipeline %x, %o {{grid=(4,), semantics=("arbitrary",), windows=(in[8, 8], out[8, 8])}}
+    map (%i: i32) {{
+      %z: i32 = constant {{value=0}}
+      yield %i, %z
+    }}
+    map (%i1: i32) {{
+      %z1: i32 = constant {{value=0}}
+      yield {index}, %z1
+    }}
+    body (%p: i32, %xb: ref<f32[8,8] block>, %ob: ref<f32[8,8] block>) {{
+      {body}
+    }}
+}}
+"""
+FIRST = """
+      %c: i32 = constant {value=0}
+      %first: bool = eq %p, %c
+      %n: i32 = cast %first {dtype=i32}
+      cond %n
+        branch () {}
+        branch () {
+          %zero: f32[8,8] = constant {value=0.0}
+          store %acc[:, :] = %zero
+        }
+      %a: f32[8,8] = load %acc[:, :]
+      %v: f32[8,8] = load %xb[:, :]
+      %s: f32[8,8] = add %a, %v
+      store %acc[:, :] = %s
+"""
+
+
+def test_scratch_and_output_that_moves():
+    """The running sum: the scratch is a value, each step stores its own block."""
+    text = SCAN.format(rows=32, index="%i1", body=FIRST + "store %ob[:, :] = %s")
+    assert promoted(text) == expect("""
+        pipeline {grid=(), windows=(), semantics=()}
+          body () {
+            %0: f32[8,8] = constant {value=0.0}
+            %1: i32 = constant {value=4}
+            %2: i32 = constant {value=0}
+            %3: i32 = constant {value=1}
+            %acc: f32[8,8] = for %2, %1, %3, %0
+              body (%p: i32, %acc_1: f32[8,8]) {
+                %xb: ref<f32[8,8] block> = block_view %x, %p, %2 {window=in[8, 8]}
+                %ob: ref<f32[8,8] block> = block_view %o, %p, %2 {window=out[8, 8]}
+                %v: f32[8,8] = load %xb[:, :]
+                %s: f32[8,8] = add %acc_1, %v
+                store %ob[:, :] = %s
+                yield %s
+              }
+          }
+    """)
+
+
+LAST = (
+    FIRST
+    + """
+      %end: i32 = constant {value=3}
+      %last: bool = eq %p, %end
+      %m: i32 = cast %last {dtype=i32}
+      cond %m
+        branch () {}
+        branch () {
+          %t: f32[8,8] = load %acc[:, :]
+          store %ob[:, :] = %t
+        }
+"""
+)
+
+
+def test_last_step_goes_behind_the_loop():
+    text = promoted(SCAN.format(rows=8, index="%z1", body=LAST))
+    loop, after = text.split("    }\n", 1)
+    assert "store" not in loop and "cond" not in loop
+    assert after.strip().startswith("store %ob[:, :] = %acc")
+
+
+def test_branches_carry_what_they_change():
+    body = """
+      %c: i32 = constant {value=2}
+      %odd: i32 = rem %p, %c
+      %v: f32[8,8] = load %xb[:, :]
+      store %acc[:, :] = %v
+      cond %odd
+        branch () {}
+        branch () {
+          %w: f32[8,8] = neg %v
+          store %acc[:, :] = %w
+        }
+      %a: f32[8,8] = load %acc[:, :]
+      store %ob[:, :] = %a
+    """
+    text = promoted(SCAN.format(rows=32, index="%i1", body=body))
+    assert "alloc" not in text
+    assert "grid=(4,)" in text  # nothing is carried between steps
+    assert "%acc: f32[8,8] = cond %odd" in text
+    assert "branch () { yield %v }" in text
+
+
+def test_scratch_used_in_part_stays_in_memory():
+    body = """
+      %v: f32[8,8] = load %xb[:, :]
+      store %acc[:, :] = %v
+      %a: f32[8] = load %acc[0, :]
+      %b: f32[8,8] = broadcast_in_dim %a {shape=(8, 8), dims=(1,)}
+      store %ob[:, :] = %b
+    """
+    text = promoted(SCAN.format(rows=32, index="%i1", body=body))
+    assert "%acc: ref<f32[8,8] vmem> = alloc" in text
+
+
+def test_output_written_now_and_then_is_loaded_first():
+    """Blocks that are not always overwritten keep what they had."""
+    body = """
+      %c: i32 = constant {value=2}
+      %odd: i32 = rem %p, %c
+      cond %odd
+        branch () {}
+        branch () {
+          %a: f32[8,8] = load %ob[:, :]
+          %v: f32[8,8] = load %xb[:, :]
+          %s: f32[8,8] = add %a, %v
+          store %ob[:, :] = %s
+        }
+    """
+    text = promoted(SCAN.format(rows=8, index="%z1", body=body))
+    before, _ = text.split("for ", 1)
+    assert "load %ob" in before
+
+
+def test_shared_output_written_now_and_then_is_not_written_back():
+    """Where the author promises parallel steps, only what a step writes is written."""
+    body = """
+      %c: i32 = constant {value=2}
+      %odd: i32 = rem %p, %c
+      cond %odd
+        branch () {}
+        branch () {
+          %a: f32[8,8] = load %ob[:, :]
+          store %ob[:, :] = %a
+        }
+    """
+    text = SCAN.format(rows=8, index="%z1", body=body)
+    text = promoted(text.replace('"arbitrary"', '"parallel"'))
+    assert text.count("store") == 1
+    assert "cond" in text
+
+
+def test_inner_pipeline_becomes_a_loop():
+    text = """
+    kernel @k(%x: ref<f32[8,32] any>, %o: ref<f32[8,32] any>) outputs 1 {
+      pipeline {grid=(), windows=(), semantics=()}
+        body () {
+          pipeline %x, %o {grid=(4,), semantics=("arbitrary",),
+              windows=(in[8, 8], out[8, 8])}
+            map (%i: i32) {
+              %z: i32 = constant {value=0}
+              yield %z, %i
+            }
+            map (%i1: i32) {
+              %z1: i32 = constant {value=0}
+              yield %z1, %i1
+            }
+            body (%p: i32, %xb: ref<f32[8,8] block>, %ob: ref<f32[8,8] block>) {
+              %v: f32[8,8] = load %xb[:, :]
+              store %ob[:, :] = %v
+            }
+        }
+    }
+    """
+    result = promote(canonicalize(parse_kernel(text)))
+    verify(result)
+    assert [op.name for op in walk(result.body)].count("pipeline") == 1
+    assert "for" in {op.name for op in walk(result.body)}
