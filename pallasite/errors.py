@@ -42,7 +42,7 @@ class KernelTypeError(PallasError, TypeError):
     """The kernel function, or something in it, has the wrong type or signature."""
 
 
-class IndexError_(PallasError, IndexError):
+class RefIndexError(PallasError, IndexError):
     """A static index lies outside its ref."""
 
 

@@ -379,6 +379,14 @@ def _match(specs: Any, operands: Any, role: str, request: Request):
     try:
         spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
     except ValueError as error:
+        for n, entry in enumerate(specs if isinstance(specs, tuple) else ()):
+            if not isinstance(entry, (BlockSpec, dict, list)) and entry is not None:
+                raise SpecError(
+                    f"{role}[{n}] is not a BlockSpec",
+                    [("kernel", request.name), ("got", repr(entry))],
+                    request.at,
+                    "pl.BlockSpec(block_shape, index_map)",
+                ) from None
         raise SpecError(
             f"{role} does not match the structure of the operands",
             [("kernel", request.name), ("problem", str(error).splitlines()[0])],

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallasite.errors import KernelTypeError
+from pallasite.frontend.trace import user_location
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
@@ -29,6 +30,7 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
             raise KernelTypeError(
                 f"pl.when takes one condition, got an array of shape "
                 f"{jnp.shape(condition)}",
+                at=user_location(),
                 fix="reduce it with jnp.any or jnp.all, or use jnp.where",
             )
         lax.cond(condition, fn, lambda: None)

@@ -116,9 +116,7 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
 
 @_tile_op("dynamic_slice")
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
-    return lax.dynamic_slice(
-        x, starts, op.attrs["sizes"], allow_negative_indices=False
-    )
+    return lax.dynamic_slice(x, starts, op.attrs["sizes"], allow_negative_indices=False)
 
 
 @_tile_op("dynamic_update_slice")
@@ -153,5 +151,3 @@ def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
     kind = a["kind"]
     fn = lax.scatter if kind == "set" else getattr(lax, f"scatter_{kind}")
     return fn(x, indices, updates, numbers, mode=_MODES[a["mode"]])
-
-

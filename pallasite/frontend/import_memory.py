@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite.errors import IndexError_, KernelTypeError
+from pallasite.errors import RefIndexError, KernelTypeError
 from pallasite.frontend.from_jaxpr import Importer, rule, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
@@ -171,8 +171,8 @@ def _static(entry: Any) -> int | None:
     return None
 
 
-def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> IndexError_:
-    return IndexError_(
+def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefIndexError:
+    return RefIndexError(
         f"index {index} is outside dimension {d} of the ref, which has {size} elements",
         [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
         im.where,

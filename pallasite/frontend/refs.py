@@ -15,6 +15,7 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
 from pallasite.frontend.spaces import MemoryRef, as_memory_ref
+from pallasite.frontend.trace import user_location
 
 ds = jax.ds
 dslice = jax.ds
@@ -31,6 +32,7 @@ def _primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive
     def _outside(*args: Any, **params: Any) -> Any:
         raise KernelTypeError(
             f"pl.{name} can only be used inside a kernel",
+            at=user_location(),
             fix="call it in a function passed to pl.pallas_call or pl.kernel",
         )
 
@@ -60,7 +62,7 @@ def _axis(axis: Any, name: str) -> int:
         return int(axis.__index__())
     except (AttributeError, TypeError):
         raise KernelTypeError(
-            f"pl.{name} takes a grid axis as an int, got {axis!r}"
+            f"pl.{name} takes a grid axis as an int, got {axis!r}", at=user_location()
         ) from None
 
 
@@ -70,7 +72,8 @@ def _axis(axis: Any, name: str) -> int:
 def _view(ref: Any, idx: Any) -> Any:
     if not jaxcompat.is_ref(ref):
         raise KernelTypeError(
-            f"expected a ref, got {type(ref).__name__}",
+            f"expected a ref, got a value of shape {jnp.shape(ref)}",
+            at=user_location(),
             fix="pass the ref itself (x_ref), not a value read from it (x_ref[...])",
         )
     return ref if idx is None else ref.at[idx]
@@ -118,14 +121,9 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
                         ("picked", f"{np.dtype(dtype).name}{list(shape)}"),
                         ("ref", f"{np.dtype(ref.dtype).name}{list(ref.shape)}"),
                     ],
-                    fix="broadcast or cast the value first",
+                    user_location(),
+                    "broadcast or cast the value first",
                 )
-        if mask is not None and tuple(mask.shape) != shape:
-            raise KernelTypeError(
-                f"the mask of pl.{name} has shape {tuple(mask.shape)}, "
-                f"the picked elements {shape}",
-                fix="jnp.broadcast_to(mask, shape)",
-            )
         effects = {jaxcompat.read_effect(0)}
         if writes:
             effects.add(jaxcompat.write_effect(0))
@@ -147,12 +145,24 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]
     if mask is not None:
-        mask = jnp.asarray(mask, bool)
-        mask = jnp.broadcast_to(mask, shape) if mask.shape != shape else mask
+        mask = _fit_mask(jnp.asarray(mask, bool), shape)
     if other is not None:
         other = jnp.broadcast_to(jnp.asarray(other, dtype), shape)
     flat, tree = jax.tree.flatten((transforms, mask, other))
     return primitive.bind(root, *values, *flat, tree=tree, **params)
+
+
+def _fit_mask(mask: Any, shape: tuple[int, ...]) -> Any:
+    if mask.shape == shape:
+        return mask
+    try:
+        return jnp.broadcast_to(mask, shape)
+    except ValueError:
+        raise KernelTypeError(
+            "the mask does not fit the elements it masks",
+            [("mask", mask.shape), ("elements", shape)],
+            user_location(),
+        ) from None
 
 
 def load(
@@ -262,7 +272,9 @@ def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
     multiple = int(np.lcm.reduce(values))
     if isinstance(x, (int, np.integer)):
         if x % multiple:
-            raise KernelTypeError(f"{x} is not a multiple of {multiple}")
+            raise KernelTypeError(
+                f"{x} is not a multiple of {multiple}", at=user_location()
+            )
         return x  # type: ignore[return-value]
     return multiple_of_p.bind(x, multiple=multiple)
 
@@ -273,12 +285,15 @@ def debug_print(fmt: str, *args: Any) -> None:
     Each program prints its own line. Values may be scalars or tiles.
     """
     if not isinstance(fmt, str):
-        raise KernelTypeError(f"pl.debug_print takes a format string, got {fmt!r}")
+        raise KernelTypeError(
+            f"pl.debug_print takes a format string, got {fmt!r}", at=user_location()
+        )
     fields = fmt.count("{}")
     if fields not in (len(args), 0):
         raise KernelTypeError(
             f"the format has {fields} fields for {len(args)} values",
             [("format", repr(fmt))],
+            user_location(),
         )
     debug_print_p.bind(*(jnp.asarray(a) for a in args), format=fmt)
 
@@ -325,7 +340,10 @@ class AsyncCopyDescriptor:
     def __init__(self, src_ref: Any, dst_ref: Any, sem: Any):
         for what, ref in (("source", src_ref), ("destination", dst_ref)):
             if not jaxcompat.is_ref(ref):
-                raise KernelTypeError(f"the {what} of a copy must be a ref, got {ref!r}")
+                raise KernelTypeError(
+                    f"the {what} of a copy must be a ref, got {ref!r}",
+                    at=user_location(),
+                )
         self.src_ref, self.dst_ref, self.sem = src_ref, dst_ref, sem
 
     def _bind(self, action: str) -> None:
@@ -422,6 +440,7 @@ def _allocate(spec: Any) -> Any:
     if memory is None:
         raise KernelTypeError(
             f"cannot allocate {spec!r}",
+            at=user_location(),
             fix="pltpu.VMEM((128, 128), jnp.float32) or pltpu.SemaphoreType.DMA",
         )
     return _empty_ref(memory)

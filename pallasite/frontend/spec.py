@@ -14,6 +14,7 @@ import numpy as np
 
 from pallasite.errors import SpecError
 from pallasite.frontend.spaces import MemorySpace
+from pallasite.frontend.trace import user_location
 from pallasite.ir.nodes import BlockDim, Window
 
 
@@ -183,13 +184,16 @@ def as_grid(grid: Any) -> tuple[Any, ...]:
     if isinstance(grid, (int, np.integer)) or hasattr(grid, "dtype"):
         grid = (grid,)
     try:
-        entries = tuple(grid)
+        entries = None if isinstance(grid, str) else tuple(grid)
     except TypeError:
+        entries = None
+    if entries is None:
         raise SpecError(
             "grid must be an int or a tuple of ints",
             [("grid", repr(grid))],
-            fix="grid=(4,) or grid=(M // block_m, N // block_n)",
-        ) from None
+            user_location(),
+            "grid=(4,) or grid=(M // block_m, N // block_n)",
+        )
     return tuple(_grid_entry(n, entry, entries) for n, entry in enumerate(entries))
 
 
@@ -200,20 +204,24 @@ def _grid_entry(axis: int, entry: Any, grid: tuple[Any, ...]) -> Any:
         raise SpecError(
             "a grid size must be an integer",
             [("grid", grid), ("axis", axis), ("size", repr(entry))],
-            fix="use integer division: M // block_m, or pl.cdiv(M, block_m)",
+            user_location(),
+            "use integer division: M // block_m, or pl.cdiv(M, block_m)",
         )
     if isinstance(entry, (int, np.integer)):
         if entry < 0:
             raise SpecError(
-                "a grid size cannot be negative", [("grid", grid), ("axis", axis)]
+                "a grid size cannot be negative",
+                [("grid", grid), ("axis", axis)],
+                user_location(),
             )
         return int(entry)
     if not (hasattr(entry, "dtype") and hasattr(entry, "shape") and entry.shape == ()):
-        if jax.core.is_constant_dim(entry) is False:  # a symbolic dimension
+        if type(entry).__name__ == "_DimExpr":  # a symbolic dimension
             return entry
         raise SpecError(
             "a grid size must be an integer or an integer scalar",
             [("grid", grid), ("axis", axis), ("size", repr(entry))],
+            user_location(),
         )
     return entry
 

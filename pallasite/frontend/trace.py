@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, PallasError
+from pallasite.errors import KernelTypeError, PallasError, RefIndexError
 from pallasite.ir.nodes import Loc
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -139,6 +139,20 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             "jnp.full(ref.shape, v, ref.dtype), jnp.broadcast_to(v, ref.shape) "
             "or v.astype(ref.dtype)",
         )
+    if "Out of bound slice" in text:
+        return RefIndexError(
+            "a slice reaches outside its ref",
+            [("kernel", name_of(fn)), ("slice", text.split(": ", 1)[-1].rstrip("."))],
+            at,
+        )
+    if "DShapedArray" in text or "size must be" in text:
+        return KernelTypeError(
+            "a slice of a ref needs a size known when the kernel is traced",
+            [("kernel", name_of(fn))],
+            at,
+            "pl.ds(start, size) with an int size; mask what is not wanted",
+        )
+    error.add_note(f"while tracing the kernel {name_of(fn)}, at {at}")
     return None
 
 
@@ -148,7 +162,7 @@ def _raising_line(error: BaseException) -> Loc | None:
     found, traceback = None, error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith((_PACKAGE, jax_folder)):
+        if not code.co_filename.startswith((_PACKAGE, jax_folder, "<")):
             found = Loc(shorten(code.co_filename), traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
     return found

@@ -1,7 +1,17 @@
 """Ops that touch memory or steer control: load, store, copies, loops, pipeline."""
 
+from typing import Any
+
 from pallasite.ir.nodes import At, Block, Gather, Index, Span, Window, dynamic_count
-from pallasite.ir.opdef import Attrs, Effect, OpDef, TypeRuleError, Unit, register
+from pallasite.ir.opdef import (
+    Attrs,
+    Effect,
+    OpDef,
+    TypeRule,
+    TypeRuleError,
+    Unit,
+    register,
+)
 from pallasite.ir.types import I32, RefType, TileType, Type
 
 ATOMIC_KINDS = ("add", "max", "min", "and", "or", "xor", "xchg")
@@ -116,7 +126,8 @@ def _bitcast_view(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _transpose_view(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    ref, perm = _ref(types), attrs["perm"]
+    ref = _ref(types)
+    perm: tuple[int, ...] = attrs["perm"]
     if sorted(perm) != list(range(ref.rank)):
         raise TypeRuleError(f"{perm} is not a permutation of {ref.rank} dimensions")
     return (ref.with_shape([ref.shape[d] for d in perm]),)
@@ -240,12 +251,19 @@ def _sem_read(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (TileType(_ref(types).shape, I32),)
 
 
-def _row(name: str, rule, arity: int | None, attrs=(), effect=Effect.WRITE, **kw):
+def _row(
+    name: str,
+    rule: TypeRule,
+    arity: int | None,
+    attrs: tuple[str, ...] = (),
+    effect: Effect = Effect.WRITE,
+    **kw: Any,
+) -> OpDef:
     kw = {"unit": Unit.MEMORY, **kw}
     return register(OpDef(name, rule, arity, attrs=attrs, effect=effect, **kw))
 
 
-_control = {"unit": Unit.CONTROL}
+_control: dict[str, Any] = {"unit": Unit.CONTROL}
 
 # Masked-off elements touch no memory. Without a mask, scalar and slice starts are
 # clamped into the ref as by lax.dynamic_slice; gathered indices clamp when read and

@@ -26,7 +26,7 @@ from pallasite.ops import decompose
 from pallasite.ops import meaning as m
 
 
-def _tiles(types: tuple[Type, ...]) -> tuple[TileType, ...]:
+def tiles(types: tuple[Type, ...]) -> tuple[TileType, ...]:
     for t in types:
         if not isinstance(t, TileType):
             raise TypeRuleError(f"takes tiles, got {t}")
@@ -34,11 +34,15 @@ def _tiles(types: tuple[Type, ...]) -> tuple[TileType, ...]:
 
 
 def _same(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    first, *rest = _tiles(types)
+    first, *rest = tiles(types)
     for other in rest:
         if other != first:
             raise TypeRuleError(f"operands differ: {first} and {other}")
     return (first,)
+
+
+def _first(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    return (tiles(types)[0],)
 
 
 def _compare(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -47,12 +51,12 @@ def _compare(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _cast(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    (x,) = _tiles(types)
+    (x,) = tiles(types)
     return (x.with_dtype(attrs["dtype"]),)
 
 
 def _bitcast(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    (x,) = _tiles(types)
+    (x,) = tiles(types)
     dtype: DType = attrs["dtype"]
     old, new = x.dtype.bits, dtype.bits
     if old == new:
@@ -65,7 +69,7 @@ def _bitcast(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _select(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    which, *cases = _tiles(types)
+    which, *cases = tiles(types)
     if len(cases) < 1:
         raise TypeRuleError("needs at least one case")
     (result,) = _same(tuple(cases), attrs)
@@ -77,7 +81,7 @@ def _select(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _clamp(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    low, x, high = _tiles(types)
+    low, x, high = tiles(types)
     for bound in (low, high):
         if bound.dtype != x.dtype or bound.shape not in ((), x.shape):
             raise TypeRuleError(f"bound {bound} does not fit {x}")
@@ -152,7 +156,7 @@ _row(
 )
 
 # --- powers and roots ---
-_row("square", 1, lambda x: x * x)
+_row("square", 1, m.square)
 _row("integer_pow", 1, m.integer_pow, attrs=("y",), domain=(-8.0, 8.0), max_ulp=8)
 _row(
     "pow",
@@ -161,10 +165,10 @@ _row(
     unit=Unit.SPECIAL,
     domain=(0.01, 8.0),
     max_ulp=16,
-    rule=lambda types, attrs: (_tiles(types)[0],),
+    rule=_first,
 )
 _special("sqrt", np.sqrt, 1, domain=(0.0, 1e6))
-_special("rsqrt", lambda x: 1 / np.sqrt(x), 2, domain=(1e-3, 1e6))
+_special("rsqrt", m.rsqrt, 2, domain=(1e-3, 1e6))
 _special("cbrt", np.cbrt, 4)
 
 # --- exponentials and logarithms ---
@@ -227,7 +231,7 @@ _row("cast", 1, m.cast, dtypes=ALL, rule=_cast, attrs=("dtype",), jax="")
 _row(
     "bitcast",
     1,
-    lambda x, *, dtype: x,
+    m.bitcast,
     dtypes=ALL,
     rule=_bitcast,
     attrs=("dtype",),

@@ -1,3 +1,4 @@
+# pyright: basic
 """The meaning of each elementwise op on numpy arrays, where numpy's own differs.
 
 XLA's choices are kept: integer division never traps, shifts past the width are defined,
@@ -17,7 +18,7 @@ from pallasite.ops.polynomials import LGAMMA_HEAD
 Array = Any
 
 
-def in_f64(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def in_f64(fn: Callable[..., Array]) -> Callable[..., Array]:
     """Compute in double precision and round once to the operand's type."""
 
     def rounded(x: Array, *rest: Array) -> Array:
@@ -71,11 +72,6 @@ def is_float(x: Array) -> bool:
     return np.asarray(x).dtype.kind not in "iub" and "int" not in str(x.dtype)
 
 
-def _is_signed_integer(x: Array) -> bool:
-    name = str(np.asarray(x).dtype)
-    return name.startswith("int")
-
-
 def div(x: Array, y: Array) -> Array:
     """Floats as IEEE; integers truncate, x/0 is -1 (all bits), MIN/-1 is MIN."""
     if is_float(x):
@@ -127,6 +123,14 @@ def integer_pow(x: Array, *, y: int) -> Array:
             base = (base * base).astype(x.dtype)
     result = np.ones_like(x) if result is None else result
     return div(np.ones_like(x), result) if y < 0 else result
+
+
+def square(x: Array) -> Array:
+    return x * x
+
+
+def rsqrt(x: Array) -> Array:
+    return 1 / np.sqrt(x)
 
 
 def sign(x: Array) -> Array:
@@ -264,3 +268,8 @@ def cast(x: Array, *, dtype: Any) -> Array:
         return x.astype(np.int64).astype(target)
     with np.errstate(all="ignore"):
         return x.astype(target)
+
+
+def bitcast(x: Array, *, dtype: Any) -> Array:
+    """Only the evaluators know the types on both sides; they have their own."""
+    return x

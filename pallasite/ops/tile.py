@@ -13,7 +13,7 @@ from pallasite.ir.opdef import (
 )
 from pallasite.ir.types import BOOL, I32, DType, TileType, Type
 from pallasite.ops import decompose_gather, decompose_sort, decompose_tile
-from pallasite.ops.elementwise import _tiles as tiles
+from pallasite.ops.elementwise import tiles
 
 REDUCE_KINDS = ("sum", "prod", "max", "min", "and", "or", "xor")
 SCAN_KINDS = ("sum", "prod", "max", "min", "logsumexp")
@@ -50,7 +50,7 @@ def _reshape(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 def _transpose(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     (x,) = tiles(types)
-    perm = attrs["perm"]
+    perm: tuple[int, ...] = attrs["perm"]
     if sorted(perm) != list(range(x.rank)):
         raise TypeRuleError(f"{perm} is not a permutation of {x.rank} dimensions")
     return (x.with_shape([x.shape[d] for d in perm]),)
@@ -71,8 +71,8 @@ def _slice(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 
 def _concatenate(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
-    parts, axis = tiles(types), attrs["axis"]
-    first = parts[0]
+    parts, first = tiles(types), tiles(types)[0]
+    axis: int = attrs["axis"]
     for p in parts[1:]:
         if p.dtype != first.dtype or p.rank != first.rank:
             raise TypeRuleError(f"cannot concatenate {first} and {p}")
@@ -129,9 +129,15 @@ def _scan(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (x,)
 
 
+def _dims(pair: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    left, right = pair
+    return left, right
+
+
 def _dot(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     lhs, rhs = tiles(types)
-    (lc, rc), (lb, rb) = attrs["contract"], attrs["batch"]
+    lc, rc = _dims(attrs["contract"])
+    lb, rb = _dims(attrs["batch"])
     dtype: DType = attrs["dtype"]
     for left, right in ((lc, rc), (lb, rb)):
         if [lhs.shape[d] for d in left] != [rhs.shape[d] for d in right]:

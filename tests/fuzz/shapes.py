@@ -304,7 +304,7 @@ def gather(w: Writer) -> None:
         slices.indices(),
         dimension_numbers=slices.numbers,
         slice_sizes=tuple(slices.sizes),
-        mode=w.world.pick(("clip", "fill", "promise")),
+        mode=w.world.pick(("clip", "fill")),
         fill_value=w.world.number(dtype),
         type=T.TileType(slices.result_shape, dtype),
     )

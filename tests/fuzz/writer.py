@@ -9,7 +9,7 @@ must not decide anything: `level` says how far a float value can be relied on.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class Memory:
     level: int = ROUGH  # of the floats loaded from it
     writable: bool = False
     solid: bool = True  # reading any element of it is defined
+    shared: bool = False  # an output is the same memory
 
     @property
     def type(self) -> T.RefType:
@@ -84,7 +85,7 @@ class Memory:
 
     def moved(self, ref: Value) -> "Memory":
         """The same memory through another ref."""
-        return Memory(ref, self.level, self.writable, self.solid)
+        return replace(self, ref=ref)
 
 
 class Writer:

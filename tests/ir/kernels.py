@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Value, Window
-from pallasite.ir.types import BOOL, F32, I32, INDEX, DType, RefType, TileType
+from pallasite.ir.types import F32, I32, INDEX, DType, RefType
 
 IndexMap = Callable[..., Sequence[Value]]
 
@@ -183,4 +183,3 @@ def _attention_step(
 
 
 ALL = (vector_add, matmul, flash_attention)
-SCALARS = {dtype.name: TileType((), dtype) for dtype in (BOOL, I32, F32)}

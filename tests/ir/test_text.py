@@ -1,8 +1,6 @@
 """The printed form: exact round trip for every op, stable names, clear errors."""
 
 import math
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
@@ -147,12 +145,9 @@ def test_header_round_trips():
     )
 
 
-def test_text_is_the_same_in_another_process():
+def test_text_is_the_same_in_another_process(run_python):
     code = "from tests.ir import kernels; print(kernels.flash_attention().text, end='')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == kernels.flash_attention().text
+    assert run_python("-c", code) == kernels.flash_attention().text
 
 
 def test_one_op_and_one_block_print():

@@ -27,10 +27,10 @@ def expect(text: str) -> str:
 
 
 MATMUL = """
-kernel @matmul(%x: ref<f32[64,64] any>, %y: ref<f32[64,64] any>, %o: ref<f32[64,64] any>)
+kernel @k(%x: ref<f32[64,64] any>, %y: ref<f32[64,64] any>, %o: ref<f32[64,64] any>)
     outputs 1 {
-  pipeline %x, %y, %o {grid=(2, 2, 4), semantics=("arbitrary", "arbitrary", "arbitrary"),
-      windows=(in[32, 16], in[16, 32], out[32, 32])}
+  pipeline %x, %y, %o {grid=(2, 2, 4), windows=(in[32, 16], in[16, 32], out[32, 32]),
+      semantics=("arbitrary", "arbitrary", "arbitrary")}
     map (%i: i32, %j: i32, %k: i32) { yield %i, %k }
     map (%i1: i32, %j1: i32, %k1: i32) { yield %k1, %j1 }
     map (%i2: i32, %j2: i32, %k2: i32) { yield %i2, %j2 }
@@ -59,27 +59,29 @@ kernel @matmul(%x: ref<f32[64,64] any>, %y: ref<f32[64,64] any>, %o: ref<f32[64,
 
 def test_accumulating_matmul_carries_its_output():
     dot = "{contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}"
-    assert promoted(MATMUL) == expect(f"""
-        pipeline {{grid=(2, 2), windows=(), semantics=("parallel", "parallel")}}
-          body (%i3: i32, %j3: i32) {{
-            %ob: ref<f32[32,32] block> = block_view %o, %i3, %j3 {{window=out[32, 32]}}
-            %0: f32[32,32] = constant {{value=0.0}}
-            %1: i32 = constant {{value=4}}
-            %2: i32 = constant {{value=0}}
-            %3: i32 = constant {{value=1}}
+    assert promoted(MATMUL) == expect(
+        """
+        pipeline {grid=(2, 2), windows=(), semantics=("parallel", "parallel")}
+          body (%i3: i32, %j3: i32) {
+            %ob: ref<f32[32,32] block> = block_view %o, %i3, %j3 {window=out[32, 32]}
+            %0: f32[32,32] = constant {value=0.0}
+            %1: i32 = constant {value=4}
+            %2: i32 = constant {value=0}
+            %3: i32 = constant {value=1}
             %ob_1: f32[32,32] = for %2, %1, %3, %0
-              body (%k3: i32, %ob_2: f32[32,32]) {{
-                %xb: ref<f32[32,16] block> = block_view %x, %i3, %k3 {{window=in[32, 16]}}
-                %yb: ref<f32[16,32] block> = block_view %y, %k3, %j3 {{window=in[16, 32]}}
+              body (%k3: i32, %ob_2: f32[32,32]) {
+                %xb: ref<f32[32,16] block> = block_view %x, %i3, %k3 {window=in[32, 16]}
+                %yb: ref<f32[16,32] block> = block_view %y, %k3, %j3 {window=in[16, 32]}
                 %u: f32[32,16] = load %xb[:, :]
                 %v: f32[16,32] = load %yb[:, :]
-                %d: f32[32,32] = dot %u, %v {dot}
+                %d: f32[32,32] = dot %u, %v DOT
                 %s: f32[32,32] = add %ob_2, %d
                 yield %s
-              }}
+              }
             store %ob[:, :] = %ob_1
-          }}
-    """)
+          }
+    """.replace("DOT", dot)
+    )
 
 
 SCAN = """

@@ -1,0 +1,249 @@
+"""Every refusal says what is wrong, the operand and its numbers, the line, the fix.
+
+The expected texts are in messages.txt, one section per case; run with
+`PALLASITE_UPDATE_GOLDEN=1` to rewrite the file, then read the difference.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import PallasError
+
+S = jax.ShapeDtypeStruct
+TABLE = jnp.array([1, 0])
+x = jnp.ones((16, 128))
+out = S((16, 128), jnp.float32)
+
+
+def copy(x_ref, o_ref):
+    o_ref[...] = x_ref[...]
+
+
+spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+
+
+def call(k=copy, args=(x,), **kw):
+    kw = {**dict(out_shape=out, interpret=True), **kw}
+    return pl.pallas_call(k, **kw)(*args)
+
+
+BAD = {
+    "block rank": lambda: call(
+        grid=2, in_specs=[pl.BlockSpec((8,), lambda i: (i,))], out_specs=spec
+    ),
+    "block size 0": lambda: call(
+        grid=2, in_specs=[pl.BlockSpec((0, 128), lambda i: (i, 0))], out_specs=spec
+    ),
+    "block float": lambda: call(
+        grid=2, in_specs=[pl.BlockSpec((8.0, 128), lambda i: (i, 0))], out_specs=spec
+    ),
+    "map arity": lambda: call(
+        grid=(2, 1),
+        in_specs=[spec],
+        out_specs=pl.BlockSpec((8, 128), lambda i, j: (i, 0)),
+    ),
+    "map count": lambda: call(
+        grid=2, in_specs=[pl.BlockSpec((8, 128), lambda i: i)], out_specs=spec
+    ),
+    "map float": lambda: call(
+        grid=2, in_specs=[pl.BlockSpec((8, 128), lambda i: (i / 2, 0))], out_specs=spec
+    ),
+    "specs count": lambda: call(grid=2, in_specs=[spec, spec], out_specs=spec),
+    "out specs count": lambda: call(
+        grid=2, in_specs=[spec], out_specs=[spec, spec], out_shape=(out,)
+    ),
+    "spec type": lambda: call(grid=2, in_specs=[(8, 128)], out_specs=spec),
+    "grid float": lambda: call(grid=(16 / 8,), in_specs=[spec], out_specs=spec),
+    "grid negative": lambda: call(grid=(-1,), in_specs=[spec], out_specs=spec),
+    "grid str": lambda: call(grid="a", in_specs=[spec], out_specs=spec),
+    "out_shape missing": lambda: pl.pallas_call(copy)(x),
+    "out_shape bad": lambda: call(out_shape=(16, 128)),
+    "both outs": lambda: call(out_type=out),
+    "kernel arity": lambda: call(lambda x_ref: None),
+    "kernel not fn": lambda: call(3),
+    "kernel returns": lambda: call(lambda x_ref, o_ref: x_ref[...]),
+    "alias range": lambda: call(input_output_aliases={3: 0}),
+    "alias shape": lambda: call(
+        input_output_aliases={0: 0}, out_shape=S((8, 128), jnp.float32)
+    ),
+    "alias twice": lambda: call(
+        lambda a, b, o: None, args=(x, x), input_output_aliases={0: 0, 1: 0}
+    ),
+    "static index": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] + x_ref[20, 0])
+    ),
+    "static slice": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(slice(0, 8), x_ref[pl.ds(12, 8)])
+    ),
+    "bool index": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[jnp.arange(16) > 3][0])
+    ),
+    "store shape": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[0])),
+    "store dtype": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].astype(jnp.int32))
+    ),
+    "dtype operand": lambda: call(args=(x.astype(jnp.complex64),)),
+    "key operand": lambda: call(args=(jax.random.key(0),)),
+    "conv": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            ...,
+            jax.lax.conv(
+                x_ref[...][None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"
+            )[0, 0],
+        )
+    ),
+    "fft": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.fft.fft(x_ref[...]).real)
+    ),
+    "backend": lambda: call(interpret=False, backend="cuba"),
+    "program_id axis": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] + pl.program_id(3))
+    ),
+    "program_id outside": lambda: pl.program_id(0),
+    "program_id in map": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (pl.program_id(0), 0))],
+        out_specs=spec,
+    ),
+    "interpret": lambda: call(interpret="yes"),
+    "semantics count": lambda: call(
+        grid=2,
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel")
+        ),
+    ),
+    "semantics name": lambda: call(
+        grid=2,
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("serial",)),
+    ),
+    "any with block": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), memory_space=pl.ANY)],
+        out_specs=spec,
+    ),
+    "space": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), memory_space="nowhere")],
+        out_specs=spec,
+    ),
+    "fill type": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), fill="x")],
+        out_specs=spec,
+    ),
+    "fill int": lambda: call(
+        grid=2,
+        args=(x.astype(jnp.int8),),
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), fill=1000)],
+        out_specs=spec,
+        out_shape=S((16, 128), jnp.int8),
+    ),
+    "scratch": lambda: call(scratch_shapes=[(8, 128)]),
+    "grid_spec both": lambda: call(grid=2, grid_spec=pl.GridSpec(grid=2)),
+    "prefetch count": lambda: call(
+        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=3, grid=2)
+    ),
+    "not array": lambda: call(args=("hello",)),
+    "mask shape": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            ..., pl.load(x_ref, ..., mask=jnp.ones((3, 3), bool))
+        )
+    ),
+    "load non ref": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., pl.load(x_ref[...], ..., mask=True))
+    ),
+    "copy shapes": lambda: call(
+        lambda x_ref, o_ref: pltpu.sync_copy(x_ref.at[0:4], o_ref)
+    ),
+    "when array": lambda: call(
+        lambda x_ref, o_ref: pl.when(x_ref[...] > 0)(lambda: None)
+    ),
+    "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
+    "missing name": lambda: pltpu.prng_seed(0),
+    "params": lambda: call(compiler_params=3),
+    "kernel mesh": lambda: pl.kernel(copy, out)(x),
+    "bounded no ds": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((pl.BoundedSlice(8), 128), lambda i: (i, 0))],
+        out_specs=spec,
+    ),
+    "callback": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            ..., jax.pure_callback(lambda v: v, out, x_ref[...])
+        )
+    ),
+    "dynamic slice size": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            0, x_ref[pl.ds(0, pl.program_id(0) + 1)][0]
+        ),
+        grid=1,
+    ),
+    "kernel trace error": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] @ x_ref[...])
+    ),
+    "map captures array": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (TABLE[i], 0))],
+        out_specs=spec,
+    ),
+    "python if": lambda: call(
+        lambda x_ref, o_ref: (
+            o_ref.__setitem__(..., x_ref[...]) if x_ref[0, 0] > 0 else None
+        )
+    ),
+}
+
+GOLDEN = Path(__file__).with_name("messages.txt")
+# Raised by JAX itself while the kernel is traced; only a note is ours.
+FROM_JAX = {"kernel trace error", "python if"}
+
+
+def message(name: str) -> str:
+    with pytest.raises(PallasError) as raised:
+        BAD[name]()
+    text = f"{type(raised.value).__name__}: {raised.value}"
+    assert re.search(r"^  at +\S*test_messages.py:\d+ in ", text, re.M) or name in {
+        "backend",
+        "missing name",
+    }, text
+    here = re.sub(r"(?m)^(  at +)\S+ in .*$", r"\1here", text)
+    return re.sub(r"\w+Tracer", "Tracer", here)
+
+
+def sections() -> dict[str, str]:
+    parts = re.split(r"(?m)^--- (.*)\n", GOLDEN.read_text())
+    return {n: t.rstrip("\n") for n, t in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+@pytest.mark.skipif(not os.environ.get("PALLASITE_UPDATE_GOLDEN"), reason="asked for")
+def test_update_golden():
+    ours = [n for n in BAD if n not in FROM_JAX]
+    GOLDEN.write_text("".join(f"--- {n}\n{message(n)}\n" for n in ours))
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if n not in FROM_JAX])
+def test_message(name):
+    assert message(name) == sections()[name]
+
+
+def test_every_message_has_a_case():
+    assert sections().keys() == BAD.keys() - FROM_JAX
+
+
+@pytest.mark.parametrize("name", sorted(FROM_JAX))
+def test_errors_of_jax_name_the_kernel_and_line(name):
+    with pytest.raises(Exception) as raised:
+        BAD[name]()
+    (note,) = [n for n in raised.value.__notes__ if "kernel" in n]
+    assert "test_messages.py" in note
