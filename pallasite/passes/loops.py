@@ -2,9 +2,9 @@
 
 `to_loops(kernel, info)` keeps the parallel axes as a pipeline without windows (one
 program per step) and makes the sequential ones `for` loops inside each program, last
-axis innermost. A window becomes a `block_view`, opened in the outermost loop that moves
-it; scratch becomes each program's own. Pipelines nested in the body become loops too.
-Comes after grid analysis (`grid.py`), before `promote.py`.
+axis innermost; axes with one step disappear. A window becomes a `block_view`, opened
+in the outermost loop that moves it; scratch becomes each program's own. Pipelines in
+the body become loops too. After grid analysis (`grid.py`), before `promote.py`.
 """
 
 from collections.abc import Sequence
@@ -91,8 +91,11 @@ class _Nest:
         self.refs = op.operands[len(op.operands) - len(self.windows) :]
         dynamic = iter(op.operands)
         self.sizes = {a: next(dynamic) for a, n in enumerate(self.grid) if n is None}
-        self.outer = [a for a in info.parallel if may_be_program(self.grid[a])]
-        self.looped = [a for a in range(len(self.grid)) if a not in self.outer]
+        self.single = [a for a, n in enumerate(self.grid) if n == 1]
+        rest = [a for a in range(len(self.grid)) if a not in self.single]
+        parallel = set(info.parallel)
+        self.outer = [a for a in rest if a in parallel and may_be_program(self.grid[a])]
+        self.looped = [a for a in rest if a not in self.outer]
         inner = frozenset(self.looped)
         self.pending = [
             _Window(n, window.axes & inner) for n, window in enumerate(info.windows)
@@ -101,6 +104,7 @@ class _Nest:
     def fill(self, builder: Builder, ids: Sequence[Value]) -> None:
         """Emit the nest; `ids` are the program's indices along the outer axes."""
         self.at = dict(zip(self.outer, ids, strict=True))
+        self.at |= {a: builder.index(0) for a in self.single}
         self.views: dict[int, Value] = {}
         self.level(builder, 0)
 

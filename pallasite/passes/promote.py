@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import common_subexpressions, dead_code
+from pallasite.ir.rewrite import dead_code
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.carry import Known, covers_whole, is_overwritten
 from pallasite.passes.grid import analyze, find_pipeline
 from pallasite.passes.hoist import hoist
@@ -25,8 +26,9 @@ def promote(kernel: Kernel) -> Kernel:
     refs = find_pipeline(kernel).operands[-len(info.windows) :]
     pairs = zip(refs, info.windows, strict=True) if info.windows else ()
     exclusive = {ref for ref, window in pairs if programs <= window.own}
-    kernel = promote_refs(to_loops(kernel, info), exclusive)
-    return dead_code(common_subexpressions(hoist(dead_code(kernel))))
+    kernel = canonicalize(to_loops(kernel, info))
+    kernel = dead_code(promote_refs(kernel, exclusive))
+    return canonicalize(hoist(kernel))
 
 
 def promote_refs(kernel: Kernel, exclusive: Iterable[Value] = ()) -> Kernel:

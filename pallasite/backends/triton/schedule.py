@@ -33,7 +33,7 @@ def schedule(kernel: Kernel, native: frozenset[str]) -> Kernel:
         return op.name in native
 
     kernel = legalize(plain_copies(kernel), is_native, "triton")
-    return canonicalize(promote(canonicalize(kernel)))
+    return promote(canonicalize(kernel))
 
 
 def plain_copies(kernel: Kernel) -> Kernel:

@@ -1,0 +1,196 @@
+"""When two engines agree: integers bit for bit, floats up to the op table's errors.
+
+The numpy evaluator gives the expected results. It runs again a few times with every
+inexact op shaken by what its row allows; how far the results move is how far an engine
+may be off. A value that moves between finite and not is not compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pallasite.backends.interpret import Walker
+from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.ir.nodes import Kernel, Op
+from pallasite.ir.opdef import OpDef
+from pallasite.ir.types import TileType
+from tests.fuzz.arithmetic import JUMPS, MOVES
+from tests.fuzz.generate import Case
+from tests.ops.test_meaning import LGAMMA_ABSOLUTE, XLA_ULP
+
+SHAKES = 3
+MARGIN = 4  # times the largest movement seen
+Arrays = list[np.ndarray]
+
+
+def run_numpy(kernel: Kernel, arrays: Sequence[np.ndarray], numbers: Any = None):
+    """The kernel's results by the numpy evaluator."""
+    with np.errstate(all="ignore"):
+        walker = Walker(kernel, numbers or NumpyNumbers())
+        results = walker.run([np.array(a) for a in arrays])
+        return [np.asarray(r) for r in results]
+
+
+class Shaken(NumpyNumbers):
+    """The numpy numbers with errors: each inexact result moves up or down a little."""
+
+    def __init__(self, seed: int, ulps: Mapping[str, float] = XLA_ULP):
+        self.rng = np.random.default_rng(seed)
+        self.ulps = ulps
+
+    def elementwise(
+        self,
+        row: OpDef,
+        operands: Sequence[Any],
+        attrs: Mapping[str, Any],
+        result: TileType,
+    ) -> Any:
+        value = super().elementwise(row, operands, attrs, result)
+        if not result.dtype.is_float or row.name in MOVES or row.name in JUMPS:
+            return value
+        ulps = max(row.max_ulp, 1, self.ulps.get(row.name, 0))
+        if row.name == "lgamma":  # absolute accuracy around its zeros
+            return self.shake(value, row.max_ulp, absolute=LGAMMA_ABSOLUTE)
+        if row.name == "cast":
+            ulps = 0 if result.dtype.bits > 8 * operands[0].dtype.itemsize else 1
+        scale = np.abs(value)
+        if row.name in ("add", "sub"):  # may be fused with a product
+            for x in operands:
+                scale = np.maximum(scale, np.abs(x))
+        return self.shake(value, ulps, scale)
+
+    def tile_op(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+        results = super().tile_op(op, operands)
+        error = _ERRORS.get(op.name)
+        if error is None or not op.results[0].tile.dtype.is_float:
+            return results
+        with_abs = super().tile_op(op, [_abs(x) for x in operands])
+        return [self.shake(r, *error(op, s)) for r, s in zip(results, with_abs)]  # noqa: B905
+
+    def combine(self, kind: str, a: Any, b: Any) -> Any:
+        value = super().combine(kind, a, b)
+        is_sum = kind == "add" and _is_float(value)
+        return self.shake(value, 1) if is_sum else value
+
+    def shake(self, value: Any, ulps: float, scale: Any = None, absolute: float = 0):
+        """Move each element by up to `ulps` units at `scale`, and flush tiny ones."""
+        value = np.asarray(value)
+        if not value.size:
+            return value
+        info = ml_dtypes.finfo(value.dtype)
+        scale = np.abs(value) if scale is None else scale
+        size = np.asarray(scale).astype(np.float64) * (ulps * float(info.eps))
+        size = np.where(np.isfinite(size), size + absolute, 0.0)
+        sign = self.rng.integers(0, 2, value.shape) * 2 - 1
+        moved = (value.astype(np.float64) + sign * size).astype(value.dtype)
+        tiny = np.abs(value.astype(np.float64)) < float(info.smallest_normal)
+        flushed = np.where(self.rng.random(value.shape) < 0.5, 0.0, -0.0)
+        out = np.where(tiny & (value != 0), flushed.astype(value.dtype), moved)
+        return out.astype(value.dtype)[()]
+
+
+def _abs(x: Any) -> Any:
+    return np.abs(x) if _is_float(x) else x
+
+
+def _is_float(x: Any) -> bool:
+    return np.asarray(x).dtype.kind in "fV"
+
+
+def _reduction_error(op: Op, sizes: Any) -> tuple[float, Any]:
+    """Any order of summation: the sum of sizes, as often as there are terms."""
+    if op.attrs["kind"] in ("max", "min"):
+        return 0, None
+    if op.name == "scan":
+        terms = op.operands[0].tile.shape[op.attrs["axis"]]
+    else:
+        terms = op.operands[0].tile.size // max(op.results[0].tile.size, 1)
+    extra = 4 if op.attrs["kind"] == "logsumexp" else 0
+    return _accumulated(op, terms) + extra, sizes
+
+
+def _dot_error(op: Op, sizes: Any) -> tuple[float, Any]:
+    lhs = op.operands[0].tile.shape
+    terms = int(np.prod([lhs[d] for d in op.attrs["contract"][0]]))
+    return _accumulated(op, terms), sizes
+
+
+def _scatter_error(op: Op, sizes: Any) -> tuple[float, Any]:
+    kind = op.attrs["kind"]
+    return (16, sizes) if kind in ("add", "mul") else (0, None)
+
+
+def _accumulated(op: Op, terms: int) -> float:
+    """Units of the result type; small types are accumulated in f32."""
+    return 1 + terms * (1.0 if op.results[0].tile.dtype.bits >= 32 else 1 / 64)
+
+
+_ERRORS = {
+    "reduce": _reduction_error,
+    "scan": _reduction_error,
+    "dot": _dot_error,
+    "scatter": _scatter_error,
+}
+
+
+def expected(
+    case: Case, ulps: Mapping[str, float] = XLA_ULP
+) -> tuple[Arrays, list[np.ndarray | None]]:
+    """The results, and how far each float may be off (None: not at all)."""
+    results = run_numpy(case.kernel, case.arrays)
+    shaken = [
+        run_numpy(case.kernel, case.arrays, Shaken(n, ulps)) for n in range(SHAKES)
+    ]
+    bounds: list[np.ndarray | None] = []
+    for n, result in enumerate(results):
+        others = [run[n] for run in shaken]
+        if not _is_float(result):
+            for other in others:
+                np.testing.assert_array_equal(
+                    result, other, "a rounding error decides: the generator is wrong"
+                )
+            bounds.append(None)
+            continue
+        bounds.append(_bound(result, others))
+    return results, bounds
+
+
+def _bound(result: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
+    wide = result.astype(np.float64)
+    reach = np.zeros(result.shape)
+    for other in others:
+        with np.errstate(all="ignore"):
+            step = np.abs(other.astype(np.float64) - wide)
+        step = np.where(same(other, result), 0.0, step)
+        reach = np.maximum(reach, np.where(np.isfinite(step), step, np.inf))
+    info = ml_dtypes.finfo(result.dtype)
+    unit = np.abs(wide) * float(info.eps) + float(info.smallest_normal)
+    return np.where(reach > 0, MARGIN * reach + unit, 0.0)
+
+
+def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a == b) | ((a != a) & (b != b))
+
+
+def mismatch(
+    got: Sequence[np.ndarray], results: Arrays, bounds: list[np.ndarray | None]
+) -> str | None:
+    """What is wrong with an engine's results, or None."""
+    for n, (g, r, bound) in enumerate(zip(got, results, bounds, strict=True)):
+        if (g.shape, g.dtype) != (r.shape, r.dtype):
+            return f"output {n} is {g.dtype}{g.shape}, not {r.dtype}{r.shape}"
+        wrong = ~same(g, r)
+        if bound is not None:
+            with np.errstate(all="ignore"):
+                off = np.abs(g.astype(np.float64) - r.astype(np.float64))
+            wrong &= ~(off <= bound) & ~np.isinf(bound)
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            allowed = 0.0 if bound is None else bound[at]
+            return (
+                f"output {n} at {at}: got {g[at]!r}, numpy has {r[at]!r}, "
+                f"allowed {allowed:.3g}; {wrong.sum()} of {wrong.size} differ"
+            )
+    return None

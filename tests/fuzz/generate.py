@@ -1,0 +1,443 @@
+"""Random kernels with inputs: `random_kernel(choices, family)` gives a Case.
+
+Kernels are built as IR, so that every row of the op table can occur, and are legal and
+free of bugs by construction: no result depends on an unspecified value, on the order of
+equal keys or on the last digit of a float. So all engines agree (`agreement.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, Kernel, Value, Window
+from pallasite.ir.verify import verify
+from tests.fuzz.arithmetic import elementwise
+from tests.fuzz.choices import Choices
+from tests.fuzz.control import control_op
+from tests.fuzz.inputs import random_array
+from tests.fuzz.memory import allocate, load_all, memory_op, store_all
+from tests.fuzz.shapes import tile_op
+from tests.fuzz.windows import (
+    Side,
+    covering,
+    input_side,
+    inside,
+    map_of,
+    shape_of,
+    window_of,
+)
+from tests.fuzz.writer import BITS, EXACT, ROUGH, Memory, World, Writer
+
+ALWAYS = (T.F32, T.I32, T.BOOL)
+OTHERS = tuple(T.DTYPES[n] for n in ("bf16", "f16", "i8", "u8", "i16", "u16", "u32"))
+WIDE = (T.F64, T.I64, T.DTYPES["u64"])
+MAX_SINKS = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A kernel and arrays to run it on."""
+
+    kernel: Kernel
+    arrays: tuple[np.ndarray, ...]
+    family: str = ""
+
+    def __repr__(self) -> str:
+        arrays = "\n".join(f"{a.dtype}{list(a.shape)}: {a.tolist()}" for a in self.arrays)
+        return f"{self.kernel.text}\ninputs:\n{arrays}\n"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What kernels of one kind are made of."""
+
+    lines: tuple[int, int]
+    steps: tuple[tuple[str, int], ...]  # kinds of code, with weights
+    axes: tuple[int, ...] = (1, 0, 2)
+    plain_windows: bool = True
+    features: int = 0  # chance in percent of each feature below
+    sinks: int = MAX_SINKS
+
+
+FAMILIES = {
+    "elementwise": Family((6, 14), (("elementwise", 1),), sinks=10),
+    "tiles": Family((4, 10), (("tile", 3), ("elementwise", 1))),
+    "memory": Family(
+        (4, 12), (("memory", 6), ("elementwise", 1), ("tile", 1)), features=20
+    ),
+    "control": Family(
+        (2, 5),
+        (("control", 3), ("memory", 3), ("elementwise", 2), ("tile", 1)),
+        features=10,
+    ),
+    "grids": Family(
+        (1, 4),
+        (("elementwise", 2), ("tile", 1), ("memory", 1), ("control", 1)),
+        axes=(1, 2, 3, 0),
+        plain_windows=False,
+        features=40,
+    ),
+}
+
+
+def random_kernel(choices: Choices, family: str, wide: bool = False) -> Case:
+    """A random kernel and its inputs.
+
+    Args:
+        choices: makes every choice.
+        family: one of FAMILIES, or "edges".
+        wide: use 64-bit types too.
+    """
+    some = [d for d in OTHERS if choices.integer(0, 3) == 3]
+    dtypes = (*ALWAYS, *WIDE, *some) if wide else (*ALWAYS, *some)
+    world = World(choices, dtypes)
+    maker = Maker(world, FAMILIES.get(family, FAMILIES["elementwise"]))
+    kernel = maker.edges() if family == "edges" else maker.kernel()
+    verify(kernel)
+    return Case(kernel, tuple(maker.arrays), family)
+
+
+class Maker:
+    """Builds one kernel: parameters, windows, then the body, then more results."""
+
+    def __init__(self, world: World, family: Family):
+        self.world, self.family = world, family
+        self.rng = np.random.default_rng(world.integer(0, 2**16))
+        self.inputs: list[Value] = []
+        self.arrays: list[np.ndarray] = []
+        self.outputs: list[Value] = []
+        self.aliases: list[tuple[int, int]] = []
+        # Per window: its array, the window, its map and the ref the body sees.
+        self.windows: list[tuple[Value, Window, Block, Value]] = []
+        self.outside = Builder()  # code before the pipeline
+        self.grid = self._grid()
+        self.prefetch: Value | None = None
+        self.body = Writer(world)
+        self.ids = tuple(Value(T.INDEX, name) for name in "ijkl"[: len(self.grid)])
+        for i in self.ids:
+            self.body.add(i)
+            world.used.add(i)
+
+    # --- whole kernels ---
+
+    def kernel(self) -> Kernel:
+        world, family = self.world, self.family
+        if self.feature():
+            self.add_prefetch()
+        for _ in range(world.integer(1, 3)):
+            self.add_input()
+        if self.feature():
+            self.add_whole_input()
+        features = (
+            self.add_scratch,
+            self.add_work_output,
+            self.add_whole_output,
+            self.add_accumulator,
+            self.add_alias,
+            self.add_inner_pipeline,
+        )
+        for add in features:
+            if self.feature():
+                add()
+        for _ in range(world.integer(*family.lines)):
+            self.step(self.body)
+        for value in self._results():
+            self.add_sink(value)
+        return self.finish()
+
+    def feature(self) -> bool:
+        return self.family.features > 0 and self.world.chance(self.family.features)
+
+    def step(self, w: Writer) -> None:
+        kinds = [kind for kind, weight in self.family.steps for _ in range(weight)]
+        kind = w.world.pick(kinds)
+        if kind == "control":
+            control_op(w, self.step)
+        else:
+            _STEPS[kind](w)
+
+    def _grid(self) -> tuple[int, ...]:
+        world = self.world
+        grid: tuple[int, ...] = ()
+        for _ in range(world.pick(self.family.axes)):
+            size = world.pick((2, 1, 3))
+            grid += (size if prod(grid) * size <= 8 else 1,)
+        if grid and not self.family.plain_windows and world.chance(4):
+            empty = world.integer(0, len(grid) - 1)
+            grid = (*grid[:empty], 0, *grid[empty + 1 :])
+        return grid
+
+    def _results(self) -> list[Value]:
+        unused = [v for v in self.body.unused() if v.tile.size]
+        return unused[: self.family.sinks] or [self.body.any_tile()]
+
+    def finish(self) -> Kernel:
+        """The kernel around the body; some grid sizes are read when it runs."""
+        grid: list[int | None] = list(self.grid)
+        sizes = []
+        if grid and self.feature():
+            ref = self.add_param(np.array(self.grid, np.int32), "sizes", "smem")
+            for a in range(len(grid)):
+                if self.world.chance(50):
+                    grid[a] = None
+                    sizes.append(self.outside.load(ref, (At(a),)))
+        refs = [block for *_, block in self.windows]
+        body = self.body.b.block((*self.ids, *refs))
+        self.outside.emit(
+            "pipeline",
+            *sizes,
+            *(array for array, *_ in self.windows),
+            regions=(*(index_map for _, _, index_map, _ in self.windows), body),
+            grid=tuple(grid),
+            windows=tuple(window for _, window, _, _ in self.windows),
+            semantics=("arbitrary",) * len(grid),
+        )
+        params = (*self.inputs, *self.outputs)
+        block, count = self.outside.block(), len(self.outputs)
+        return Kernel("random", params, block, count, tuple(self.aliases))
+
+    # --- parameters ---
+
+    def add_param(self, array: np.ndarray, name: str, space: str = "any") -> Value:
+        dtype = T.dtype_of(array.dtype)
+        assert dtype is not None
+        ref = Value(T.RefType(array.shape, dtype, space), name)
+        self.inputs.append(ref)
+        self.arrays.append(array)
+        return ref
+
+    def random_param(self, shape: Sequence[int], dtype: T.DType, name: str) -> Value:
+        style = self.world.integer(0, 3)
+        return self.add_param(random_array(self.rng, shape, dtype, style), name)
+
+    def add_output(self, type_: T.TileType, name: str) -> Value:
+        """A result; with no programs to write it, it must start out as an input."""
+        ref = Value(T.RefType(type_.shape, type_.dtype, "any"), name)
+        self.outputs.append(ref)
+        if 0 in self.grid or self.world.chance(5):
+            self.alias_new(ref)
+        return ref
+
+    def alias_new(self, output: Value) -> Value:
+        source = self.random_param(output.ref.shape, output.ref.dtype, "alias")
+        self.aliases.append((len(self.inputs) - 1, self.outputs.index(output)))
+        return source
+
+    def add_window(
+        self, array: Value, sides: Sequence[Side], mode: str, fill=None
+    ) -> Value:
+        window = window_of(sides, mode, fill)
+        block = T.RefType(window.block_shape, array.ref.dtype, window.space)
+        ref = Value(block, array.name + "_block")
+        self.windows.append((array, window, map_of(sides, len(self.grid)), ref))
+        return ref
+
+    # --- inputs ---
+
+    def add_prefetch(self) -> None:
+        values = self.rng.integers(-1, 5, self.world.integer(1, 4)).astype(np.int32)
+        self.prefetch = self.add_param(values, "prefetch", "smem")
+        self.body.memories.append(Memory(self.prefetch, BITS))
+        for at in range(min(2, len(values))):
+            self.body.add(self.body.b.load(self.prefetch, (At(at),)))
+
+    def add_input(self) -> None:
+        """An input through a window, and a load of all of it."""
+        world, plain = self.world, self.family.plain_windows
+        rank = world.pick((2, 1, 3) if plain else (2, 1, 3, 0))
+        sides = [
+            input_side(world, len(self.grid), self.prefetch, plain)
+            for _ in range(rank)
+        ]
+        array = self.random_param(shape_of(sides), world.dtype(), "x")
+        self.show_input(array, sides, BITS)
+
+    def show_input(
+        self, array: Value, sides: Sequence[Side], level: int, shared: bool = False
+    ) -> None:
+        """What hangs over is a fill value, or is masked right after loading."""
+        world, w = self.world, self.body
+        dtype = array.ref.dtype
+        hangs = any(side.hangs and side.kept for side in sides)
+        fill = world.number(dtype) if world.chance(50 if hangs else 5) else None
+        block = self.add_window(array, sides, "in", fill)
+        solid = not hangs or fill is not None
+        memory = Memory(block, level, solid=solid, shared=shared)
+        w.memories.append(memory)
+        loaded = load_all(w, memory)
+        mask = None if solid else inside(w, sides, self.ids)
+        if mask is not None:
+            w.tiles.remove(loaded)
+            w.own.remove(loaded)
+            instead = w.constant(dtype, loaded.tile.shape)
+            w.emit("select_n", mask, instead, loaded, most=EXACT)
+
+    def add_whole_input(self) -> None:
+        """An input without a window."""
+        array = self.random_param(
+            self.world.shape(ranks=(2, 1)), self.world.dtype(), "whole"
+        )
+        self.body.memories.append(Memory(array, BITS))
+
+    # --- memory that lives from program to program ---
+
+    def add_scratch(self) -> None:
+        dtype = self.world.dtype()
+        shape = self.world.shape(ranks=(2, 1))
+        ref = self.outside.op("alloc", type=T.RefType(shape, dtype, "vmem"))
+        self.start(ref, range(len(self.grid)))
+        self.keep(ref)
+
+    def keep(self, ref: Value, solid: bool = True) -> Memory:
+        level = ROUGH if ref.ref.dtype.is_float else BITS
+        memory = Memory(ref, level, writable=True, solid=solid)
+        self.body.memories.append(memory)
+        return memory
+
+    def start(self, ref: Value, axes: Sequence[int]) -> None:
+        """Fill memory at the first step along these axes, or at every step."""
+        w = self.body
+        value = w.constant(ref.ref.dtype, ref.ref.shape)
+        if not axes or self.world.chance(20):
+            store_all(w, ref, w.operand(ref.ref.dtype, ref.ref.shape))
+            return
+        first = None
+        for a in axes:
+            here = w.b.eq(self.ids[a], w.b.index(0))
+            first = here if first is None else w.b.and_(first, here)
+        assert first is not None
+        then = Builder()
+        then.store(ref, value)
+        number = w.b.cast(first, T.I32)
+        w.b.emit("cond", number, regions=(Block(), then.block()))
+
+    def revisited(self, shape: Sequence[int], may_hang: bool, name: str) -> Value:
+        """A result whose blocks are seen again along some axes, filled at first."""
+        axes = [a for a in range(len(self.grid)) if self.world.chance(50)]
+        sides = covering(self.world, shape, self.grid, axes, may_hang)
+        dtype = self.world.dtype()
+        output = self.add_output(T.TileType(shape_of(sides), dtype), name)
+        block = self.add_window(output, sides, "out")
+        self.start(block, [a for a in range(len(self.grid)) if a not in axes])
+        hangs = any(side.hangs for side in sides)
+        self.keep(block, solid=not hangs)
+        return block
+
+    def add_work_output(self) -> None:
+        self.revisited(self.world.shape(ranks=(2, 1)), False, "work")
+
+    def add_accumulator(self) -> None:
+        """A block that every step adds something to."""
+        w = self.body
+        block = self.revisited(self.world.shape(ranks=(2, 1)), True, "sum")
+        dtype = block.ref.dtype
+        value = w.operand(dtype, block.ref.shape)
+        kind = "or" if dtype.is_bool else self.world.pick(("add", "max"))
+        w.world.used.add(value)
+        store_all(w, block, w.b.op(kind, w.b.load(block), value))
+
+    def add_whole_output(self) -> None:
+        type_ = T.TileType(self.world.shape(ranks=(2, 1)), self.world.dtype())
+        output = self.add_output(type_, "out")
+        self.start(output, range(len(self.grid)))
+        self.keep(output)
+
+    def add_alias(self) -> None:
+        """A result that is an operand's memory, seen through a window of each."""
+        world = self.world
+        sides = [
+            input_side(world, len(self.grid), self.prefetch, False)
+            for _ in range(world.pick((2, 1)))
+        ]
+        type_ = T.TileType(shape_of(sides), world.dtype())
+        output = Value(T.RefType(type_.shape, type_.dtype, "any"), "new")
+        self.outputs.append(output)
+        source = self.alias_new(output)
+        level = ROUGH if type_.dtype.is_float else BITS
+        self.show_input(source, sides, level, shared=True)
+        others = [
+            Side(s.n, s.dim, s.emit, s.hangs) for s in sides
+        ]  # the same blocks, for writing
+        block = self.add_window(output, others, "out")
+        self.keep(block, solid=not any(s.hangs and s.kept for s in sides))
+
+    def add_inner_pipeline(self) -> None:
+        """A pipeline in the body, over memory of the kernel."""
+        inner_pipeline(self)
+
+    # --- results ---
+
+    def add_sink(self, value: Value) -> None:
+        """Store a tile where no other program stores: each value is seen."""
+        world = self.world
+        axes = range(len(self.grid))
+        sides = covering(world, value.tile.shape, self.grid, axes, may_hang=True)
+        type_ = T.TileType(shape_of(sides), value.tile.dtype)
+        block = self.add_window(self.add_output(type_, "o"), sides, "out")
+        store_all(self.body, block, value)
+
+    # --- edges ---
+
+    def edges(self) -> Kernel:
+        """Elementwise code on blocks that hang over: nobody looks at the outside."""
+        world, axes = self.world, range(len(self.grid))
+        block = world.shape(ranks=(2, 1, 3))
+        sides = covering(world, block, self.grid, axes, may_hang=True)
+        shown = tuple(side.dim.size for side in sides if side.kept)
+        for _ in range(world.integer(1, 3)):
+            array = self.random_param(shape_of(sides), world.dtype(), "x")
+            memory = Memory(self.add_window(array, sides, "in"), BITS, solid=False)
+            load_all(self.body, memory)
+        for _ in range(world.integer(*self.family.lines)):
+            elementwise(self.body)
+        fits = [v for v in self.body.unused() if v.tile.shape == shown]
+        for value in fits[: self.family.sinks] or [self.body.operand(T.F32, shown)]:
+            type_ = T.TileType(shape_of(sides), value.tile.dtype)
+            block_ref = self.add_window(self.add_output(type_, "o"), sides, "out")
+            store_all(self.body, block_ref, value)
+        return self.finish()
+
+
+def inner_pipeline(maker: Maker) -> None:
+    """Blocks of an input without a window go to a scratch, one step after another."""
+    world, w = maker.world, maker.body
+    steps = world.integer(1, 3)
+    block = world.shape(ranks=(1, 2))
+    dtype = world.dtype()
+    sides = covering(world, block, (steps,), (0,), may_hang=True)
+    source = maker.random_param(shape_of(sides), dtype, "inner")
+    target = w.b.op("alloc", type=T.RefType(shape_of(sides), dtype, "vmem"))
+    i = Value(T.INDEX, "i")
+    windows = (window_of(sides, "in", world.number(dtype)), window_of(sides, "out"))
+    refs = [Value(T.RefType(block, dtype)) for _ in windows]
+    inner = Writer(world)
+    inner.add(i)
+    load_all(inner, Memory(refs[0], BITS))
+    for _ in range(world.integer(1, 3)):
+        elementwise(inner)
+    result = inner.operand(dtype, block)
+    store_all(inner, refs[1], result)
+    w.b.emit(
+        "pipeline",
+        source,
+        target,
+        regions=(map_of(sides, 1), map_of(sides, 1), inner.b.block((i, *refs))),
+        grid=(steps,),
+        windows=windows,
+        semantics=("arbitrary",),
+    )
+    memory = Memory(target, ROUGH if dtype.is_float else BITS, writable=True)
+    w.memories.append(memory)
+    load_all(w, memory)
+
+
+_STEPS: dict[str, Callable[[Writer], object]] = {
+    "elementwise": elementwise,
+    "tile": tile_op,
+    "memory": memory_op,
+    "allocate": allocate,
+}

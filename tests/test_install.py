@@ -1,0 +1,133 @@
+"""Existing kernels unmodified: the import hook, `run`, `doctor` and missing names."""
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+SCRIPT = """
+    import sys
+    import jax, jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+    import jax.experimental.pallas.triton as plt
+    import jax.experimental.pallas as again
+
+    assert again is pl
+    assert pl.__name__ == "pallasite", pl.__name__
+    assert pltpu.__name__ == "pallasite.tpu"
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    x = jnp.arange(4.0)
+    print(pl.pallas_call(kernel, out_shape=x, interpret=True)(x).sum(), sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "upstream_style.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return str(path)
+
+
+def test_run_serves_upstream_imports(run_python: Callable[..., str], script):
+    out = run_python("-m", "pallasite", "run", script, "--flag", "7")
+    assert "10.0 ['--flag', '7']" in out
+
+
+def test_install_then_import(run_python: Callable[..., str], script):
+    code = f"import pallasite; pallasite.install(); import runpy; runpy.run_path({script!r})"
+    assert "10.0" in run_python("-c", code)
+
+
+def test_install_twice_and_uninstall(run_python: Callable[..., str]):
+    code = """
+        import pallasite
+        from pallasite.install import uninstall
+        pallasite.install(); pallasite.install()
+        import jax.experimental.pallas as pl
+        assert pl is pallasite
+        uninstall()
+        import sys
+        assert "jax.experimental.pallas" not in sys.modules
+        assert pallasite.__spec__.name == "pallasite"
+    """
+    run_python("-c", textwrap.dedent(code))
+
+
+def test_install_after_upstream_is_refused(run_python: Callable[..., str]):
+    code = """
+        import jax.experimental.pallas
+        import pallasite
+        try:
+            pallasite.install()
+        except pallasite.errors.PallasError as error:
+            print(error)
+    """
+    out = run_python("-c", textwrap.dedent(code))
+    assert "has been imported already" in out
+    assert "python -m pallasite run" in out
+
+
+def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
+    code = """
+        import pallasite
+        pallasite.install()
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+        from jax.experimental.pallas.mosaic_gpu import wgmma
+        try:
+            wgmma(1, 2)
+        except NotImplementedError as error:
+            print(error)
+        try:
+            import jax.experimental.pallas.ops.tpu.flash_attention
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    out = run_python("-c", textwrap.dedent(code))
+    assert "pallasite.mosaic_gpu.wgmma is not available in Pallasite" in out
+    assert "is not part of Pallasite" in out
+
+
+def test_run_of_a_missing_file_fails_clearly(capsys):
+    from pallasite.__main__ import main
+
+    assert main(["run", "no_such_script.py"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_doctor_lists_versions_and_backends(capsys):
+    from pallasite.__main__ import main
+
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in ("pallasite", "jax", "interpret", "cpu", "triton", "tpu"):
+        assert word in out
+
+
+def test_unknown_names_are_attribute_errors():
+    import pallasite as pl
+
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        pl.nonsense  # noqa: B018
+    assert "missing" in repr(pl.core_map)
+
+
+def test_upstream_names_are_all_here_or_missing_with_a_hint():
+    """No name of upstream's public modules is silently absent (installed version)."""
+    import importlib
+
+    import pallasite as pl
+    from pallasite import tpu, triton
+
+    for ours, name in ((pl, ""), (tpu, ".tpu"), (triton, ".triton")):
+        upstream = importlib.import_module(f"jax.experimental.pallas{name}")
+        public = [
+            n
+            for n in dir(upstream)
+            if not n.startswith("_") and not hasattr(getattr(upstream, n), "__path__")
+        ]
+        absent = [n for n in public if not hasattr(ours, n)]
+        assert not absent, (name, absent)
