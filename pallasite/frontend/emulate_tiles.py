@@ -109,9 +109,14 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
         lhs,
         rhs,
         (a["contract"], a["batch"]),
-        precision=None if precision is None else precision.upper(),
+        precision=_precision(precision),
         preferred_element_type=a["dtype"].np,
     )
+
+
+def _precision(name: str | None) -> str | None:
+    """jax.lax.Precision goes by lower-case names, DotAlgorithmPreset by upper-case."""
+    return name if name in (None, "default", "high", "highest") else name.upper()
 
 
 @_tile_op("dynamic_slice")

@@ -270,5 +270,3 @@ def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
 
     visit(jax.make_jaxpr(fn)(*args))
     return found
-
-

@@ -136,8 +136,12 @@ def log2(x: Expr) -> Expr:
 
 @float_formula
 def log1p(x: Expr) -> Expr:
-    """log of the rounded 1 + x, corrected for what the rounding lost."""
-    rounded = x + 1.0
+    """log of the rounded 1 + x, corrected for what the rounding lost.
+
+    The last bit is dropped too: compilers that take (x + 1) - 1 for x, as XLA does,
+    would find nothing lost.
+    """
+    rounded = (bits(x + 1.0) & -2).bitcast(x.dtype)
     lost = x - (rounded - 1.0)
     result = rounded.op("log") + lost / rounded
     # Zeros keep their sign; infinity and -1 have no meaningful correction.
@@ -225,8 +229,8 @@ def cbrt(x: Expr) -> Expr:
     offset = int((layout.bias - 0.0333) * 2 / 3 * 2**layout.mantissa)
     t = (to_int(bits(a).cast(x.dtype) * (1 / 3)) + offset).bitcast(x.dtype)
     for _ in range(1 if layout.mantissa == 23 else 2):  # Halley: errors are cubed
-        ratio = a / (t * t) / t
-        t = t * (ratio * 2.0 + 1.0) / (ratio + 2.0)
+        q = a / (t * t)
+        t = t * (t + q * 2.0) / (t * 2.0 + q)
     t = t - (t - a / (t * t)) * (1 / 3)  # Newton: squared, with less rounding
     t = where(subnormal, t * 2.0 ** -(lift // 3), t)
     exact = x.eq(0.0) | (size < INF).op("not")

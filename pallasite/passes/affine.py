@@ -124,7 +124,9 @@ class Forms:
             spread = tile.shape[op.attrs["dim"]] - 1
             return replace(self.fixed(0), spread=max(spread, 0))
         if op.regions or (op.name == "load" and loads_vary):
-            used = [v for o in (op, *self._inside(op)) for v in o.operands]
+            inside = (op, *self._inside(op))
+            used = [v for o in inside for v in o.operands]
+            used += [v for o in inside for r in o.regions for v in r.yields]
             axes = frozenset[int]().union(*(self.of(v).axes for v in used))
             return self.anything() if op.name == "load" else self._opaque(axes)
         operands = [self.of(v) for v in op.operands]

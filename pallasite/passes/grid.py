@@ -194,9 +194,9 @@ class _Analysis:
                 if not written or self.memory(ref) is not self.memory(out):
                     continue
                 same_dims = self.window_attrs[i].dims == self.window_attrs[o].dims
-                if not (same_dims and windows[i].forms == windows[o].forms) or any(
-                    f.affine is None for f in windows[i].forms
-                ):
+                same_maps = windows[i].forms == windows[o].forms
+                known = all(map(_is_known, windows[i].forms))
+                if not (same_dims and same_maps and known):
                     names = f"{windows[i].name} and {windows[o].name}"
                     return f"{names} share memory and do not move together"
         return None
@@ -238,8 +238,12 @@ class _Analysis:
         if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
             return []
         picks = [self.picks(op) for op in uses]
-        common = [set(column) for column in zip(*picks, strict=True)]
-        return [column.pop() for column in common if len(column) == 1]
+        columns = [set(column) for column in zip(*picks, strict=True)]
+        common = [column.pop() for column in columns if len(column) == 1]
+        if len(uses) == 1:
+            return common
+        # Two unknown offsets look the same and need not be.
+        return [(a, reach) for a, reach in common if a and a.const is not None]
 
     def picks(self, op: Op) -> list[tuple[Affine | None, int]]:
         """First element and reach past it of an access, per dimension of its ref."""
@@ -308,6 +312,10 @@ class _Analysis:
             elif op.name != "load":
                 return True
         return False
+
+
+def _is_known(form: Form) -> bool:
+    return form.affine is not None and form.affine.const is not None
 
 
 def _block_parts(

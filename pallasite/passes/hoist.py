@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute, writes
+from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute
 from pallasite.passes.affine import fold_scalar
 from pallasite.passes.carry import VIEWS
 
@@ -182,7 +182,7 @@ class _Loop:
         for op in reversed(self.body.ops):
             if self.is_step(op, bounds[1]) and not op.results:
                 return self.cut(op, bounds[1])
-            if writes(op) or op.regions:
+            if op.regions or not (self.is_pure(op) or self.is_stable(op)):
                 break
         return None
 

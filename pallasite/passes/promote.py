@@ -83,7 +83,10 @@ class _Candidates:
             return True
         names = {use.name for use in self.uses.get(ref, ())}
         # A block that is only written needs no value; one that is only read neither.
-        return names == {"load", "store"} and not self.is_shared(op.operands[0])
+        memory = op.operands[0]
+        if names != {"load", "store"} or memory not in self.kernel.outputs:
+            return False
+        return self.uses[memory] == [op] and not self.is_shared(memory)
 
     def is_shared(self, memory: Value) -> bool:
         """Whether the memory is also read through an operand that aliases it."""

@@ -426,7 +426,9 @@ def copies_are_started_one_program_ahead(mode, x):
 
         def fetch(n, slot):
             source = x_ref.at[pl.ds(n * 8, 8)]
-            return pltpu.make_async_copy(source, buffer_ref.at[slot], semaphores.at[slot])
+            return pltpu.make_async_copy(
+                source, buffer_ref.at[slot], semaphores.at[slot]
+            )
 
         @pl.when(i == 0)
         def _():

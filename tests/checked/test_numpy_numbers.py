@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from pallasite.backends.interpret.numbers import Pick
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
-from pallasite.frontend.emulate import JaxNumbers
+from pallasite.backends.interpret.numpy_memory import region_of
+from pallasite.backends.interpret.numpy_numbers import NumpyNumbers, poison
+from pallasite.frontend.emulate import JaxNumbers, _poison_of
 from pallasite.frontend.import_tile import _GATHER_FIELDS, _SCATTER_FIELDS
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Op, Value
@@ -57,7 +57,8 @@ def assert_same(got, want, tolerance=0.0):
     got, want = got.astype(np.float64), want.astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
     if not tolerance:
-        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
+        signs = (np.signbit(v) & ~np.isnan(v) for v in (got, want))
+        np.testing.assert_array_equal(*signs)
 
 
 def compare(name: str, *operands, tolerance=0.0, **attrs):
@@ -73,9 +74,10 @@ def compare(name: str, *operands, tolerance=0.0, **attrs):
 
 EPSILON = {"f32": 1e-5, "bf16": 0.03, "f16": 4e-3, "f8e4m3fn": 0.3, "f8e5m2": 0.5}
 
-cases = settings(max_examples=25)
+cases = settings(max_examples=8)
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+# Few shapes: JAX compiles each op once for every one it meets.
+shapes = st.sampled_from([(5,), (3, 4), (1, 3), (2, 3, 4)])
 dtypes = st.sampled_from(DTYPES).map(T.DTYPES.get)
 
 # --- shape ---
@@ -125,11 +127,12 @@ def test_iota_and_constant_agree(dtype):
         compare("iota", type=type_, dim=1)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("f32", "i32"), ("f32", "u8"), ("u8", "f32"), ("i16", "bf16"), ("u8", "u4")]
-    + [("bf16", "u8"), ("u32", "u16"), ("i4", "u4"), ("u4", "u8"), ("i8", "f8e5m2")],
-)  # fmt: skip
+BITCASTS = [("f32", "i32"), ("f32", "u8"), ("u8", "f32"), ("i16", "bf16"), ("u8", "u4")]
+BITCASTS += [("bf16", "u8"), ("u32", "u16"), ("i4", "u4"), ("u4", "u8")]
+BITCASTS += [("i8", "f8e5m2")]
+
+
+@pytest.mark.parametrize(("old", "new"), BITCASTS)
 def test_bitcast_agrees(old, new):
     before, after = T.DTYPES[old], T.DTYPES[new]
     last = after.bits // before.bits if after.bits > before.bits else 4
@@ -152,8 +155,8 @@ def test_bitcast_agrees(old, new):
 def test_reductions_agree(rng, shape, name, data):
     x = draw_array(rng, shape, T.DTYPES[name])
     axes = tuple(sorted(data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
-    for kind in ("max", "min"):
-        compare("reduce", x, kind=kind, axes=axes)
+    for kind in ("max", "min"):  # of 0 and -0 either may be the larger
+        compare("reduce", x, kind=kind, axes=axes, tolerance=1e-12)
     small = draw_array(rng, shape, T.DTYPES[name], special=False)
     for kind in ("sum", "prod"):
         with np.errstate(all="ignore"):
@@ -228,14 +231,6 @@ def test_sort_agrees(rng, shape, name, num_keys, data):
 
 
 # --- gather and scatter, through the indexing JAX makes of them ---
-
-
-def jaxpr_ops(fn, *args):
-    """Our op for each gather or scatter in a JAX function, with its equation."""
-    for eqn in jax.make_jaxpr(fn)(*args).eqns:
-        name = eqn.primitive.name
-        if name == "gather" or name.startswith("scatter"):
-            yield name, eqn.params
 
 
 GATHERS = [
@@ -364,7 +359,7 @@ def test_elementwise_has_the_result_type(row):
 @st.composite
 def accesses(draw):
     """An array shape and picks into it, some of them bounded or gathered."""
-    shape = draw(st.lists(st.integers(2, 6), min_size=1, max_size=3))
+    shape = draw(st.sampled_from([(6,), (4, 5), (3, 2, 4)]))
     gathers = draw(st.booleans())
     picks = []
     for n in shape:
@@ -385,20 +380,17 @@ def accesses(draw):
             low, high = draw(st.integers(0, 1)), draw(st.integers(n - 1, n))
             size, start = draw(st.integers(1, 4)), draw(st.integers(-2, n - 1))
             picks.append(Pick(start, size, 1, True, None, low, high))
-    return tuple(shape), picks
+    return shape, picks
 
 
 def _inside(picks, shape) -> np.ndarray:
-    """Which picked elements exist, by brute force through a put."""
-    marked = np.full(shape, -1)
-    from pallasite.backends.interpret.numpy_memory import region_of
-
-    region = region_of(picks, marked.shape)
+    """Which picked elements exist."""
+    region = region_of(picks, shape)
     outside = region.outside()
     return np.ones(region.shape, bool) if outside is None else ~outside
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(accesses(), st.integers(0, 9), st.booleans())
 def test_take_and_put_agree(access, seed, masked):
     shape, picks = access
@@ -432,7 +424,9 @@ def test_atomics_with_equal_indices_agree(kind):
     np.testing.assert_array_equal(got[0], want[0])
 
 
-@pytest.mark.parametrize(("old", "new"), [("f32", "bf16"), ("i8", "i32"), ("f32", "i32")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("f32", "bf16"), ("i8", "i32"), ("f32", "i32")]
+)
 def test_bitcast_views_agree(old, new):
     before = T.TileType((8, 4), T.DTYPES[old])
     ref = T.RefType(before.shape, before.dtype)
@@ -446,14 +440,9 @@ def test_bitcast_views_agree(old, new):
 
 
 def test_poison_is_the_emulations():
-    from pallasite.backends.interpret.numpy_numbers import poison
-    from pallasite.frontend.emulate import _poison_of
-
     for name in ("f32", "bf16", "f8e4m3fn", "f8e5m2", "i32", "i8", "u8", "bool"):
         dtype = T.DTYPES[name].np
-        ours, theirs = (np.array(v).astype(dtype) for v in (poison(dtype), 0))
-        theirs = np.array(_poison_of(dtype)).astype(dtype)
-        assert ours.tobytes() == theirs.tobytes() or np.isnan(ours) == np.isnan(theirs)
-
-
-assert ml_dtypes  # numpy knows the small types once this is imported
+        found = (poison(dtype), _poison_of(dtype))
+        ours, theirs = (np.array(v).astype(dtype) for v in found)
+        both_nan = np.isnan(ours) & np.isnan(theirs)
+        assert both_nan or ours == theirs, name

@@ -7,6 +7,8 @@ rounding, remainders, conversions to integers) only get operands all engines agr
 from collections.abc import Callable, Sequence
 from functools import cache
 
+import ml_dtypes
+
 from pallasite.ir import types as T
 from pallasite.ir.build import python_scalar
 from pallasite.ir.nodes import Value
@@ -74,7 +76,9 @@ def _into_domain(w: Writer, value: Value, domain: tuple[float, float] | None) ->
 
 def _inside(bound: float, dtype: T.DType, domain: tuple[float, float]) -> float:
     """The bound as a number of `dtype` that does not round out of the domain."""
-    low, high = domain
+    limit = float(ml_dtypes.finfo(dtype.np).max)
+    low, high = max(domain[0], -limit), min(domain[1], limit)
+    bound = min(max(bound, low), high)
     rounded = python_scalar(bound, dtype)
     while not low <= rounded <= high:
         bound += (high - low) / 256 * (1 if bound == low or rounded < low else -1)

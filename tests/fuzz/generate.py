@@ -44,7 +44,7 @@ class Case:
 
     kernel: Kernel
     arrays: tuple[np.ndarray, ...]
-    family: str = ""
+    rough: frozenset[Value] = frozenset()  # values engines round differently
 
     def __repr__(self) -> str:
         arrays = "\n".join(f"{a.dtype}{list(a.shape)}: {a.tolist()}" for a in self.arrays)
@@ -98,7 +98,8 @@ def random_kernel(choices: Choices, family: str, wide: bool = False) -> Case:
     maker = Maker(world, FAMILIES.get(family, FAMILIES["elementwise"]))
     kernel = maker.edges() if family == "edges" else maker.kernel()
     verify(kernel)
-    return Case(kernel, tuple(maker.arrays), family)
+    rough = frozenset(v for v, level in world.level.items() if level == ROUGH)
+    return Case(kernel, tuple(maker.arrays), rough)
 
 
 class Maker:

@@ -241,7 +241,8 @@ class Slices:
         self.collapsed, self.index_map = [], []
         self.batched: list[int] = []
         for d, n in enumerate(x.tile.shape):
-            kind = world.pick(("point", "run", "all", "batch"))
+            # One dimension is indexed at least: XLA crashes on empty index vectors.
+            kind = world.pick(("point", "run", "all", "batch")[: 4 if d else 2])
             if kind == "batch" and not self.batched and n:
                 self.batched.append(d)
                 continue

@@ -114,14 +114,15 @@ class Writer:
     ) -> tuple[Value, ...]:
         """Emit an op whose float results are at most as exact as `most`."""
         world = self.world
-        level = min([most, *(world.level.get(v, BITS) for v in operands)])
+        given = min([BITS, *(world.level.get(v, BITS) for v in operands)])
         results = self.b.emit(name, *operands, **attrs)
         world.used.update(operands)
         for value in results:
             if not value.is_ref:
-                exact = value.tile.dtype.is_float or level > ROUGH
+                is_float = value.tile.dtype.is_float
+                exact = is_float or given > ROUGH
                 assert exact, f"{name} makes {value.type} of a rough value"
-                self.add(value, level if value.tile.dtype.is_float else BITS)
+                self.add(value, min(most, given) if is_float else BITS)
         return results
 
     def emit(self, name: str, *operands: Value, most: int = BITS, **attrs: Any) -> Value:

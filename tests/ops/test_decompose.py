@@ -198,6 +198,23 @@ def test_decomposition_survives_fused_multiply_and_add(row: OpDef):
         _check(row, dtype, attrs, operands, got)
 
 
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_decomposition_survives_an_optimizing_compiler(row: OpDef):
+    """XLA reassociates constants, turns a/b/c into a/(b*c) and flushes subnormals."""
+    import jax
+
+    from pallasite.frontend.emulate import emulate
+
+    dtype = DTYPES["f32"]
+    if dtype not in row.dtypes:
+        pytest.skip("not a float op")
+    operands = _operands(row, dtype, 2000)
+    attrs = attr_choices(row.name, dtype)[-1]
+    kernel = legalize(lowered_kernel(row.lower, operands, attrs), BOTTOM, "bottom")
+    (got,) = jax.jit(emulate(kernel))(*operands)
+    _check(row, dtype, attrs, operands, np.asarray(got))
+
+
 def test_core_ops_without_decomposition_are_known():
     """What a backend must have: everything else follows."""
     elementwise = {row.name for row in rows_with("meaning")}

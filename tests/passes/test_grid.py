@@ -238,3 +238,43 @@ def test_no_grid():
     )
     assert info.axes == ()
     assert str(info).startswith("no grid: one step")
+
+
+def test_map_that_chooses_between_indices_depends_on_both():
+    """Values that reach the result as yields of a branch only."""
+    out_map = """
+        %none: i32 = constant {value=0}
+        %s: i32 = cond %k
+          branch () { yield %i }
+          branch () { yield %none }
+        yield %s, %j
+    """
+    info = analyze(kernel(out_map))
+    assert info.windows[1].axes == {0, 1, 2}
+    assert info.parallel == (1,)
+
+
+def test_two_unknown_offsets_are_not_taken_for_one():
+    def rows(first: str, second: str):
+        body = f"""
+            %a: i32 = load %t[0]
+            %b: i32 = load %t[1]
+            %c: i32 = constant {{value=4}}
+            %at: i32 = mul %pi, %c
+            %u: i32 = add %at, {first}
+            %v: i32 = add %at, {second}
+            %row: f32[4,8] = constant {{value=0.0}}
+            %m: bool[4,8] = constant {{value=True}}
+            store %ob[%u:+4, :] = %row mask %m
+            store %ob[%v:+4, :] = %row mask %m
+        """
+        return kernel(
+            WHOLE,
+            body,
+            grid="(2,)",
+            semantics='("arbitrary",)',
+            ids="%i: i32",
+            in_map="yield %i, %i",
+        )
+
+    assert analyze(rows("%a", "%b")).sequential == (0,)

@@ -63,12 +63,12 @@ def test_accumulating_matmul_carries_its_output():
         """
         pipeline {grid=(2, 2), windows=(), semantics=("parallel", "parallel")}
           body (%i3: i32, %j3: i32) {
+            %0: i32 = constant {value=0}
             %ob: ref<f32[32,32] block> = block_view %o, %i3, %j3 {window=out[32, 32]}
-            %0: f32[32,32] = constant {value=0.0}
-            %1: i32 = constant {value=4}
-            %2: i32 = constant {value=0}
+            %1: f32[32,32] = constant {value=0.0}
+            %2: i32 = constant {value=4}
             %3: i32 = constant {value=1}
-            %ob_1: f32[32,32] = for %2, %1, %3, %0
+            %ob_1: f32[32,32] = for %0, %2, %3, %1
               body (%k3: i32, %ob_2: f32[32,32]) {
                 %xb: ref<f32[32,16] block> = block_view %x, %i3, %k3 {window=in[32, 16]}
                 %yb: ref<f32[16,32] block> = block_view %y, %k3, %j3 {window=in[16, 32]}

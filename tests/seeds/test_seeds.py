@@ -21,9 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 
-# That a call without `interpret` is emulated here is announced once, and is what these
-# tests want.
-pytestmark = pytest.mark.filterwarnings("ignore")
+# Emulation in place of a native backend is announced, and is what these tests want.
+pytestmark = pytest.mark.filterwarnings("ignore::pallasite.errors.FallbackWarning")
 
 OUR_IMPORTS = {
     "from jax.experimental import pallas as pl": "import pallasite as pl",
@@ -308,6 +307,7 @@ def test_mesh_sample_shards_a_model():
     np.testing.assert_allclose(names["y"], model(W, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:jax.experimental.shard_map:DeprecationWarning")
 def test_shard_map_sample_sums_over_the_tensor_axis():
     """With these specs the sample adds up the shards of W's columns."""
     W, x = normal(0, (32, 16)), normal(1, (64, 32))

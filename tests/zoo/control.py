@@ -205,7 +205,7 @@ def gcd_kernel(x_ref, y_ref, o_ref):
         integers(rng, 60, low=1, high=999),
         integers(rng, 60, high=999),
     ),
-    tags="int odd while nograd nofloat",
+    tags="int odd fill while nograd nofloat",
 )
 def gcd_pairs(x, y, **call):
     """The last block is short: what lies outside is filled, for a loop must end."""

@@ -287,7 +287,6 @@ def cumulative_reference(x):
 @zoo.case(
     reference=cumulative_reference,
     make_args=lambda rng: (uniform(rng, 12, 60, low=0.5, high=1.5),),
-    tags="odd",
     rtol=1e-4,
     atol=1e-4,
 )

@@ -300,10 +300,12 @@ class Emitter:
 def emit_elementwise(e: Emitter, op: Op) -> None:
     result = op.result.tile
     dtypes = tuple(v.tile.dtype for v in op.operands)
-    elements = [e.element(v) for v in op.operands]
+    elements = {v: e.element(v) for v in op.operands}
 
     def element(indices: Indices) -> Val:
-        values = [at(indices) for at in elements]
+        # One evaluation per operand, however often it appears: x * x of x * x of ...
+        known = {v: at(indices) for v, at in elements.items()}
+        values = [known[v] for v in op.operands]
         return arithmetic.element(e.f, op.name, op.attrs, dtypes, result.dtype, values)
 
     operands = e.tiles_of(op.operands)

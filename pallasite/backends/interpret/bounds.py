@@ -84,11 +84,13 @@ class Indices:
             self._undefined_place(access, operand.codes)
         operand = value_of(operand)
         start, size = int(operand), entry.extent if isinstance(entry, Span) else 1
-        if 0 <= start and start + size <= n:
+        if start >= 0 and start + size <= n:
             return operand
         if mask is None or isinstance(entry, At):
             if mask is None or mask.any():
-                text = str(start) if isinstance(entry, At) else f"{start}:{start + size}"
+                text = (
+                    str(start) if isinstance(entry, At) else f"{start}:{start + size}"
+                )
                 fix = f"keep the start within 0..{n - size}, or mask the access"
                 self._outside(access, d, text, n, fix)
             return operand

@@ -126,9 +126,7 @@ class Copies:
         )
 
 
-def _common(
-    a: Elements, b: Elements, shape: Sequence[int]
-) -> tuple[int, ...] | None:
+def _common(a: Elements, b: Elements, shape: Sequence[int]) -> tuple[int, ...] | None:
     """An element of both, if there is one."""
     first = []
     for (low_a, high_a), (low_b, high_b) in zip(a.box(), b.box(), strict=True):

@@ -88,6 +88,7 @@ class NumpyNumbers:
     def put(
         self, array: Array, picks: Picks, value: Array, mask: Array | None
     ) -> Array:
+        array = np.asarray(array)  # a view of one element may be a numpy scalar
         region_of(picks, array.shape).put(array, value, mask)
         return array
 

@@ -94,12 +94,8 @@ def _concatenate(op: Op, *parts: Array) -> Array:
 def _pad(op: Op, x: Array, value: Array) -> Array:
     """Interior padding first; a negative low or high then crops."""
     low, high, interior = (op.attrs[k] for k in ("low", "high", "interior"))
-    spread = [
-        n + max(n - 1, 0) * mid for n, mid in zip(x.shape, interior, strict=True)
-    ]
-    sizes = [
-        max(0, lo + n + hi) for n, lo, hi in zip(spread, low, high, strict=True)
-    ]
+    spread = [n + max(n - 1, 0) * mid for n, mid in zip(x.shape, interior, strict=True)]
+    sizes = [max(0, lo + n + hi) for n, lo, hi in zip(spread, low, high, strict=True)]
     inner = np.full(spread, value, x.dtype)
     inner[tuple(slice(None, None, mid + 1) for mid in interior)] = x
     out = np.full(sizes, value, x.dtype)
@@ -127,7 +123,7 @@ def bitcast(x: np.ndarray, old: DType, new: DType) -> Array:
     """The same bits as another type; low bits come first along the last dimension."""
     if old.bits < 8 or new.bits < 8:
         return _bitcast_small(x, old, new)
-    x = np.ascontiguousarray(x)
+    x = np.require(x, requirements="C")  # ascontiguousarray makes scalars 1-d
     if old.bits == new.bits:
         return x.view(new.np)
     if old.bits > new.bits:
@@ -150,7 +146,7 @@ def _bitcast_small(x: np.ndarray, old: DType, new: DType) -> Array:
 
 
 def _unpack_bits(x: np.ndarray, dtype: DType) -> np.ndarray:
-    raw = np.ascontiguousarray(x)[..., None].view(np.uint8)
+    raw = np.require(x, requirements="C")[..., None].view(np.uint8)
     return np.unpackbits(raw, axis=-1, bitorder="little")[..., : dtype.bits]
 
 
@@ -235,7 +231,7 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
     left, rows = _as_matrix(lhs, lb, lc, last=True)
     right, cols = _as_matrix(rhs, rb, rc, last=False)
     batch = tuple(lhs.shape[d] for d in lb)
-    product = np.matmul(left, right).reshape(*batch, *rows, *cols)
+    product = np.matmul(left, right).reshape((*batch, *rows, *cols))
     return _narrow(product, dtype.np)
 
 

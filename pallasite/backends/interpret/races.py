@@ -1,8 +1,8 @@
 """Races: programs that may run at once and touch the same element of memory.
 
-Programs that differ along an axis that the author calls parallel, and grid analysis does
-not find parallel by itself, are in different *lanes*. Per element this remembers the
-lanes that wrote and read it. Scratch is each lane's own: reading there what another
+Programs that differ along an axis that the author calls parallel, and that grid analysis
+does not find parallel by itself, are in different *lanes*. Per element this remembers
+the lanes that wrote and read it. Scratch is each lane's own: reading there what another
 lane wrote gives an undefined value.
 """
 
@@ -150,9 +150,7 @@ class Races:
         programs = [
             int(np.ravel(elements.of(m))[n]) for m in (marks.first, marks.second)
         ]
-        other = next(
-            p for p in programs if p and self._lane_of_program[p] != self.lane
-        )
+        other = next(p for p in programs if p and self._lane_of_program[p] != self.lane)
         element = elements.position(memory.shape, n)
         facts = [
             ("ref", self.monitor.describe(self._named(memory.ref))),

@@ -9,8 +9,9 @@ _VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view")
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
 # that stay finite wherever their operands are.
 _FOLDABLE = frozenset(
-    "constant iota broadcast_in_dim reshape cast load store add sub mul select_n "
-    "eq ne lt le gt ge and or not max min neg subview".split()
+    ("constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store")
+    + ("add", "sub", "mul", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and")
+    + ("or", "not", "max", "min", "neg", "subview")
 )
 _FOLD_LIMIT = 16
 _FOLD_ELEMENTS = 1 << 20
@@ -79,7 +80,7 @@ class Roots:
         return known
 
     def outermost_refs(self, regions: Iterable[Block]) -> dict[Value, set[Value]]:
-        """Per root: the refs from outside the regions that code in them goes through."""
+        """Per root: the refs from outside the regions that code in them uses."""
         regions = tuple(regions)
         inside: set[Value] = set()
         for region in regions:

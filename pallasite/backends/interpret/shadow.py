@@ -1,9 +1,9 @@
 """Arrays that are only partly defined, and the number system over them.
 
 A `Partly` is a numpy array with a code per element: 0 is defined, anything else
-numbers the origin of the undefined element (`monitor.py`). Plain numpy arrays are wholly
-defined. Codes travel with values through every op; an undefined value is reported only
-where it matters: it decides a branch or a place, or stays in an output.
+numbers the origin of the undefined element (`monitor.py`). Plain numpy arrays are
+wholly defined. Codes travel with values through every op; an undefined value is
+reported only where it matters: it decides a branch or a place, or stays in an output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,9 +59,8 @@ class CheckedNumbers(NumpyNumbers):
             plain = super().tile_op(op, [value_of(x) for x in operands])
             codes = shadow_tiles.tile_op(op, operands, plain)
             results = [partly(x, c) for x, c in zip(plain, codes, strict=True)]
-        if self.watched and operands and len(results) == 1:
-            if op.result.tile.dtype.is_float:
-                self._look_for_nan(operands, results[0], by_element=False)
+        if self.watched and operands and op.results[0].tile.dtype.is_float:
+            self._look_for_nan(operands, results[0], by_element=False)
         return results
 
     def _look_for_nan(self, operands: Sequence, value: Array, by_element: bool) -> None:
@@ -85,7 +84,7 @@ class CheckedNumbers(NumpyNumbers):
         name = "a NaN" if kind == "nan" else "an infinity"
         op = self.monitor.op
         facts: list[tuple[str, Any]] = [
-            ("op", f"{op.name} -> {op.result.tile}" if op is not None else None)
+            ("op", f"{op.name} -> {op.results[0].tile}" if op is not None else None)
         ]
         if np.ndim(bad):
             first = tuple(int(i) for i in np.argwhere(bad)[0])

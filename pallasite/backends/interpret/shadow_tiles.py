@@ -1,8 +1,8 @@
 """How undefined elements travel through ops: the codes of results from operands.
 
-`elementwise` and `tile_op` mirror the ops of the table on arrays of codes. Where an op
-cannot look at an undefined element (a select that does not choose it, a false `and`), the
-result is defined.
+`elementwise` and `tile_op` mirror the ops of the table on arrays of codes. Where the
+result does not depend on an undefined element (a select that does not choose it, a false
+`and`), it is defined.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,7 +128,7 @@ _ELEMENTWISE: dict[str, Callable[[Sequence[Array]], Any]] = {
 
 # These only move elements: the codes move with them.
 _MOVES = frozenset(
-    "broadcast_in_dim reshape transpose slice concatenate pad rev".split()
+    ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad", "rev")
 )
 
 

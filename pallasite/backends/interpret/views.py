@@ -123,7 +123,9 @@ def _pick(r: Range, entry: Any, operand: Any, numbers: Numbers, masked: bool) ->
 
 
 def whole_picks(ranges: Sequence[Range]) -> list[Pick]:
-    return [Pick(r.start, r.size, r.stride, r.kept, None, r.low, r.high) for r in ranges]
+    return [
+        Pick(r.start, r.size, r.stride, r.kept, None, r.low, r.high) for r in ranges
+    ]
 
 
 def entries_of(index: Index, operands: Sequence[Array]) -> list[Entry]:

@@ -55,7 +55,9 @@ class Walker:
             root = aliased.get(param, param)
             self.env[param] = self._whole(param, root)
         self.block(kernel.body)
-        return [self._result(param, aliased.get(param, param)) for param in kernel.outputs]
+        return [
+            self._result(param, aliased.get(param, param)) for param in kernel.outputs
+        ]
 
     def _add_root(self, param: Value, array: Array) -> None:
         padding = self.padding.get(param)
@@ -98,9 +100,7 @@ class Walker:
             row = self.rows[op.name]
             if row.elementwise and op.name != "bitcast":
                 result = op.result.tile
-                results = (
-                    self.numbers.elementwise(row, operands, op.attrs, result),
-                )
+                results = (self.numbers.elementwise(row, operands, op.attrs, result),)
             else:
                 results = self.numbers.tile_op(op, operands)
         for value, result in zip(op.results, results or (), strict=True):
@@ -150,7 +150,9 @@ class Walker:
             else:
                 picks = picks_of(view.ranges, entries, n, mask is not None)
             value = self.take(view.root, picks, mask, other)
-            return value if view.fill is None else n.fill_outside(value, picks, view.fill)
+            return (
+                value if view.fill is None else n.fill_outside(value, picks, view.fill)
+            )
         picks = whole_picks(view.ranges)
         base = self.take(view.root, picks)
         if view.fill is not None:
@@ -176,7 +178,9 @@ class Walker:
         for step in view.steps:
             parts.append(self._apply_step(parts[-1], step))
         value = change(parts[-1])
-        for step, before in zip(reversed(view.steps), reversed(parts[:-1]), strict=True):
+        for step, before in zip(
+            reversed(view.steps), reversed(parts[:-1]), strict=True
+        ):
             value = self._undo_step(before, step, value)
         self.put(view.root, picks, value)
 

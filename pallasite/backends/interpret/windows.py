@@ -44,7 +44,9 @@ def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
             ranges = _start_ranges(index_map, op.attrs["grid"], window)
             reach = [
                 _overhang(n, dim, bounds)
-                for n, dim, bounds in zip(root.ref.shape, window.dims, ranges, strict=True)
+                for n, dim, bounds in zip(
+                    root.ref.shape, window.dims, ranges, strict=True
+                )
             ]
             low, high = (tuple(r[k] for r in reach) for k in (0, 1))
             if any(low) or any(high):
@@ -79,9 +81,7 @@ def _start_ranges(
     return ranges
 
 
-def _overhang(
-    n: int, dim: BlockDim, bounds: tuple[float, float]
-) -> tuple[int, int]:
+def _overhang(n: int, dim: BlockDim, bounds: tuple[float, float]) -> tuple[int, int]:
     if dim.kind == "squeezed":
         return 0, (1 if n == 0 else 0)
     if dim.kind == "blocked":
@@ -187,7 +187,7 @@ def blocks_as_roots(
         block = walker.memory.pop(ref)
         picks = whole_picks(view.ranges)
         root = view.root
-        walker.memory[root] = walker.numbers.put(walker.memory[root], picks, block, None)
+        walker.memory[root] = walker.numbers.put(
+            walker.memory[root], picks, block, None
+        )
         walker.env[ref] = view
-
-

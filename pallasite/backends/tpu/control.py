@@ -33,7 +33,7 @@ class Control(Memory):
         """Write one op and note the names of its results."""
         outer, self.op = self.op, op
         with self.out.at(op.loc):
-            names = self._spelled(op)
+            names = self._written(op)
         self.op = outer
         if isinstance(names, str):
             names = (names,)
@@ -41,16 +41,13 @@ class Control(Memory):
             self.names[value] = name
         self.facts.note_op(op)
 
-    def _spelled(self, op: Op) -> str | tuple[str, ...] | None:
+    def _written(self, op: Op) -> str | tuple[str, ...] | None:
         method = getattr(self, f"emit_{op.name}", None)
-        if method is not None:
-            return method(op)
-        if op.name in SPELLINGS:
-            return self.emit_elementwise(op)
-        self.refuse(
-            f"Mosaic has no {op.name}, and it has no decomposition",
-            fix="use another backend, or interpret=True",
-        )
+        if method is None and op.name not in SPELLINGS:
+            self.refuse(
+                f"Mosaic has no {op.name}", fix="use another backend, or interpret=True"
+            )
+        return method(op) if method else self.emit_elementwise(op)
 
     # --- scoped memory ---
 
@@ -143,7 +140,9 @@ class Control(Memory):
     ) -> None:
         lowest, most, by = (self.facts.of(v) for v in (first, limit, step))
         divisor = gcd(lowest.multiple, by.multiple)
-        self.facts.note(index, Fact(lowest.low, max(most.high - 1, lowest.low), divisor))
+        self.facts.note(
+            index, Fact(lowest.low, max(most.high - 1, lowest.low), divisor)
+        )
 
     def emit_while(self, op: Op) -> tuple[str, ...]:
         condition, body = op.regions

@@ -1,7 +1,7 @@
 """What every part of the emitter shares: the names of values, and refusals.
 
-`convert.py` adds conversions, `elementwise.py`, `tiles.py`, `memory.py` and `control.py`
-the ops by family; `emit.py` puts them together and writes whole functions.
+`convert.py` adds conversions; `elementwise.py`, `tiles.py`, `memory.py` and
+`control.py` the ops by family; `emit.py` puts them together into whole functions.
 """
 
 from typing import NoReturn

@@ -17,18 +17,19 @@ from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, U32, DType, TileTyp
 class Spelling:
     """The MLIR op for each kind of element; None where there is none."""
 
-    float: str | None = None
-    int: str | None = None
-    uint: str | None = None
-    bool: str | None = None
-    vector_bf16: bool = True  # Mosaic takes vectors of bf16 (scalars never)
+    floats: str | None = None
+    ints: str | None = None
+    uints: str | None = None
+    bools: str | None = None
+    vector_bf16: bool = True  # Mosaic takes vectors of bf16
 
     def of(self, dtype: DType) -> str | None:
-        return getattr(self, dtype.kind)
+        kinds = {"float": self.floats, "int": self.ints, "uint": self.uints}
+        return self.bools if dtype.is_bool else kinds[dtype.kind]
 
 
-def _float(op: str, **kw: bool) -> Spelling:
-    return Spelling(float=op, **kw)
+def _float(op: str, vector_bf16: bool = True) -> Spelling:
+    return Spelling(op, vector_bf16=vector_bf16)
 
 
 def _number(op: str) -> Spelling:
@@ -39,9 +40,9 @@ def _bits(op: str) -> Spelling:
     return Spelling(None, op, op, op)
 
 
-def _compare(float: str, int: str, uint: str | None = None) -> Spelling:
+def _compare(floats: str, ints: str, uints: str | None = None) -> Spelling:
     return Spelling(
-        f"arith.cmpf {float},", f"arith.cmpi {int},", f"arith.cmpi {uint or int},"
+        f"arith.cmpf {floats},", f"arith.cmpi {ints},", f"arith.cmpi {uints or ints},"
     )
 
 
@@ -93,23 +94,30 @@ class Elementwise(Conversions):
         if op.name in COMPARISONS and op.operands[0].tile.dtype.is_bool:
             return self._compare_masks(op)
         names, tile = self._computing(op)
-        spelled = SPELLINGS[op.name].of(tile.dtype)
-        if spelled is None:
-            self._refuse_dtype(op)
         if op.name in ("max", "min") and tile.dtype != op.result.tile.dtype:
             name = self._extreme(op.name, *names, tile=tile)
         else:
-            name = self.arith(spelled, *names, tile=tile)
+            name = self.arith(self.spelled(op.name, tile.dtype), *names, tile=tile)
         if op.name in COMPARISONS:
             return name
         return self.convert(name, tile, op.result.tile.dtype)
+
+    def spelled(self, name: str, dtype: DType) -> str:
+        """The MLIR op called `name` here, for elements of `dtype`."""
+        found = SPELLINGS[name].of(dtype)
+        if found is None:
+            self.refuse(
+                f"Mosaic has no {name} of {dtype}",
+                fix="cast to float32 or int32 before it",
+            )
+        return found
 
     def arith(self, spelled: str, *names: str, tile: TileType) -> str:
         """Write `spelled names : type`."""
         return self.out.value(f"{spelled} {', '.join(names)} : {tile_text(tile)}")
 
     def select(self, pred: str, yes: str, no: str, tile: TileType, masks: bool) -> str:
-        """`yes` where `pred`; `masks`: the predicate is a vector, one bit an element."""
+        """`yes` where `pred` holds; `masks`: the predicate is a vector of bits."""
         types = tile_text(tile)
         if masks and tile.shape:
             types = f"{tile_text(tile.with_dtype(BOOL))}, {types}"
@@ -147,13 +155,6 @@ class Elementwise(Conversions):
         native = dtype == BF16 and tile.shape and (row is None or row.vector_bf16)
         return BF16 if native else F32
 
-    def _refuse_dtype(self, op: Op) -> None:
-        dtype = op.operands[0].tile.dtype
-        self.refuse(
-            f"Mosaic has no {op.name} of {dtype}",
-            fix="cast to float32 or int32 before it",
-        )
-
     def _compare_masks(self, op: Op) -> str:
         """Bools compared as bits: False < True."""
         tile = op.operands[0].tile
@@ -188,13 +189,13 @@ class Elementwise(Conversions):
 
     def emit_square(self, op: Op) -> str:
         (x,), tile = self._computing(op)
-        name = self.arith(SPELLINGS["mul"].of(tile.dtype) or "", x, x, tile=tile)
+        name = self.arith(self.spelled("mul", tile.dtype), x, x, tile=tile)
         return self.convert(name, tile, op.result.tile.dtype)
 
     def emit_sign(self, op: Op) -> str:
         (x,), tile = self._computing(op)
         zero, one = (self.out.number(n, tile) for n in (0, 1))
-        greater, less = (SPELLINGS[n].of(tile.dtype) or "" for n in ("gt", "lt"))
+        greater, less = (self.spelled(n, tile.dtype) for n in ("gt", "lt"))
         positive = self.arith(greater, x, zero, tile=tile)
         # Zero and NaN are their own signs.
         other = x if tile.dtype.is_float else zero
@@ -319,12 +320,10 @@ class Elementwise(Conversions):
     def emit_pow(self, op: Op) -> str:
         base, exponent = (v.tile.dtype for v in op.operands)
         if not base.is_float:
-            self._refuse_dtype(op)
+            self.refuse(f"Mosaic has no pow of {base}", fix="cast to float32 first")
         tile = op.result.tile.with_dtype(F32)
         if not tile.shape:
-            self.refuse(
-                "the scalar unit has no pow", fix="compute it on a vector: x.reshape(1)"
-            )
+            self.refuse("the scalar unit has no pow", fix="use a vector of one")
         pairs = zip(op.operands, (base, exponent), strict=True)
         names = [self.convert(self.name(v), tile.with_dtype(d), F32) for v, d in pairs]
         name = self.arith("math.powf", *names, tile=tile)
@@ -332,9 +331,9 @@ class Elementwise(Conversions):
 
     def emit_integer_pow(self, op: Op) -> str:
         (x,), tile = self._computing(op)
-        times, power = SPELLINGS["mul"].of(tile.dtype) or "", abs(op.attrs["y"])
+        times, power = self.spelled("mul", tile.dtype), abs(op.attrs["y"])
         if op.attrs["y"] < 0 and not tile.dtype.is_float:
-            self._refuse_dtype(op)
+            self.refuse("no integer is the inverse of one", fix="cast to float32 first")
         name: str | None = None
         while power:
             if power & 1:
@@ -354,7 +353,7 @@ class Elementwise(Conversions):
             name = self._extreme("max", middle, low, tile)
             name = self._extreme("min", name, high, tile)
             return self.convert(name, tile, x.tile.dtype)
-        largest, least = (SPELLINGS[n].of(tile.dtype) or "" for n in ("max", "min"))
+        largest, least = (self.spelled(n, tile.dtype) for n in ("max", "min"))
         name = self.arith(largest, middle, low, tile=tile)
         return self.arith(least, name, high, tile=tile)
 

@@ -145,7 +145,9 @@ class _Module:
         plan, kernel = self.plan, self.kernel
         sizes = [p in plan.grid_params for p in kernel.params]
         scalars = [] if plan.is_called_once else plan.late_scalars
-        if sizes != sorted(sizes, reverse=True) or any(not p.ref.shape for p in scalars):
+        if sizes != sorted(sizes, reverse=True) or any(
+            not p.ref.shape for p in scalars
+        ):
             raise UnsupportedError(
                 "backend 'tpu' takes grid sizes and scalars before all other operands",
                 [("kernel", kernel.name), ("order", _listed(kernel.params))],
@@ -207,7 +209,7 @@ class _Module:
 
     def _attributes(self) -> list[tuple[str, str]]:
         plan = self.plan
-        semantics = plan.pipeline.attrs["semantics"] if plan.grid else ()
+        semantics = plan.pipeline.attrs["semantics"] if plan.pipeline else ()
         if len(semantics) != len(plan.steps):
             semantics = ("arbitrary",) * len(plan.steps)
         rows = [
@@ -257,7 +259,6 @@ class _Module:
         arguments = function.grid_arguments() + function.bind_prefetched()
         names = function.emit_map(plan.pipeline.regions[position], ref, window)
         return self._returning(function, f"map_{position}", arguments, names)
-
 
     def _fixed_name(self, param: Value) -> str:
         return f"fixed_{self.plan.blocks.index(param)}"
@@ -370,7 +371,9 @@ class _Function(Control):
         self.emit_block(body)
 
     def _bind_ids(self, ids: Sequence[Value]) -> None:
-        for value, name, size in zip(ids, self.grid_names, self.plan.grid, strict=False):
+        for value, name, size in zip(
+            ids, self.grid_names, self.plan.grid, strict=False
+        ):
             self.names[value] = name
             self.facts.note(value, Fact(0, (size or HIGHEST) - 1))
 

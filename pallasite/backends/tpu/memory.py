@@ -9,7 +9,6 @@ can name the user's line.
 from collections.abc import Sequence
 from math import gcd
 
-from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.tiles import COMBINE, Tiles
 from pallasite.backends.tpu.views import (
     Edge,
@@ -187,7 +186,9 @@ class Memory(Tiles):
         order = sorted(view.dims)
         name = self.reshaped(name, tile, [tile.shape[d] for d in order])
         perm = [order.index(d) for d in view.dims]
-        return self.transposed(name, tile.with_shape([tile.shape[d] for d in order]), perm)
+        return self.transposed(
+            name, tile.with_shape([tile.shape[d] for d in order]), perm
+        )
 
     def _check_vector_memory(self, view: View) -> None:
         if view.space != "vmem":
@@ -297,10 +298,8 @@ class Memory(Tiles):
         dtype = self._compute_dtype(COMBINE.get(kind, kind), tile)
         wide = tile.with_dtype(dtype)
         names = [self.convert(n, tile, dtype) for n in (old, value)]
-        spelled = SPELLINGS[kind].of(dtype)
-        if spelled is None:
-            self.refuse(f"Mosaic has no {kind} of {dtype}", fix="use another type")
-        return self.convert(self.arith(spelled, *names, tile=wide), wide, tile.dtype)
+        new = self.arith(self.spelled(kind, dtype), *names, tile=wide)
+        return self.convert(new, wide, tile.dtype)
 
     def emit_atomic_cas(self, op: Op) -> str:
         access = Access.of(op)
@@ -310,7 +309,7 @@ class Memory(Tiles):
         dtype = self._compute_dtype("eq", tile)
         wide = tile.with_dtype(dtype)
         names = [self.convert(n, tile, dtype) for n in (old, self.name(access.compare))]
-        same = self.arith(SPELLINGS["eq"].of(dtype) or "", *names, tile=wide)
+        same = self.arith(self.spelled("eq", dtype), *names, tile=wide)
         new = self._choose(same, self.name(access.value), old, tile, bool(tile.shape))
         self.write(view, new, tile)
         return old
@@ -350,7 +349,9 @@ class Memory(Tiles):
             )
         name, type_text = view.memref, view.type
         if not view.is_whole:
-            starts = ", ".join(self._slice_start(view, d) for d in range(len(view.shape)))
+            starts = ", ".join(
+                self._slice_start(view, d) for d in range(len(view.shape))
+            )
             sliced = memref(view.sizes, view.element, view.space)
             name = self.out.value(
                 f"tpu.memref_slice {name}[{starts}] : {type_text} -> {sliced}"
@@ -414,4 +415,3 @@ class Memory(Tiles):
             self.refuse("semaphores are read one at a time", fix="index it: sem.at[i]")
         name, type_text = self.as_memref(self.view(op.operands[0]))
         return self.out.value(f"tpu.sem_read {name} : {type_text} -> i32")
-

@@ -8,10 +8,11 @@ finished blocks are copied out. Kernel in, Kernel out: the evaluator can run the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pallasite.backends.tpu.windows import check_window
 from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Index, Kernel, Op, Span, Value, Window
-from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.rewrite import Rewrite, Rewriter, inline, map_ops
 from pallasite.ir.types import BOOL, I32, INDEX, RefType, TileType
 
 MAIN_MEMORY = ("any", "hbm")
@@ -31,20 +32,23 @@ def schedule(kernel: Kernel) -> Kernel:
     """The kernel with every pipeline but the main one written out."""
     main = main_pipeline(kernel)
     if main is None:
-        return map_ops(kernel, _unroll_pipeline)
+        return map_ops(kernel, _unroller(kernel))
     *maps, body = main.regions
-    new = map_ops(body, _unroll_pipeline)
+    new = map_ops(body, _unroller(kernel))
     if new is body:
         return kernel
     ops = (*kernel.body.ops[:-1], main.with_(regions=(*maps, new)))
     return kernel.with_(body=Block(kernel.body.params, ops, kernel.body.yields))
 
 
-def _unroll_pipeline(op: Op, b: Rewriter) -> Sequence[Value] | None:
-    if op.name != "pipeline":
-        return None
-    _Loop(op).emit(b)
-    return ()
+def _unroller(kernel: Kernel) -> Rewrite:
+    def unroll(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op.name != "pipeline":
+            return None
+        _Loop(kernel, op).emit(b)
+        return ()
+
+    return unroll
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,8 @@ class _At:
 class _Loop:
     """Writes one pipeline as a loop."""
 
-    def __init__(self, op: Op):
-        self.op = op
+    def __init__(self, kernel: Kernel, op: Op):
+        self.kernel, self.op = kernel, op
         self.grid: tuple[int | None, ...] = op.attrs["grid"]
         dynamic = sum(n is None for n in self.grid)
         self.sizes, self.refs = op.operands[:dynamic], op.operands[dynamic:]
@@ -168,6 +172,7 @@ class _Loop:
         return _Stream(ref, window, self.maps[k], buffer, semaphore)
 
     def _check(self, ref: Value, window: Window) -> None:
+        check_window(self.kernel, ref, window, self.op.loc)
         pairs = list(zip(window.dims, ref.ref.shape, strict=True))
         facts = [("array", ref.ref.tile), ("block", window.block_shape)]
         if any(d.kind in ("element", "bounded") or any(d.padding) for d, _ in pairs):
@@ -293,13 +298,12 @@ def _wait_rest(b: Builder, stream: _Stream, count: Value) -> None:
         _when(b, b.ge(count, b.index(back)), wait)
 
 
-def _copy(
-    b: Builder, name: str, stream: _Stream, array: Value, count: Value
-) -> None:
+def _copy(b: Builder, name: str, stream: _Stream, array: Value, count: Value) -> None:
     """Start or await the copy between part of an array and its buffer."""
     slot, signal = stream.slot(b, count), stream.signal(b, count)
     inward = stream.window.mode == "in"
     pair = (array, slot) if inward else (slot, array)
-    attrs = {"priority": 0} if name == "copy_start" else {}
-    b.emit(name, *pair, signal, **attrs)
-
+    if name == "copy_start":
+        b.emit(name, *pair, signal, priority=0)
+    else:
+        b.emit(name, *pair, signal)

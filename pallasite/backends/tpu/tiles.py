@@ -129,7 +129,7 @@ class Tiles(Elementwise):
         if any(s != 1 for s in op.attrs["strides"]):
             self.refuse(
                 "Mosaic slices vectors without strides",
-                fix="read every n-th row straight from the ref: ref[pl.ds(0, n, stride)]",
+                fix="read them straight from the ref: ref[pl.ds(0, n, stride)]",
             )
         if 0 in op.result.tile.shape:
             return NOTHING
@@ -202,10 +202,11 @@ class Tiles(Elementwise):
 
     def emit_reduce(self, op: Op) -> str:
         x = op.operands[0]
-        tile, axes, kind = self.tile_type(x), op.attrs["axes"], op.attrs["kind"]
+        tile, axes = self.tile_type(x), op.attrs["axes"]
+        kind: str = op.attrs["kind"]
         name, words = self.in_words(self.name(x), tile)
         if tile.dtype.is_bool:  # any and all are the greatest and the least bit
-            kind = {"or": "max", "and": "min"}.get(kind, kind)
+            kind = {"or": "max", "and": "min"}.get(kind) or kind
         name = self.reduced(name, words, kind, axes)
         shape = [n for d, n in enumerate(tile.shape) if d not in axes]
         result = words.with_shape(shape)
@@ -248,7 +249,7 @@ class Tiles(Elementwise):
         self, name: str, tile: TileType, kind: str, axes: Sequence[int]
     ) -> str:
         """One axis after another: combine the two halves until one slice is left."""
-        spelled = SPELLINGS[COMBINE.get(kind, kind)].of(tile.dtype) or ""
+        spelled = self.spelled(COMBINE.get(kind, kind), tile.dtype)
         for axis in axes:
             while tile.shape[axis] > 1:
                 count = tile.shape[axis]
@@ -278,11 +279,11 @@ class Tiles(Elementwise):
         return self.sliced(name, tile, starts, part.shape), part
 
     def emit_arg_reduce(self, op: Op) -> str:
-        """The least position that holds the extreme; a NaN's position if there is one."""
-        x, axis, kind = op.operands[0], op.attrs["axis"], op.attrs["kind"]
+        """The first position of the extreme; that of the first NaN if there is one."""
+        x, axis = op.operands[0], op.attrs["axis"]
         name, tile = self.in_words(self.name(x), self.tile_type(x))
-        kind = {"argmax": "max", "argmin": "min"}.get(kind, kind)
-        equal = SPELLINGS["eq"].of(tile.dtype) or ""
+        kind = op.attrs["kind"].removeprefix("arg")
+        equal = self.spelled("eq", tile.dtype)
         extreme = self.reduced(name, tile, kind, [axis])
         kept = [d for d in range(tile.rank) if d != axis]
         rest = tile.with_shape([tile.shape[d] for d in kept])
@@ -311,13 +312,14 @@ class Tiles(Elementwise):
 
     def emit_scan(self, op: Op) -> str:
         """Add what lies 1, 2, 4, ... elements before, until all have met."""
-        x, axis, kind = op.operands[0], op.attrs["axis"], op.attrs["kind"]
+        x, axis = op.operands[0], op.attrs["axis"]
+        kind: str = op.attrs["kind"]
         if kind == "logsumexp":
             self.refuse(
                 "no running logsumexp", fix="use a running max and a running sum"
             )
         name, tile = self.in_words(self.name(x), self.tile_type(x))
-        spelled = SPELLINGS[COMBINE.get(kind, kind)].of(tile.dtype) or ""
+        spelled = self.spelled(COMBINE.get(kind, kind), tile.dtype)
         back, step = op.attrs["reverse"], 1
         while step < tile.shape[axis]:
             moved = self._shifted(name, tile, axis, step, kind, back)
@@ -382,12 +384,12 @@ class Tiles(Elementwise):
         left, right = (self.tile_type(v).dtype for v in op.operands)
         if left.is_float and right.is_float:
             return left if left == right else F32
-        if left == right and left.is_signed_int and left.bits <= 8:
-            return left
-        self.refuse(
-            f"the matrix unit does not multiply {left} by {right}",
-            fix="cast both to float32, bfloat16 or int8",
-        )
+        if left != right or not left.is_signed_int or left.bits > 8:
+            self.refuse(
+                f"the matrix unit does not multiply {left} by {right}",
+                fix="cast both to float32, bfloat16 or int8",
+            )
+        return left
 
     def _factor(
         self, value: Value, dtype: DType, contract: Sequence[int], batch: Sequence[int]

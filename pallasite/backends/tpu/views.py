@@ -109,7 +109,7 @@ class View:
 
         The Start comes with dynamic spans, already added to what this view starts at.
         """
-        starts, sizes, strides = map(list, (self.starts, self.sizes, self.strides))
+        starts, sizes, strides = [*self.starts], [*self.sizes], [*self.strides]
         for dim, (span, start) in zip(self.dims, spans, strict=True):
             old = self.starts[dim]
             if start is None:

@@ -56,8 +56,7 @@ def check_window(
             ("block", tuple(_shown(d) for d in window.dims)),
             (
                 "rule",
-                f"the {last} must be multiples of {tiles},"
-                " or as large as the array",
+                f"the {last} must be multiples of {tiles}, or as large as the array",
             ),
         ],
         at=loc,
@@ -79,7 +78,9 @@ def _shown(dim: BlockDim) -> int | None:
     return None if dim.kind == "squeezed" else dim.size
 
 
-def _fitting(ref: RefType, window: Window, tiles: Sequence[int]) -> tuple[int | None, ...]:
+def _fitting(
+    ref: RefType, window: Window, tiles: Sequence[int]
+) -> tuple[int | None, ...]:
     """The nearest block that fits: rounded up, or the whole dimension."""
     shape = [_shown(d) for d in window.dims]
     for position, tile in enumerate(tiles, len(shape) - len(tiles)):

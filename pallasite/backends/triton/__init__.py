@@ -15,7 +15,7 @@ from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.schedule import schedule, stages_and_warps
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel, print_kernel
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -53,6 +53,7 @@ class TritonBackend:
             config,
             api_version=4,
             aliases=kernel.aliases,
+            has_side_effect=any(op.name == "debug_print" for op in walk(kernel.body)),
             scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),
         )
 

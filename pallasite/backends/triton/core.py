@@ -182,6 +182,9 @@ class Core:
 
     def gather(self, x: Val, index: Val, axis: int) -> Val:
         """`x` picked along `axis` by an i32 tile of the result's shape."""
+        if x.elem == "i1":  # goes through shared memory, which has no bits
+            wide = self.gather(self.convert("arith.extui", x, "i8"), index, axis)
+            return self.compare("ne", wide, self.like(0, wide))
         to = type_text(index.shape, x.elem)
         attrs = f"{{axis = {axis} : i32}}"
         text = f"tt.gather {x}[{index}] {attrs} : ({x.type}, {index.type}) -> {to}"

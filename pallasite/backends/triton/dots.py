@@ -2,12 +2,14 @@
 
 The operands are brought to (batch, rows, depth) and (batch, depth, columns). Padding
 along the depth is zeroed on both sides. Tensor cores want at least 16 along each
-dimension: smaller ones are repeated (rows, columns) or filled with zeros (depth).
+dimension (bytes: 32 in depth): fewer rows or columns are repeated, a smaller depth is
+filled with zeros.
 """
 
 from collections.abc import Sequence
 from math import prod
 
+from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.elementwise import cast_value
 from pallasite.backends.triton.text import Val
 from pallasite.backends.triton.tiles import Tiles
@@ -15,6 +17,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.types import DTYPES, F32, DType
 
 SMALLEST = 16
+BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores take these 32 deep
 # Below this many products, small operands are multiplied and summed element by element.
 FEW_PRODUCTS = 1 << 14
 # Names for `precision`, as JAX and Triton spell them, by what Triton does for f32.
@@ -160,7 +163,8 @@ class Dots(Tiles):
 
     def filled(self, x: Val, axis: int) -> Val:
         """Zeros between the elements along the depth, the same for both operands."""
-        times = SMALLEST // x.shape[axis]
+        smallest = 2 * SMALLEST if x.elem in BYTES else SMALLEST
+        times = smallest // x.shape[axis]
         if times <= 1:
             return x
         shape = (*x.shape[: axis + 1], times, *x.shape[axis + 1 :])
@@ -176,7 +180,11 @@ class Dots(Tiles):
             return x
         shape = (*x.shape[:axis], n, times, *x.shape[axis + 1 :])
         split = self.reshape(x, shape)
-        (result,) = self.fold("tt.reduce", [split], axis + 1, lambda a, b: a)
+        # Equal elements: any of them will do, and the largest is one.
+        name = "arith.maximumf" if x.elem in FLOAT_BITS else "arith.maxsi"
+        (result,) = self.fold(
+            "tt.reduce", [split], axis + 1, lambda a, b: [self.apply(name, a[0], b[0])]
+        )
         return result
 
 

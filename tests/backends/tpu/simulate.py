@@ -31,10 +31,14 @@ ELEMENTS = {
     "!tpu.dma_semaphore": np.int32,
 }
 DYNAMIC = -(2**63)
+# Predicates by number; of floats, those that Mosaic has.
+CMPI = ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")
+CMPF = ("false", "oeq", "ogt", "oge", "olt", "ole")
+UNARY = ("exp", "exp2", "log", "log1p", "log2", "sqrt", "sin", "cos", "tan", "tanh")
 
 
 def run_module(text: str, arrays: Sequence[np.ndarray], outputs: Sequence[Any]) -> list:
-    """The results of a module, called with `arrays`; `outputs` are shapes with dtypes."""
+    """The results of a module; `outputs` says their shapes and dtypes."""
     return _Module(text).run(arrays, outputs)
 
 
@@ -55,7 +59,9 @@ def odd_value(dtype: np.dtype) -> Any:
 
 def numbers(attribute: Any) -> list[int]:
     """The integers of `array<i64: 1, 2>` or `[1, 2]`."""
-    text = str(attribute).split(":")[-1] if "array<" in str(attribute) else str(attribute)
+    text = (
+        str(attribute).split(":")[-1] if "array<" in str(attribute) else str(attribute)
+    )
     return [int(n) for n in re.findall(r"-?\d+", text)]
 
 
@@ -97,7 +103,8 @@ class _Call:
         self.first_output = len(self.operands) - len(results)
 
     def _attribute(self, name: str) -> Any:
-        return self.attributes[name] if name in self.attributes else None
+        present = name in self.attributes  # no dict: it has no `get`
+        return self.attributes[name] if present else None
 
     def run(self) -> list[np.ndarray]:
         arguments = list(self.main.regions[0].blocks[0].arguments)
@@ -168,9 +175,7 @@ class _Window:
         """The part of the block that lies on the array, and that part of the array."""
         assert self.index is not None
         inside, of_array = [], []
-        rows = zip(
-            self.index, self.sizes, self.padding, self.array.shape, strict=True
-        )
+        rows = zip(self.index, self.sizes, self.padding, self.array.shape, strict=True)
         for index, size, pad, length in rows:
             start = index - pad if self.by_element else index * size
             low, high = max(start, 0), min(start + size, length)
@@ -251,12 +256,13 @@ class _Walker:
             number = np.frombuffer(bytes.fromhex(text[2:].zfill(width))[::-1], dtype)[0]
         else:
             number = {"true": True, "false": False}.get(text, text)
-            number = np.asarray(float(number) if dtype.kind not in "biu" else int(number))
+            number = np.asarray(
+                float(number) if dtype.kind not in "biu" else int(number)
+            )
         return np.full(shape, number).astype(dtype)
 
     def arith_cmpi(self, op: Any, x: Any, y: Any) -> Any:
-        names = "eq ne slt sle sgt sge ult ule ugt uge".split()
-        kind = names[int(str(op.attributes["predicate"]).split()[0])]
+        kind = CMPI[int(str(op.attributes["predicate"]).split()[0])]
         if kind.startswith("u"):
             x, y = unsigned(x), unsigned(y)
         test = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal}
@@ -264,8 +270,7 @@ class _Walker:
         return test[kind if kind in test else kind[1:]](x, y)
 
     def arith_cmpf(self, op: Any, x: Any, y: Any) -> Any:
-        names = "false oeq ogt oge olt ole one ord ueq ugt uge ult ule une uno".split()
-        kind = names[int(str(op.attributes["predicate"]).split()[0])]
+        kind = CMPF[int(str(op.attributes["predicate"]).split()[0])]
         tests = {"oeq": np.equal, "olt": np.less, "ole": np.less_equal}
         tests |= {"ogt": np.greater, "oge": np.greater_equal}
         return tests[kind](x, y)
@@ -342,7 +347,10 @@ class _Walker:
 
     def tpu_matmul(self, op: Any, lhs: Any, rhs: Any, acc: Any) -> Any:
         text = str(op.attributes["dimension_numbers"])
-        lists = [[int(n) for n in re.findall(r"\d+", g)] for g in re.findall(r"\[(.*?)\]", text)]
+        lists = [
+            [int(n) for n in re.findall(r"\d+", g)]
+            for g in re.findall(r"\[(.*?)\]", text)
+        ]
         (lc,), (rc,), _, _, order, lb, rb = lists
         left, right = list("abcd"[: lhs.ndim]), list("wxyz"[: rhs.ndim])
         left[lc] = right[rc] = "k"
@@ -375,7 +383,7 @@ class _Walker:
         slices = []
         for n, start, size, step in zip(ref.shape, index, shape, strides, strict=True):
             stop = int(start) + (size - 1) * step + 1
-            assert 0 <= start and stop <= n, (ref.shape, index, shape)
+            assert start >= 0 and stop <= n, (ref.shape, index, shape)
             slices.append(slice(int(start), stop, step))
         return ref[tuple(slices)]
 
@@ -405,7 +413,9 @@ class _Walker:
 
     tpu_sem_alloc = memref_alloca
 
-    def tpu_enqueue_dma(self, op: Any, source: Any, target: Any, semaphore: Any) -> None:
+    def tpu_enqueue_dma(
+        self, op: Any, source: Any, target: Any, semaphore: Any
+    ) -> None:
         assert source.shape == target.shape and source.dtype == target.dtype
         target[...] = source
         semaphore[...] += 1
@@ -477,7 +487,9 @@ def _of_unsigned(function: Any) -> Any:
 
 def _in_double(function: Any) -> Any:
     def call(*xs: Any) -> Any:
-        return np.asarray(function(*(x.astype(np.float64) for x in xs))).astype(xs[0].dtype)
+        return np.asarray(function(*(x.astype(np.float64) for x in xs))).astype(
+            xs[0].dtype
+        )
 
     return call
 
@@ -520,8 +532,5 @@ ELEMENTWISE = {
     "math.rsqrt": _in_double(lambda x: 1 / np.sqrt(x)),
     "math.powf": _in_double(np.power),
     "math.atan2": _in_double(np.arctan2),
-    **{
-        f"math.{name}": _in_double(getattr(np, name))
-        for name in "exp exp2 log log1p log2 sqrt sin cos tan tanh".split()
-    },
+    **{f"math.{name}": _in_double(getattr(np, name)) for name in UNARY},
 }
