@@ -60,11 +60,20 @@ def _plain(w: Writer, row: OpDef, dtype: T.DType) -> None:
     operands = _operands(w, dtype, shape, row.arity or 2, level)
     if dtype.is_float and row.domain not in (None, WHOLE):
         operands = [_into_domain(w, v, row.domain) for v in operands]
+    if dtype.is_integer and row.name in ("div", "rem"):
+        operands[1] = _divisor(w, operands[1])
     attrs = w.world.pick(ATTRS.get(row.name, [{}]))
     if row.name == "integer_pow" and not dtype.is_float:
         attrs = {"y": abs(attrs["y"])}
     moves = row.name in MOVES or row.name in JUMPS
     w.emit(row.name, *operands, most=EXACT if moves else ROUGH, **attrs)
+
+
+def _divisor(w: Writer, y: Value) -> Value:
+    """XLA in jax 0.10 crashes where it folds a division by a constant 0."""
+    if y in w.world.unknown:
+        return y
+    return w.emit("or", y, w.number(1, y.tile.dtype, y.tile.shape))
 
 
 def _into_domain(w: Writer, value: Value, domain: tuple[float, float] | None) -> Value:

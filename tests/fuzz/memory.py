@@ -140,7 +140,10 @@ def _load(w: Writer, memory: Memory, where: Place, mask: Any, other: Any) -> Val
     extra = [v for v in (mask, other) if v is not None]
     attrs = dict(index=where.index, mask=mask is not None, other=other is not None)
     operands = (memory.ref, *where.operands, *extra)
-    return w.emit("load", *operands, most=memory.level, **attrs)
+    loaded = w.emit("load", *operands, most=memory.level, **attrs)
+    if not memory.writable and not memory.shared and mask is None:
+        w.world.unknown.add(loaded)
+    return loaded
 
 
 def _hide(w: Writer, value: Value) -> None:

@@ -27,6 +27,8 @@ DIMENSIONS = (4, 1, 2, 3, 5, 8, 7)
 RANKS = (1, 2, 2, 3, 0)
 MAX_SIZE = 96
 
+_MOVING = ("broadcast_in_dim", "reshape", "slice", "pad")
+
 Option = TypeVar("Option")
 
 
@@ -38,6 +40,8 @@ class World:
     dtypes: tuple[T.DType, ...]
     level: dict[Value, int] = field(default_factory=dict)
     used: set[Value] = field(default_factory=set)
+    # Tiles a compiler cannot know: read from an input, and only moved since.
+    unknown: set[Value] = field(default_factory=set)
 
     def integer(self, low: int, high: int) -> int:
         return self.choices.integer(low, high)
@@ -117,6 +121,8 @@ class Writer:
         given = min([BITS, *(world.level.get(v, BITS) for v in operands)])
         results = self.b.emit(name, *operands, **attrs)
         world.used.update(operands)
+        if name in _MOVING and operands[0] in world.unknown:
+            world.unknown.update(results)
         for value in results:
             if not value.is_ref:
                 is_float = value.tile.dtype.is_float

@@ -24,7 +24,6 @@ from pallasite.backends.cpu.arena import Arena
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import (
     Buffer,
-    Formula,
     Indices,
     Ref,
     Root,
@@ -36,6 +35,8 @@ from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.types import DType
+
+MAX_DEPTH = 40  # of formulas in formulas: bounds the size of one loop's body
 
 Meaning = Val | Tile | Ref  # what an IR value stands for: a register, a tile, memory
 
@@ -222,8 +223,10 @@ class Emitter:
         scope = self.scope
         meaning.scope, meaning.last = scope.number, scope.uses.last[value]
         scope.tiles.append(meaning)
+        if meaning.buffer is not None or meaning.is_free:
+            return
         shared = scope.uses.consumers[value] > 1 or value in scope.uses.captured
-        if shared and isinstance(meaning.source, Formula) and not meaning.is_free:
+        if shared or meaning.depth > MAX_DEPTH:
             self.force(meaning)
 
     def define_lazy(self, op: Op, tile: Tile) -> None:
@@ -308,7 +311,7 @@ def emit_elementwise(e: Emitter, op: Op) -> None:
         values = [known[v] for v in op.operands]
         return arithmetic.element(e.f, op.name, op.attrs, dtypes, result.dtype, values)
 
-    operands = e.tiles_of(op.operands)
+    operands = e.tiles_of(list(elements))
     tile = formula(result.shape, result.dtype, element, operands, pointwise=True)
     e.define_lazy(op, tile)
 

@@ -52,6 +52,11 @@ class Formula:
     pointwise: bool = False
     free: bool = False
 
+    @property
+    def depth(self) -> int:
+        """How many formulas lie between an element and memory."""
+        return 1 + max((tile.depth for tile in self.operands), default=0)
+
 
 @dataclass(eq=False)
 class Tile:
@@ -66,6 +71,10 @@ class Tile:
     @property
     def buffer(self) -> Buffer | None:
         return self.source if isinstance(self.source, Buffer) else None
+
+    @property
+    def depth(self) -> int:
+        return self.source.depth if isinstance(self.source, Formula) else 0
 
     @property
     def is_free(self) -> bool:

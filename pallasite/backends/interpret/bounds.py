@@ -140,7 +140,7 @@ class Indices:
         return plain
 
 
-def _on(mask: np.ndarray, axes: Any) -> np.ndarray:
+def _on(mask: np.ndarray, axes: Any) -> Array:
     """Whether any element is on, per position along the given axes."""
     rest = tuple(a for a in range(mask.ndim) if a not in axes)
     return mask.any(axis=rest) if rest else mask

@@ -1,9 +1,9 @@
 """Races: programs that may run at once and touch the same element of memory.
 
-Programs that differ along an axis that the author calls parallel, and that grid analysis
-does not find parallel by itself, are in different *lanes*. Per element this remembers
-the lanes that wrote and read it. Scratch is each lane's own: reading there what another
-lane wrote gives an undefined value.
+Programs that differ along an axis that the author calls parallel, and that grid
+analysis does not find parallel by itself, are in different *lanes*. Per element this
+remembers the lanes that wrote and read it. Scratch is each lane's own: reading there
+what another lane wrote gives an undefined value.
 """
 
 from collections.abc import Sequence

@@ -8,11 +8,9 @@ from pallasite.ir.opdef import table
 _VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view")
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
 # that stay finite wherever their operands are.
-_FOLDABLE = frozenset(
-    ("constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store")
-    + ("add", "sub", "mul", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and")
-    + ("or", "not", "max", "min", "neg", "subview")
-)
+_FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}
+_FOLDABLE |= {"add", "sub", "mul", "neg", "max", "min", "select_n", "subview"}
+_FOLDABLE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not"}
 _FOLD_LIMIT = 16
 _FOLD_ELEMENTS = 1 << 20
 

@@ -212,8 +212,10 @@ class CheckedNumbers(NumpyNumbers):
         carry: list[Array],
         body: Callable[[Array, list[Array]], list[Array]],
     ) -> list[Array]:
-        bounds = [self.certain(x, "a loop's length") for x in (first, limit, step)]
-        return super().counted(*bounds, carry, body)
+        first, limit, step = (
+            self.certain(x, "a loop's length") for x in (first, limit, step)
+        )
+        return super().counted(first, limit, step, carry, body)
 
     def branch(
         self, which: Array, branches: Sequence[Callable], carry: list[Array]

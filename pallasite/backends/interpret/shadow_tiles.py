@@ -1,8 +1,8 @@
 """How undefined elements travel through ops: the codes of results from operands.
 
-`elementwise` and `tile_op` mirror the ops of the table on arrays of codes. Where the
-result does not depend on an undefined element (a select that does not choose it, a false
-`and`), it is defined.
+`elementwise` and `tile_op` mirror the ops of the table on arrays of codes. A result
+that does not depend on an undefined element (a select that does not choose it, a false
+`and`) is defined.
 """
 
 from collections.abc import Callable, Sequence

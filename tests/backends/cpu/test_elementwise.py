@@ -86,6 +86,32 @@ def test_cast_follows_its_meaning(source: DType):
         assert_close(got, want, target, 1 if target.bits == 16 else 0)
 
 
+EIGHT_BITS = [d for d in DTYPES.values() if d.name.startswith("f8") and d.bits == 8]
+EIGHT_BITS = [d for d in EIGHT_BITS if d.name != "f8e8m0fnu"]
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_8_bit_floats_round_to_nearest_even(dtype: DType):
+    numbers = np.arange(256, dtype=np.uint8).view(dtype.np)
+    widened = compute(lambda b, t: b.op("cast", t, dtype=DTYPES["f32"]), numbers)
+    np.testing.assert_array_equal(widened, numbers.astype(np.float32))
+    finite = np.sort(widened[np.isfinite(widened)])
+    halfway = (finite[1:] + finite[:-1]) / 2
+    around = [np.nextafter(halfway, np.float32(s)) for s in (-1e9, 1e9)]
+    beyond = finite[-1] * np.array([1.01, 1.06, 1.0625, 1.1, 2, np.inf, np.nan], "f4")
+    x = np.concatenate([finite, halfway, *around, beyond, -beyond]).astype("f4")
+    got = compute(lambda b, t: b.op("cast", t, dtype=dtype), x)
+    with np.errstate(all="ignore"):
+        want = x.astype(dtype.np)
+    bits = [np.where(np.isnan(a.astype("f4")), 0, a.view("u1")) for a in (got, want)]
+    np.testing.assert_array_equal(*bits)
+    total = compute(lambda b, t: b.add(t, t), numbers)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(
+            total.astype("f4"), (numbers + numbers).astype("f4")
+        )
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -298,6 +298,21 @@ def test_scratch_is_reused_when_its_tile_is_dead():
     assert size <= 5 * 4096
 
 
+def test_long_chains_are_cut_and_powers_of_powers_are_not_repeated():
+    x = np.full(16, 1.0, np.float32)
+
+    def emit(b, v, w):
+        for _ in range(500):
+            v = b.add(v, b.neg(w))
+        for _ in range(60):
+            v = b.mul(v, v)
+        return v
+
+    kernel = tiles_kernel(emit, [x, x])
+    assert len(llvm_of(kernel).splitlines()) < 3000
+    np.testing.assert_array_equal(compute(emit, x, 0 * x), x)
+
+
 def test_f64_and_bf16_meet_in_casts():
     x = normal(10, dtype=np.float64)
     got = compute(lambda b, v: b.cast(b.cast(v, BF16), F64), x)

@@ -37,9 +37,22 @@ CMPF = ("false", "oeq", "ogt", "oge", "olt", "ole")
 UNARY = ("exp", "exp2", "log", "log1p", "log2", "sqrt", "sin", "cos", "tan", "tanh")
 
 
-def run_module(text: str, arrays: Sequence[np.ndarray], outputs: Sequence[Any]) -> list:
-    """The results of a module; `outputs` says their shapes and dtypes."""
-    return _Module(text).run(arrays, outputs)
+def run_module(
+    text: str,
+    arrays: Sequence[np.ndarray],
+    outputs: Sequence[Any],
+    aliases: Sequence[tuple[int, int]] = (),
+) -> list[np.ndarray]:
+    """The results of a module.
+
+    `outputs` says their shapes and dtypes; `aliases` pairs operands with results that
+    are the same memory.
+    """
+    arrays = [np.array(a) for a in arrays]
+    results = [np.full(o.shape, odd_value(np.dtype(o.dtype)), o.dtype) for o in outputs]
+    for operand, result in aliases:
+        results[result] = arrays[operand]
+    return _Module(text).run(arrays, results)
 
 
 def memory(shape: Sequence[int], element: str) -> np.ndarray:
@@ -75,21 +88,17 @@ class _Module:
             body = self.module.body.operations
             self.functions = {op.attributes["sym_name"].value: op for op in body}
 
-    def run(self, arrays: Sequence[np.ndarray], outputs: Sequence[Any]) -> list:
+    def run(self, arrays: Sequence[np.ndarray], results: list[np.ndarray]) -> list:
         with self.context, np.errstate(all="ignore"):
-            return _Call(self, arrays, outputs).run()
+            return _Call(self, arrays, results).run()
 
 
 class _Call:
     """One call of a module's main function."""
 
-    def __init__(self, module: _Module, arrays: Sequence[np.ndarray], outputs: Any):
+    def __init__(self, module: _Module, arrays: Sequence[np.ndarray], results: Any):
         self.module, self.main = module, module.functions["main"]
-        self.attributes = self.main.attributes
-        results = [
-            np.full(o.shape, odd_value(np.dtype(o.dtype)), o.dtype) for o in outputs
-        ]
-        self.results = results
+        self.attributes, self.results = self.main.attributes, results
         bounds = self._attribute("iteration_bounds")
         self.bounds = None if bounds is None else numbers(bounds)
         dynamic = sum(n == DYNAMIC for n in self.bounds or ())

@@ -1,0 +1,230 @@
+"""The text the TPU backend emits, and what it refuses, word for word."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite.backends.base import Options, compile_stages, get
+from pallasite.backends.tpu.compile import call_config, verify
+from pallasite.backends.tpu.emit import emit_module
+from pallasite.errors import PallasError, SpecError, UnsupportedError
+from pallasite.frontend.primitive import kernels_in
+from pallasite.ir.nodes import Kernel, Loc
+from tests.backends.tpu.harness import kernel_of, mosaic
+from tests.backends.tpu.kernels import CASES, array
+from tests.ir import kernels as by_hand
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("name", ["vector_add", "attention_causal"])
+def test_text_is_as_before(name):
+    path = GOLDEN / f"{name}.mlir"
+    text = mosaic(kernel_of(name))
+    if not path.exists():  # delete the file to accept a new text
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_module_verifies(name):
+    verify(mosaic(kernel_of(name)))
+
+
+@pytest.mark.parametrize("make", by_hand.ALL, ids=lambda make: make.__name__)
+def test_kernel_built_by_hand_verifies(make):
+    verify(mosaic(make()))
+
+
+def test_debug_puts_the_users_lines_into_the_module():
+    text = mosaic(kernel_of("softmax"), debug=True)
+    assert 'kernels.py":' in text
+    verify(text)
+    assert "loc(" not in mosaic(kernel_of("softmax"))
+
+
+def test_stages_are_named_in_order():
+    kernel = kernel_of("inner_pipeline")
+    stages = compile_stages(get("tpu"), kernel, Options())
+    assert list(stages) == ["scheduled", "mosaic"]
+    assert "copy_start" in stages["scheduled"]
+
+
+def test_call_config_carries_what_the_author_said():
+    import json
+
+    options = Options(
+        compiler_params={"vmem_limit_bytes": 1 << 20, "collective_id": 3},
+        cost_estimate={"flops": 7, "transcendentals": 1, "bytes_accessed": 9},
+    )
+    config = json.loads(call_config(mosaic(kernel_of("vector_add")), options))
+    memory = [{"memory_space": 1, "offset": 0, "size": 1 << 20}]
+    assert config["scoped_memory_configs"] == memory
+    call = config["custom_call_config"]
+    assert call["collective_id"] == 3
+    assert call["cost_estimate"]["flops"] == 7
+    assert call["serialization_format"] == 1
+    assert call["needs_layout_passes"] is True
+
+
+def test_unknown_compiler_parameter_is_refused():
+    options = Options(compiler_params={"num_warps": 4})
+    with pytest.raises(SpecError, match="no compiler parameter num_warps"):
+        call_config(mosaic(kernel_of("vector_add")), options)
+
+
+# --- refusals ---
+
+
+def refusal(kernel: Kernel) -> str:
+    with pytest.raises(PallasError) as caught:
+        mosaic(kernel)
+    text = str(caught.value)
+    lines = [line for line in text.splitlines() if not line.startswith("  at ")]
+    return "\n".join(lines)
+
+
+def kernel(function, *shapes) -> Kernel:
+    (found,) = kernels_in(function, *shapes)
+    return found
+
+
+def test_block_that_misses_the_tiles_is_refused():
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    spec = pl.BlockSpec((4, 100), lambda i, j: (i, j))
+    call = pl.pallas_call(
+        copy, out_shape=array(64, 256), grid=(16, 3), in_specs=[spec], out_specs=spec
+    )
+    assert refusal(kernel(call, array(64, 256))) == (
+        "block shape does not fit the tiles of a TPU\n"
+        "  kernel   copy\n"
+        "  operand  input 0 ('x_ref'), f32[64,256]\n"
+        "  block    (4, 100)\n"
+        "  rule     the last two dimensions must be multiples of (8, 128), or as large"
+        " as the array\n"
+        "  fix      use a block of (8, 128)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype", "fits"),
+    [
+        ((64, 256), (8, 128), jnp.float32, True),
+        ((64, 256), (8, 64), jnp.float32, False),
+        ((64, 256), (1, 256), jnp.float32, False),
+        ((60, 200), (60, 200), jnp.float32, True),
+        ((60, 200), (20, 200), jnp.float32, False),
+        ((7, 512), (7, 128), jnp.float32, True),
+        ((100, 300), (104, 384), jnp.float32, True),
+        ((64, 256), (8, 128), jnp.bfloat16, True),
+        ((64, 256), (4, 128), jnp.bfloat16, False),
+        ((1000,), (1000,), jnp.float32, True),
+        ((1024,), (128,), jnp.float32, True),
+        ((1024,), (64,), jnp.float32, False),
+        ((1024,), (128,), jnp.bfloat16, False),
+        ((3, 8, 128), (1, 8, 128), jnp.float32, True),
+    ],
+)
+def test_tiling_rule(shape, block, dtype, fits):
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    spec = pl.BlockSpec(block, lambda *ids: ids)
+    grid = tuple(pl.cdiv(n, b) for n, b in zip(shape, block, strict=True))
+    call = pl.pallas_call(
+        copy, out_shape=out, grid=grid, in_specs=[spec], out_specs=spec
+    )
+    made = kernel(call, out)
+    if fits:
+        verify(mosaic(made))
+    else:
+        with pytest.raises(SpecError, match="does not fit the tiles"):
+            mosaic(made)
+
+
+def test_unsupported_op_is_refused_with_its_line():
+    def scatter(x_ref, i_ref, o_ref):
+        o_ref[...] = x_ref[...].at[i_ref[...]].add(1.0)
+
+    call = pl.pallas_call(scatter, out_shape=array(8, 128))
+    made = kernel(call, array(8, 128), array(4, dtype=jnp.int32))
+    with pytest.raises(UnsupportedError, match="backend 'tpu' cannot run scatter") as e:
+        mosaic(made)
+    assert e.value.at.file.endswith("test_emit.py")
+    assert e.value.fix
+
+
+def test_load_from_main_memory_is_refused():
+    def direct(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    call = pl.pallas_call(
+        direct, out_shape=array(8, 128), in_specs=[pl.BlockSpec(memory_space=pl.ANY)]
+    )
+    text = refusal(kernel(call, array(8, 128)))
+    assert text.startswith("backend 'tpu' cannot run load\n")
+    assert "ref<f32[8,128] any> lies in main memory" in text
+    assert "copy it to VMEM first" in text
+
+
+def test_vector_of_scalar_memory_is_refused():
+    def whole(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    smem = pl.BlockSpec(memory_space=pl.MemorySpace.SMEM)
+    call = pl.pallas_call(whole, out_shape=array(128), in_specs=[smem])
+    text = refusal(kernel(call, array(128)))
+    assert "scalar memory is read one number at a time" in text
+
+
+def test_bool_operand_is_refused():
+    def pick(m_ref, o_ref):
+        o_ref[...] = jnp.where(m_ref[...], 1.0, 0.0)
+
+    call = pl.pallas_call(pick, out_shape=array(8, 128))
+    assert refusal(kernel(call, array(8, 128, dtype=jnp.bool_))) == (
+        "backend 'tpu' takes no bool arrays\n"
+        "  operand  input 0 ('m_ref'), bool[8,128]\n"
+        "  fix      pass it as int32 and compare with 0 in the kernel"
+    )
+
+
+def test_dot_of_two_contracted_dimensions_is_refused():
+    def both(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.tensordot(x_ref[...], y_ref[...], 2)
+
+    call = pl.pallas_call(both, out_shape=array(8, 16))
+    text = refusal(kernel(call, array(8, 4, 128), array(4, 128, 16)))
+    assert "the matrix unit contracts one dimension" in text
+
+
+def test_inner_pipeline_over_the_edge_is_refused():
+    from pallasite import tpu as pltpu
+
+    def outer(x_ref, o_ref):
+        def step(x_block):
+            o_ref[...] = x_block[...]
+
+        spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        pltpu.emit_pipeline(step, grid=(2,), in_specs=[spec])(x_ref)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(outer, out_shape=array(8, 128), in_specs=[anywhere])
+    text = refusal(kernel(call, array(12, 128)))
+    assert "a block of an inner pipeline hangs over the edge" in text
+    assert "choose a block that divides the array" in text
+
+
+def test_a_line_is_kept_through_the_stages():
+    made = by_hand.vector_add(1024, 64)
+    made = made.with_(loc=Loc("user.py", 12, "main"))
+    with pytest.raises(SpecError) as caught:
+        emit_module(made)
+    assert "at       user.py:12 in main" in str(caught.value)
