@@ -16,7 +16,7 @@ def main():
         o_ref[...] = x_ref[...]
 
     def gather_rows(index, x):
-        row = lambda i, index_ref: (index_ref[i], 0)  # noqa: E731
+        row = lambda i, index_ref: (index_ref[i], 0)
         return pl.pallas_call(
             gather_kernel,
             out_shape=jax.ShapeDtypeStruct((index.shape[0], x.shape[1]), x.dtype),

@@ -87,7 +87,7 @@ def main():
     rows = []
     for name, how in ways_to_run():
         progress(f"running the kernel: {name} ...")
-        call = lambda *args, how=how: matmul_gelu(*args, **how)  # noqa: E731
+        call = lambda *args, how=how: matmul_gelu(*args, **how)
         fn = call if name == "checked" else jax.jit(call)
         error = float(np.abs(np.asarray(fn(x, y, bias)) - want).max())
         repeats = 1 if name == "checked" else 10

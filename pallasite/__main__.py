@@ -72,9 +72,7 @@ def backend_states() -> list[tuple[str, str]]:
 
     present = {d.platform for d in jax.devices()}
     states = [("interpret", "ready: the emulation and checked mode run anywhere")]
-    for name in base.names():
-        states.append((name, _state(name, present)))
-    return states
+    return states + [(name, _state(name, present)) for name in base.names()]
 
 
 def usable_backends() -> list[str]:

@@ -30,9 +30,15 @@ def _flag(text: str) -> bool:
 KNOBS: dict[str, Knob] = {
     k.name: k
     for k in (
-        Knob("verify", "PALLASITE_VERIFY", _flag, False, "verify the IR after each pass"),
-        Knob("dump", "PALLASITE_DUMP", str, "", "folder to write every stage's text to"),
-        Knob("backend", "PALLASITE_BACKEND", str, "", "backend of calls that name none"),
+        Knob(
+            "verify", "PALLASITE_VERIFY", _flag, False, "verify the IR after each pass"
+        ),
+        Knob(
+            "dump", "PALLASITE_DUMP", str, "", "folder to write every stage's text to"
+        ),
+        Knob(
+            "backend", "PALLASITE_BACKEND", str, "", "backend of calls that name none"
+        ),
         Knob(
             "interpret",
             "PALLASITE_INTERPRET",
@@ -42,12 +48,14 @@ KNOBS: dict[str, Knob] = {
         ),
     )
 }
-_overrides: ContextVar[dict[str, Any]] = ContextVar("pallasite_config", default={})
+_overrides: ContextVar[dict[str, Any] | None] = ContextVar(
+    "pallasite_config", default=None
+)
 
 
 def get(name: str) -> Any:
     """The value of a knob: override, else environment, else default."""
-    knob, overrides = KNOBS[name], _overrides.get()
+    knob, overrides = KNOBS[name], _overrides.get() or {}
     if name in overrides:
         return overrides[name]
     text = os.environ.get(knob.env)
@@ -60,7 +68,7 @@ def override(**values: Any) -> Iterator[None]:
     unknown = values.keys() - KNOBS.keys()
     if unknown:
         raise ValueError(f"unknown knobs {sorted(unknown)}; known: {sorted(KNOBS)}")
-    token = _overrides.set({**_overrides.get(), **values})
+    token = _overrides.set({**(_overrides.get() or {}), **values})
     try:
         yield
     finally:

@@ -45,7 +45,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         # The import system has just overwritten these with the alias's own.
         module.__spec__, module.__loader__ = self._own_spec
-        module.__name__ = self._own_spec[0].name if self._own_spec[0] else module.__name__
+        module.__name__ = (
+            self._own_spec[0].name if self._own_spec[0] else module.__name__
+        )
 
 
 _FINDER = _Finder()
@@ -86,4 +88,4 @@ def uninstall() -> None:
         if sys.modules.get(name) is sys.modules.get(ours):
             sys.modules.pop(name, None)
     if getattr(jax.experimental, "pallas", None) is sys.modules["pallasite"]:
-        del jax.experimental.pallas
+        del jax.experimental.pallas  # type: ignore[attr-defined]

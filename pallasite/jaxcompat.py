@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.dtypes
+import jax.ref
 import numpy as np
 
 # `jax.extend` would give these too, but importing it loads parts of upstream Pallas.
@@ -110,7 +113,7 @@ def exclude_from_tracebacks(path: str) -> None:
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_data_shape(dtype: Any) -> tuple[int, ...]:

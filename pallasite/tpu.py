@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from pallasite import missing
 from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
-from pallasite.frontend.mesh import CoreMesh as TensorCoreMesh
 from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.frontend.refs import async_copy as async_copy
 from pallasite.frontend.refs import delay as delay
@@ -108,7 +107,7 @@ def repeat(x: Any, repeats: int, axis: int) -> jax.Array:
 def roll(
     x: Any, shift: Any, axis: int, *, stride: Any = None, stride_axis: Any = None
 ) -> jax.Array:
-    """Rotate along an axis; with `stride`, row `n` of `stride_axis` by n*stride more."""
+    """Rotate along an axis; with `stride`, row n of `stride_axis` n*stride more."""
     if stride is None:
         return jnp.roll(x, shift, axis)
     rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, stride_axis)

@@ -38,7 +38,8 @@ def test_run_serves_upstream_imports(run_python: Callable[..., str], script):
 
 
 def test_install_then_import(run_python: Callable[..., str], script):
-    code = f"import pallasite; pallasite.install(); import runpy; runpy.run_path({script!r})"
+    code = "import pallasite; pallasite.install(); import runpy; "
+    code += f"runpy.run_path({script!r})"
     assert "10.0" in run_python("-c", code)
 
 
@@ -111,7 +112,7 @@ def test_unknown_names_are_attribute_errors():
     import pallasite as pl
 
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        pl.nonsense  # noqa: B018
+        pl.nonsense
     assert "missing" in repr(pl.core_map)
 
 

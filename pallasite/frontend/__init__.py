@@ -1,1 +1,1 @@
-"""Frontend: specs and refs, tracing, import to Kernel IR, the primitive and its rules."""
+"""Frontend: specs and refs, tracing, import to Kernel IR, the primitive."""

@@ -375,7 +375,7 @@ def _specs(
 
 
 def _match(specs: Any, operands: Any, role: str, request: Request):
-    is_spec = lambda s: isinstance(s, BlockSpec) or s is None or s is no_block_spec  # noqa: E731
+    is_spec = lambda s: isinstance(s, BlockSpec) or s is None or s is no_block_spec
     try:
         spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
     except ValueError as error:
@@ -433,7 +433,7 @@ def _describe(x: Any) -> str:
 
 
 def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], Any]:
-    is_leaf = lambda s: as_memory_ref(s) is not None  # noqa: E731
+    is_leaf = lambda s: as_memory_ref(s) is not None
     shapes = spec.scratch_shapes
     if shapes is None:
         shapes = ()
@@ -465,7 +465,7 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
         ]
         if not 0 <= source < len(flat) or not 0 <= target < len(request.out_shapes):
             raise SpecError(
-                f"alias {source}: {target} names an operand or result that is not there",
+                f"alias {source}: {target} names something that is not there",
                 [
                     *facts,
                     ("operands", len(flat)),

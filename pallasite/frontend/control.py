@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.ref
 import numpy as np
 from jax import lax
 

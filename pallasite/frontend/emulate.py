@@ -120,7 +120,10 @@ class JaxNumbers:
             if sizes == list(array.shape) and set(strides) <= {1}:
                 return array
             return lax.slice(array, starts, limits, strides)
-        value = lax.dynamic_slice(array, [_int32(s) for s in starts], sizes)
+        # The walker has clamped the starts: there is nothing to wrap around.
+        value = lax.dynamic_slice(
+            array, [_int32(s) for s in starts], sizes, allow_negative_indices=False
+        )
         if any(p.stride != 1 for p in picks):
             strides = [p.stride for p in picks]
             value = lax.slice(value, [0] * len(picks), value.shape, strides)
@@ -161,7 +164,12 @@ class JaxNumbers:
             value = spaced.at[where].set(value)
         if sizes == list(array.shape):
             return value
-        return lax.dynamic_update_slice(array, value, [_int32(p.start) for p in picks])
+        return lax.dynamic_update_slice(
+            array,
+            value,
+            [_int32(p.start) for p in picks],
+            allow_negative_indices=False,
+        )
 
     def rmw(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
@@ -216,6 +224,10 @@ class JaxNumbers:
     def clamp(self, index: Any, low: Any, high: Any) -> Any:
         if isinstance(index, int):
             return min(max(index, low), high)
+        if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
+            # Clamp before the conversion: it wraps.
+            least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
+            index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
         return jnp.clip(_int32(index), _int32(low), _int32(high))
 
     def add(self, a: Any, b: Any) -> Any:
@@ -246,9 +258,7 @@ class JaxNumbers:
         return _lax_function(kind)(a, b)
 
     def select(self, predicate: Array, on_true: Array, on_false: Array) -> Array:
-        return lax.select(
-            jnp.broadcast_to(predicate, on_true.shape), on_true, on_false
-        )
+        return lax.select(jnp.broadcast_to(predicate, on_true.shape), on_true, on_false)
 
     def is_branch(self, which: Array, n: int, count: int) -> Array:
         which = jnp.clip(which, jnp.int32(0), jnp.int32(count - 1))
@@ -257,14 +267,9 @@ class JaxNumbers:
     # --- control ---
 
     def counted(self, first, limit, step, carry, body) -> list[Array]:
-        static = _static_bounds(first, limit, step)
-        if static is None:
-            total = lax.max(
-                lax.div(limit - first + step - jnp.ones_like(step), step),
-                jnp.zeros_like(first),
-            )
-        else:
-            total = static
+        total = _static_bounds(first, limit, step)
+        if total is None:
+            total = _dynamic_bounds(first, limit, step)
         if isinstance(total, int) and total <= 1:
             return body(first, list(carry)) if total == 1 else list(carry)
 
@@ -272,7 +277,7 @@ class JaxNumbers:
             i = first + lax.convert_element_type(n, first.dtype) * step
             return _same_types(body(i, values), values)
 
-        return lax.fori_loop(0, total, one, list(carry))
+        return lax.fori_loop(jnp.zeros_like(total), total, one, list(carry))
 
     def while_(self, go_on, body, carry) -> list[Array]:
         return lax.while_loop(
@@ -300,7 +305,9 @@ class JaxNumbers:
 
     # --- debugging ---
 
-    def debug_print(self, fmt: str, values: Sequence[Array], when: Array | None) -> None:
+    def debug_print(
+        self, fmt: str, values: Sequence[Array], when: Array | None
+    ) -> None:
         template = fmt if "{}" in fmt else fmt + " {}" * len(values)
         jax.debug.print(template.rstrip("\n"), *values)
 
@@ -388,6 +395,15 @@ def _static_bounds(first: Array, limit: Array, step: Array) -> int | None:
     except jax.errors.ConcretizationTypeError:
         return None
     return max(0, -(-(hi - lo) // by))
+
+
+def _dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
+    """The trip count as an array; no difference is taken that could wrap around."""
+    if first.dtype.itemsize < 4:
+        first, limit, step = (_int32(v) for v in (first, limit, step))
+    one = jnp.ones_like(step)
+    steps = lax.div(limit - first - one, step) + one
+    return jnp.where(first < limit, steps, jnp.zeros_like(steps))
 
 
 def _same_types(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:

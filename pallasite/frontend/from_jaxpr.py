@@ -91,7 +91,7 @@ class Importer:
 
     def constant(self, value: Any, aval: Any) -> Value:
         type_ = tile_type(aval, self.where)
-        array = np.asarray(value)
+        array: Any = np.asarray(value)
         if array.ndim and array.size > 1 and not (array == array.flat[0]).all():
             return self.captured(value)
         return self.builder.constant(array.flat[0] if array.ndim else array, type_)
@@ -191,7 +191,7 @@ class Importer:
     def region(
         self, jaxpr: Any, params: Sequence[Value], args: Sequence[Value]
     ) -> Block:
-        """A jaxpr as a region: `args` feed its inputs, `params` are the region's own."""
+        """A jaxpr as a region: `args` feed its inputs, `params` are its own."""
         with self.nested() as builder:
             results = self.run(jaxpr, args)
             return builder.block(params, results)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
@@ -55,9 +54,7 @@ class Carry:
         return [v if v.is_ref else next(pending) for v in self.initial]
 
     def yielded(self, results: Sequence[Value]) -> list[Value]:
-        return [
-            r for v, r in zip(self.initial, results, strict=True) if not v.is_ref
-        ]
+        return [r for v, r in zip(self.initial, results, strict=True) if not v.is_ref]
 
 
 @rule("while")
@@ -89,7 +86,11 @@ def _as_counted_loop(
             pass
         case _:
             return None
-    if condition.yields != (r,) or i not in condition.params or n not in condition.params:
+    if (
+        condition.yields != (r,)
+        or i not in condition.params
+        or n not in condition.params
+    ):
         return None
     at, limit = condition.params.index(i), condition.params.index(n)
     if at == limit or body.yields[limit] is not body.params[limit]:
@@ -255,5 +256,3 @@ def _delay(im: Importer, eqn: Any, nanos: Value) -> None:
 def _pipeline(im: Importer, eqn: Any, *args: Value) -> None:
     plan = eqn.params["plan"]
     plan.emit(im, eqn)
-
-

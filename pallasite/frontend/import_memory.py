@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite.errors import RefIndexError, KernelTypeError
+from pallasite.errors import KernelTypeError, RefIndexError
 from pallasite.frontend.from_jaxpr import Importer, rule, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
@@ -111,7 +111,9 @@ def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], 
         else:
             entries.append(_point(im, ref, d, size, entry, operands))
     gathers = [d for d, e in enumerate(entries) if isinstance(e, Gather)]
-    contiguous = gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True
+    contiguous = (
+        gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True
+    )
     front = 0
     if gathers and contiguous:
         front = sum(isinstance(e, Span) for e in entries[: gathers[0]])
@@ -245,7 +247,9 @@ def _masked_swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value)
 
 
 @rule("pallasite_atomic_rmw")
-def _atomic_rmw(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
+def _atomic_rmw(
+    im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value
+) -> Value:
     picked, mask, _ = _parts(im, eqn, 1, ref)
     value = picked.from_jax(im, value)
     extra = [] if mask is None else [mask]
@@ -342,5 +346,3 @@ def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
 def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
     (semaphore,) = _views(im, eqn)
     return im.builder.op("sem_read", semaphore)
-
-

@@ -262,7 +262,7 @@ def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
 
 @rule("top_k")
 def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
-    """Sort values with their positions, largest first; equal values keep their order."""
+    """Sort with positions, largest first; equal values keep their order."""
     k, axis = eqn.params["k"], eqn.params.get("axis", -1) % x.tile.rank
     index = tile_type(eqn.outvars[1].aval).dtype
 

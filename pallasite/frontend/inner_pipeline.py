@@ -182,7 +182,7 @@ def _bind(
 
 
 def _spec_list(specs: Any) -> list[BlockSpec]:
-    is_spec = lambda s: isinstance(s, BlockSpec) or s is None  # noqa: E731
+    is_spec = lambda s: isinstance(s, BlockSpec) or s is None
     return [s or BlockSpec() for s in jax.tree.leaves(specs, is_leaf=is_spec)]
 
 

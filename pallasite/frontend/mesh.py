@@ -110,7 +110,7 @@ def kernel(
 def _like(tree: Any, spec: BlockSpec) -> Any:
     import jax
 
-    is_shape = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    is_shape = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     return jax.tree.map(lambda _: spec, tree, is_leaf=is_shape)
 
 

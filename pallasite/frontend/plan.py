@@ -71,7 +71,9 @@ def _trace_index_map(
     fn = spec.index_map
     if fn is None:
         if any(d.kind == "bounded" for d in window.dims):
-            raise SpecError("a BoundedSlice needs an index map", [("operand", operand)], at)
+            raise SpecError(
+                "a BoundedSlice needs an index map", [("operand", operand)], at
+            )
         return None
 
     def indices(*args: Any) -> list[Any]:
@@ -287,7 +289,9 @@ def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
     """`dimension_semantics` as names; enums and old spellings are accepted."""
     if given is None:
         return ("arbitrary",) * grid_rank
-    names = tuple(str(getattr(s, "value", getattr(s, "name", s))).lower() for s in given)
+    names = tuple(
+        str(getattr(s, "value", getattr(s, "name", s))).lower() for s in given
+    )
     if len(names) != grid_rank:
         raise SpecError(
             "dimension_semantics does not have one entry per grid axis",

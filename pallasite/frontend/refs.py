@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import jax.ref
 import numpy as np
 
 from pallasite import jaxcompat
@@ -19,7 +21,7 @@ from pallasite.frontend.trace import user_location
 
 ds = jax.ds
 dslice = jax.ds
-Slice = type(jax.ds(0, 1))
+Slice: Any = type(jax.ds(0, 1))
 
 _INT32 = jax.core.ShapedArray((), np.dtype("int32"))
 
@@ -110,7 +112,7 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
     primitive = _primitive(name)
 
     def abstract(ref: Any, *flat: Any, tree: Any, **params: Any) -> Any:
-        transforms, mask, other = jax.tree.unflatten(tree, flat[num_values:])
+        transforms, _, other = jax.tree.unflatten(tree, flat[num_values:])
         shape, dtype = _picked(ref, transforms)
         for value in (*flat[:num_values], other):
             if value is not None and (value.shape, value.dtype) != (shape, dtype):
@@ -352,7 +354,9 @@ class AsyncCopyDescriptor:
 
     def start(self, priority: int = 0, *, add: bool = False) -> None:
         if add:
-            raise KernelTypeError("a copy that adds to its destination is not available")
+            raise KernelTypeError(
+                "a copy that adds to its destination is not available"
+            )
         self._bind("start")
 
     def wait(self) -> None:

@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.core
 import numpy as np
 
 

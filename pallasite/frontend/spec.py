@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallasite.errors import SpecError
@@ -75,7 +75,7 @@ class BlockSpec:
 
     Args:
         block_shape: one entry per array dimension: an int, None (one element, the
-            kernel does not see the dimension), or Squeezed/Blocked/Element/BoundedSlice.
+            kernel does not see it), or Squeezed, Blocked, Element, BoundedSlice.
             None as a whole: the block is the entire array.
         index_map: from grid indices (and scalar-prefetch refs) to block indices.
             None: always the first block.
@@ -197,9 +197,9 @@ def as_grid(grid: Any) -> tuple[Any, ...]:
     return tuple(_grid_entry(n, entry, entries) for n, entry in enumerate(entries))
 
 
-def _grid_entry(axis: int, entry: Any, grid: tuple[Any, ...]) -> Any:
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
-        entry = entry[1]
+def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
+    named = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str)
+    entry: Any = given[1] if named else given
     if isinstance(entry, (bool, float, np.floating)) or entry is None:
         raise SpecError(
             "a grid size must be an integer",
@@ -289,7 +289,7 @@ def _fill(spec: BlockSpec, operand: Operand, at: Any) -> Any:
     if isinstance(spec.fill, (bool, int, float, np.number, np.bool_)):
         value = np.asarray(spec.fill).astype(operand.dtype)
         same = np.asarray(value, dtype=object) == spec.fill or spec.fill != spec.fill
-        is_float = jax.dtypes.issubdtype(operand.dtype, np.floating)
+        is_float = jnp.issubdtype(operand.dtype, jnp.floating)
         if is_float or same:
             return value.item() if value.dtype.kind in "biuf" else float(value)
     raise SpecError(

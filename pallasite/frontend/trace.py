@@ -47,7 +47,9 @@ def trace(fn: Callable[..., Any], tree: Any, avals: Sequence[Any]) -> Traced:
     return Traced(jaxpr, tuple(captured), out_tree[0])
 
 
-def check_signature(fn: Callable[..., Any], args: Any, kwargs: Any, facts: Any, at: Any):
+def check_signature(
+    fn: Callable[..., Any], args: Any, kwargs: Any, facts: Any, at: Any
+):
     """Refuse a kernel whose parameters cannot take the refs it will be given."""
     try:
         signature = inspect.signature(fn)
@@ -92,7 +94,10 @@ def parameter_names(fn: Any, count: int) -> list[str]:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     names = [p.name for p in parameters if p.kind in positional]
     return (names + [""] * count)[:count]
 

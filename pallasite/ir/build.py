@@ -69,7 +69,7 @@ class Builder:
     def broadcast(
         self, x: Value, shape: Sequence[int], dims: Sequence[int] | None = None
     ) -> Value:
-        """Broadcast to `shape`; dimension d of `x` becomes `dims[d]` (default: last)."""
+        """Broadcast; dimension d of `x` becomes `dims[d]` (default: the last)."""
         shape = tuple(shape)
         if dims is None:
             dims = range(len(shape) - x.tile.rank, len(shape))
@@ -100,10 +100,13 @@ class Builder:
     ) -> None:
         index = full_index(ref.ref.shape) if index is None else index
         extra = [] if mask is None else [mask]
-        attrs = dict(index=index, mask=mask is not None)
-        self.emit("store", ref, value, *operands, *extra, **attrs)
+        self.emit(
+            "store", ref, value, *operands, *extra, index=index, mask=mask is not None
+        )
 
-    def subview(self, ref: Value, index: Index, operands: Sequence[Value] = ()) -> Value:
+    def subview(
+        self, ref: Value, index: Index, operands: Sequence[Value] = ()
+    ) -> Value:
         return self.op("subview", ref, *operands, index=index)
 
     def __getattr__(self, name: str) -> Callable[..., Value]:

@@ -48,7 +48,7 @@ class Value:
         return isinstance(self.type, RefType)
 
 
-# --- how a load, store or subview picks elements: one entry per dimension of the ref ---
+# --- how a load, store or subview picks elements: one entry per ref dimension ---
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Op:
     name: str
     operands: tuple[Value, ...] = ()
     results: tuple[Value, ...] = ()
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     regions: tuple[Block, ...] = ()
     loc: Loc | None = None
 

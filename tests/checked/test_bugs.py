@@ -701,3 +701,50 @@ def test_vmap_names_the_batch():
     x = jnp.arange(3.0)[:, None] * jnp.ones((3, 8))
     with pytest.raises(CheckError, match=r"8 of 24, first \(2, 0\)"):
         jax.vmap(add)(x)
+
+
+def test_inner_pipeline_names_its_step():
+    def inner(x_ref, o_ref):
+        o_ref[...] = x_ref[pl.ds(pl.program_id(0), 4)]
+
+    def kernel(x_ref, o_ref):
+        block = pl.BlockSpec((4,), lambda j: (j,))
+        pltpu.emit_pipeline(inner, grid=(2,), in_specs=[block], out_specs=[block])(
+            x_ref.at[pl.ds(pl.program_id(0) * 8, 8)],
+            o_ref.at[pl.ds(pl.program_id(0) * 8, 8)],
+        )
+
+    specs = {"in_specs": [ANYWHERE], "out_specs": ANYWHERE}
+    with pytest.raises(CheckError) as caught:
+        call(kernel, shape(32), grid=(4,), **specs)(X)
+    facts = dict(caught.value.facts)
+    assert (facts["program"], facts["inner step"]) == ("i = 0", "i = 1")
+
+
+def test_undefined_value_in_an_aliased_output_is_reported():
+    def kernel(x_ref, o_ref, held_ref):
+        o_ref[...] = x_ref[...] + held_ref[...]
+        held_ref[...] = x_ref[...]
+
+    with pytest.raises(CheckError, match=r"o_ref .output., f32.32.") as caught:
+        call(
+            kernel,
+            shape(32),
+            grid=(4,),
+            in_specs=[rows(8)],
+            out_specs=rows(8),
+            scratch_shapes=[pltpu.VMEM((8,), F32)],
+            input_output_aliases={0: 0},
+        )(X)
+    assert dict(caught.value.facts)["program"] == "i = 0"
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.float8_e4m3fn, jnp.bool_, jnp.uint8])
+def test_small_types_and_empty_arrays_run(dtype):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    x = jnp.asarray(np.arange(12) % 2, dtype)
+    specs = {"grid": (3,), "in_specs": [rows(5)], "out_specs": rows(5)}
+    np.testing.assert_array_equal(call(kernel, shape(12, dtype=dtype), **specs)(x), x)
+    assert call(kernel, shape(0, dtype=dtype))(x[:0]).shape == (0,)

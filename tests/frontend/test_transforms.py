@@ -33,9 +33,7 @@ def expected(x):
 
 @pytest.fixture
 def x():
-    return jnp.asarray(
-        np.random.default_rng(0).standard_normal((64, 128)), jnp.float32
-    )
+    return jnp.asarray(np.random.default_rng(0).standard_normal((64, 128)), jnp.float32)
 
 
 def check(got, want):
@@ -215,7 +213,9 @@ def test_axis_index_of_an_enclosing_shard_map(x):
 @pytest.mark.parametrize("spec", [P(), P("d")])
 def test_explicit_mesh(x, spec):
     with jax.set_mesh(mesh(AxisType.Explicit)) as explicit:
-        placed = jax.device_put(x, NamedSharding(explicit or mesh(AxisType.Explicit), spec))
+        placed = jax.device_put(
+            x, NamedSharding(explicit or mesh(AxisType.Explicit), spec)
+        )
         check(jax.jit(double)(placed), expected(x))
 
 

@@ -19,9 +19,9 @@ from tests.ops.sampling import ATTRS
 WHOLE = (-100.0, 100.0)  # the domain of rows that take any number
 
 # Rows whose float result is one of few numbers, or one of the operands.
-MOVES = frozenset("neg abs max min clamp select_n sign floor ceil round".split())
+MOVES = frozenset(["neg", "abs", "max", "min", "clamp", "select_n", "sign", "floor", "ceil", "round"])
 JUMPS = frozenset(
-    "rem sign floor ceil round is_finite eq ne lt le gt ge reduce_precision".split()
+    ["rem", "sign", "floor", "ceil", "round", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "reduce_precision"]
 )
 
 

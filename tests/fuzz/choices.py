@@ -30,7 +30,7 @@ class Drawn:
         return low if low == high else self._draw(_integers(low, high))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _integers(low: int, high: int) -> st.SearchStrategy[int]:
     return st.integers(low, high)
 

@@ -11,7 +11,7 @@ from typing import Any
 from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 
 
 class CpuBackend:
@@ -40,6 +40,8 @@ class CpuBackend:
             config={},
             api_version=4,
             aliases=kernel.aliases,
+            # A failing check must be seen even where nobody uses the results.
+            has_side_effect=any(op.name == "debug_check" for op in walk(kernel.body)),
             handler=address,
             keep_alive=owner,
         )

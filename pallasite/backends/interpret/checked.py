@@ -59,6 +59,7 @@ class CheckedWalker(Walker):
         self.index = Indices(self.monitor, self.numbers)
         self.races = Races(self.monitor, racing_axes(kernel) if options.races else ())
         self.copies = Copies(self.monitor)
+        self.output_roots = {self.roots.of(param) for param in kernel.outputs}
         # Which program wrote each element of an output last.
         self.writers: dict[Value, np.ndarray] = {}
         self.unwritten: dict[Value, int] = {}  # the code of untouched elements
@@ -101,7 +102,7 @@ class CheckedWalker(Walker):
             origin = Origin(UNWRITTEN, self.monitor.describe(root))
             code = self.unwritten[root] = self.monitor.code(origin)
             memory.codes[...] = code
-        if root in self.kernel.outputs:
+        if root in self.output_roots:
             self.writers[root] = np.zeros(root.ref.shape, np.int32)
 
     def do_alloc(self, op: Op) -> tuple[View]:

@@ -168,7 +168,7 @@ def region_of(picks: Picks, shape: Sequence[int]) -> Region:
     """The elements of an array of `shape` that an access picks."""
     for p in picks:
         if p.gather is not None:
-            return _gathered(picks, shape)
+            return elements_of(picks, shape)
     index, part, full, kept, whole = [], [], [], [], True
     for p, n in zip(picks, shape, strict=True):
         start, size, stride = int(p.start), p.size, p.stride
@@ -194,10 +194,11 @@ def region_of(picks: Picks, shape: Sequence[int]) -> Region:
     return Run(tuple(index), None if whole else tuple(part), tuple(full), tuple(kept))
 
 
-def _gathered(picks: Picks, shape: Sequence[int]) -> Gathered:
+def elements_of(picks: Picks, shape: Sequence[int]) -> Gathered:
+    """The same elements one by one: positions that do not exist are clamped."""
     result = picked_shape(picks)
     rank = len(result)
-    gathered = next(np.ndim(p.gather) for p in picks if p.gather is not None)
+    gathered = next((np.ndim(p.gather) for p in picks if p.gather is not None), 0)
     axis = gathered
     positions, valid = [], None
     for p, n in zip(picks, shape, strict=True):

@@ -14,7 +14,12 @@ import numpy as np
 
 from pallasite.backends.interpret import numpy_tiles
 from pallasite.backends.interpret.numbers import Picks
-from pallasite.backends.interpret.numpy_memory import Gathered, region_of
+from pallasite.backends.interpret.numpy_memory import (
+    Gathered,
+    Run,
+    elements_of,
+    region_of,
+)
 from pallasite.errors import CheckError
 from pallasite.ir.nodes import Op
 from pallasite.ir.opdef import OpDef
@@ -80,7 +85,10 @@ class NumpyNumbers:
         other: Array | None = None,
     ) -> Array:
         array = np.asarray(array)
-        value = region_of(picks, array.shape).take(array, poison(array.dtype))
+        region = region_of(picks, array.shape)
+        if mask is not None and isinstance(region, Run) and region.part is not None:
+            region = elements_of(picks, array.shape)  # each index is clamped
+        value = region.take(array, poison(array.dtype))
         if mask is None or other is None:
             return value
         return np.where(mask, value, other).astype(array.dtype)
@@ -126,7 +134,11 @@ class NumpyNumbers:
 
     # --- scalars and selection: places in memory are Python ints ---
 
-    def clamp(self, index: Any, low: Any, high: Any) -> int:
+    def clamp(self, index: Any, low: Any, high: Any) -> Any:
+        if np.ndim(index):  # an index tile
+            if index.dtype == np.uint64:  # does not fit into int64
+                index = np.minimum(index, np.uint64(high))
+            return np.clip(index.astype(np.int64), low, high)
         return min(max(int(index), int(low)), int(high))
 
     def add(self, a: Any, b: Any) -> Any:

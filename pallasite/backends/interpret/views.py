@@ -110,10 +110,13 @@ def _pick(r: Range, entry: Any, operand: Any, numbers: Numbers, masked: bool) ->
         low = first if low is None else numbers.larger(low, first)
         high = last if high is None else numbers.smaller(high, last)
     if isinstance(entry, Gather):
+        # Far outside is as good as just outside, and cannot overflow below.
+        operand = numbers.clamp(operand, -1, r.size)
         gather = numbers.add(r.start, numbers.mul(operand, r.stride))
         return Pick(gather=gather, low=low, high=high)
     if masked and entry.start is None:
-        start: Any = operand
+        reach = 1 if isinstance(entry, At) else entry.extent
+        start: Any = numbers.clamp(operand, -reach, r.size)
         size, stride = (1, 1) if isinstance(entry, At) else (entry.size, entry.stride)
         keeps = isinstance(entry, Span)
     else:

@@ -6,7 +6,7 @@ come out by `vector.extract`. Masks change shape as 32-bit integers.
 
 from collections.abc import Sequence
 
-from pallasite.backends.tpu.elementwise import SPELLINGS, Elementwise
+from pallasite.backends.tpu.elementwise import Elementwise
 from pallasite.backends.tpu.writer import array, tile_text
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, F32, I32, DType, TileType

@@ -48,11 +48,20 @@ def run_module(
     `outputs` says their shapes and dtypes; `aliases` pairs operands with results that
     are the same memory.
     """
-    arrays = [np.array(a) for a in arrays]
-    results = [np.full(o.shape, odd_value(np.dtype(o.dtype)), o.dtype) for o in outputs]
+    arrays = [signless(np.array(a)) for a in arrays]
+    results = [
+        signless(np.full(o.shape, odd_value(np.dtype(o.dtype)), o.dtype))
+        for o in outputs
+    ]
     for operand, result in aliases:
         results[result] = arrays[operand]
-    return _Module(text).run(arrays, results)
+    results = _Module(text).run(arrays, results)
+    return [r.view(o.dtype) for r, o in zip(results, outputs, strict=True)]
+
+
+def signless(x: np.ndarray) -> np.ndarray:
+    """Integers of MLIR carry no sign: all are seen as signed ones."""
+    return x.view(f"i{x.dtype.itemsize}") if x.dtype.kind == "u" else x
 
 
 def memory(shape: Sequence[int], element: str) -> np.ndarray:
@@ -411,6 +420,10 @@ class _Walker:
         return self._view(ref, op)
 
     tpu_memref_reshape = tpu_memref_squeeze
+
+    def tpu_memref_bitcast(self, op: Any, ref: Any) -> Any:
+        _, element = _shape_and_element(str(op.results[0].type))
+        return ref.view(ELEMENTS[element])  # of the same width
 
     def _view(self, ref: Any, op: Any) -> Any:
         view = ref.view()
