@@ -33,6 +33,8 @@ class Walker:
         self.env: dict[Value, Any] = {}
         self.memory: dict[Value, Array] = {}
         self.padding: dict[Value, Padding] = {}
+        # Roots that a block stands for while a branch runs (see `blocks_as_roots`).
+        self.standing_for: dict[Value, Value] = {}
         self.predicate: Array | None = None
         self.rows = table()
         self._accesses: dict[Op, Access] = {}
@@ -304,10 +306,15 @@ class Walker:
 
     # --- control: memory that a region may write is carried through it ---
 
+    def written(self, *regions: Block) -> tuple[Value, ...]:
+        """The memory that regions may write, as it is kept at the moment."""
+        roots = self.roots.written(*regions)
+        return tuple(self.standing_for.get(root, root) for root in roots)
+
     def do_for(self, op: Op) -> Sequence[Array]:
         first, limit, step, *carry = (self.env[v] for v in op.operands)
         (body,) = op.regions
-        written = self.roots.written(body)
+        written = self.written(body)
 
         def run(i: Array, values: list[Array]) -> list[Array]:
             return self._enter(written, values, lambda v: self.block(body, [i, *v]))
@@ -317,7 +324,7 @@ class Walker:
 
     def do_while(self, op: Op) -> Sequence[Array]:
         condition, body = op.regions
-        written = self.roots.written(body, condition)
+        written = self.written(body, condition)
 
         def go_on(values: list[Array]) -> Array:
             def check(carried: list[Array]) -> list[Array]:
@@ -400,7 +407,7 @@ class Walker:
         sizes = [next(dynamic) if g is None else g for g in grid]
         arrays: list[View] = list(dynamic)
         *maps, body = op.regions
-        written = self.roots.written(body)
+        written = self.written(body)
         pads = self.numbers.functional and op in self.kernel.body.ops
         outer = self.predicate
         if outer is not None:

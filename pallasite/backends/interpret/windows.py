@@ -164,25 +164,31 @@ def blocks_as_roots(
         yield tuple(written)
         return
     used = walker.roots.outermost_refs(op.regions)
+    outer = walker.standing_for
+    inner = dict(outer)
     lifted: list[tuple[Value, View]] = []
     carried: list[Value] = []
     for root in written:
         refs = used.get(root, set())
         ref = next(iter(refs)) if len(refs) == 1 else None
         view = walker.env.get(ref) if ref is not None else None
-        if view is None or ref is root or view.steps or view.fill is not None:
-            carried.append(root)
+        now = outer.get(root, root)
+        if view is None or ref is now or view.steps or view.fill is not None:
+            carried.append(now)
             continue
-        assert ref is not None
+        assert ref is not None and view.root is now
         block = walker.numbers.take(
-            walker.memory[root], whole_picks(view.ranges), None, None
+            walker.memory[now], whole_picks(view.ranges), None, None
         )
         walker.memory[ref] = block
         sizes = view.rectangle_shape
         walker.env[ref] = View(ref, tuple(Range(0, size) for size in sizes))
+        inner[root] = ref
         lifted.append((ref, view))
         carried.append(ref)
+    walker.standing_for = inner
     yield tuple(carried)
+    walker.standing_for = outer
     for ref, view in lifted:
         block = walker.memory.pop(ref)
         picks = whole_picks(view.ranges)

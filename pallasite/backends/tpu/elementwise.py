@@ -275,8 +275,9 @@ class Elementwise(Conversions):
         """An integer's bits in 32, the new ones zeros or copies of its top bit."""
         tile = self.tile_type(value)
         narrow = tile.with_dtype(DTYPES[f"{'i' if signed else 'u'}{tile.dtype.bits}"])
+        name = self.convert(self.name(value), tile, narrow.dtype)
         word = I32 if signed else U32
-        return self.convert(self.name(value), narrow, word), tile.with_dtype(word)
+        return self.convert(name, narrow, word), tile.with_dtype(word)
 
     def emit_population_count(self, op: Op) -> str:
         x, tile = self._as_word(op.operands[0], signed=False)
@@ -408,12 +409,24 @@ class Elementwise(Conversions):
         if source.dtype.is_integer and target.dtype.is_integer:
             return self.convert(name, source, target.dtype)
         if not target.shape and source.dtype.bits < 32:
-            self.refuse("narrow scalars are held in 32 bits", fix="use a vector")
+            return self._bitcast_half(name, source.dtype, target.dtype)
         if target.shape:
             types = f"{tile_text(source)} -> {tile_text(target)}"
             return self.out.value(f"tpu.bitcast {name} : {types}")
         types = f"{tile_text(source)} to {tile_text(target)}"
         return self.out.value(f"arith.bitcast {name} : {types}")
+
+    def _bitcast_half(self, name: str, source: DType, target: DType) -> str:
+        """Between bf16 and 16-bit integers: bf16 is the upper half of a float32."""
+        half = self.out.i32(16)
+        if source == BF16:
+            name = self.out.value(f"arith.bitcast {name} : f32 to i32")
+            shift = "arith.shrsi" if target.is_signed_int else "arith.shrui"
+            return self.out.value(f"{shift} {name}, {half} : i32")
+        if target != BF16:
+            self.refuse(f"no scalar of {source} as {target}", fix="use a vector")
+        name = self.out.value(f"arith.shli {name}, {half} : i32")
+        return self.out.value(f"arith.bitcast {name} : i32 to f32")
 
 
 _SHIFTS = {

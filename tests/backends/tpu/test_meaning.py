@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from pallasite.errors import UnsupportedError
 from pallasite.ir.opdef import table
 from tests.backends.tpu import harness
 from tests.backends.tpu.kernels import CASES
@@ -105,16 +104,11 @@ OPS = [name for name, row in table().items() if row.elementwise]
 def test_op_means_the_same(name):
     """Emitted code against the op's own meaning, awkward numbers included."""
     row = table()[name]
-    refused = []
     for dtype in [d for d in harness.DTYPES_HERE if d in row.dtypes]:
         for attrs in harness.attrs_of(name, dtype):
             for scalar in (False, True):
                 kernel = harness.op_kernel(name, dtype, attrs, scalar)
-                try:
-                    check_op(row, kernel, dtype, attrs)
-                except UnsupportedError:
-                    refused.append((dtype.name, scalar))
-    assert all(scalar for _, scalar in refused), refused
+                check_op(row, kernel, dtype, attrs)
 
 
 def check_op(row, kernel, dtype, attrs):
@@ -125,6 +119,8 @@ def check_op(row, kernel, dtype, attrs):
         arrays = [np.clip(a, *row.domain).astype(dtype.np) for a in arrays]
     if row.name == "select_n":
         arrays[0] = edge_values(harness.BOOL, arrays[0].shape, 9)
+    if row.name == "bitcast" and attrs["dtype"].is_float:
+        arrays = [np.abs(a) // 4 for a in arrays]  # no NaN: their bits may change
     (got,) = harness.simulated(kernel, arrays)
     operands = [a != 0 if dtype.is_bool else a for a in arrays]
     if row.name == "select_n":
