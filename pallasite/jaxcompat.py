@@ -39,6 +39,20 @@ def kernel_tracing() -> Iterator[None]:
         yield
 
 
+def named_axes(axes: Sequence[tuple[str, int]]) -> Any:
+    """Give names of axes a meaning while a kernel is traced (`lax.axis_index`)."""
+    from jax._src.core import extend_axis_env_nd
+
+    return extend_axis_env_nd(axes) if axes else contextlib.nullcontext()
+
+
+def trace_context() -> Any:
+    """Everything besides the operands that tracing depends on (x64, precision...)."""
+    from jax._src import config
+
+    return config.trace_context()
+
+
 def abstract_ref(shape: Sequence[int], dtype: Any, space: Any = None) -> Any:
     """A fresh ref type to trace a kernel argument with."""
     aval = jax.core.ShapedArray(tuple(shape), dtype)

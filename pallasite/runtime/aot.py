@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
 
 TOPOLOGIES = {
@@ -37,6 +38,8 @@ ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "TPU_LOG_DIR": "disabled",
 }
+
+READY = "ready"  # the child's first line, once libtpu is loaded
 
 Array = tuple[tuple[int, ...], str]  # shape, numpy dtype name
 
@@ -97,7 +100,10 @@ def compile_all(
 
     Returns:
         One Compiled per job, in order. A job that ends the process is reported with
-        the last lines the process wrote; those after it run in a new process.
+        what the process wrote; those after it run in a new process.
+
+    Raises:
+        CompileError: libtpu cannot be used at all.
     """
     done: list[Compiled] = []
     with tempfile.TemporaryDirectory(prefix="pallasite-aot-") as folder:
@@ -106,8 +112,11 @@ def compile_all(
             results, last_words = _run_child(rest, chip, cycles, folder, timeout)
             done += results
             if len(results) < len(rest):
-                failed = rest[len(results)].name
-                done.append(Compiled(failed, False, f"libtpu aborted: {last_words}"))
+                failed = rest[len(results)]
+                # The estimator gives up on some programs that compile.
+                again = compile_all([failed], chip, timeout=timeout) if cycles else []
+                aborted = Compiled(failed.name, False, f"libtpu aborted: {last_words}")
+                done += again or [aborted]
     return done
 
 
@@ -131,12 +140,24 @@ def _run_child(
         text=True,
         timeout=timeout,
     )
+    if READY not in child.stdout:
+        raise CompileError(
+            f"libtpu cannot compile for {chip} here",
+            [("output", _reason(child.stderr))],
+            fix="install the libtpu release that belongs to this jax: jax[tpu]",
+        )
     results = [
         Compiled(**json.loads(line))
         for line in child.stdout.splitlines()
         if line.startswith("{")
     ]
-    return results, child.stderr[-2000:]
+    return results, _reason(child.stderr)
+
+
+def _reason(log: str) -> str:
+    """Of what a process wrote before it ended: the fatal line, else the end."""
+    fatal = [line for line in log.splitlines() if re.match(r"F\d{4} ", line)]
+    return fatal[0] if fatal else log[-2000:]
 
 
 def _profile_flags(folder: str) -> str:
@@ -154,6 +175,7 @@ def _profile_flags(folder: str) -> str:
 
 def _main(chip: str, profile_folder: str = "") -> None:
     compile_call = _compiler(TOPOLOGIES.get(chip, chip))
+    print(READY, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         # Profiles are named after the op, and that is the same for every job.

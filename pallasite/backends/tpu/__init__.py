@@ -1,8 +1,9 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
-Reading order: `emit.py` (module, grid, windows), `control.py`, `memory.py`, `tiles.py`,
-`elementwise.py` (ops by family), `compile.py` (what XLA is handed). libtpu compiles the
-result, with or without a TPU: see `runtime/aot.py`.
+Reading order: `schedule.py` (inner pipelines become loops), `emit.py` (module, grid,
+windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
+`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
+see `runtime/aot.py`.
 """
 
 from collections.abc import Mapping

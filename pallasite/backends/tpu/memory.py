@@ -1,16 +1,19 @@
 """Ops on refs: load, store, views, copies, semaphores.
 
-Vector memory is read and written a vector at a time, scalar memory a number at a time;
+Vector memory is read and written a vector at a time, scalar memory a number at a time,
 main memory only through copies. Dynamic starts are clamped into the ref unless `facts`
-proves them inside, and checked against Mosaic's alignment rules here, where the error
-can name the user's line.
+proves them inside; `shifting.py` helps where they are not aligned to tiles.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd
 
-from pallasite.backends.tpu.tiles import COMBINE, Tiles
+from pallasite.backends.tpu.shifting import Shifting
+from pallasite.backends.tpu.tiles import COMBINE, resized
 from pallasite.backends.tpu.views import (
+    LANES,
+    SUBLANES,
     Edge,
     Start,
     View,
@@ -18,12 +21,12 @@ from pallasite.backends.tpu.views import (
 )
 from pallasite.backends.tpu.writer import array, memref, tile_text
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
-from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.ir.types import BOOL, I32, DType, TileType
 
 COPY_FIX = "copy it to VMEM first (sync_copy, make_async_copy) or give it a BlockSpec"
 
 
-class Memory(Tiles):
+class Memory(Shifting):
     """Writes ops on refs."""
 
     def __init__(self, with_locations: bool = False):
@@ -90,45 +93,17 @@ class Memory(Tiles):
             name = self.out.value(f"arith.minsi {name}, {self.out.i32(limit)} : i32")
         return name
 
-    def _first(self, start: Start, alignment: int = 1) -> str:
-        """A start as one i32, with the promise of its alignment."""
-        if start.dynamic is None:
-            return self.out.i32(start.static)
-        name = start.dynamic
-        if start.static:
-            name = self.out.value(
-                f"arith.addi {name}, {self.out.i32(start.static)} : i32"
-            )
-        if alignment > 1:
-            name = self.out.value(f"tpu.assume_multiple {name}, {alignment} : i32")
-        return name
-
-    def _indices(self, view: View, aligned: bool) -> str:
-        """The starts as `index` values, checked where Mosaic wants them aligned."""
+    def _indices(self, view: View) -> str:
+        """The starts as `index` values; along tiles they are known to be aligned."""
         names = []
         for dim, start in enumerate(view.starts):
             if start.dynamic is None:
                 names.append(self.out.index(start.static))
                 continue
-            alignment = required_alignment(view, dim) if aligned else 1
-            if not start.is_multiple_of(alignment):
-                self._refuse_unaligned(view, dim, start, alignment)
-            name = self._first(start, alignment)
-            names.append(self.out.value(f"arith.index_cast {name} : i32 to index"))
+            tiled = view.space == "vmem"
+            first = self.first_of(start, required_alignment(view, dim) if tiled else 1)
+            names.append(self.out.value(f"arith.index_cast {first} : i32 to index"))
         return ", ".join(names)
-
-    def _refuse_unaligned(
-        self, view: View, dim: int, start: Start, alignment: int
-    ) -> None:
-        what = "lanes" if dim == len(view.shape) - 1 else "rows"
-        self.refuse(
-            f"dimension {dim} ({what}) starts at a number not known to be a multiple"
-            f" of {alignment}",
-            fix=f"start at pl.multiple_of(i, {alignment}) if it is one; else load"
-            f" aligned {what} and select, or keep single numbers in SMEM",
-            ref=f"{view.element}{list(view.shape)} in {view.space}",
-            known=f"a multiple of {start.divisor}",
-        )
 
     # --- load ---
 
@@ -157,27 +132,73 @@ class Memory(Tiles):
                 "scalar memory is read one number at a time",
                 fix="index it with integers, or place it in VMEM",
             )
-        indices = self._indices(view, aligned=False)
+        indices = self._indices(view)
         name = self.out.value(f"memref.load {view.memref}[{indices}] : {view.type}")
         name = self.from_element(name, stored.dtype)
         return self.reshaped(name, stored.with_shape(()), stored.shape)
 
     def _read_vector(self, view: View, stored: TileType) -> str:
         self._check_vector_memory(view)
+        part, shifts = self.aligned(view)
+        name = self._load(part, stored.dtype)
+        if shifts:
+            name = self.taken_out(name, stored.with_shape(part.sizes), shifts)
         tile = stored.with_shape(view.sizes)
-        indices = self._indices(view, aligned=True)
-        types = f"{view.type}, {tile_text(tile)}"
-        if view.has_strides:
-            strides = array("i32", view.strides)
-            name = self.out.value(
-                f"tpu.strided_load {view.memref}[{indices}] {{strides = {strides}}}"
-                f" : {types}"
-            )
-        else:
-            name = self.out.value(f"vector.load {view.memref}[{indices}] : {types}")
         if view.fill is not None:
             name = self._filled(name, tile, view)
         return self._to_ref_shape(name, tile, view, stored.shape)
+
+    def _load(self, view: View, dtype: DType) -> str:
+        """A vector from memory, at aligned places, in the memref's order."""
+        tile = TileType(view.sizes, dtype)
+        if view.has_strides and not self._strides_natively(view):
+            return self._load_strided(view, dtype)
+        indices = self._indices(view)
+        types = f"{view.type}, {tile_text(tile)}"
+        if not view.has_strides:
+            return self.out.value(f"vector.load {view.memref}[{indices}] : {types}")
+        attrs = f"{{strides = {array('i32', view.strides)}}}"
+        return self.out.value(
+            f"tpu.strided_load {view.memref}[{indices}] {attrs} : {types}"
+        )
+
+    def _strides_natively(self, view: View) -> bool:
+        """Mosaic steps over rows of 32-bit memrefs that are one tile wide."""
+        wide = view.shape[-1] == LANES and view.ref.dtype.bits == 32
+        return wide and len(view.shape) > 1 and view.strides[-1] == 1
+
+    def _load_strided(self, view: View, dtype: DType) -> str:
+        """Load all from the first to the last element, and pick from the value."""
+        extents = [
+            (n - 1) * s + 1 for n, s in zip(view.sizes, view.strides, strict=True)
+        ]
+        dense = replace(
+            view, sizes=tuple(extents), strides=(1,) * len(view.sizes), fill=None
+        )
+        name, tile = self._load(dense, dtype), TileType(dense.sizes, dtype)
+        for dim, (size, stride) in enumerate(
+            zip(view.sizes, view.strides, strict=True)
+        ):
+            if stride > 1:
+                name, tile = self._every(name, tile, dim, size, stride)
+        return name
+
+    def _every(
+        self, name: str, tile: TileType, dim: int, size: int, stride: int
+    ) -> tuple[str, TileType]:
+        """Each `stride`-th element along a dimension: the first of each group."""
+        missing = size * stride - tile.shape[dim]
+        if missing:
+            filler = resized(tile, dim, missing)
+            blank = self.out.number(0, filler)
+            name = self.joined([(name, tile), (blank, filler)], dim)
+        lead, rest = tile.shape[:dim], tile.shape[dim + 1 :]
+        whole = resized(tile, dim, size * stride)
+        groups = tile.with_shape((*lead, size, stride, *rest))
+        name = self.reshaped(name, whole, groups.shape)
+        name, first = self.along(name, groups, dim + 1, 0, 1)
+        result = tile.with_shape((*lead, size, *rest))
+        return self.reshaped(name, first, result.shape), result
 
     def _to_ref_shape(
         self, name: str, tile: TileType, view: View, shape: Sequence[int]
@@ -210,8 +231,8 @@ class Memory(Tiles):
         """Masks of the elements inside the array along one dimension."""
         start, stride = view.starts[edge.dim], view.strides[edge.dim]
         words = tile.with_dtype(I32)
-        first = self._first(edge.first)
-        offset = self._first(start)
+        first = self.first_of(edge.first)
+        offset = self.first_of(start)
         where = self.out.value(f"arith.addi {first}, {offset} : i32")
         place = self.repeat(where, words.with_shape(()), words.shape)
         if tile.shape[edge.dim] > 1:
@@ -257,7 +278,7 @@ class Memory(Tiles):
                 fix="index it with integers, or place it in VMEM",
             )
         name = self.to_element(self.reshaped(name, stored, ()), stored.dtype)
-        indices = self._indices(view, aligned=False)
+        indices = self._indices(view)
         self.out.line(f"memref.store {name}, {view.memref}[{indices}] : {view.type}")
 
     def _write_vector(self, view: View, name: str, stored: TileType) -> None:
@@ -268,16 +289,26 @@ class Memory(Tiles):
         lined_up = stored.with_shape([stored.shape[d] for d in perm])
         tile = stored.with_shape(view.sizes)
         name = self.reshaped(name, lined_up, tile.shape)
-        indices = self._indices(view, aligned=True)
-        types = f"{view.type}, {tile_text(tile)}"
-        if view.has_strides:
-            strides = array("i32", view.strides)
-            self.out.line(
-                f"tpu.strided_store {view.memref}[{indices}], {name}"
-                f" {{strides = {strides}}} : {types}"
+        part, shifts = self.aligned(view)
+        if shifts:
+            whole = stored.with_shape(part.sizes)
+            old = self._load(part, stored.dtype)
+            name, tile = self.put_in(name, tile, old, whole, shifts), whole
+        indices = self._indices(part)
+        types = f"{part.type}, {tile_text(tile)}"
+        if not part.has_strides:
+            self.out.line(f"vector.store {name}, {part.memref}[{indices}] : {types}")
+            return
+        if not self._strides_natively(part):
+            self.refuse(
+                "Mosaic stores every n-th row only, of 32-bit memory 128 lanes wide",
+                fix="interleave the values and store them all",
+                ref=f"{part.element}{list(part.shape)}",
             )
-        else:
-            self.out.line(f"vector.store {name}, {view.memref}[{indices}] : {types}")
+        attrs = f"{{strides = {array('i32', part.strides)}}}"
+        self.out.line(
+            f"tpu.strided_store {part.memref}[{indices}], {name} {attrs} : {types}"
+        )
 
     # --- atomics: programs of one core run one after another ---
 
@@ -367,15 +398,21 @@ class Memory(Tiles):
 
     def _slice_start(self, view: View, dim: int) -> str:
         """Slices of tiled memory begin at tiles, except for single rows."""
-        start = view.starts[dim]
-        tiled = view.space in ("any", "hbm", "vmem") and len(view.shape) > 1
+        start, rank = view.starts[dim], len(view.shape)
+        tiled = view.space in ("any", "hbm", "vmem") and rank > 1
         alignment = required_alignment(view, dim) if tiled else 1
-        one_row = view.sizes[dim] == 1 and dim == len(view.shape) - 2
-        if tiled and dim == len(view.shape) - 2 and not one_row:
-            alignment = 8
+        if tiled and dim == rank - 2 and view.sizes[dim] > 1:
+            alignment = max(alignment, SUBLANES)
         if start.dynamic is not None and not start.is_multiple_of(alignment):
-            self._refuse_unaligned(view, dim, start, alignment)
-        return self._first(start, alignment)
+            what = "lanes" if dim == rank - 1 else "rows"
+            self.refuse(
+                f"a copy along dimension {dim} ({what}) starts at a number not known"
+                f" to be a multiple of {alignment}",
+                fix=f"start at pl.multiple_of(i, {alignment}), or copy more and slice",
+                ref=f"{view.element}{list(view.shape)} in {view.space}",
+                known=f"a multiple of {start.divisor}",
+            )
+        return self.first_of(start, alignment)
 
     # --- copies and semaphores ---
 

@@ -189,14 +189,14 @@ class Tiles(Elementwise):
         self, name: str, tile: TileType, padding: str, axis: int, low: int, high: int
     ) -> tuple[str, TileType]:
         kept = tile.shape[axis] + min(low, 0) + min(high, 0)
-        parts = [self._along(name, tile, axis, max(-low, 0), kept)]
+        parts = [self.along(name, tile, axis, max(-low, 0), kept)]
         for count, place in ((low, 0), (high, len(parts) + 1)):
             if count > 0:
-                extra = _resized(tile, axis, count)
+                extra = resized(tile, axis, count)
                 filled = self.repeat(padding, tile.with_shape(()), extra.shape)
                 parts.insert(place, (filled, extra))
         total = sum(t.shape[axis] for _, t in parts)
-        return self.joined(parts, axis), _resized(tile, axis, total)
+        return self.joined(parts, axis), resized(tile, axis, total)
 
     # --- reductions ---
 
@@ -261,20 +261,20 @@ class Tiles(Elementwise):
     def _folded(
         self, name: str, tile: TileType, axis: int, half: int, count: int, spelled: str
     ) -> tuple[str, TileType]:
-        low, low_tile = self._along(name, tile, axis, 0, half)
-        high, _ = self._along(name, tile, axis, half, half)
+        low, low_tile = self.along(name, tile, axis, 0, half)
+        high, _ = self.along(name, tile, axis, half, half)
         both = self.arith(spelled, low, high, tile=low_tile)
         if count % 2 == 0:
             return both, low_tile
-        last, last_tile = self._along(name, tile, axis, count - 1, 1)
+        last, last_tile = self.along(name, tile, axis, count - 1, 1)
         parts = [(both, low_tile), (last, last_tile)]
-        return self.joined(parts, axis), _resized(tile, axis, half + 1)
+        return self.joined(parts, axis), resized(tile, axis, half + 1)
 
-    def _along(
+    def along(
         self, name: str, tile: TileType, axis: int, start: int, size: int
     ) -> tuple[str, TileType]:
         """`size` elements from `start` along one axis."""
-        part, starts = _resized(tile, axis, size), [0] * tile.rank
+        part, starts = resized(tile, axis, size), [0] * tile.rank
         starts[axis] = start
         return self.sliced(name, tile, starts, part.shape), part
 
@@ -332,8 +332,8 @@ class Tiles(Elementwise):
     ) -> str:
         """Moved by `step` along an axis, with elements that change nothing moved in."""
         count = tile.shape[axis]
-        rest = self._along(name, tile, axis, step if back else 0, count - step)
-        gap = _resized(tile, axis, step)
+        rest = self.along(name, tile, axis, step if back else 0, count - step)
+        gap = resized(tile, axis, step)
         blank = (self.out.number(neutral(kind, tile.dtype), gap), gap)
         return self.joined([rest, blank] if back else [blank, rest], axis)
 
@@ -418,7 +418,7 @@ class Tiles(Elementwise):
         return ["precision = #tpu.contract_precision<fp32>"]
 
 
-def _resized(tile: TileType, axis: int, size: int) -> TileType:
+def resized(tile: TileType, axis: int, size: int) -> TileType:
     return tile.with_shape([size if d == axis else n for d, n in enumerate(tile.shape)])
 
 

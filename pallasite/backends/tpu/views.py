@@ -147,11 +147,11 @@ def required_alignment(view: View, dim: int) -> int:
     Lanes move by whole tiles. Rows do too, unless one row is read, or the memref is one
     tile wide, so that its rows lie one after another.
     """
-    rank = len(view.shape)
+    rank, bits = len(view.shape), 32 if view.ref.dtype.is_bool else view.ref.dtype.bits
     if dim == rank - 1:
-        return LANES
+        return LANES if rank > 1 else LANES * max(1, 32 // bits)
     if dim != rank - 2:
         return 1
-    narrow = view.shape[-1] <= LANES
-    free = view.ref.dtype.bits == 32 or view.ref.dtype.is_bool
-    return 1 if free and (view.sizes[dim] == 1 or narrow) else SUBLANES
+    if bits == 32 and (view.sizes[dim] == 1 or view.shape[-1] <= LANES):
+        return 1
+    return SUBLANES if bits >= 16 else 32 * SUBLANES // bits

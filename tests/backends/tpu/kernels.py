@@ -339,13 +339,45 @@ def dots(x, y, n):
     return pl.pallas_call(kernel, out_shape=out)(x, y, n)
 
 
-@case(array(64, 256))
+@case(array(64, 128))
 def strided_rows(x):
     def kernel(x_ref, o_ref):
         o_ref[pl.ds(0, 32, 2)] = x_ref[pl.ds(1, 32, 2)]
         o_ref[pl.ds(1, 32, 2)] = x_ref[pl.ds(0, 32, 2)]
 
-    return pl.pallas_call(kernel, out_shape=array(64, 128))(x[:, :128])
+    return pl.pallas_call(kernel, out_shape=x)(x)
+
+
+@case(array(64, 384, dtype=BF16))
+def strided_values(x):
+    """Strides Mosaic lacks: packed rows, and lanes."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[pl.ds(1, 16, 3), pl.ds(2, 128, 2)]
+
+    return pl.pallas_call(kernel, out_shape=array(16, 128, dtype=BF16))(x)
+
+
+@case(array(4, dtype=I32), array(64, 384), array(40, 60, dtype=BF16), array(1000))
+def unaligned(starts, x, y, z):
+    """Dynamic starts that no tile divides, read and written."""
+
+    def kernel(starts_ref, x_ref, y_ref, z_ref, o_ref, p_ref, q_ref):
+        row, column, other = starts_ref[0], starts_ref[1], starts_ref[2] * 7
+        o_ref[...] = jnp.zeros_like(o_ref)
+        o_ref[pl.ds(row, 9), pl.ds(column, 130)] = x_ref[
+            pl.ds(row, 9), pl.ds(column * 3, 130)
+        ]
+        p_ref[...] = y_ref[...]
+        p_ref[other, pl.ds(column, 20)] = y_ref[row, pl.ds(other, 20)]
+        q_ref[...] = z_ref[pl.ds(other, 200)]
+        q_ref[column] = z_ref[other]
+
+    return pl.pallas_call(
+        kernel,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[pl.BlockSpec()] * 3],
+        out_shape=(array(64, 384), array(40, 60, dtype=BF16), array(200)),
+    )(starts, x, y, z)
 
 
 # --- control flow ---

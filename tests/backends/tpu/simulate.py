@@ -356,6 +356,11 @@ class _Walker:
     def tpu_concatenate(self, op: Any, *parts: Any) -> Any:
         return np.concatenate(parts, numbers(op.attributes["dimension"])[0])
 
+    def tpu_dynamic_rotate(self, op: Any, x: Any, amount: Any) -> Any:
+        (dim,) = numbers(str(op.attributes["dimension"]).split()[0])
+        assert x.ndim > 1 and 0 <= amount < x.shape[dim], (x.shape, amount)
+        return np.roll(x, int(amount), dim)
+
     def tpu_iota(self, op: Any) -> Any:
         shape, (dim,) = self.result_shape(op), numbers(op.attributes["dimensions"])
         assert len(shape) > 1, "Mosaic has no iota of rank one"
@@ -426,8 +431,8 @@ class _Walker:
         return ref.view(ELEMENTS[element])  # of the same width
 
     def _view(self, ref: Any, op: Any) -> Any:
-        view = ref.view()
-        view.shape = self.result_shape(op)  # refuses where it would have to copy
+        view = ref.reshape(self.result_shape(op))
+        assert np.shares_memory(view, ref), "a view that would be a copy"
         return view
 
     def memref_alloca(self, op: Any) -> Any:

@@ -27,6 +27,7 @@ def test_text_is_as_before(name):
     if not path.exists():  # delete the file to accept a new text
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+        pytest.fail(f"wrote {path.name}: read it, then run this again")
     assert text == path.read_text()
 
 
@@ -52,6 +53,15 @@ def test_stages_are_named_in_order():
     stages = compile_stages(get("tpu"), kernel, Options())
     assert list(stages) == ["scheduled", "mosaic"]
     assert "copy_start" in stages["scheduled"]
+
+
+def test_jit_lowers_to_the_custom_call():
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    call = pl.pallas_call(double, out_shape=array(8, 128), backend="tpu")
+    traced = jax.jit(call).trace(array(8, 128))
+    assert "@tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_call_config_carries_what_the_author_said():
@@ -220,6 +230,19 @@ def test_inner_pipeline_over_the_edge_is_refused():
     text = refusal(kernel(call, array(12, 128)))
     assert "a block of an inner pipeline hangs over the edge" in text
     assert "choose a block that divides the array" in text
+
+
+def test_unaligned_copy_is_refused():
+    from pallasite import tpu as pltpu
+
+    def fetch(i_ref, x_ref, o_ref):
+        pltpu.sync_copy(x_ref.at[pl.ds(i_ref[0], 8)], o_ref)
+
+    specs = [pl.BlockSpec(memory_space=s) for s in (pltpu.SMEM, pltpu.ANY)]
+    call = pl.pallas_call(fetch, out_shape=array(8, 128), in_specs=specs)
+    text = refusal(kernel(call, array(1, dtype=jnp.int32), array(64, 128)))
+    assert "a copy along dimension 0 (rows) starts at a number not known" in text
+    assert "fix    start at pl.multiple_of(i, 8), or copy more and slice" in text
 
 
 def test_a_line_is_kept_through_the_stages():

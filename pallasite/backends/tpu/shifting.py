@@ -1,0 +1,140 @@
+"""Dynamic starts that are not aligned to tiles: load whole tiles around and rotate.
+
+Mosaic reads and writes vectors at dynamic places only where they are multiples of its
+tiles. For others, `aligned` widens a view to whole tiles; the vector is rotated so that
+the wanted part comes first. A store rotates the other way and keeps what was around.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.backends.tpu.tiles import Tiles
+from pallasite.backends.tpu.views import Start, View, required_alignment
+from pallasite.backends.tpu.writer import tile_text
+from pallasite.ir.types import BOOL, I32, TileType
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Along `dim`, `size` elements begin `offset` elements into what is loaded."""
+
+    dim: int
+    offset: str
+    size: int
+
+
+class Shifting(Tiles):
+    """Writes what unaligned accesses need besides a load or store."""
+
+    def first_of(self, start: Start, alignment: int = 1) -> str:
+        """A start as one i32, with the promise of its alignment."""
+        if start.dynamic is None:
+            return self.out.i32(start.static)
+        name = start.dynamic
+        if start.static:
+            name = self.out.value(
+                f"arith.addi {name}, {self.out.i32(start.static)} : i32"
+            )
+        if alignment > 1:
+            name = self.out.value(f"tpu.assume_multiple {name}, {alignment} : i32")
+        return name
+
+    def aligned(self, view: View) -> tuple[View, list[Shift]]:
+        """A view of whole tiles around `view`, and where in it `view` lies."""
+        starts, sizes, shifts = [*view.starts], [*view.sizes], []
+        for dim, start in enumerate(view.starts):
+            tile = required_alignment(view, dim)
+            if start.dynamic is None or start.is_multiple_of(tile):
+                continue
+            if view.strides[dim] != 1:
+                self.refuse(
+                    f"dimension {dim} starts at an unaligned number and has a stride",
+                    fix="load every element and slice the value",
+                )
+            starts[dim], sizes[dim], offset = self._around(view, dim, start, tile)
+            shifts.append(Shift(dim, offset, view.sizes[dim]))
+        return replace(view, starts=tuple(starts), sizes=tuple(sizes)), shifts
+
+    def _around(
+        self, view: View, dim: int, start: Start, tile: int
+    ) -> tuple[Start, int, str]:
+        """The tiles that hold the wanted elements: start, length, and how far in."""
+        total, size = view.shape[dim], view.sizes[dim]
+        length = -(-(size + tile - 1) // tile) * tile
+        first = self.first_of(start)
+        if total % tile or length >= total:
+            return Start(), total, first
+        base = self.out.value(f"arith.andi {first}, {self.out.i32(-tile)} : i32")
+        last = self.out.i32(total - length)
+        base = self.out.value(f"arith.minsi {base}, {last} : i32")
+        offset = self.out.value(f"arith.subi {first}, {base} : i32")
+        return Start(0, base, tile), length, offset
+
+    def taken_out(self, name: str, tile: TileType, shifts: Sequence[Shift]) -> str:
+        """Of a loaded vector, the wanted part."""
+        name, words = self.in_words(name, tile)
+        for shift in shifts:
+            length = words.shape[shift.dim]
+            back = self.out.value(
+                f"arith.subi {self.out.i32(length)}, {shift.offset} : i32"
+            )
+            back = self.out.value(f"arith.remsi {back}, {self.out.i32(length)} : i32")
+            name = self._rotated(name, words, shift.dim, back)
+            name, words = self.along(name, words, shift.dim, 0, shift.size)
+        return self.convert(name, words, tile.dtype)
+
+    def put_in(
+        self, value: str, tile: TileType, old: str, whole: TileType, shifts: list[Shift]
+    ) -> str:
+        """A loaded vector with `value` in the place of the wanted part."""
+        name, words = self.in_words(value, tile)
+        around, old_words = self.in_words(old, whole)
+        inside: str | None = None
+        for shift in shifts:
+            name, words = self._lengthened(name, words, shift, old_words)
+            name = self._rotated(name, words, shift.dim, shift.offset)
+        for shift in shifts:
+            mask = self._covered(old_words.with_dtype(I32), shift)
+            both = old_words.with_dtype(BOOL)
+            inside = (
+                mask
+                if inside is None
+                else self.arith("arith.andi", inside, mask, tile=both)
+            )
+        assert inside is not None
+        name = self.select(inside, name, around, old_words, True)
+        return self.convert(name, old_words, whole.dtype)
+
+    def _lengthened(
+        self, name: str, tile: TileType, shift: Shift, whole: TileType
+    ) -> tuple[str, TileType]:
+        """Extended along a dimension to the loaded length, by zeros."""
+        sizes = list(tile.shape)
+        sizes[shift.dim] = whole.shape[shift.dim] - tile.shape[shift.dim]
+        rest = tile.with_shape(sizes)
+        sizes[shift.dim] = whole.shape[shift.dim]
+        if not rest.size:
+            return name, tile
+        zeros = self.out.number(0, rest)
+        joined = self.joined([(name, tile), (zeros, rest)], shift.dim)
+        return joined, tile.with_shape(sizes)
+
+    def _covered(self, tile: TileType, shift: Shift) -> str:
+        """A mask of the elements that a store along one dimension reaches."""
+        place = self.counted(tile, shift.dim)
+        low = self.repeat(shift.offset, tile.with_shape(()), tile.shape)
+        past = self.arith("arith.subi", place, low, tile=tile)
+        size = self.out.number(shift.size, tile)
+        # Unsigned: what lies before the start is a large number.
+        return self.arith("arith.cmpi ult,", past, size, tile=tile)
+
+    def _rotated(self, name: str, tile: TileType, dim: int, amount: str) -> str:
+        """Element i moves to i + amount, and what leaves comes in at the front."""
+        if tile.rank == 1:
+            row = tile.with_shape((1, *tile.shape))
+            name = self._rotated(self.reshaped(name, tile, row.shape), row, 1, amount)
+            return self.reshaped(name, row, tile.shape)
+        text = tile_text(tile)
+        return self.out.value(
+            f"tpu.dynamic_rotate {name} by {amount} dim {dim} : {text}, i32 -> {text}"
+        )
