@@ -71,6 +71,13 @@ def ref_and_transforms(x: Any) -> tuple[Any, tuple[Any, ...]]:
     return x, ()
 
 
+def is_concrete(x: Any) -> bool:
+    """Whether a value is known now, not traced."""
+    from jax._src.core import Tracer
+
+    return not isinstance(x, Tracer)
+
+
 def aval_of(x: Any) -> Any:
     return jax.typeof(x)
 

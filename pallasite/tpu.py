@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallasite import missing
 from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
+from pallasite.frontend.mesh import CoreMesh
 from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.frontend.refs import async_copy as async_copy
 from pallasite.frontend.refs import delay as delay
@@ -32,6 +33,7 @@ VMEM_SHARED = MemorySpace.VMEM_SHARED
 HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
+TensorCoreMesh = CoreMesh
 
 
 class GridDimensionSemantics(enum.Enum):

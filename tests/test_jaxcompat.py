@@ -35,6 +35,30 @@ def test_kernel_tracing_allows_one_ref_twice():
     assert closed.jaxpr.eqns
 
 
+def test_named_axes_have_index_and_size():
+    def kernel(o_ref):
+        o_ref[...] = jax.lax.axis_index("core") + jax.lax.axis_size("core")
+
+    ref = jaxcompat.abstract_ref((), np.int32)
+    with jaxcompat.kernel_tracing(), jaxcompat.named_axes([("core", 2)]):
+        closed = jax.make_jaxpr(kernel)(ref)
+    assert closed.jaxpr.eqns[0].primitive.name == "axis_index"
+    with jaxcompat.named_axes(()):
+        pass
+
+
+def test_traced_values_are_told_from_concrete_ones():
+    assert jaxcompat.is_concrete(jnp.ones(())) and jaxcompat.is_concrete(1)
+    assert jax.jit(lambda x: x if jaxcompat.is_concrete(x) else -x)(1.0) == -1
+
+
+def test_trace_context_differs_where_tracing_would():
+    plain = jaxcompat.trace_context()
+    assert plain == jaxcompat.trace_context() and hash(plain) is not None
+    with jax.default_matmul_precision("highest"):
+        assert jaxcompat.trace_context() != plain
+
+
 def test_refs_and_views_are_told_from_values():
     seen = []
 

@@ -17,10 +17,10 @@ from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.frontend import plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
+from pallasite.frontend.match import describe, input_specs, output_specs
 from pallasite.frontend.primitive import Call, bind_call, interpret_mode
 from pallasite.frontend.spaces import MemoryRef, MemorySpace, as_memory_ref
 from pallasite.frontend.spec import (
-    BlockSpec,
     CostEstimate,
     GridSpec,
     Operand,
@@ -28,9 +28,9 @@ from pallasite.frontend.spec import (
 )
 from pallasite.frontend.trace import (
     check_signature,
-    explain_trace_failure,
     name_of,
     parameter_names,
+    storing,
     trace,
     user_location,
 )
@@ -148,15 +148,15 @@ def pallas_call(
         grid_spec,
         tuple(_shape_of(leaf, n, at) for n, leaf in enumerate(out_leaves)),
         out_tree,
-        tuple((input_output_aliases or {}).items()),
-        name or name_of(kernel),
+        _aliases(input_output_aliases, at),
+        str(name or name_of(kernel)),
         at,
         interpret_mode(interpret, at),
         backend,
         params_of(compiler_params, at),
-        cost_estimate,
+        _cost(cost_estimate, at),
         debug,
-        metadata,
+        params_of(metadata, at, "metadata"),
         axis_names,
     )
     cache: dict[Any, Call] = {}
@@ -164,7 +164,8 @@ def pallas_call(
     def call(*args: Any) -> Any:
         flat, tree = jax.tree.flatten(args)
         flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
-        key = (tree, tuple((x.shape, np.dtype(x.dtype)) for x in flat))
+        types = tuple((x.shape, np.dtype(x.dtype)) for x in flat)
+        key = (tree, types, jaxcompat.trace_context())
         built = cache.get(key)
         extra: tuple[Any, ...] = ()
         if built is None:
@@ -186,6 +187,28 @@ def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
     return b if a is None else a
 
 
+def _aliases(given: Any, at: Any) -> tuple[tuple[int, int], ...]:
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else None
+    if given is not None and (
+        pairs is None or not all(isinstance(n, int) for pair in pairs for n in pair)
+    ):
+        raise SpecError(
+            "input_output_aliases must map operand numbers to result numbers",
+            [("input_output_aliases", repr(given))],
+            at,
+            "{0: 0}: operand 0 is the memory of result 0",
+        )
+    return pairs or ()
+
+
+def _cost(given: Any, at: Any) -> Any:
+    if given is not None and not hasattr(given, "bytes_accessed"):
+        raise SpecError(
+            f"cost_estimate must be a pl.CostEstimate, got {given!r}", at=at
+        )
+    return given
+
+
 def _is_shape(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
@@ -198,12 +221,18 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
+    if any(isinstance(d, (int, np.integer)) and d < 0 for d in leaf.shape):
+        raise SpecError(
+            "out_shape has a negative size",
+            [("entry", n), ("shape", tuple(leaf.shape))],
+            at,
+        )
     if isinstance(leaf, MemoryRef):
         return leaf
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
-def params_of(given: Any, at: Any) -> dict[str, Any]:
+def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, Any]:
     """Compiler parameters as one flat dict, whatever form they came in."""
     if given is None:
         return {}
@@ -216,10 +245,18 @@ def params_of(given: Any, at: Any) -> dict[str, Any]:
             nested = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
             flat.update(params_of(value, at) if nested else {key: value})
         return flat
-    raise SpecError(f"compiler_params must be a CompilerParams, got {given!r}", at=at)
+    kind = "a CompilerParams" if what == "compiler_params" else "a dict"
+    raise SpecError(f"{what} must be {kind}, got {given!r}", at=at)
 
 
 def _as_array(x: Any, n: int, request: Request) -> Any:
+    if jaxcompat.is_ref(x):
+        raise KernelTypeError(
+            f"operand {n} is a ref",
+            [("kernel", request.name), ("ref", jaxcompat.aval_of(x))],
+            user_location(),
+            "pass its value, ref[...]",
+        )
     try:
         array = x if isinstance(x, jax.Array) else jnp.asarray(x)
     except TypeError:
@@ -228,6 +265,13 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             [("kernel", request.name)],
             request.at,
         ) from None
+    if not all(isinstance(d, int) for d in array.shape):
+        raise UnsupportedError(
+            f"operand {n} has a symbolic shape",
+            [("kernel", request.name), ("shape", array.shape)],
+            request.at,
+            "export the function for each shape it is used with",
+        )
     if T.dtype_of(array.dtype) is None:
         hint = ""
         if jaxcompat.is_key_dtype(array.dtype):
@@ -292,7 +336,9 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
 
 def _freeze(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     def hashable(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, Mapping):
+            return _freeze(value)
+        if isinstance(value, (list, tuple, set)):
             return tuple(hashable(v) for v in value)
         return value
 
@@ -303,20 +349,20 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
     spec, at = request.grid_spec, request.at
     num_prefetch = _num_prefetch_leaves(spec, flat, tree, request)
     names = parameter_names(request.kernel, len(flat) + len(request.out_shapes))
-    in_specs = _specs(spec.in_specs, "in_specs", flat, tree, spec, request)
+    in_specs = input_specs(spec.in_specs, "in_specs", flat, tree, spec, request)
     prefetch = tuple(
         Operand("operand ", str(n), x.shape, x.dtype, names[n])
         for n, x in enumerate(flat[:num_prefetch])
     )
-    prefetch_avals = [(x, MemorySpace.SMEM) for x in flat[:num_prefetch]]
+    prefetch_args = jax.tree.unflatten(tree, flat)[: spec.num_scalar_prefetch]
     rank = len(spec.grid)
     inputs = []
     for k, (path, s) in enumerate(in_specs):
         x, n = flat[num_prefetch + k], num_prefetch + k
         operand = Operand("in_specs", path, tuple(x.shape), x.dtype, names[n])
-        inputs.append(plan.bind(s, operand, "in", rank, prefetch_avals, at))
+        inputs.append(plan.bind(s, operand, "in", rank, prefetch_args, at))
     outputs = []
-    out_specs = _out_specs(spec.out_specs, request)
+    out_specs = output_specs(spec.out_specs, request)
     for k, (shape, (path, s)) in enumerate(
         zip(request.out_shapes, out_specs, strict=True)
     ):
@@ -328,7 +374,7 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
         operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
         if isinstance(shape, MemoryRef) and s.memory_space is None:
             s = s.replace(memory_space=shape.memory_space)
-        outputs.append(plan.bind(s, operand, "out", rank, prefetch_avals, at))
+        outputs.append(plan.bind(s, operand, "out", rank, prefetch_args, at))
     _check_aliases(request, flat)
     scratch, scratch_tree = _scratch(spec, request)
     given = request.compiler_params.get("dimension_semantics")
@@ -350,88 +396,6 @@ def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request)
     return len(jax.tree.leaves(arguments[:count]))
 
 
-def _specs(
-    specs: Any, role: str, flat: Any, tree: Any, spec: GridSpec, request: Request
-) -> list[tuple[str, BlockSpec]]:
-    """One spec per operand leaf, with the path errors show."""
-    arguments = jax.tree.unflatten(tree, flat)[spec.num_scalar_prefetch :]
-    leaves = jax.tree.leaves(arguments)
-    if specs is no_block_spec:
-        return [(f"[{n}]", BlockSpec()) for n in range(len(leaves))]
-    if isinstance(specs, (list, tuple)) and len(specs) != len(arguments):
-        raise SpecError(
-            f"{role} has {len(specs)} entries for {len(arguments)} operands",
-            [
-                ("kernel", request.name),
-                ("operands", ", ".join(_describe(x) for x in leaves) or "none"),
-            ],
-            request.at,
-            "one BlockSpec per operand (scalar-prefetch operands have none)",
-        )
-    if isinstance(specs, BlockSpec) and len(leaves) == 1:
-        specs = (specs,)
-    specs = tuple(specs) if isinstance(specs, (list, tuple)) else specs
-    return _match(specs, tuple(arguments), role, request)
-
-
-def _match(specs: Any, operands: Any, role: str, request: Request):
-    is_spec = lambda s: isinstance(s, BlockSpec) or s is None or s is no_block_spec
-    try:
-        spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
-    except ValueError as error:
-        for n, entry in enumerate(specs if isinstance(specs, tuple) else ()):
-            if not isinstance(entry, (BlockSpec, dict, list)) and entry is not None:
-                raise SpecError(
-                    f"{role}[{n}] is not a BlockSpec",
-                    [("kernel", request.name), ("got", repr(entry))],
-                    request.at,
-                    "pl.BlockSpec(block_shape, index_map)",
-                ) from None
-        raise SpecError(
-            f"{role} does not match the structure of the operands",
-            [("kernel", request.name), ("problem", str(error).splitlines()[0])],
-            request.at,
-        ) from None
-    paths = jax.tree_util.tree_flatten_with_path(spread, is_leaf=is_spec)[0]
-    result = []
-    for path, s in paths:
-        shown = jax.tree_util.keystr(path)
-        if s is None or s is no_block_spec:
-            s = BlockSpec()
-        if not isinstance(s, BlockSpec):
-            raise SpecError(
-                f"{role}{shown} is not a BlockSpec",
-                [("kernel", request.name), ("got", repr(s))],
-                request.at,
-            )
-        result.append((shown, s))
-    return result
-
-
-def _out_specs(specs: Any, request: Request) -> list[tuple[str, BlockSpec]]:
-    count = len(request.out_shapes)
-    if specs is no_block_spec:
-        return [(f"[{n}]" if count > 1 else "", BlockSpec()) for n in range(count)]
-    if isinstance(specs, BlockSpec) and count == 1:
-        return [("", specs)]
-    target = jax.tree.unflatten(request.out_tree, request.out_shapes)
-    if isinstance(specs, (list, tuple)) and isinstance(target, (list, tuple)):
-        if len(specs) != len(target):
-            raise SpecError(
-                f"out_specs has {len(specs)} entries for {len(target)} results",
-                [("kernel", request.name)],
-                request.at,
-            )
-        specs, target = tuple(specs), tuple(target)
-    elif isinstance(specs, (list, tuple)) and len(specs) == 1 and count == 1:
-        specs = specs[0]
-    return _match(specs, target, "out_specs", request)
-
-
-def _describe(x: Any) -> str:
-    return f"{np.dtype(x.dtype).name}{list(x.shape)}"
-
-
 def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], Any]:
     is_leaf = lambda s: as_memory_ref(s) is not None
     shapes = spec.scratch_shapes
@@ -445,7 +409,11 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
     memory = []
     for n, leaf in enumerate(leaves):
         ref = as_memory_ref(leaf)
-        if ref is None or T.dtype_of(ref.dtype) is None:
+        if (
+            ref is None
+            or T.dtype_of(ref.dtype) is None
+            or min(ref.shape, default=0) < 0
+        ):
             raise SpecError(
                 f"scratch_shapes[{n}] does not describe memory",
                 [("got", repr(leaf))],
@@ -477,7 +445,7 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
         if (tuple(x.shape), np.dtype(x.dtype)) != (tuple(y.shape), np.dtype(y.dtype)):
             raise SpecError(
                 "an aliased operand and result must have one shape and dtype",
-                [*facts, ("operand", _describe(x)), ("result", _describe(y))],
+                [*facts, ("operand", describe(x)), ("result", describe(y))],
                 request.at,
             )
         if target in seen:
@@ -509,21 +477,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     ]
     check_signature(request.kernel, args, kwargs, facts, request.at)
     avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
-    try:
-        traced = trace(request.kernel, full_tree, avals)
-    except Exception as error:
-        better = explain_trace_failure(error, request.kernel)
-        if better is None:
-            raise
-        raise better from None
-    if traced.out_tree != jax.tree.structure(None):
-        raise KernelTypeError(
-            "a kernel must not return a value",
-            [("kernel", request.name), ("returned", traced.out_tree)],
-            request.at,
-            "store results into the output refs: o_ref[...] = value",
-        )
-    return traced
+    body = storing(request.kernel, request.name, request.at)
+    axes = tuple(zip(request.axis_names, request.grid_spec.grid, strict=False))
+    return trace(body, full_tree, avals, request.kernel, axes)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:

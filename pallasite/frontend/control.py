@@ -34,7 +34,11 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
                 at=user_location(),
                 fix="reduce it with jnp.any or jnp.all, or use jnp.where",
             )
-        lax.cond(condition, fn, lambda: None)
+
+        def taken() -> None:
+            fn()
+
+        lax.cond(condition, taken, lambda: None)
 
     return decorate
 
@@ -49,6 +53,8 @@ def loop(
         def _(i):
             o_ref[i] = x_ref[i] + 1
     """
+
+    _check_bounds(lower, upper, step)
 
     def decorate(fn: Callable[[Any], None]) -> None:
         static = all(isinstance(v, (int, np.integer)) for v in (lower, upper, step))
@@ -66,11 +72,23 @@ def loop(
     return decorate
 
 
+def _check_bounds(*bounds: Any) -> None:
+    for value in bounds:
+        if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise KernelTypeError(
+                f"pl.loop takes integers, got {value!r}", at=user_location()
+            )
+    if isinstance(bounds[-1], (int, np.integer)) and bounds[-1] == 0:
+        raise KernelTypeError("the step of pl.loop is 0", at=user_location())
+
+
 def cdiv(a: Any, b: Any) -> Any:
-    """Division rounded up."""
+    """Division rounded up, for either sign."""
     if isinstance(a, (int, np.integer)) and isinstance(b, (int, np.integer)):
         return -(-a // b)
-    return lax.div(a + (b - 1), jnp.asarray(b, jnp.result_type(a)))
+    if jnp.issubdtype(jnp.result_type(a, b), jnp.unsignedinteger):
+        return jnp.floor_divide(a + (b - 1), b)
+    return -jnp.floor_divide(-a, b)
 
 
 def align_to(x: int, alignment: int) -> int:

@@ -103,7 +103,7 @@ class JaxNumbers:
         mask: Array | None = None,
         other: Array | None = None,
     ) -> Array:
-        if any(p.gather is not None or p.is_bounded for p in picks):
+        if any(p.gather is not None or p.is_bounded or p.clip for p in picks):
             value = self._take_elements(array, picks)
         else:
             value = _squeeze(self._take_runs(array, picks), picks)
@@ -164,12 +164,7 @@ class JaxNumbers:
             value = spaced.at[where].set(value)
         if sizes == list(array.shape):
             return value
-        return lax.dynamic_update_slice(
-            array,
-            value,
-            [_int32(p.start) for p in picks],
-            allow_negative_indices=False,
-        )
+        return update_slice(array, value, [_int32(p.start) for p in picks])
 
     def rmw(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
@@ -222,13 +217,7 @@ class JaxNumbers:
     # --- scalars and selection ---
 
     def clamp(self, index: Any, low: Any, high: Any) -> Any:
-        if isinstance(index, int):
-            return min(max(index, low), high)
-        if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
-            # Clamp before the conversion: it wraps.
-            least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
-            index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
-        return jnp.clip(_int32(index), _int32(low), _int32(high))
+        return clamp_index(index, low, high)
 
     def add(self, a: Any, b: Any) -> Any:
         if isinstance(a, int) and isinstance(b, int):
@@ -308,8 +297,7 @@ class JaxNumbers:
     def debug_print(
         self, fmt: str, values: Sequence[Array], when: Array | None
     ) -> None:
-        template = fmt if "{}" in fmt else fmt + " {}" * len(values)
-        jax.debug.print(template.rstrip("\n"), *values)
+        jax.debug.print(fmt.rstrip("\n"), *values)
 
     def debug_check(self, ok: Array, message: str, op: Op) -> None:
         where = f" at {op.loc}" if op.loc else ""
@@ -321,6 +309,30 @@ class JaxNumbers:
                 raise CheckError(f"debug_check failed: {message}{where}")
 
         jax.debug.callback(fail, ok)
+
+
+def clamp_index(index: Any, low: int, high: int) -> Any:
+    """An index, or a tile of them, brought into a range, as int32."""
+    if isinstance(index, int):
+        return min(max(index, low), high)
+    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
+        # Clamp before the conversion, which wraps around.
+        least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
+        index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
+    return jnp.clip(_int32(index), _int32(low), _int32(high))
+
+
+def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
+    """dynamic_update_slice; starts are clamped, negative ones too.
+
+    XLA on CPU moves a reshape of the result in front of the update and then overwrites
+    what a shifted slice of `array` in `value` has yet to read (openxla/xla#49176). The
+    barrier keeps them apart, and costs nothing: the update stays in place.
+    """
+    updated = lax.dynamic_update_slice(
+        array, value, starts, allow_negative_indices=False
+    )
+    return lax.optimization_barrier(updated)
 
 
 def _poison(type: RefType) -> Any:
@@ -366,6 +378,8 @@ def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]
             axis += 1
         else:
             position = _int32(p.start)
+        if p.clip is not None:
+            position = jnp.clip(position, _int32(p.clip[0]), _int32(p.clip[1]) - 1)
         if p.is_bounded:
             inside = inside & (position >= _int32(p.low)) & (position < _int32(p.high))
             position = jnp.clip(position, _int32(p.low), _int32(p.high) - 1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallasite.errors import InternalError
+from pallasite.frontend.emulate import clamp_index, update_slice
 from pallasite.ir.nodes import Op
 
 Array = Any
@@ -121,12 +122,18 @@ def _precision(name: str | None) -> str | None:
 
 @_tile_op("dynamic_slice")
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
-    return lax.dynamic_slice(x, starts, op.attrs["sizes"], allow_negative_indices=False)
+    # Some releases of XLA merge slices of slices and forget that each is clamped.
+    sizes = op.attrs["sizes"]
+    starts = tuple(
+        clamp_index(start, 0, n - size)
+        for start, n, size in zip(starts, x.shape, sizes, strict=True)
+    )
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 @_tile_op("dynamic_update_slice")
 def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Array:
-    return lax.dynamic_update_slice(x, update, starts, allow_negative_indices=False)
+    return update_slice(x, update, starts)
 
 
 @_tile_op("sort")

@@ -24,6 +24,10 @@ from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
+# Primitives that move elements about: on random keys they move each word alike.
+_MOVES = "slice dynamic_slice dynamic_update_slice gather scatter concatenate split "
+_MOVES += "select_n broadcast_in_dim transpose rev tile stack unstack"
+KEY_MOVES = frozenset(_MOVES.split())
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -98,6 +102,13 @@ class Importer:
 
     def captured(self, value: Any) -> Value:
         """A value from outside the kernel, loaded where it is used."""
+        if jaxcompat.is_ref(value):
+            raise KernelTypeError(
+                "the kernel uses a ref that is not its own",
+                [("kernel", self.kernel_name), ("ref", jaxcompat.aval_of(value))],
+                self.where,
+                "pass its value as an operand: each kernel sees the refs it is given",
+            )
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
         return self.builder.load(self.captures.ref(value))
@@ -134,7 +145,9 @@ class Importer:
         name = eqn.primitive.name
         operands = [self.value(v) for v in eqn.invars]
         try:
-            if name in RULES:
+            if name in KEY_MOVES and _makes_keys(eqn):
+                results = self.per_word(eqn, operands)
+            elif name in RULES:
                 self.used = used
                 results = RULES[name](self, eqn, *operands)
             elif name in BY_JAX:
@@ -178,6 +191,16 @@ class Importer:
             closed = jaxcompat.lower_high_level(jax.make_jaxpr(fn)(*avals))
         return self.run(closed, args)
 
+    def per_word(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+        """An equation that moves random keys about, on their words."""
+        is_key = [jaxcompat.is_key_dtype(v.aval.dtype) for v in eqn.invars]
+
+        def one_word(*args: Any) -> Any:
+            return eqn.primitive.bind(*args, **eqn.params)
+
+        in_axes = [-1 if key else None for key in is_key]
+        return self.splice(jax.vmap(one_word, in_axes, -1), operands)
+
     @contextlib.contextmanager
     def nested(self) -> Iterator[Builder]:
         """Collect a region's ops in a builder of its own."""
@@ -208,6 +231,10 @@ class Importer:
             self.where,
             "compute it outside the kernel and pass it in, or write it with other ops",
         )
+
+
+def _makes_keys(eqn: Any) -> bool:
+    return any(jaxcompat.is_key_dtype(v.aval.dtype) for v in eqn.outvars)
 
 
 def _used(jaxpr: Any) -> set[Any]:
@@ -254,4 +281,5 @@ def load_rules() -> None:
         import_memory,
         import_random,
         import_tile,
+        inside_rules,
     )

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError
+from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
+from pallasite.frontend.refs import positional_fields
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute
@@ -17,6 +20,17 @@ from pallasite.ir.rewrite import substitute
 def _call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return im.run(jaxpr, args)
+
+
+@rule("pallasite_call")
+def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
+    raise UnsupportedError(
+        "a kernel cannot call another kernel",
+        [("kernel", im.kernel_name), ("calls", eqn.params["call"].kernel.name)],
+        im.where,
+        "call the function of refs itself, or loop over blocks with "
+        "pltpu.emit_pipeline",
+    )
 
 
 @rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -53,8 +67,17 @@ class Carry:
         pending = iter(carried)
         return [v if v.is_ref else next(pending) for v in self.initial]
 
-    def yielded(self, results: Sequence[Value]) -> list[Value]:
-        return [r for v, r in zip(self.initial, results, strict=True) if not v.is_ref]
+    def yielded(self, im: Importer, results: Sequence[Value]) -> list[Value]:
+        pairs = list(zip(self.initial, results, strict=True))
+        if any(before.is_ref and after is not before for before, after in pairs):
+            raise KernelTypeError(
+                "a loop must hand on the refs it carries unchanged",
+                [("kernel", im.kernel_name)],
+                im.where,
+                "choose between refs with pl.when in the body, or use one ref with a "
+                "leading dimension and index it",
+            )
+        return [after for before, after in pairs if not before.is_ref]
 
 
 @rule("while")
@@ -69,7 +92,7 @@ def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     body_carry = Carry(args[split[1] :])
     with im.nested() as builder:
         results = im.run(p["body_jaxpr"], [*body_consts, *body_carry.inside()])
-        body = builder.block(body_carry.params, body_carry.yielded(results))
+        body = builder.block(body_carry.params, body_carry.yielded(im, results))
     counted = _as_counted_loop(im, carry.carried, condition, body)
     if counted is not None:
         return carry.merge(counted)
@@ -130,6 +153,8 @@ def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     length, inner = p["length"], jaxcompat.opened(p["jaxpr"])[0]
     y_types = [tile_type(v.aval, im.where) for v in inner.outvars[num_carry:]]
     stacked = [b.constant(0, t.with_shape((length, *t.shape))) for t in y_types]
+    if length == 0:
+        return [*carry.initial, *stacked]
     collected = [Value(s.type) for s in stacked]
     counter = Value(T.INDEX, "i")
     with im.nested() as builder:
@@ -142,7 +167,7 @@ def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
             _put_row(im, into, y, n)
             for into, y in zip(collected, results[num_carry:], strict=True)
         ]
-        yields = [*carry.yielded(results[:num_carry]), *ys]
+        yields = [*carry.yielded(im, results[:num_carry]), *ys]
         body = builder.block((counter, *carry.params, *collected), yields)
     bounds = (b.index(0), b.index(length), b.index(1))
     out = b.emit("for", *bounds, *carry.carried, *stacked, regions=(body,))
@@ -202,8 +227,6 @@ def _grid_axis(im: Importer, eqn: Any) -> GridScope:
 def _axis_index(im: Importer, eqn: Any) -> Value:
     """An axis of the kernel's own mesh is a program id; one of an enclosing
     shard_map is a value from outside the kernel."""
-    import jax
-
     name = eqn.params["axis_name"]
     if name in im.mesh_axes:
         return im.mesh_axes[name]
@@ -225,10 +248,14 @@ def _debug_print(im: Importer, eqn: Any, *values: Value) -> None:
 
 @rule("debug_print")
 def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
-    fmt = eqn.params.get("fmt")
-    if not isinstance(fmt, str) or fmt.count("{}") != len(values):
-        raise im.unsupported(eqn, "only positional {} fields")
-    im.builder.emit("debug_print", *values, format=fmt)
+    """Fields given by name become positional ones."""
+    p = eqn.params
+    if not isinstance(p.get("fmt"), str) or p.get("static_args"):
+        raise im.unsupported(eqn, "only values of the kernel can be printed")
+    args, kwargs = jax.tree.unflatten(p["in_tree"], list(values))
+    fmt, fields = positional_fields(p["fmt"])
+    ordered = [args[f] if isinstance(f, int) else kwargs[f] for f in fields]
+    im.builder.emit("debug_print", *ordered, format=fmt)
 
 
 @rule("debug_callback", "io_callback", "pure_callback")

@@ -54,7 +54,7 @@ def _dynamic(index: Index) -> list[At | Span | Gather]:
 
 def pick(im: Importer, ref: Value, transforms: Sequence[Any]) -> Picked:
     """Follow view transforms; the last indexer becomes the access's own index."""
-    _expect_ref(im, ref)
+    _expect_data(im, ref)
     transforms = [t for t in transforms if type(t).__name__ not in _NEUTRAL]
     last = transforms[-1] if transforms else None
     if type(last).__name__ == "NDIndexer":
@@ -68,12 +68,19 @@ def pick(im: Importer, ref: Value, transforms: Sequence[Any]) -> Picked:
 _NEUTRAL = ("MemorySpaceCastTransform",)
 
 
-def _expect_ref(im: Importer, ref: Value) -> None:
+def _expect_data(im: Importer, ref: Value) -> None:
     if not ref.is_ref:
         raise KernelTypeError(
             "a ref is needed here, got a value",
             [("kernel", im.kernel_name), ("value", ref.type)],
             im.where,
+        )
+    if ref.ref.is_semaphore:
+        raise KernelTypeError(
+            "a semaphore cannot be read or written like memory",
+            [("kernel", im.kernel_name), ("semaphore", ref.type)],
+            im.where,
+            "pl.semaphore_read, pl.semaphore_signal, pl.semaphore_wait",
         )
 
 
@@ -131,6 +138,7 @@ def _span(
             im.where,
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
+    _expect_integer(im, ref, d, entry.start)
     start = _static(entry.start)
     if start is None:
         operands.append(im.value(entry.start))
@@ -146,6 +154,7 @@ def _span(
 def _point(
     im: Importer, ref: Value, d: int, size: int, entry: Any, operands: list[Value]
 ) -> At | Gather:
+    _expect_integer(im, ref, d, entry)
     static = _static(entry)
     if static is not None:
         position = static + size if static < 0 else static
@@ -153,15 +162,19 @@ def _point(
             raise _outside(im, ref, d, static, size)
         return At(position)
     value = im.value(entry)
-    if not value.tile.dtype.is_integer:
+    operands.append(value)
+    return Gather() if value.tile.rank else At(None)
+
+
+def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
+    type_ = None if isinstance(entry, (int, np.integer)) else tile_type(entry.aval)
+    if type_ is not None and not type_.dtype.is_integer:
         raise KernelTypeError(
-            f"an index must be an integer, got {value.type}",
+            f"an index must be an integer, got {type_}",
             [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
             im.where,
             "use pl.load/pl.store with mask= for a boolean mask",
         )
-    operands.append(value)
-    return Gather() if value.tile.rank else At(None)
 
 
 def _static(entry: Any) -> int | None:
@@ -318,6 +331,7 @@ def _views(im: Importer, eqn: Any, first: int = 0) -> list[Value]:
 @rule("pallasite_copy")
 def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
     source, target, semaphore = _views(im, eqn)
+    _expect_semaphore(im, semaphore)
     if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
         raise KernelTypeError(
             "a copy needs a source and a destination of one shape and dtype",
@@ -335,9 +349,20 @@ def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
         im.builder.emit("copy_wait", source, target, semaphore)
 
 
+def _expect_semaphore(im: Importer, ref: Value) -> None:
+    if not ref.ref.is_semaphore or ref.ref.shape:
+        raise KernelTypeError(
+            "one semaphore is needed here",
+            [("kernel", im.kernel_name), ("got", ref.type)],
+            im.where,
+            "allocate pltpu.SemaphoreType.DMA; of several, pick one: sems.at[i]",
+        )
+
+
 @rule("pallasite_semaphore_signal", "pallasite_semaphore_wait")
 def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
     (semaphore,) = _views(im, eqn, 1)
+    _expect_semaphore(im, semaphore)
     name = "sem_" + eqn.primitive.name.rsplit("_", 1)[1]
     im.builder.emit(name, semaphore, amount)
 
@@ -345,4 +370,5 @@ def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
 @rule("pallasite_semaphore_read")
 def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
     (semaphore,) = _views(im, eqn)
+    _expect_semaphore(im, semaphore)
     return im.builder.op("sem_read", semaphore)

@@ -18,7 +18,15 @@ from pallasite.frontend.from_jaxpr import Importer
 from pallasite.frontend.refs import _picked, _ref_effects, flatten_views
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec, Operand, as_grid
-from pallasite.frontend.trace import Traced, name_of, trace, user_location
+from pallasite.frontend.trace import (
+    Traced,
+    check_signature,
+    location_of,
+    name_of,
+    storing,
+    trace,
+    user_location,
+)
 from pallasite.ir.nodes import Value
 
 pipeline_p = jaxcompat.Primitive("pallasite_pipeline")
@@ -157,6 +165,7 @@ def _bind(
         is_input = n < len(specs_in)
         role = "in_specs" if is_input else "out_specs"
         path = f"[{n if is_input else n - len(specs_in)}]"
+        _expect_rectangle(ref, n, name, at)
         shape, dtype = _view_type(ref)
         operand = Operand(role, path, shape, dtype)
         mode = "in" if is_input else "out"
@@ -186,6 +195,18 @@ def _spec_list(specs: Any) -> list[BlockSpec]:
     return [s or BlockSpec() for s in jax.tree.leaves(specs, is_leaf=is_spec)]
 
 
+def _expect_rectangle(ref: Any, n: int, name: str, at: Any) -> None:
+    kinds = {type(t).__name__ for t in jaxcompat.ref_and_transforms(ref)[1]}
+    kinds &= {"ReshapeTransform", "TransposeTransform", "BitcastTransform"}
+    if kinds:
+        raise UnsupportedError(
+            f"operand {n} of the pipeline is a reshaped, transposed or bitcast view",
+            [("body", name), ("view", ", ".join(sorted(kinds)))],
+            at,
+            "pass the ref, or a slice of it (.at[...]), and reshape in the body",
+        )
+
+
 def _view_type(ref: Any) -> tuple[tuple[int, ...], Any]:
     root, transforms = jaxcompat.ref_and_transforms(ref)
     return _picked(jaxcompat.aval_of(root), transforms)
@@ -208,11 +229,16 @@ def _trace_body(
         shape, dtype = _view_type(scratch)
         avals.append(jaxcompat.abstract_ref(shape, dtype, MemorySpace.VMEM))
 
-    def call(*args: Any) -> None:
+    refs = avals[rank:] if explicit_indices else avals
+    given = [tuple(avals[:rank]), *refs] if explicit_indices else refs
+    counts = [("refs", len(bindings)), ("scratches", len(scratches))]
+    check_signature(body, given, {}, counts, user_location())
+
+    def call(*args: Any) -> Any:
         if explicit_indices:
-            body(tuple(args[:rank]), *args[rank:])
-        else:
-            body(*args)
+            return body(tuple(args[:rank]), *args[rank:])
+        return body(*args)
 
     tree = jax.tree.structure((tuple(range(len(avals))), {}))
-    return trace(call, tree, avals)
+    checked = storing(call, name_of(body), location_of(body))
+    return trace(checked, tree, avals, body)

@@ -16,6 +16,7 @@ from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, load_rules
 from pallasite.frontend.refs import Slice
+from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec, Operand, window_of
 from pallasite.frontend.trace import Traced, location_of, trace
 from pallasite.ir import types as T
@@ -80,10 +81,18 @@ def _trace_index_map(
         return _flat_indices(fn(*args), window, operand, fn, at)
 
     ids = [jax.ShapeDtypeStruct((), np.int32)] * grid_rank
-    avals = [*ids, *(jaxcompat.abstract_ref(a.shape, a.dtype, s) for a, s in prefetch)]
-    _check_index_map_arity(fn, len(avals), grid_rank, operand, at)
-    tree = jax.tree.structure((tuple(range(len(avals))), {}))
-    return trace(indices, tree, avals)
+    arrays, tree = jax.tree.flatten(((*ids, *prefetch), {}))
+    smem = [
+        jaxcompat.abstract_ref(a.shape, a.dtype, MemorySpace.SMEM)
+        for a in arrays[grid_rank:]
+    ]
+    _check_index_map_arity(fn, grid_rank + len(prefetch), grid_rank, operand, at)
+    traced = trace(indices, tree, [*ids, *smem], fn)
+    if any(type(e).__name__ == "WriteEffect" for e in traced.jaxpr.effects):
+        raise SpecError(
+            "an index map cannot write", [("operand", operand)], location_of(fn) or at
+        )
+    return traced
 
 
 def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at: Any):

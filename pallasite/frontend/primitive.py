@@ -12,11 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from pallasite import config, jaxcompat
 from pallasite.backends import base
-from pallasite.errors import FallbackWarning, SpecError, UnknownBackendError
+from pallasite.errors import (
+    FallbackWarning,
+    SpecError,
+    UnknownBackendError,
+    UnsupportedError,
+)
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
 from pallasite.ir.nodes import Kernel, walk
@@ -131,7 +136,8 @@ def _prints(kernel: Kernel) -> bool:
 def _impl(*operands: Any, call: Call) -> list[Any]:
     if isinstance(call.interpret, Checked):
         return [jax.numpy.asarray(x) for x in _run_checked(call, operands)]
-    return _jitted(call)(*operands)
+    with jax.disable_jit(False):
+        return _jitted(call)(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,6 +184,14 @@ def _native_backend(call: Call, platforms: Sequence[str]) -> str | None:
     name = call.backend or config.get("backend") or None
     if name is None:
         _warn_fallback(tuple(platforms))
+    elif not set(platforms) & set(base.get(name).platforms):
+        raise UnsupportedError(
+            f"backend {name!r} does not run on {'/'.join(platforms)}",
+            [("kernel", call.kernel.name)],
+            call.kernel.loc,
+            "leave out backend=, or pass operands that live on "
+            + "/".join(base.get(name).platforms),
+        )
     return name
 
 
@@ -255,6 +269,21 @@ def _spread_aliased(
 
 
 batching.primitive_batchers[call_p] = _batch
+
+
+# --- grad ---
+
+
+def _no_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
+    raise UnsupportedError(
+        "a kernel call has no derivative of its own yet",
+        [("kernel", call.kernel.name)],
+        call.kernel.loc,
+        "give it one with jax.custom_vjp or jax.custom_jvp",
+    )
+
+
+ad.primitive_jvps[call_p] = _no_derivative
 
 
 def kernels_in(fn: Any, *args: Any) -> list[Kernel]:

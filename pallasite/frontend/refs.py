@@ -5,6 +5,7 @@ are the others: program ids, masked and atomic access, async copies, semaphores,
 Each primitive stages into the kernel's jaxpr; `from_jaxpr.py` gives them meaning.
 """
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.ref
 import numpy as np
+from jax.interpreters import mlir
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
@@ -30,15 +32,20 @@ def _primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive
     primitive = jaxcompat.Primitive(f"pallasite_{name}")
     primitive.multiple_results = multiple_results
 
-    @primitive.def_impl
-    def _outside(*args: Any, **params: Any) -> Any:
-        raise KernelTypeError(
-            f"pl.{name} can only be used inside a kernel",
-            at=user_location(),
-            fix="call it in a function passed to pl.pallas_call or pl.kernel",
-        )
+    def refuse(*args: Any, **params: Any) -> Any:
+        raise _outside(name)
 
+    primitive.def_impl(refuse)
+    mlir.register_lowering(primitive, refuse)
     return primitive
+
+
+def _outside(name: str) -> KernelTypeError:
+    return KernelTypeError(
+        f"pl.{name} can only be used inside a kernel",
+        at=user_location(),
+        fix="call it in a function passed to pl.pallas_call or pl.kernel",
+    )
 
 
 # --- where in the grid a program is ---
@@ -73,8 +80,9 @@ def _axis(axis: Any, name: str) -> int:
 
 def _view(ref: Any, idx: Any) -> Any:
     if not jaxcompat.is_ref(ref):
+        got = "None" if ref is None else f"a value of shape {np.shape(ref)}"
         raise KernelTypeError(
-            f"expected a ref, got a value of shape {jnp.shape(ref)}",
+            f"expected a ref, got {got}",
             at=user_location(),
             fix="pass the ref itself (x_ref), not a value read from it (x_ref[...])",
         )
@@ -117,7 +125,7 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
         for value in (*flat[:num_values], other):
             if value is not None and (value.shape, value.dtype) != (shape, dtype):
                 raise KernelTypeError(
-                    f"value does not fit the elements pl.{name} picks",
+                    "the value does not fit the elements it goes with",
                     [
                         ("value", value.str_short()),
                         ("picked", f"{np.dtype(dtype).name}{list(shape)}"),
@@ -147,22 +155,22 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]
     if mask is not None:
-        mask = _fit_mask(jnp.asarray(mask, bool), shape)
+        mask = _fit(jnp.asarray(mask, bool), shape, "mask", "it masks")
     if other is not None:
-        other = jnp.broadcast_to(jnp.asarray(other, dtype), shape)
+        other = _fit(jnp.asarray(other, dtype), shape, "other", "it stands in for")
     flat, tree = jax.tree.flatten((transforms, mask, other))
     return primitive.bind(root, *values, *flat, tree=tree, **params)
 
 
-def _fit_mask(mask: Any, shape: tuple[int, ...]) -> Any:
-    if mask.shape == shape:
-        return mask
+def _fit(value: Any, shape: tuple[int, ...], name: str, role: str) -> Any:
+    if value.shape == shape:
+        return value
     try:
-        return jnp.broadcast_to(mask, shape)
+        return jnp.broadcast_to(value, shape)
     except ValueError:
         raise KernelTypeError(
-            "the mask does not fit the elements it masks",
-            [("mask", mask.shape), ("elements", shape)],
+            f"the {name} does not fit the elements {role}",
+            [(name, value.shape), ("elements", shape)],
             user_location(),
         ) from None
 
@@ -211,6 +219,8 @@ def store(
     del eviction_policy
     if val is None:
         idx, val = None, idx
+    if val is None:
+        raise KernelTypeError("pl.store needs a value to store", at=user_location())
     _bind_access(masked_swap_p, ref, idx, (val,), mask)
 
 
@@ -272,6 +282,11 @@ def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
     """
     values = (values,) if isinstance(values, (int, np.integer)) else tuple(values)
     multiple = int(np.lcm.reduce(values))
+    if multiple <= 0 or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        raise KernelTypeError(
+            f"pl.multiple_of takes integers and positive factors, got {x!r}, {values}",
+            at=user_location(),
+        )
     if isinstance(x, (int, np.integer)):
         if x % multiple:
             raise KernelTypeError(
@@ -290,14 +305,36 @@ def debug_print(fmt: str, *args: Any) -> None:
         raise KernelTypeError(
             f"pl.debug_print takes a format string, got {fmt!r}", at=user_location()
         )
-    fields = fmt.count("{}")
-    if fields not in (len(args), 0):
+    template, fields = positional_fields(fmt)
+    if fields and set(fields) != set(range(len(args))):
         raise KernelTypeError(
-            f"the format has {fields} fields for {len(args)} values",
-            [("format", repr(fmt))],
+            f"the fields of the format do not fit {len(args)} values",
+            [("format", repr(fmt)), ("fields", ", ".join(map(str, fields)))],
             user_location(),
+            "one {} per value, or {:.3f} and the like",
         )
-    debug_print_p.bind(*(jnp.asarray(a) for a in args), format=fmt)
+    if not fields:
+        template, fields = template + " {}" * len(args), list(range(len(args)))
+    shown = [jnp.asarray(args[f]) for f in fields if isinstance(f, int)]
+    debug_print_p.bind(*shown, format=template)
+
+
+def positional_fields(fmt: str) -> tuple[str, list[int | str]]:
+    """The format with its fields in order as {}, and which value each one shows."""
+    template, unnamed = "", 0
+    fields: list[int | str] = []
+    for text, name, spec, conversion in string.Formatter().parse(fmt):
+        template += text.replace("{", "{{").replace("}", "}}")
+        if name is None:
+            continue
+        if not name:
+            fields.append(unnamed)
+            unnamed += 1
+        else:
+            fields.append(int(name) if name.isdigit() else name)
+        shown = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        template += "{" + shown + "}"
+    return template, fields
 
 
 def debug_check(condition: Any, message: str) -> None:
@@ -332,6 +369,8 @@ sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, _ref_effects(a))
 
 def flatten_views(*views: Any) -> tuple[list[Any], Any]:
     """Views as flat primitive operands and the tree that rebuilds them."""
+    for v in views:
+        _view(v, None)
     parts = [jaxcompat.ref_and_transforms(v) for v in views]
     return jax.tree.flatten(parts)
 
@@ -430,6 +469,12 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     refs = [_allocate(leaf) for leaf in leaves]
     args, kwargs = jax.tree.unflatten(tree, refs)
     result = f(*args, **kwargs)
+    if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
+        raise KernelTypeError(
+            "run_scoped cannot return a ref: its memory ends with it",
+            at=user_location(),
+            fix="return its value, ref[...]",
+        )
     for ref in refs:
         jax.ref.free_ref(ref)
     return result
@@ -452,7 +497,10 @@ def _allocate(spec: Any) -> Any:
 
 def _empty_ref(memory: MemoryRef) -> Any:
     shape = jax.ShapeDtypeStruct(memory.shape, memory.dtype)
-    return jax.ref.empty_ref(shape, memory_space=memory.memory_space)
+    try:
+        return jax.ref.empty_ref(shape, memory_space=memory.memory_space)
+    except NotImplementedError:  # JAX has no such memory outside of traced code
+        raise _outside("run_scoped") from None
 
 
 def get_global(what: Any) -> Any:

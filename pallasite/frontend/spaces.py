@@ -99,7 +99,7 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
         return spec
     if isinstance(spec, SemaphoreType):
         return spec()
-    if hasattr(spec, "shape") and hasattr(spec, "dtype"):
+    if hasattr(spec, "shape") and isinstance(getattr(spec, "dtype", None), np.dtype):
         space = getattr(spec, "memory_space", None)
         space = space if isinstance(space, MemorySpace) else MemorySpace.VMEM
         return MemoryRef(tuple(spec.shape), np.dtype(spec.dtype), space)

@@ -6,12 +6,14 @@ Plain data plus validation. `window_of` turns a checked BlockSpec into the IR's 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.trace import user_location
@@ -215,7 +217,8 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
                 user_location(),
             )
         return int(entry)
-    if not (hasattr(entry, "dtype") and hasattr(entry, "shape") and entry.shape == ()):
+    is_scalar = hasattr(entry, "dtype") and getattr(entry, "shape", None) == ()
+    if not (is_scalar and jnp.issubdtype(entry.dtype, jnp.integer)):
         if type(entry).__name__ == "_DimExpr":  # a symbolic dimension
             return entry
         raise SpecError(
@@ -286,9 +289,10 @@ def _space(spec: BlockSpec, operand: Operand, at: Any) -> MemorySpace | None:
 def _fill(spec: BlockSpec, operand: Operand, at: Any) -> Any:
     if spec.fill is None:
         return None
-    if isinstance(spec.fill, (bool, int, float, np.number, np.bool_)):
-        value = np.asarray(spec.fill).astype(operand.dtype)
-        same = np.asarray(value, dtype=object) == spec.fill or spec.fill != spec.fill
+    if _is_number(spec.fill):
+        given = np.asarray(spec.fill).item()
+        value = np.asarray(given).astype(operand.dtype)
+        same = np.asarray(value, dtype=object) == given or given != given
         is_float = jnp.issubdtype(operand.dtype, jnp.floating)
         if is_float or same:
             return value.item() if value.dtype.kind in "biuf" else float(value)
@@ -297,6 +301,13 @@ def _fill(spec: BlockSpec, operand: Operand, at: Any) -> Any:
         [("operand", operand), ("fill", repr(spec.fill))],
         at,
     )
+
+
+def _is_number(x: Any) -> bool:
+    """A Python, numpy or concrete JAX scalar."""
+    if not jaxcompat.is_concrete(x) or np.ndim(x):
+        return False
+    return isinstance(x, (bool, int, float, np.generic, np.ndarray, jax.Array))
 
 
 def _block_dims(spec: BlockSpec, operand: Operand, at: Any) -> tuple[BlockDim, ...]:
@@ -337,7 +348,7 @@ def _block_dim(
     if isinstance(entry, Blocked):
         size: Any = entry.block_size
     elif isinstance(entry, Element):
-        size, kind, padding = entry.block_size, "element", tuple(entry.padding)
+        size, kind, padding = entry.block_size, "element", entry.padding
     elif isinstance(entry, BoundedSlice):
         size, kind = entry.block_size, "bounded"
     else:
@@ -352,9 +363,16 @@ def _block_dim(
         )
     if size <= 0 and n != 0:
         raise SpecError(f"a block size must be positive, got {size}", facts, at)
-    if len(padding) != 2 or any(p < 0 for p in padding):
+    if not _is_two_counts(padding):
         raise SpecError(f"padding must be two counts, got {padding}", facts, at)
-    return BlockDim(int(size), kind, padding)
+    before, after = padding
+    return BlockDim(int(size), kind, (int(before), int(after)))
+
+
+def _is_two_counts(padding: Any) -> bool:
+    if not isinstance(padding, (tuple, list)) or len(padding) != 2:
+        return False
+    return all(isinstance(p, (int, np.integer)) and p >= 0 for p in padding)
 
 
 def blocks_along(n: int, dim: BlockDim) -> int:
@@ -372,7 +390,6 @@ class CostEstimate:
     transcendentals: int
     bytes_accessed: int
     remote_bytes_transferred: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
         import json

@@ -6,6 +6,7 @@ to be passed as operands. `from_jaxpr.py` imports what comes out.
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, PallasError, RefIndexError
 from pallasite.ir.nodes import Loc
 
+# What JAX says (0.10, 0.12) where a ref stands in place of an array.
+_REF_AS_ARRAY = (
+    "'AbstractRef' object has no attribute|requires ndarray .* got .*Tracer"
+    "|a Ref can't be passed where an array is expected"
+)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 jaxcompat.exclude_from_tracebacks(_PACKAGE + os.sep)
 
@@ -30,21 +36,54 @@ class Traced:
     out_tree: Any
 
 
-def trace(fn: Callable[..., Any], tree: Any, avals: Sequence[Any]) -> Traced:
-    """Stage `fn(*args)` where the flat arguments have the given types."""
+def trace(
+    fn: Callable[..., Any],
+    tree: Any,
+    avals: Sequence[Any],
+    author: Callable[..., Any],
+    axes: Sequence[tuple[str, int]] = (),
+) -> Traced:
+    """Stage `fn(*args)` where the flat arguments have the given types.
+
+    `author`: the author's function behind `fn`, for errors. `axes`: names and sizes
+    that `lax.axis_index` and `lax.axis_size` know besides.
+    """
     out_tree: list[Any] = []
 
     def flat_fn(*flat: Any) -> Any:
         args, kwargs = jax.tree.unflatten(tree, flat)
-        flat_out, out = jax.tree.flatten(fn(*args, **kwargs))
+        try:
+            result = fn(*args, **kwargs)
+        except Exception as error:  # here: JAX drops its frames further out
+            better = explain_trace_failure(error, author)
+            if better is None:
+                raise
+            raise better from None
+        flat_out, out = jax.tree.flatten(result)
         out_tree.append(out)
         return flat_out
 
-    with jaxcompat.kernel_tracing():
+    with jaxcompat.kernel_tracing(), jaxcompat.named_axes(axes):
         closed = jax.make_jaxpr(flat_fn)(*avals)
         closed = jaxcompat.lower_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)
     return Traced(jaxpr, tuple(captured), out_tree[0])
+
+
+def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
+    """`fn`, refused if it returns something: its results are what it stores."""
+
+    def body(*args: Any, **kwargs: Any) -> None:
+        result = fn(*args, **kwargs)
+        if result is not None:
+            raise KernelTypeError(
+                "a kernel must not return a value",
+                [("kernel", name), ("returned", jax.tree.structure(result))],
+                at,
+                "store results into the output refs: o_ref[...] = value",
+            )
+
+    return body
 
 
 def check_signature(
@@ -135,11 +174,12 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
         return None
     text = str(error)
     at = _raising_line(error) or location_of(fn)
+    facts = [("kernel", name_of(fn))]
     if "Invalid shape for `swap`" in text or "Invalid dtype for `swap`" in text:
         what = "shape" if "shape for" in text else "dtype"
         return KernelTypeError(
             f"a value of the wrong {what} is written to a ref",
-            [("kernel", name_of(fn)), ("problem", text.split(". ", 1)[-1].strip())],
+            [*facts, ("problem", _swap_problem(text))],
             at,
             "jnp.full(ref.shape, v, ref.dtype), jnp.broadcast_to(v, ref.shape) "
             "or v.astype(ref.dtype)",
@@ -150,6 +190,13 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             [("kernel", name_of(fn)), ("slice", text.split(": ", 1)[-1].rstrip("."))],
             at,
         )
+    if re.search(_REF_AS_ARRAY, text):
+        return KernelTypeError(
+            "a ref is used like an array",
+            facts,
+            at,
+            "read it first: x_ref[...]",
+        )
     if "DShapedArray" in text or "size must be" in text:
         return KernelTypeError(
             "a slice of a ref needs a size known when the kernel is traced",
@@ -157,8 +204,30 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             at,
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
+    if _raised_while_indexing(error):
+        unclear = "unpack" in text or "boolean conversion" in text
+        return RefIndexError(
+            "a ref cannot be indexed like this",
+            [*facts, ("problem", None if unclear else text.splitlines()[0])],
+            at,
+            "ints, slices with a step of at least 1, pl.ds(start, size), integer "
+            "arrays (no lists), one ...; no None",
+        )
     error.add_note(f"while tracing the kernel {name_of(fn)}, at {at}")
     return None
+
+
+def _swap_problem(text: str) -> str:
+    return text.split(". ", 1)[-1].split(" Transforms:")[0].strip()
+
+
+def _raised_while_indexing(error: BaseException) -> bool:
+    """Whether JAX's code for indices of refs refused one."""
+    traceback, files = error.__traceback__, []
+    while traceback is not None:
+        files.append(traceback.tb_frame.f_code.co_filename.replace(os.sep, "/"))
+        traceback = traceback.tb_next
+    return any(f.endswith("_src/state/indexing.py") for f in files)
 
 
 def _raising_line(error: BaseException) -> Loc | None:

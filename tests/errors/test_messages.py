@@ -29,6 +29,21 @@ def copy(x_ref, o_ref):
 spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
 
 
+def leaked():
+    """The ref of a kernel that has ended."""
+    found = []
+    pl.pallas_call(
+        lambda x_ref, o_ref: (found.append(x_ref), copy(x_ref, o_ref))[0],
+        out_shape=out,
+        interpret=True,
+    )(x)
+    return found[0]
+
+
+def swap_refs(a_ref, b_ref):
+    jax.lax.fori_loop(0, 4, lambda i, refs: refs[::-1], (a_ref, b_ref))
+
+
 def call(k=copy, args=(x,), **kw):
     kw = {**dict(out_shape=out, interpret=True), **kw}
     return pl.pallas_call(k, **kw)(*args)
@@ -196,6 +211,125 @@ BAD = {
         grid=2,
         in_specs=[pl.BlockSpec((8, 128), lambda i: (TABLE[i], 0))],
         out_specs=spec,
+    ),
+    "index newaxis": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[None, 0][0])
+    ),
+    "index list": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(slice(0, 2), x_ref[[0, 1]])
+    ),
+    "index step": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[::-1])
+    ),
+    "index traced slice": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            slice(0, 2), x_ref[pl.program_id(0) : pl.program_id(0) + 2]
+        ),
+        grid=1,
+    ),
+    "index float": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[1.5])),
+    "index too many": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[0, 0, 0])
+    ),
+    "ref arithmetic": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref + 1)
+    ),
+    "ref as array": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.exp(x_ref))
+    ),
+    "ref of another kernel": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., leaked()[...])
+    ),
+    "ref operand": lambda: call(args=(jax.new_ref(x),)),
+    "ref from run_scoped": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            ..., pl.run_scoped(lambda a: a, pltpu.VMEM((16, 128), jnp.float32))[...]
+        )
+    ),
+    "refs swapped in a loop": lambda: call(
+        lambda x_ref, o_ref: swap_refs(x_ref, o_ref)
+    ),
+    "kernel in kernel": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., call(args=(x_ref[...],)))
+    ),
+    "kernel returns text": lambda: call(lambda x_ref, o_ref: "done"),
+    "program_id in jit": lambda: jax.jit(lambda: pl.program_id(0))(),
+    "run_scoped outside": lambda: pl.run_scoped(
+        lambda ref: None, pltpu.VMEM((8,), jnp.float32)
+    ),
+    "other shape": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(
+            ..., pl.load(x_ref, ..., mask=x_ref[...] > 0, other=jnp.zeros(5))
+        )
+    ),
+    "store value": lambda: call(
+        lambda x_ref, o_ref: pl.store(o_ref, (0, slice(None)), jnp.zeros(5))
+    ),
+    "store nothing": lambda: call(lambda x_ref, o_ref: pl.store(o_ref)),
+    "semaphore none": lambda: call(
+        lambda x_ref, o_ref: pltpu.make_async_copy(x_ref, o_ref, None).start()
+    ),
+    "semaphore kind": lambda: call(lambda x_ref, o_ref: pl.semaphore_signal(o_ref)),
+    "semaphore several": lambda: call(
+        lambda x_ref, o_ref, sems: pltpu.make_async_copy(x_ref, o_ref, sems).start(),
+        scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+    ),
+    "semaphore as memory": lambda: call(
+        lambda x_ref, o_ref, sem: o_ref.__setitem__((0, 0), sem[...] * 1.0),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    ),
+    "loop float": lambda: call(lambda x_ref, o_ref: pl.loop(0, 2.5)(lambda i: None)),
+    "loop step": lambda: call(
+        lambda x_ref, o_ref: pl.loop(0, 2, step=0)(lambda i: None)
+    ),
+    "multiple_of float": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., pl.multiple_of(1.5, 2))
+    ),
+    "map writes": lambda: call(
+        lambda s_ref, x_ref, o_ref: None,
+        args=(jnp.arange(2), x),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=2,
+            in_specs=[
+                pl.BlockSpec((8, 128), lambda i, s: (s.__setitem__(0, 1) or 0, 0))
+            ],
+        ),
+    ),
+    "padding": lambda: call(
+        grid=2,
+        in_specs=[pl.BlockSpec((pl.Element(8, 3), 128), lambda i: (i, 0))],
+        out_specs=spec,
+    ),
+    "alias list": lambda: call(input_output_aliases=[(0, 0)]),
+    "alias text": lambda: call(input_output_aliases={"x": 0}),
+    "out_shape negative": lambda: call(out_shape=S((-1, 128), jnp.float32)),
+    "scratch negative": lambda: call(scratch_shapes=[pltpu.VMEM((-1,), jnp.float32)]),
+    "cost": lambda: call(cost_estimate=3),
+    "metadata": lambda: call(metadata="fast"),
+    "grid traced float": lambda: jax.jit(lambda n: call(grid=(n,)))(2.0),
+    "grad": lambda: jax.grad(lambda v: call(args=(v,)).sum())(x),
+    "backend platform": lambda: call(interpret=False, backend="triton"),
+    "pipeline arity": lambda: call(
+        lambda x_ref, o_ref: pltpu.emit_pipeline(
+            lambda a_ref: None, grid=2, in_specs=[spec], out_specs=[spec]
+        )(x_ref, o_ref)
+    ),
+    "pipeline returns": lambda: call(
+        lambda x_ref, o_ref: pltpu.emit_pipeline(
+            lambda a_ref, b_ref: a_ref[...], grid=2, in_specs=[spec], out_specs=[spec]
+        )(x_ref, o_ref)
+    ),
+    "pipeline over a view": lambda: call(
+        lambda x_ref, o_ref: pltpu.emit_pipeline(
+            copy, grid=2, in_specs=[spec], out_specs=[spec]
+        )(x_ref.T, o_ref.T)
+    ),
+    "symbolic shape": lambda: jax.export.export(jax.jit(lambda v: call(args=(v,))))(
+        S(jax.export.symbolic_shape("n, 128"), jnp.float32)
+    ),
+    "print field": lambda: call(
+        lambda x_ref, o_ref: pl.debug_print("x is {x}", x_ref[0, 0])
     ),
     "python if": lambda: call(
         lambda x_ref, o_ref: (

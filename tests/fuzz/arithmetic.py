@@ -25,22 +25,23 @@ JUMPS = frozenset(
 )
 
 
-@cache
-def rows() -> tuple[OpDef, ...]:
-    return tuple(row for row in table().values() if row.elementwise)
-
-
 def elementwise(w: Writer) -> None:
     """Add one elementwise op."""
-    row = w.world.pick([r for r in rows() if _dtypes(w, r)])
-    dtype = w.world.pick(_dtypes(w, row))
-    _SPECIAL.get(row.name, _plain)(w, row, dtype)
+    row, dtypes = w.world.pick(rows_with(w.world.dtypes))
+    _SPECIAL.get(row.name, _plain)(w, row, w.world.pick(dtypes))
 
 
-def _dtypes(w: Writer, row: OpDef) -> list[T.DType]:
-    fits = [d for d in w.world.dtypes if d in row.dtypes]
-    # JAX, and so the language, has no integer base.
-    return [d for d in fits if d.is_float] if row.name == "pow" else fits
+@cache
+def rows_with(dtypes: tuple[T.DType, ...]) -> list[tuple[OpDef, list[T.DType]]]:
+    """The rows that take some of these types, with those types."""
+    found = []
+    for row in table().values():
+        # JAX, and so the language, has no power of an integer base.
+        only = T.FLOATS if row.name == "pow" else row.dtypes
+        fits = [d for d in dtypes if d in only]
+        if row.elementwise and fits:
+            found.append((row, fits))
+    return found
 
 
 def _shape_of_a(w: Writer, dtype: T.DType) -> tuple[int, ...]:
@@ -62,6 +63,8 @@ def _plain(w: Writer, row: OpDef, dtype: T.DType) -> None:
         operands = [_into_domain(w, v, row.domain) for v in operands]
     if dtype.is_integer and row.name in ("div", "rem"):
         operands[1] = _divisor(w, operands[1])
+    if row.name == "clz":
+        operands[0] = _not_negative(w, operands[0])
     attrs = w.world.pick(ATTRS.get(row.name, [{}]))
     if row.name == "integer_pow" and not dtype.is_float:
         attrs = {"y": abs(attrs["y"])}
@@ -74,6 +77,15 @@ def _divisor(w: Writer, y: Value) -> Value:
     if y in w.world.unknown:
         return y
     return w.emit("or", y, w.number(1, y.tile.dtype, y.tile.shape))
+
+
+def _not_negative(w: Writer, x: Value) -> Value:
+    """XLA in jax 0.10 folds clz of a negative constant to a negative number."""
+    dtype = x.tile.dtype
+    if x in w.world.unknown or not dtype.is_signed_int:
+        return x
+    bits = w.number(2 ** (dtype.bits - 1) - 1, dtype, x.tile.shape)
+    return w.emit("and", x, bits)
 
 
 def _into_domain(w: Writer, value: Value, domain: tuple[float, float] | None) -> Value:

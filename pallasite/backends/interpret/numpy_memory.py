@@ -167,7 +167,7 @@ def _dropped(found: np.ndarray, run: Run) -> Array:
 def region_of(picks: Picks, shape: Sequence[int]) -> Region:
     """The elements of an array of `shape` that an access picks."""
     for p in picks:
-        if p.gather is not None:
+        if p.gather is not None or (p.clip is not None and _leaves(p)):
             return elements_of(picks, shape)
     index, part, full, kept, whole = [], [], [], [], True
     for p, n in zip(picks, shape, strict=True):
@@ -194,6 +194,13 @@ def region_of(picks: Picks, shape: Sequence[int]) -> Region:
     return Run(tuple(index), None if whole else tuple(part), tuple(full), tuple(kept))
 
 
+def _leaves(p: Pick) -> bool:
+    """Does a run leave the range its positions are clipped to?"""
+    assert p.clip is not None
+    first, start = p.clip[0], int(p.start)
+    return p.size > 0 and not first <= start <= p.clip[1] - p.extent
+
+
 def elements_of(picks: Picks, shape: Sequence[int]) -> Gathered:
     """The same elements one by one: positions that do not exist are clamped."""
     result = picked_shape(picks)
@@ -204,6 +211,8 @@ def elements_of(picks: Picks, shape: Sequence[int]) -> Gathered:
     for p, n in zip(picks, shape, strict=True):
         position = _positions_along(p, axis, gathered, rank)
         axis += p.gather is None and p.kept
+        if p.clip is not None:
+            position = np.clip(position, p.clip[0], p.clip[1] - 1)
         low = 0 if p.low is None else max(0, int(p.low))
         high = n if p.high is None else min(n, int(p.high))
         inside = (position >= low) & (position < high)

@@ -14,12 +14,7 @@ import numpy as np
 
 from pallasite.backends.interpret import numpy_tiles
 from pallasite.backends.interpret.numbers import Picks
-from pallasite.backends.interpret.numpy_memory import (
-    Gathered,
-    Run,
-    elements_of,
-    region_of,
-)
+from pallasite.backends.interpret.numpy_memory import Gathered, region_of
 from pallasite.errors import CheckError
 from pallasite.ir.nodes import Op
 from pallasite.ir.opdef import OpDef
@@ -85,10 +80,7 @@ class NumpyNumbers:
         other: Array | None = None,
     ) -> Array:
         array = np.asarray(array)
-        region = region_of(picks, array.shape)
-        if mask is not None and isinstance(region, Run) and region.part is not None:
-            region = elements_of(picks, array.shape)  # each index is clamped
-        value = region.take(array, poison(array.dtype))
+        value = region_of(picks, array.shape).take(array, poison(array.dtype))
         if mask is None or other is None:
             return value
         return np.where(mask, value, other).astype(array.dtype)
@@ -206,8 +198,7 @@ class NumpyNumbers:
     # --- debugging ---
 
     def debug_print(self, fmt: str, values: Sequence[Array], when: Any = None) -> None:
-        template = fmt if "{}" in fmt else fmt + " {}" * len(values)
-        print(template.rstrip("\n").format(*values))
+        print(fmt.rstrip("\n").format(*values))
 
     def debug_check(self, ok: Array, message: str, op: Op) -> None:
         if not self.truth(ok):
@@ -256,6 +247,8 @@ def outside_bounds(picks: Picks) -> np.ndarray | None:
 def _limit(p: Any) -> int:
     if p.high is not None:
         return int(p.high)
+    if p.clip is not None:
+        return int(p.clip[1])
     if p.gather is not None:
         return int(np.max(p.gather, initial=0)) + 1
     return int(p.start) + p.extent

@@ -84,12 +84,16 @@ def _run(entry: At | Span, operand: Any, extent: int, numbers: Numbers):
 
 
 def picks_of(
-    ranges: Sequence[Range], entries: Sequence[Entry], numbers: Numbers, masked: bool
+    ranges: Sequence[Range],
+    entries: Sequence[Entry],
+    numbers: Numbers,
+    masked: bool,
+    reads: bool = False,
 ) -> list[Pick]:
     """Root positions of an access through a rectangle.
 
-    With a mask, starts are not clamped: positions outside the view are bounds to be
-    checked element by element.
+    With a mask, starts are not clamped: each element outside the view is, by a read,
+    or dropped, by a write.
     """
     kept = iter(entries)
     picks = []
@@ -98,22 +102,27 @@ def picks_of(
             picks.append(Pick(r.start, 1, 1, False, None, r.low, r.high))
             continue
         entry, operand = next(kept)
-        picks.append(_pick(r, entry, operand, numbers, masked))
+        picks.append(_pick(r, entry, operand, numbers, masked, reads))
     return picks
 
 
-def _pick(r: Range, entry: Any, operand: Any, numbers: Numbers, masked: bool) -> Pick:
-    low, high = r.low, r.high
+def _pick(
+    r: Range, entry: Any, operand: Any, numbers: Numbers, masked: bool, reads: bool
+) -> Pick:
+    low, high, clip = r.low, r.high, None
     if isinstance(entry, Gather) or (masked and entry.start is None):
-        # The positions of this view's own elements; outside it is out of bounds.
+        # The positions of this view's own elements.
         first, last = r.start, numbers.add(r.start, (r.size - 1) * r.stride + 1)
-        low = first if low is None else numbers.larger(low, first)
-        high = last if high is None else numbers.smaller(high, last)
+        if reads:
+            clip = (first, last)
+        else:
+            low = first if low is None else numbers.larger(low, first)
+            high = last if high is None else numbers.smaller(high, last)
     if isinstance(entry, Gather):
         # Far outside is as good as just outside, and cannot overflow below.
         operand = numbers.clamp(operand, -1, r.size)
         gather = numbers.add(r.start, numbers.mul(operand, r.stride))
-        return Pick(gather=gather, low=low, high=high)
+        return Pick(gather=gather, low=low, high=high, clip=clip)
     if masked and entry.start is None:
         reach = 1 if isinstance(entry, At) else entry.extent
         start: Any = numbers.clamp(operand, -reach, r.size)
@@ -122,7 +131,7 @@ def _pick(r: Range, entry: Any, operand: Any, numbers: Numbers, masked: bool) ->
     else:
         start, size, stride, keeps = _run(entry, operand, r.size, numbers)
     start = numbers.add(r.start, numbers.mul(start, r.stride))
-    return Pick(start, size, stride * r.stride, keeps, None, low, high)
+    return Pick(start, size, stride * r.stride, keeps, None, low, high, clip)
 
 
 def whole_picks(ranges: Sequence[Range]) -> list[Pick]:

@@ -150,11 +150,12 @@ class Walker:
             if entries is None:
                 picks = whole_picks(view.ranges)
             else:
-                picks = picks_of(view.ranges, entries, n, mask is not None)
+                picks = picks_of(view.ranges, entries, n, mask is not None, reads=True)
             value = self.take(view.root, picks, mask, other)
-            return (
-                value if view.fill is None else n.fill_outside(value, picks, view.fill)
-            )
+            if view.fill is None:
+                return value
+            filled = n.fill_outside(value, picks, view.fill)
+            return filled if mask is None else n.select(mask, filled, value)
         picks = whole_picks(view.ranges)
         base = self.take(view.root, picks)
         if view.fill is not None:
@@ -200,7 +201,7 @@ class Walker:
 
     def _index(self, value: Array, entries: Any, mask: Any, other: Any) -> Array:
         ranges = [Range(0, size) for size in value.shape]
-        picks = picks_of(ranges, entries, self.numbers, mask is not None)
+        picks = picks_of(ranges, entries, self.numbers, mask is not None, reads=True)
         return self.numbers.take(value, picks, mask, other)
 
     def _update(self, value: Array, entries: Any, new: Array, mask: Any) -> Array:
@@ -213,7 +214,7 @@ class Walker:
         view, entries = self._entries(access)
         value, mask = self.env[access.value], self._maybe(access.mask)  # type: ignore[index]
         if view.steps:
-            return (self._plain_rmw(view, entries, kind, value, mask),)
+            return (self._rmw_at_end(view, entries, kind, value, mask),)
         picks = picks_of(view.ranges, entries, self.numbers, mask is not None)
         return (self.rmw(view.root, picks, kind, value, mask),)
 
@@ -222,11 +223,19 @@ class Walker:
         self.memory[root] = memory
         return old
 
-    def _plain_rmw(self, view: View, entries: Any, kind: str, value, mask) -> Array:
-        old = self.read(view, entries, mask, value if mask is not None else None)
-        new = self.numbers.combine(kind, old, value)
-        self.write(view, entries, new, mask)
-        return old
+    def _rmw_at_end(self, view: View, entries: Any, kind: str, value, mask) -> Array:
+        """Through views that are not rectangles: on a copy of what they show."""
+        found: list[Array] = []
+
+        def change(part: Array) -> Array:
+            ranges = [Range(0, size) for size in part.shape]
+            picks = picks_of(ranges, entries, self.numbers, mask is not None)
+            part, old = self.numbers.rmw(part, picks, kind, value, mask)
+            found.append(old)
+            return part
+
+        self._rewrite(view, change)
+        return found[0]
 
     def do_atomic_cas(self, op: Op) -> tuple[Array]:
         access = self.access(op)
