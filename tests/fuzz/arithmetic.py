@@ -19,9 +19,25 @@ from tests.ops.sampling import ATTRS
 WHOLE = (-100.0, 100.0)  # the domain of rows that take any number
 
 # Rows whose float result is one of few numbers, or one of the operands.
-MOVES = frozenset(["neg", "abs", "max", "min", "clamp", "select_n", "sign", "floor", "ceil", "round"])
+MOVES = frozenset(
+    ["neg", "abs", "max", "min", "clamp", "select_n", "sign", "floor", "ceil", "round"]
+)
 JUMPS = frozenset(
-    ["rem", "sign", "floor", "ceil", "round", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "reduce_precision"]
+    [
+        "rem",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "reduce_precision",
+    ]
 )
 
 
@@ -156,9 +172,7 @@ def _bitcast(w: Writer, row: OpDef, dtype: T.DType) -> None:
     shape, bits = value.tile.shape, dtype.bits
     targets = [d for d in w.world.dtypes if not d.is_bool and d.bits >= 8]
     targets = [
-        d
-        for d in targets
-        if d.bits <= bits or (shape and shape[-1] == d.bits // bits)
+        d for d in targets if d.bits <= bits or (shape and shape[-1] == d.bits // bits)
     ]
     target = w.world.pick(targets)
     if target == dtype:

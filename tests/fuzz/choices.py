@@ -1,15 +1,13 @@
-"""Where a random kernel's choices come from: hypothesis, or a seeded generator.
+"""Where a random kernel's choices come from: bytes, or a seeded generator.
 
-The generator asks only for what `Choices` offers. Drawn choices shrink: towards the
-low end, the first option, no. Seeded ones are for long runs outside the tests.
+`Stream` reads them off a byte string, which hypothesis draws and `simplest` makes
+simple: a 0 is the low end of a range, the first option, no. `Seeded` is for long runs
+outside the tests.
 """
 
-import functools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
-
-from hypothesis import strategies as st
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -20,19 +18,18 @@ class Choices(Protocol):
         ...
 
 
-class Drawn:
-    """Choices that hypothesis makes, and can shrink."""
+class Stream:
+    """Choices spelled out as bytes; after the last one all are the simplest."""
 
-    def __init__(self, draw: Callable[[Any], Any]):
-        self._draw = draw
+    def __init__(self, data: bytes):
+        self._bytes = iter(data)
 
     def integer(self, low: int, high: int) -> int:
-        return low if low == high else self._draw(_integers(low, high))
-
-
-@functools.cache
-def _integers(low: int, high: int) -> st.SearchStrategy[int]:
-    return st.integers(low, high)
+        count, number, reach = high - low + 1, 0, 1
+        while reach < count:
+            number = number * 256 + next(self._bytes, 0)
+            reach *= 256
+        return low + number % count
 
 
 class Seeded:
@@ -53,3 +50,23 @@ def pick(choices: Choices, options: Sequence[T]) -> T:
 def chance(choices: Choices, percent: int) -> bool:
     """Yes in so many percent of cases; no is simpler."""
     return choices.integer(0, 99) >= 100 - percent
+
+
+def simplest(data: bytes, fails: Callable[[bytes], bool], tries: int = 200) -> bytes:
+    """Bytes for which it still fails: shorter, and with more zeros."""
+    size = len(data) // 2
+    while size:
+        for start in range(len(data) - size, -1, -size):
+            end = start + size
+            options = (
+                data[:start] + data[end:],
+                data[:start] + bytes(size) + data[end:],
+            )
+            for option in options:
+                if tries and option != data:
+                    tries -= 1
+                    if fails(option):
+                        data = option
+                        break
+        size //= 2
+    return data

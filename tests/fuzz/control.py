@@ -108,5 +108,3 @@ def promise(w: Writer, step: Step) -> None:
     value = w.emit("mul", w.small_integer(-3, 3), w.number(factor, T.I32))
     w.emit("assume_multiple", value, multiple=factor)
     w.b.emit("delay", w.number(w.world.integer(0, 3), T.I32))
-
-

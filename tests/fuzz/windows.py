@@ -177,9 +177,7 @@ def _covering_side(
     return Side(count * size - over, BlockDim(size), number, hangs=over > 0)
 
 
-def _element_side(
-    world: World, size: int, count: int, number: Emit, over: int
-) -> Side:
+def _element_side(world: World, size: int, count: int, number: Emit, over: int) -> Side:
     """Elements instead of block numbers, some before the array where it may hang."""
     low = world.integer(0, min(over, 2))
     padding = (low, world.integer(0, 2))

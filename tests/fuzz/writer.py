@@ -131,7 +131,9 @@ class Writer:
                 self.add(value, min(most, given) if is_float else BITS)
         return results
 
-    def emit(self, name: str, *operands: Value, most: int = BITS, **attrs: Any) -> Value:
+    def emit(
+        self, name: str, *operands: Value, most: int = BITS, **attrs: Any
+    ) -> Value:
         (result,) = self.emit_all(name, *operands, most=most, **attrs)
         return result
 
@@ -258,4 +260,3 @@ def _cast_level(source: T.DType, target: T.DType) -> int:
         return ROUGH if source.bits == 64 and target.bits < 32 else EXACT
     digits = {"bf16": 8, "f16": 11, "f32": 24, "f64": 53}.get(target.name, 3)
     return EXACT if source.is_bool or source.bits <= digits else ROUGH
-

@@ -95,6 +95,7 @@ class NumpyNumbers:
     def rmw(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
     ) -> tuple[Array, Array]:
+        array = np.asarray(array)
         region = region_of(picks, array.shape)
         old = region.take(array, poison(array.dtype))
         if isinstance(region, Gathered):

@@ -5,7 +5,13 @@ from collections.abc import Iterable
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 
-_VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view")
+_VIEWS = (
+    "subview",
+    "reshape_view",
+    "bitcast_view",
+    "transpose_view",
+    "block_view",
+)
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
 # that stay finite wherever their operands are.
 _FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}

@@ -267,6 +267,11 @@ class Walker:
     def do_transpose_view(self, op: Op) -> tuple[View]:
         return self._add_step(op, "transpose", op.attrs["perm"])
 
+    def do_block_view(self, op: Op) -> tuple[View]:
+        view, *indices = (self.env[v] for v in op.operands)
+        window = op.attrs["window"]
+        return (window_ranges(self.numbers, window, view, indices, padded=False),)
+
     def do_bitcast_view(self, op: Op) -> tuple[View]:
         before, after = op.operands[0].ref, op.result.ref
         return self._add_step(op, "bitcast", (before.tile, after.tile))

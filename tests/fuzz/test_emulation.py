@@ -1,0 +1,110 @@
+"""Random kernels: the emulation agrees with the numpy evaluator.
+
+Each kernel also keeps its meaning through its printed form and through canonicalize.
+Kernels come in batches, which go through XLA as one program. One test is one part of
+one family, so that workers share them out.
+"""
+
+from collections.abc import Sequence
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.canonicalize import canonicalize
+from tests.fuzz.agreement import run_numpy, same
+from tests.fuzz.choices import Stream, simplest
+from tests.fuzz.generate import FAMILIES, Case, random_kernel
+from tests.fuzz.running import check, emulated
+
+BATCH = 8  # kernels that XLA compiles together
+BATCHES = 20  # in one test
+WIDE_BATCHES = 5
+BYTES = 384  # to choose a kernel with
+PARTS = {
+    "elementwise": 2,
+    "tiles": 3,
+    "memory": 3,
+    "control": 2,
+    "grids": 3,
+    "edges": 1,
+}
+
+
+def parts() -> list[tuple[str, int]]:
+    return [(family, n) for family, count in PARTS.items() for n in range(count)]
+
+
+@pytest.mark.parametrize("family, part", parts())
+def test_emulation_agrees_with_numpy(family: str, part: int):
+    assert agree(family, part, BATCHES) >= 0.9 * BATCHES * BATCH
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_emulation_agrees_with_numpy_in_64_bits(family: str):
+    assert agree(family, 0, WIDE_BATCHES, wide=True) >= 0.9 * WIDE_BATCHES * BATCH
+
+
+def test_at_least_two_thousand_kernels():
+    assert set(PARTS) == {*FAMILIES, "edges"}
+    assert 0.9 * BATCH * BATCHES * len(parts()) >= 2000
+
+
+def agree(family: str, part: int, count: int, wide: bool = False) -> int:
+    """Check `count` batches; how many different kernels there were."""
+    seen: set[str] = set()
+    size = BATCH * BYTES
+
+    @hypothesis.seed(part)
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(st.binary(min_size=size, max_size=size))
+    def check_batch(data: bytes) -> None:
+        streams = [data[n : n + BYTES] for n in range(0, size, BYTES)]
+        cases = [random_kernel(Stream(s), family, wide) for s in streams]
+        try:
+            check_all(cases)
+        except Exception:
+            raise_simplest(streams, family, wide)
+            raise
+        seen.update(case.kernel.text for case in cases)
+
+    check_batch()
+    return len(seen)
+
+
+def check_all(cases: Sequence[Case]) -> None:
+    for case in cases:
+        keeps_meaning(case)
+    check(emulated, cases)
+
+
+def keeps_meaning(case: Case) -> None:
+    """The printed form says everything; a canonical kernel does the same."""
+    kernel = case.kernel
+    parsed = parse_kernel(kernel.text)
+    assert parsed.text == kernel.text
+    new = canonicalize(parsed)
+    verify(new)
+    results = run_numpy(kernel, case.arrays)
+    for a, b in zip(results, run_numpy(new, case.arrays), strict=True):
+        wrong = np.flatnonzero(~same(a, b))
+        assert not wrong.size, f"canonicalize: {a.flat[wrong[0]]}, {b.flat[wrong[0]]}"
+
+
+def raise_simplest(streams: Sequence[bytes], family: str, wide: bool) -> None:
+    """Raise for the simplest kernel found that fails by itself."""
+
+    def fails(stream: bytes) -> bool:
+        try:
+            check_all([random_kernel(Stream(stream), family, wide)])
+        except Exception:
+            return True
+        return False
+
+    for stream in filter(fails, streams):
+        case = random_kernel(Stream(simplest(stream, fails)), family, wide)
+        print(case)
+        check_all([case])
