@@ -17,9 +17,9 @@ HEAD = """# Ops
 
 Generated from the op table (`docs/make_ops.py`). Every op runs in the emulation and in
 checked mode. For the native backends: **native** means the backend spells it, *by
-others* that it is rewritten into ops the backend has, and a blank that it is refused with
-an error naming the op. `ulp` is the error a backend may make, in units in the last place of the
-result; 0 is exact.
+others* that it is rewritten into ops the backend has (`gather` and `sort` in their
+simpler forms only), and a blank that it is refused with an error naming the op. `ulp`
+is the error a backend may make, in units in the last place; 0 is exact.
 
 """
 

@@ -1,4 +1,7 @@
-"""Command line: `python -m pallasite run script.py args...` and `pallasite doctor`."""
+"""Command line: `pallasite run script.py args...`, `pallasite doctor` and `cache`.
+
+Also as `python -m pallasite ...`.
+"""
 
 import argparse
 import importlib.metadata
@@ -17,10 +20,33 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
     commands.add_parser("doctor", help="print versions, backends found, and why not")
+    cache = commands.add_parser("cache", help="show the compiled code kept on disk")
+    cache.add_argument("--clear", action="store_true", help="remove all of it")
     options = parser.parse_args(argv)
     if options.command == "run":
         return _run(options.script, options.args)
+    if options.command == "cache":
+        return _cache(options.clear)
     return _doctor()
+
+
+def _cache(clear: bool) -> int:
+    """Where compiled code is kept and how much; removes it if asked."""
+    from pallasite import config
+    from pallasite.runtime import cache
+
+    place = cache.folder()
+    if place is None:
+        print("the cache is switched off")
+        return 0
+    found = cache.entries()
+    size = sum(entry.size for entry in found) / 2**20
+    limit = config.get("cache_bytes") / 2**20
+    print(f"{'folder':<8} {place}")
+    print(f"{'holds':<8} {len(found)} kernels, {size:.1f} of at most {limit:.0f} MiB")
+    if clear:
+        print(f"{'removed':<8} {cache.clear()} kernels")
+    return 0
 
 
 def _run(script: str, args: list[str]) -> int:

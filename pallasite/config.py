@@ -46,6 +46,20 @@ KNOBS: dict[str, Knob] = {
             "",
             "'1' emulates every call, 'checked' runs every call in checked mode",
         ),
+        Knob(
+            "cache_dir",
+            "PALLASITE_CACHE_DIR",
+            str,
+            "",
+            "folder of compiled code ('off': none; default: in the user's cache)",
+        ),
+        Knob(
+            "cache_bytes",
+            "PALLASITE_CACHE_BYTES",
+            int,
+            256 << 20,
+            "most that the folder of compiled code may hold; 0 switches it off",
+        ),
     )
 }
 _overrides: ContextVar[dict[str, Any] | None] = ContextVar(

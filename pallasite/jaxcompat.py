@@ -232,3 +232,9 @@ def mosaic_bindings() -> Any:
         PassManager=passmanager.PassManager,
         context=context,
     )
+
+
+def is_export(ctx: Any) -> bool:
+    """Is a lowering rule called for `jax.export`?"""
+    parameters = getattr(ctx.module_context, "lowering_parameters", None)
+    return bool(getattr(parameters, "for_export", False))

@@ -40,6 +40,8 @@ def _set_environment() -> None:
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {devices}=8".strip()
 
     environ.setdefault("PALLASITE_VERIFY", "1")
+    # Not the user's own: tests leave nothing behind outside this folder.
+    environ.setdefault("PALLASITE_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernels"))
     # Workers share one GPU, so none of them may take all its memory.
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # libtpu compiles here in several processes at once, with no TPU to ask about.

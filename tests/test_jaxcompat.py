@@ -157,3 +157,21 @@ def test_our_primitive_is_not_special_to_jax():
     from pallasite.frontend.primitive import call_p
 
     assert call_p.name != "pallas_call"
+
+
+def test_export_can_be_told_from_compilation():
+    from jax.interpreters import mlir
+
+    seen = []
+    probe_p = jaxcompat.Primitive("pallasite_probe")
+    probe_p.def_abstract_eval(lambda x: x)
+
+    def rule(ctx, x):
+        seen.append(jaxcompat.is_export(ctx))
+        return [x]
+
+    mlir.register_lowering(probe_p, rule)
+    function = jax.jit(lambda x: probe_p.bind(x))
+    function.lower(jnp.ones(2))
+    jax.export.export(function)(jnp.ones(2))
+    assert seen == [False, True]

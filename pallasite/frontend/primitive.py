@@ -6,7 +6,7 @@ exact about grids, windows and scratch. `batching.py` has the vmap rule.
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from pallasite.errors import (
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.passes.pipeline import Dump
 from pallasite.passes.pipeline import run as run_passes
 
 
@@ -160,17 +161,50 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
-    platforms = ctx.module_context.platforms
-    native = _native_backend(call, platforms)
-    if native is not None:
-        from pallasite.runtime.ffi import lower_launch
-
-        backend = base.get(native)
-        kernel = prepared(call)
-        outputs = base.compile_stages(backend, kernel, call.options)
-        launch = backend.launch(kernel, outputs, call.options)
-        return lower_launch(launch, ctx, *operands)
+    """Where no platform has a default backend: the one asked for, or the emulation."""
+    name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
+    if name is not None:
+        _check_platform(name, platforms, call.kernel)
+        return _lower_native(name, ctx, *operands, call=call)
+    if not _wants_emulation(call):
+        _warn_no_default(platforms)
     return _lower_emulation(ctx, *operands, call=call)
+
+
+def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
+    """On a CPU: machine code, unless another backend or the emulation is asked for."""
+    if _wants_emulation(call) or _asked_backend(call) is not None:
+        return _lower(ctx, *operands, call=call)
+    if jaxcompat.is_export(ctx):
+        # Machine code belongs to this process; an export goes elsewhere.
+        return _lower_emulation(ctx, *operands, call=call)
+    try:
+        return _lower_native("cpu", ctx, *operands, call=call)
+    except (UnsupportedError, ImportError) as error:
+        _warn_fallback(call.kernel, error)
+        return _lower_emulation(ctx, *operands, call=call)
+
+
+def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
+    from pallasite.runtime.ffi import lower_launch
+
+    backend = base.get(name)
+    kernel = prepared(call)
+    outputs = base.compile_stages(backend, kernel, call.options)
+    _dump_stages(kernel, name, outputs)
+    launch = backend.launch(kernel, outputs, call.options)
+    return lower_launch(launch, ctx, *operands)
+
+
+def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None:
+    usable = base.get(name).platforms
+    if not set(platforms) & set(usable):
+        raise UnsupportedError(
+            f"backend {name!r} does not run on {'/'.join(platforms)}",
+            [("kernel", kernel.name)],
+            kernel.loc,
+            f"leave out backend=, or pass operands that live on {'/'.join(usable)}",
+        )
 
 
 def prepared(call: Call) -> Kernel:
@@ -178,29 +212,50 @@ def prepared(call: Call) -> Kernel:
     return run_passes(call.kernel)
 
 
-def _native_backend(call: Call, platforms: Sequence[str]) -> str | None:
-    if call.interpret or call.backend == "interpret":
+def _dump_stages(kernel: Kernel, backend: str, outputs: Mapping[str, Any]) -> None:
+    dump = Dump.of(kernel)
+    if dump is None:
+        return
+    dump.count = 50  # after the passes' own texts
+    for stage, text in outputs.items():
+        if isinstance(text, str):
+            dump.write(f"{backend}-{stage}", text)
+
+
+def _wants_emulation(call: Call) -> bool:
+    name = call.backend or config.get("backend")
+    return bool(call.interpret) or name == "interpret"
+
+
+def _asked_backend(call: Call) -> str | None:
+    """The native backend that the call, or else the configuration, names."""
+    if _wants_emulation(call):
         return None
-    name = call.backend or config.get("backend") or None
-    if name is None:
-        _warn_fallback(tuple(platforms))
-    elif not set(platforms) & set(base.get(name).platforms):
-        raise UnsupportedError(
-            f"backend {name!r} does not run on {'/'.join(platforms)}",
-            [("kernel", call.kernel.name)],
-            call.kernel.loc,
-            "leave out backend=, or pass operands that live on "
-            + "/".join(base.get(name).platforms),
-        )
-    return name
+    return call.backend or config.get("backend") or None
 
 
 @functools.lru_cache(maxsize=1)
-def _warn_fallback(platforms: tuple[str, ...]) -> None:
+def _warn_no_default(platforms: tuple[str, ...]) -> None:
     warnings.warn(
         f"no native backend is the default on {'/'.join(platforms)} yet: kernels run "
         "through the emulation (said once; interpret=True says it is wanted, "
-        "backend='cpu', 'triton' or 'tpu' asks for a native one)",
+        "backend='triton' or 'tpu' asks for a native one)",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+_warned: set[str] = set()
+
+
+def _warn_fallback(kernel: Kernel, error: Exception) -> None:
+    """Say once per kernel what kept it from being compiled."""
+    if kernel.text in _warned:
+        return
+    _warned.add(kernel.text)
+    warnings.warn(
+        f"kernel '{kernel.name}' runs through the emulation, which is slow "
+        f"(interpret=True says that it is wanted); reason:\n{error}",
         FallbackWarning,
         stacklevel=2,
     )
@@ -234,6 +289,7 @@ def _checked_callback(call: Call):
 
 
 mlir.register_lowering(call_p, _lower)
+mlir.register_lowering(call_p, _lower_cpu, platform="cpu")
 
 
 # --- vmap ---
@@ -286,16 +342,21 @@ def _no_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
 ad.primitive_jvps[call_p] = _no_derivative
 
 
-def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
-    """The kernels a JAX function calls, in order (for tests, dumps and tools)."""
-    found: list[Kernel] = []
+def calls_in(fn: Any, *args: Any) -> list[Call]:
+    """The kernel calls of a JAX function, in order."""
+    found: list[Call] = []
 
     def visit(jaxpr: Any) -> None:
         for eqn in jaxcompat.opened(jaxpr)[0].eqns:
             if eqn.primitive is call_p:
-                found.append(eqn.params["call"].kernel)
+                found.append(eqn.params["call"])
             for inner in jaxcompat.jaxprs_in_params(eqn.params):
                 visit(inner)
 
     visit(jax.make_jaxpr(fn)(*args))
     return found
+
+
+def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
+    """The kernels a JAX function calls, in order (for tests, dumps and tools)."""
+    return [call.kernel for call in calls_in(fn, *args)]

@@ -1,5 +1,7 @@
 """A kernel call under every transformation and context JAX has."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
+from pallasite.backends import base
+from pallasite.errors import FallbackWarning, UnsupportedError
 
 ROWS = pl.BlockSpec((8, 128), lambda i: (i, 0))
 
@@ -258,12 +262,65 @@ def test_debug_check_fails_the_call_with_its_message(x):
         jax.effects_barrier()
 
 
-def test_native_fallback_says_so_once(x):
-    from pallasite.errors import FallbackWarning
-    from pallasite.frontend import primitive
+# --- the default backend ---
 
-    primitive._warn_fallback.cache_clear()
+on_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the default elsewhere is the emulation"
+)
+
+
+@on_cpu
+def test_machine_code_is_the_default_on_cpu(x):
     call = pl.pallas_call(kernel, out_shape=x, grid=8, in_specs=[ROWS], out_specs=ROWS)
-    with pytest.warns(FallbackWarning, match="run through the emulation"):
-        check(jax.jit(call)(x), expected(x))
-    check(jax.jit(lambda v: call(v))(x), expected(x))
+    assert "pallasite_cpu_" in jax.jit(call).lower(x).as_text()
+    check(call(x), expected(x))
+    check(jax.jit(call)(x), expected(x))
+
+
+@on_cpu
+def test_fallback_names_the_kernel_and_the_reason_once(x):
+    def talkative(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+        pl.debug_print("hello")
+
+    backend = base.get("cpu")
+    assert "debug_print" not in backend.native, "choose another op for this test"
+    call = pl.pallas_call(talkative, out_shape=x)
+    with pytest.warns(FallbackWarning) as caught:
+        check(jax.jit(call)(x), 2 * x)
+        check(jax.jit(lambda v: call(v))(x), 2 * x)
+    (message,) = (str(w.message) for w in caught)
+    assert "kernel 'talkative' runs through the emulation" in message
+    assert "backend 'cpu' has no op 'debug_print'" in message
+    assert "test_transforms.py" in message
+
+
+def test_asking_for_the_backend_does_not_fall_back(x):
+    def talkative(x_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...]
+        pl.debug_print("hello")
+
+    call = pl.pallas_call(talkative, out_shape=x, backend="cpu")
+    with pytest.raises(UnsupportedError, match="no op 'debug_print'"):
+        jax.jit(call)(x)
+
+
+def test_export_is_portable(x):
+    """Machine code belongs to this process, so exports hold the emulation."""
+    call = pl.pallas_call(kernel, out_shape=x, grid=8, in_specs=[ROWS], out_specs=ROWS)
+    platforms = ("cpu", "cuda", "tpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        exported = jax.export.export(jax.jit(call), platforms=platforms)(x)
+    assert "custom_call" not in exported.mlir_module()
+    check(exported.call(x), expected(x))
+
+
+def test_lowering_for_several_platforms_chooses_per_platform(x):
+    call = pl.pallas_call(kernel, out_shape=x, grid=8, in_specs=[ROWS], out_specs=ROWS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        traced = jax.jit(call).trace(x)
+        text = traced.lower(lowering_platforms=("cpu", "cuda", "tpu")).as_text()
+    assert text.count("custom_call @pallasite_cpu_") == 1
+    assert "stablehlo.case" in text

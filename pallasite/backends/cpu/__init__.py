@@ -6,12 +6,15 @@ rules for ops are in the modules `emit.py` lists, `handler.py` is what XLA calls
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from pallasite import config
 from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.passes.legalize import legalize
 
 
 class CpuBackend:
@@ -23,12 +26,16 @@ class CpuBackend:
     native = NATIVE
 
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        return {
+        # Stages that need more than the text before them take what they need here.
+        llvm = cache(lambda: emit_kernel(legalize(kernel, NATIVE, self.name)))
+        stages: dict[str, Stage] = {
             "ir": lambda kernel: kernel.text,
-            # The text form has no source lines, which error messages need.
-            "llvm": lambda _: emit_kernel(kernel),
-            "object": compiler.make_object,
+            "llvm": lambda _: llvm(),
         }
+        if options.debug or config.get("dump"):
+            stages["asm"] = compiler.make_assembly
+        stages["object"] = lambda _: compiler.make_object(llvm())
+        return stages
 
     def launch(
         self, kernel: Kernel, outputs: Mapping[str, Any], options: Options

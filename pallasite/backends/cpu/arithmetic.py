@@ -1,16 +1,17 @@
-"""Elementwise ops on one element: an LLVM instruction, an intrinsic or a libm call.
+"""Elementwise ops on one element, or on a vector of them: the same rules serve both.
 
 `RULES` maps an op name to a function of registers; `element` runs it and rounds. XLA's
 choices are kept: integers never trap, shifts past the width are defined, NaN passes
-through max and min. Polynomials replace the libm calls when code becomes vectors.
+through max and min. Elementary functions come from `functions.py`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pallasite.backends.cpu import scalars, special
+from pallasite.backends.cpu import functions, scalars, special
 from pallasite.backends.cpu.llvm import Function, Val, integer
+from pallasite.backends.cpu.values import lane_type
 from pallasite.ir.types import BOOL, DType
 
 
@@ -61,7 +62,10 @@ def element(
         return _select_n(f, dtypes[0], *values)
     if name == "pow":
         values[1] = scalars.cast(f, values[1], dtypes[1], _power_type(*dtypes))
-    value = RULES[name](Site(f, dtypes[0], attrs), *values)
+    if name in functions.DECOMPOSED or (name == "pow" and dtypes[0].is_float):
+        value = functions.evaluate(f, name, dtypes[0], values, element)
+    else:
+        value = RULES[name](Site(f, dtypes[0], attrs), *values)
     if scalars.is_narrow(result) and name not in EXACT:
         return scalars.rounded(f, result, value)
     return value
@@ -148,7 +152,8 @@ def _integer_pow(at: Site, x: Val) -> Val:
 
 def _power_of_integers(at: Site, x: Val, y: Val) -> Val:
     """Square and multiply over the exponent's bits; x**-n is 1/x**n, truncated."""
-    f, one, count = at.f, at.number(1), integer(int(y.type[1:]))
+    f, count = at.f, integer(int(lane_type(y.type)[1:]))
+    one, x, y = f.alike(at.number(1), x, y)
     with f.loop(count, [one, x, y]) as loop:
         _, product, base, left = loop
         odd = f.convert("trunc", left, "i1")
@@ -244,16 +249,6 @@ def _select_n(f: Function, dtype: DType, which: Val, *cases: Val) -> Val:
     return result
 
 
-def _libm(name: str) -> Rule:
-    """A C library function of one or two floats."""
-
-    def rule(at: Site, *values: Val) -> Val:
-        suffix = "f" if at.type == "float" else ""
-        return at.f.call(f"{name}{suffix}", at.type, *values, pure=True)
-
-    return rule
-
-
 def _special(function: Callable[..., Val]) -> Rule:
     return lambda at, *values: function(at.f, at.dtype, *values, **at.attrs)
 
@@ -265,7 +260,7 @@ RULES: dict[str, Rule] = {
     "div": _either(_binary("fdiv"), _divide),
     "rem": _either(_binary("frem"), _remainder),
     "neg": _either(
-        lambda at, x: at.f.pure(x.type, f"fneg {x}"),
+        lambda at, x: at.f.fneg(x),
         lambda at, x: at.f.binary("sub", integer(0, x.type), x),
     ),
     "abs": _either(
@@ -287,18 +282,9 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _special(special.reduce_precision),
     "square": lambda at, x: RULES["mul"](at, x, x),
     "integer_pow": _integer_pow,
-    "pow": _either(_libm("pow"), _power_of_integers),
+    "pow": _power_of_integers,
     "sqrt": _intrinsic("sqrt"),
     "rsqrt": lambda at, x: at.f.binary("fdiv", at.number(1), at.f.intrinsic("sqrt", x)),
-    "cbrt": _libm("cbrt"),
-    **{name: _libm(name) for name in ("exp", "exp2", "expm1")},
-    **{name: _libm(name) for name in ("log", "log1p", "log2")},
-    "logistic": _special(special.logistic),
-    **{name: _libm(name) for name in ("sin", "cos", "tan", "asin", "acos", "atan")},
-    **{name: _libm(name) for name in ("atan2", "sinh", "cosh", "tanh")},
-    **{name: _libm(name) for name in ("asinh", "acosh", "atanh")},
-    **{name: _libm(name) for name in ("erf", "erfc", "lgamma")},
-    "erf_inv": _special(special.erf_inv),
     "and": _binary("and"),
     "or": _binary("or"),
     "xor": _binary("xor"),
@@ -311,7 +297,7 @@ RULES: dict[str, Rule] = {
     **{name: _test(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
 
-NATIVE = frozenset([*RULES, "cast", "bitcast", "select_n"])
+NATIVE = frozenset([*RULES, *functions.DECOMPOSED, "cast", "bitcast", "select_n"])
 
 # Ops whose result is a value of the operand type already, or not a float.
 EXACT = frozenset(

@@ -1,8 +1,8 @@
 """LLVM IR text to object code to an address, through llvmlite.
 
-`make_object` optimises and compiles for this machine's CPU; `load` links an object into
-the process and keeps it for ever, because XLA never forgets a handler. Both remember
-what they made by a hash of the text.
+`make_object` optimises and compiles for this machine's CPU, or finds the object on disk
+(`runtime/cache.py`); `load` links an object into the process and keeps it for ever,
+because XLA never forgets a handler. Both remember what they made by a hash of the text.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from pallasite.errors import CompileError
+from pallasite.runtime import cache as cache_files
 
 _lock = threading.Lock()
 _objects: dict[str, bytes] = {}
@@ -26,8 +27,14 @@ def make_object(llvm_text: str) -> bytes:
     key = text_hash(llvm_text)
     with _lock:
         if key not in _objects:
-            _objects[key] = _compile(llvm_text)
+            _objects[key] = _stored_object(llvm_text)
         return _objects[key]
+
+
+def make_assembly(llvm_text: str) -> str:
+    """The same code as text, to read."""
+    with _lock:
+        return _machine().emit_assembly(_optimized(llvm_text))
 
 
 def load(key: str, object_code: bytes) -> tuple[int, Any]:
@@ -49,7 +56,19 @@ def version() -> str:
     return f"llvmlite {llvmlite.__version__}, LLVM {llvm_version}, {cpu}, {features}"
 
 
-def _compile(llvm_text: str) -> bytes:
+def _stored_object(llvm_text: str) -> bytes:
+    """Object code from disk, else compiled and then kept there."""
+    # Whole texts, not their hashes: the store hashes once, and for all.
+    key = "\n".join([version(), _features(), llvm_text])
+    found = cache_files.load(key)
+    if found is None:
+        found = _machine().emit_object(_optimized(llvm_text))
+        cache_files.store(key, found)
+    return found
+
+
+def _optimized(llvm_text: str) -> Any:
+    """The module after LLVM's passes."""
     from llvmlite import binding as llvm
 
     machine = _machine()
@@ -69,7 +88,7 @@ def _compile(llvm_text: str) -> bytes:
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
-    return machine.emit_object(module)
+    return module
 
 
 def _link(key: str, object_code: bytes) -> tuple[int, Any]:

@@ -1,65 +1,213 @@
-"""dot: a plain loop nest with the contracted dimension in the middle.
+"""dot: operands brought to [batch, rows, k] and [batch, k, columns], then multiplied.
 
-Operands are brought to [batch, rows, k] and [batch, k, columns]; the innermost loop
-runs over columns in memory order, which LLVM turns into vectors. Register-blocked
-microkernels take this module's place without changing its callers.
+Large products go to packed, register-blocked microkernels (`dot_driver.py`); a plain
+loop nest takes those too small to repay packing. `dot_fusion.py` has found the sums
+that a product may be added to in place.
 """
 
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import scalars, tiles
+from pallasite import target
+from pallasite.backends.cpu import dot_amx, memory, scalars, tiles
+from pallasite.backends.cpu.dot_driver import (
+    Operand,
+    Plan,
+    Scheme,
+    Sizes,
+    Sums,
+    VectorScheme,
+    emit_product,
+)
+from pallasite.backends.cpu.dot_fusion import running_dtype
 from pallasite.backends.cpu.llvm import Function, Val
-from pallasite.backends.cpu.tiles import Tile
-from pallasite.ir.nodes import Op
-from pallasite.ir.types import F32, F64, I32, DType
+from pallasite.backends.cpu.tiles import Buffer, Root, Tile
+from pallasite.ir.nodes import Access, Op
+from pallasite.ir.types import DType
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
+SMALL = 4096  # multiplications that do not repay packing
+
 
 def emit_dot(e: "Emitter", op: Op) -> None:
-    (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
-    lhs, rhs = (e.as_tile(v) for v in op.operands)
-    result, running = op.result.tile, running_dtype(lhs.dtype, rhs.dtype, op)
-    a = _canonical(e, lhs, [lb, _rest(lhs, lc, lb), lc], in_rows=False)
-    b = _canonical(e, rhs, [rb, rc, _rest(rhs, rc, rb)], in_rows=True)
-    batch, rows, depth = a.shape
-    columns = b.shape[2]
-    until = e.scope.uses.last[op.result]
-    sums = Tile(
-        (batch, rows, columns),
-        running,
-        e.temporary((batch, rows, columns), running, max(until, e.scope.position)),
+    """A dot into a buffer of its own, which may start with an addend."""
+    if "store" in op.attrs:
+        _emit_dot_store(e, op)
+        return
+    lhs, rhs, *addend = (e.as_tile(v) for v in op.operands)
+    result = op.result.tile
+    running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
+    until = max(e.scope.uses.last[op.result], e.scope.position)
+    buffer = e.temporary(result.shape, running, until)
+    for tile in addend:
+        e.fill(buffer, tile)
+    sums = Tile(result.shape, running, buffer)
+    _accumulate(e, op, lhs, rhs, sums, fresh=not addend)
+    if running == result.dtype:
+        e.define_lazy(op, sums)
+        return
+    element = lambda i: scalars.cast(e.f, sums.at(e.f, i), running, result.dtype)
+    cast = tiles.formula(result.shape, result.dtype, element, [sums], pointwise=True)
+    e.define_lazy(op, cast)
+
+
+def _emit_dot_store(e: "Emitter", op: Op) -> None:
+    """A dot added to a tile in the ref where the sum is to be stored."""
+    dot, store = op.attrs["dot"], op.attrs["store"]
+    lhs, rhs = (e.as_tile(v) for v in dot.operands)
+    access = Access.of(store)
+    ref = e.ref(access.ref)
+    lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
+    e.before_write(ref.root, e.scope.position + 1)
+    box = memory.box(e, ref, access)
+    if not op.attrs["in_place"]:
+        memory.store_tile(e, box, e.as_tile(op.attrs["addend"]))
+    sums = Tile(dot.result.tile.shape, ref.dtype, box)
+    if tiles.reshape(e.f, sums, _sizes(dot)[:3]).buffer is not None:
+        _accumulate(e, dot, lhs, rhs, sums, fresh=False)
+        return
+    dense = Tile(sums.shape, sums.dtype, e.force(sums))
+    _accumulate(e, dot, lhs, rhs, dense, fresh=False)
+    e.fill(box, dense)
+
+
+def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
+    """The tile in memory that a write to `root` leaves alone."""
+    if root not in tile.reads():
+        return tile
+    return Tile(tile.shape, tile.dtype, e.force(tile))
+
+
+def _accumulate(
+    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: bool
+) -> None:
+    """Add the product to `sums`; `fresh`: they are not set yet."""
+    sizes, (left, right) = _sizes(op), _groups(op)
+    flat = tiles.reshape(e.f, sums, sizes[:3])
+    assert flat.buffer is not None
+    if _is_small(sizes, _runs_along(rhs, right[1])):
+        if fresh:
+            zero = scalars.zero(flat.dtype)
+            e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
+        a = _canonical(e, lhs, left, in_rows=False)
+        b = _canonical(e, rhs, [right[0], right[2], right[1]], in_rows=True)
+        _multiply(e.f, a, b, flat, sizes.depth)
+        return
+    a, b = (
+        _operand(e, _canonical(e, tile, groups, in_rows=False))
+        for tile, groups in ((lhs, left), (rhs, right))
     )
-    assert sums.buffer is not None
-    zero = scalars.zero(running)
-    e.fill(sums.buffer, tiles.splat(sums.shape, running, zero))
-    _multiply(e.f, a, b, sums, depth)
-    shaped = tiles.reshape(e.f, sums, result.shape)
-    if running != result.dtype:
-        source = shaped
-        element = lambda i: scalars.cast(e.f, source.at(e.f, i), running, result.dtype)
-        shaped = tiles.formula(
-            result.shape, result.dtype, element, [source], pointwise=True
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh)
+
+
+def _groups(op: Op) -> list[list[Sequence[int]]]:
+    """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
+    contract, batch = op.attrs["contract"], op.attrs["batch"]
+    ranks = [v.tile.rank for v in op.operands[:2]]
+    groups: list[list[Sequence[int]]] = []
+    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
+        rest = [d for d in range(rank) if d not in (*summed, *shared)]
+        groups.append([shared, rest, summed])
+    return groups
+
+
+def _sizes(op: Op) -> Sizes:
+    lhs, rhs = (v.tile.shape for v in op.operands[:2])
+    left, right = _groups(op)
+    return Sizes(
+        *(prod(lhs[d] for d in group) for group in left[:2]),
+        *(prod(rhs[d] for d in group) for group in right[1:]),
+    )
+
+
+def _blocked(
+    e: "Emitter",
+    sizes: Sizes,
+    lhs: Operand,
+    rhs: Operand,
+    dtype: DType,
+    buffer: Buffer,
+    fresh: bool,
+) -> None:
+    batch, row, column = buffer.strides
+    if _is_turned(sizes, row, column):
+        # Columns become rows, so that neighbours in memory are columns.
+        sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
+        lhs, rhs, row, column = rhs, lhs, column, row
+    through = None
+    if column.constant != 1:
+        shape = sizes[:3]
+        through = e.temporary(shape, dtype)
+        fresh_here, (batch_here, row_here, _) = True, through.strides
+        sums = Sums(dtype, through.pointer, batch_here, row_here)
+    else:
+        fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
+    scheme = scheme_for(lhs, rhs, dtype, sizes)
+    room = lambda count, kind: e.temporary((count,), kind).pointer
+    emit_product(e.f, Plan.of(scheme, sizes), lhs, rhs, sums, fresh_here, room)
+    if through is not None:
+        _add_into(
+            e,
+            Buffer(buffer.pointer, (batch, row, column)),
+            through,
+            sizes,
+            dtype,
+            fresh,
         )
-    e.define_lazy(op, shaped)
 
 
-def running_dtype(lhs: DType, rhs: DType, op: Op) -> DType:
-    """Sums are kept in f32 or f64, and for integers in at least 32 bits."""
-    result: DType = op.attrs["dtype"]
-    if F64 in (lhs, rhs, result):
-        return F64
-    if lhs.is_float or rhs.is_float or result.is_float:
-        return F32
-    return result if result.bits >= 32 else I32
+def _add_into(
+    e: "Emitter",
+    target: Buffer,
+    source: Buffer,
+    sizes: Sizes,
+    dtype: DType,
+    fresh: bool,
+) -> None:
+    f = e.f
+    with f.nest(sizes[:3]) as indices:
+        value = scalars.load(f, dtype, source.address(f, dtype, indices))
+        place = target.address(f, dtype, indices)
+        if not fresh:
+            plus = "fadd" if dtype.is_float else "add"
+            value = f.binary(plus, scalars.load(f, dtype, place), value)
+        scalars.store(f, dtype, value, place)
 
 
-def _rest(tile: Tile, *used: tuple[int, ...]) -> list[int]:
-    taken = {d for dims in used for d in dims}
-    return [d for d in range(len(tile.shape)) if d not in taken]
+def _is_turned(sizes: Sizes, row: Val, column: Val) -> bool:
+    """Are rows, not columns, the neighbours in memory?"""
+    return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
+
+
+def scheme_for(lhs: Operand, rhs: Operand, sums: DType, sizes: Sizes) -> Scheme:
+    """The best way this CPU has for operands of these types."""
+    host = target.host()
+    tiled = dot_amx.scheme_for(host, lhs.dtype, rhs.dtype, sums, sizes)
+    return tiled or VectorScheme.of(host, sums, sizes, lhs)
+
+
+def _is_small(sizes: Sizes, in_rows: bool) -> bool:
+    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
+    if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
+        return True
+    return in_rows and min(sizes.rows, sizes.depth) < 3 and sizes.columns > 1
+
+
+def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:
+    """Is the last of these dimensions contiguous in memory, now or once stored?"""
+    if not dims:
+        return False
+    if tile.buffer is None:
+        return dims[-1] == len(tile.shape) - 1
+    return tile.buffer.strides[dims[-1]].constant == 1
+
+
+def _operand(e: "Emitter", tile: Tile) -> Operand:
+    buffer = tile.buffer or e.force(tile)
+    return Operand(tile.dtype, buffer.pointer, *buffer.strides)
 
 
 def _canonical(
@@ -72,6 +220,9 @@ def _canonical(
     order = [d for group in groups for d in group]
     turned = tiles.transpose(e.f, tile, order)
     shape = [prod(tile.shape[d] for d in group) for group in groups]
+    if not in_rows and tile.buffer is None and not tile.is_free:
+        # In its own order it is computed fastest; packing turns it.
+        turned = tiles.transpose(e.f, e.stored(tile), order)
     buffer = turned.buffer
     if buffer is not None and order:
         strides = tiles.reshape_strides(e.f, turned.shape, buffer.strides, shape)
@@ -83,6 +234,7 @@ def _canonical(
 
 
 def _multiply(f: Function, a: Tile, b: Tile, sums: Tile, depth: int) -> None:
+    """Sums in memory, one multiplication after the other."""
     batch, rows, columns = sums.shape
     assert sums.buffer is not None
     with f.nest([batch, rows, depth]) as (i, row, k):

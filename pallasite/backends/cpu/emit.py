@@ -19,9 +19,12 @@ from pallasite.backends.cpu import (
     reductions,
     scalars,
     shapes,
+    vectors,
 )
 from pallasite.backends.cpu.arena import Arena
+from pallasite.backends.cpu.dot_fusion import fuse_addends
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.sharing import Share, Sharing, count_units, sharing_of
 from pallasite.backends.cpu.tiles import (
     Buffer,
     Indices,
@@ -54,25 +57,52 @@ NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
 def emit_kernel(kernel: Kernel) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`."""
     _check_inputs_are_kept(kernel)
-    module = Module()
-    aliased = {place for pair in _aliases(kernel) for place in pair}
-    params = [
-        ("ptr" if place in aliased else "ptr noalias", f"a{place}")
-        for place in range(len(kernel.params))
-    ]
+    module, sharing = Module(), sharing_of(kernel)
+    params = _pointer_params(kernel, sharing)
+    units = [("i64", "first"), ("i64", "last")] if sharing else []
     arena_param = ("ptr noalias align 64", "arena")
-    f = Function(module, "kernel", [*params, arena_param], "ptr", "internal")
-    operands = zip(kernel.params, _operand_refs(kernel, f.params), strict=True)
-    emitter = Emitter(f, dict(operands))
+    f = Function(module, "kernel", [*params, *units, arena_param], "ptr", "internal")
+    refs = _operand_refs(kernel, f.params)
+    emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)))
+    if sharing:
+        emitter.share = Share(sharing, *f.params[len(params) : -1])
+        if sharing.has_atomics:
+            emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
+    if sharing and sharing.units is None:
+        _emit_units(module, kernel, sharing)
     handler.emit_handler(
         module,
         arguments=len(kernel.inputs),
         results=kernel.num_outputs,
         arena_bytes=emitter.arena.size,
+        sharing=sharing,
     )
     return module.text
+
+
+def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, str]]:
+    """One parameter per operand and result; `noalias` if nobody else writes there."""
+    aliased = {place for pair in _aliases(kernel) for place in pair}
+    if sharing and sharing.has_atomics:
+        aliased = set(range(len(kernel.params)))
+    return [
+        ("ptr" if place in aliased else "ptr noalias", f"a{place}")
+        for place in range(len(kernel.params))
+    ]
+
+
+def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
+    """Add `@units`: how many there are where the grid's sizes are operands."""
+    params = [*_pointer_params(kernel, sharing), ("ptr", "arena")]
+    f = Function(module, "units", params, "i64", "internal")
+    refs = _operand_refs(kernel, f.params)
+    emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)))
+    before = [op for op in kernel.body.ops[:-1] if op.name != "alloc"]
+    sizes = [v for v in sharing.op.operands if not v.is_ref]
+    with emitter.block(Block((), tuple(before), tuple(sizes)), ()):
+        f.line(f"ret {count_units(emitter, sharing)}")
 
 
 def _aliases(kernel: Kernel) -> list[tuple[int, int]]:
@@ -131,6 +161,8 @@ class Emitter:
         self._env: dict[Value, Meaning] = {**operands}
         self._scopes: list[Scope] = []
         self._count = 0
+        self.share: Share | None = None  # the units to run, where threads share them
+        self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
 
     # --- walking ---
 
@@ -140,6 +172,7 @@ class Emitter:
     ) -> Iterator[list[Meaning]]:
         """Emit a block's ops; inside, its yields can be used."""
         self._count += 1
+        block = fuse_addends(block)
         scope = Scope(self._count, uses_of(block), len(block.ops))
         self._scopes.append(scope)
         for param, argument in zip(block.params, arguments, strict=True):
@@ -225,8 +258,9 @@ class Emitter:
         scope.tiles.append(meaning)
         if meaning.buffer is not None or meaning.is_free:
             return
-        shared = scope.uses.consumers[value] > 1 or value in scope.uses.captured
-        if shared or meaning.depth > MAX_DEPTH:
+        meaning.keep = value in scope.uses.kept
+        at_once = value in scope.uses.stored and not meaning.keep
+        if at_once or meaning.depth > MAX_DEPTH:
             self.force(meaning)
 
     def define_lazy(self, op: Op, tile: Tile) -> None:
@@ -259,13 +293,17 @@ class Emitter:
 
     def force(self, tile: Tile) -> Buffer:
         """Evaluate a tile into a buffer of its own."""
-        here = tile.scope == self.scope.number
-        until = max(tile.last, self.scope.position) if here else None
-        buffer = self.temporary(tile.shape, tile.dtype, until)
+        buffer = self.room_for(tile)
         self.fill(buffer, tile)
-        if here:
+        if tile.scope == self.scope.number:
             tile.source = buffer
         return buffer
+
+    def room_for(self, tile: Tile) -> Buffer:
+        """Memory for a tile that lasts as long as it is needed here."""
+        here = tile.scope == self.scope.number
+        until = max(tile.last, self.scope.position) if here else None
+        return self.temporary(tile.shape, tile.dtype, until)
 
     def stored(self, tile: Tile) -> Tile:
         """The same tile, but cheap to evaluate many times."""
@@ -275,10 +313,13 @@ class Emitter:
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
         """Store every element of a tile."""
-        with self.f.nest(tile.shape) as indices:
+
+        def body(indices: Indices) -> None:
             value = tile.at(self.f, indices)
             address = buffer.address(self.f, tile.dtype, indices)
             scalars.store(self.f, tile.dtype, value, address)
+
+        vectors.each(self.f, tile.shape, body)
 
     def before_write(self, root: Root | None, after: int) -> None:
         """Evaluate what still reads memory about to change (`root` None: any).

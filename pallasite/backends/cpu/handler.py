@@ -1,12 +1,17 @@
 """The XLA FFI handler: the function XLA calls, as LLVM IR.
 
 It answers the version query, ignores every stage but execution, takes the buffers'
-addresses from the call frame, allocates the arena, runs `@kernel` and turns a message
-from it into an XLA error. Offsets are those of XLA's C header `xla/ffi/api/c_api.h`.
+addresses from the call frame, allocates the arena, runs `@kernel` (on several threads
+where that pays: `threads.py`) and turns a message from it into an XLA error. Offsets
+are those of XLA's C header `xla/ffi/api/c_api.h`.
 """
 
+from collections.abc import Sequence
+
+from pallasite.backends.cpu import threads
 from pallasite.backends.cpu.arena import ALIGNMENT
 from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
+from pallasite.backends.cpu.sharing import Sharing
 
 # Byte offsets in XLA_FFI_CallFrame and what it points to (64-bit).
 FRAME_EXTENSION, FRAME_API, FRAME_STAGE = 8, 16, 32
@@ -22,10 +27,23 @@ VERSION = (0, 1)  # every XLA with typed FFI accepts it
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
 
 
+# Chunks per thread: with more than one, a thread that is late does not delay the rest.
+CHUNKS_PER_THREAD = 8
+ARENAS_BYTES = 1 << 30  # no more threads than fit their arenas into this
+
+
 def emit_handler(
-    module: Module, *, arguments: int, results: int, arena_bytes: int
+    module: Module,
+    *,
+    arguments: int,
+    results: int,
+    arena_bytes: int,
+    sharing: Sharing | None = None,
 ) -> None:
-    """Add `@handler` for a `@kernel` with that many operand and result pointers."""
+    """Add `@handler` for a `@kernel` with that many operand and result pointers.
+
+    With a `sharing`, `@kernel` also takes the first unit and the one after the last.
+    """
     _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
     frame = f.params[0]
@@ -42,14 +60,75 @@ def emit_handler(
 
     pointers = _buffers(f, frame, FRAME_ARGS, arguments)
     pointers += _buffers(f, frame, FRAME_RESULTS, results)
-    block, arena = _allocate(f, frame, arena_bytes)
-    listed = ", ".join(map(str, [*pointers, arena]))
-    message = f.value("ptr", f"call ptr @kernel({listed})")
+    if sharing is None:
+        block, arena = _allocate(f, frame, integer(arena_bytes))
+        message = _call_kernel(f, [*pointers, arena])
+    else:
+        block, message = _share(f, frame, sharing, pointers, arena_bytes)
     if block != NULL:
         f.call("free", "void", block)
     succeeded = f.compare("icmp eq", message, NULL)
     _fail_unless(f, frame, succeeded, FAILED_PRECONDITION, message)
     f.line("ret ptr null")
+
+
+def _call_kernel(f: Function, arguments: Sequence[Val]) -> Val:
+    return f.value("ptr", f"call ptr @kernel({', '.join(map(str, arguments))})")
+
+
+def _share(
+    f: Function, frame: Val, sharing: Sharing, pointers: list[Val], arena_bytes: int
+) -> tuple[Val, Val]:
+    """Run all units, on as many threads as pay; the arenas' block and the message."""
+    threads.emit_jobs(f.module, len(pointers))
+    units = _count_units(f, sharing, pointers)
+    chunk, workers = _split(f, frame, sharing, units, arena_bytes)
+    block, arenas = _allocate(f, frame, f.mul(workers, integer(arena_bytes)))
+    alone, together, joined = f.labels("alone", "together", "joined")
+    f.branch_if(f.compare("icmp eq", workers, integer(1)), alone, together)
+    f.label(alone)
+    message = _call_kernel(f, [*pointers, integer(0), units, arenas])
+    f.branch(joined)
+    f.label(together)
+    job = f.call("malloc", "ptr", integer(threads.OPERANDS + 8 * len(pointers)))
+    exists = f.compare("icmp ne", job, NULL)
+    _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, "no memory for a job", block)
+    fields = [(threads.REFS, integer(1)), (threads.UNITS, units)]
+    fields += [(threads.CHUNK, chunk), (threads.MESSAGE, NULL)]
+    fields += [(threads.ARENA, arenas), (threads.ARENA_STRIDE, integer(arena_bytes))]
+    fields += [(n, integer(0)) for n in (threads.NEXT, threads.DONE, threads.WORKERS)]
+    fields += [(threads.OPERANDS + 8 * n, a) for n, a in enumerate(pointers)]
+    for offset, value in fields:
+        _set_field(f, job, offset, value)
+    helpers = f.sub(workers, integer(1))
+    listed = ", ".join(map(str, [frame, job, helpers]))
+    first = f.value("ptr", f"call ptr @run_job({listed})")
+    end = f.block
+    f.branch(joined)
+    f.label(joined)
+    return block, f.phi("ptr", [(message, alone), (first, end)])
+
+
+def _count_units(f: Function, sharing: Sharing, pointers: list[Val]) -> Val:
+    if sharing.units is not None:
+        return integer(sharing.units)
+    listed = ", ".join(map(str, [*pointers, NULL]))
+    return f.value("i64", f"call i64 @units({listed})")
+
+
+def _split(
+    f: Function, frame: Val, sharing: Sharing, units: Val, arena_bytes: int
+) -> tuple[Val, Val]:
+    """Units per chunk and the number of threads, at least one."""
+    one = integer(1)
+    found = f.value("i64", f"call i64 @count_threads({frame})")
+    found = f.least(found, integer(max(1, ARENAS_BYTES // max(arena_bytes, 1))))
+    many = f.compare("icmp sge", units, integer(sharing.least_units))
+    found = f.select(many, found, one)
+    parts = f.mul(found, integer(CHUNKS_PER_THREAD))
+    round_up = lambda a, b: f.binary("sdiv", f.add(a, f.sub(b, one)), b)
+    chunk = f.greatest(round_up(units, parts), integer(sharing.least_chunk))
+    return chunk, f.greatest(f.least(found, round_up(units, chunk)), one)
 
 
 def _field(f: Function, base: Val, offset: int, type: str) -> Val:
@@ -95,13 +174,14 @@ def _buffers(f: Function, frame: Val, offset: int, count: int) -> list[Val]:
     return [_field(f, buffer, BUFFER_DATA, "ptr") for buffer in buffers]
 
 
-def _allocate(f: Function, frame: Val, size: int) -> tuple[Val, Val]:
+def _allocate(f: Function, frame: Val, size: Val) -> tuple[Val, Val]:
     """The block to free and the aligned address inside it."""
-    if not size:
+    if size.constant == 0:
         return NULL, NULL
-    block = f.call("malloc", "ptr", integer(size + ALIGNMENT))
+    block = f.call("malloc", "ptr", f.add(size, integer(ALIGNMENT)))
     exists = f.compare("icmp ne", block, NULL)
-    message = f"no memory for the kernel's temporaries ({size} bytes)"
+    amount = "" if size.constant is None else f" ({size.constant} bytes)"
+    message = f"no memory for the kernel's temporaries{amount}"
     _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, message)
     address = f.convert("ptrtoint", block, "i64")
     missing = f.binary("sub", integer(0), address)
@@ -110,11 +190,18 @@ def _allocate(f: Function, frame: Val, size: int) -> tuple[Val, Val]:
 
 
 def _fail_unless(
-    f: Function, frame: Val, condition: Val, code: int, message: str | Val
+    f: Function,
+    frame: Val,
+    condition: Val,
+    code: int,
+    message: str | Val,
+    block: Val = NULL,  # to free first
 ) -> None:
     fail, fine = f.labels("fail", "fine")
     f.branch_if(condition, fine, fail)
     f.label(fail)
+    if block != NULL:
+        f.call("free", "void", block)
     text = f.module.text_constant(message) if isinstance(message, str) else message
     listed = ", ".join(map(str, [frame, text, integer(code, "i32")]))
     error = f.value("ptr", f"call ptr @make_error({listed})")

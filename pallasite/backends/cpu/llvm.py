@@ -5,31 +5,28 @@ Text is several times faster to make than an object model and is itself the stag
 is dumped, hashed and cached. Nothing here knows about kernels; `emit.py` uses it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
+from pallasite.backends.cpu.values import (
+    FALSE,
+    NULL,
+    TRUE,
+    Lanes,
+    Pointers,
+    Val,
+    bytes_of,
+    integer,
+    lane_type,
+    mangled,
+    steps,
+    vector,
+)
 
-class Val(NamedTuple):
-    """An LLVM value or constant with its type; prints as an operand with type."""
+__all__ = ["FALSE", "NULL", "TRUE", "Function", "Loop", "Module", "Val", "integer"]
 
-    type: str
-    text: str
-
-    @property
-    def constant(self) -> int | None:
-        """The number an integer constant stands for, else None."""
-        return int(self.text) if self.text.lstrip("-").isdigit() else None
-
-    def __str__(self) -> str:
-        return f"{self.type} {self.text}"
-
-
-def integer(value: int, type: str = "i64") -> Val:
-    return Val(type, str(value))
-
-
-TRUE, FALSE, NULL = Val("i1", "1"), Val("i1", "0"), Val("ptr", "null")
+# Intrinsics whose second argument is a flag, the same for all lanes.
+_FLAGGED = ("abs", "ctlz", "cttz")
 
 
 class Module:
@@ -44,6 +41,9 @@ class Module:
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
         self._declared[name] = line
+
+    def defines(self, name: str) -> bool:
+        return any(function.name == name for function in self.functions)
 
     def text_constant(self, text: str) -> Val:
         """A pointer to a zero-terminated constant."""
@@ -89,20 +89,29 @@ class Function:
         params: Sequence[tuple[str, str]] = (),  # type with attributes, name
         returns: str = "void",
         linkage: str = "",
+        attributes: str = "",
     ):
         self.module = module
+        self.name = name
         self.block = "entry"
         self.params = [Val(type.split()[0], f"%{name}") for type, name in params]
         listed = ", ".join(f"{type} %{name}" for type, name in params)
-        words = ["define", linkage, returns, f"@{name}({listed})", "{"]
+        words = ["define", linkage, returns, f"@{name}({listed})", attributes, "{"]
         self._lines = [" ".join(filter(None, words)), "entry:"]
         self._names = 0
         self._known: dict[str, Val] = {}
+        self.mask: Val | None = None  # lanes that may touch memory; None: all
+        self._writes = 0
         module.functions.append(self)
 
     @property
     def text(self) -> str:
         return "\n".join([*self._lines, "}"])
+
+    @property
+    def moment(self) -> tuple[str, int, Val | None]:
+        """While this stays the same, a load gives what it gave before."""
+        return self.block, self._writes, self.mask
 
     # --- instructions ---
 
@@ -122,6 +131,9 @@ class Function:
         return self._known[instruction]
 
     def call(self, name: str, returns: str, *args: Val, pure: bool = False) -> Val:
+        if any(a.count for a in args) and not name.startswith("llvm."):
+            return self._call_per_lane(name, returns, args)
+        self._writes += not pure
         self.module.declare(name, returns, [a.type for a in args])
         instruction = f"call {returns} @{name}({', '.join(map(str, args))})"
         if returns == "void":
@@ -129,24 +141,58 @@ class Function:
             return Val("void", "")
         return (self.pure if pure else self.value)(returns, instruction)
 
-    def intrinsic(self, name: str, *args: Val, returns: str | None = None) -> Val:
-        """`llvm.<name>.<type of the first argument>`, which has no effects."""
-        overloaded = f"llvm.{name}.{_mangled(args[0].type)}"
-        return self.call(overloaded, returns or args[0].type, *args, pure=True)
+    def _call_per_lane(self, name: str, returns: str, args: Sequence[Val]) -> Val:
+        """A library function knows no vectors: one call per lane."""
+        args = self.alike(*args)
+        count, scalar = args[0].count, lane_type(returns)
+        result = Val(vector(scalar, count), "poison")
+        for n in range(count):
+            lane = [self.lane(a, n) for a in args]
+            value = self.call(name, scalar, *lane, pure=True)
+            result = self.pure(result.type, f"insertelement {result}, {value}, i64 {n}")
+        return result
+
+    def intrinsic(
+        self, name: str, *args: Val, returns: str | None = None, flags: str = ""
+    ) -> Val:
+        """`llvm.<name>.<type of the first argument>`, which has no effects.
+
+        `returns` is the type for one lane; by default that of the argument. `flags`
+        are fast-math flags.
+        """
+        scalar = args[1:] if name in _FLAGGED else ()
+        args = (*self.alike(*args[: len(args) - len(scalar)]), *scalar)
+        result = vector(lane_type(returns or args[0].type), args[0].count)
+        overloaded = f"llvm.{name}.{mangled(args[0].type)}"
+        if flags:
+            self.module.declare(overloaded, result, [a.type for a in args])
+            listed = ", ".join(map(str, args))
+            return self.pure(result, f"call {flags} {result} @{overloaded}({listed})")
+        return self.call(overloaded, result, *args, pure=True)
 
     def binary(self, name: str, a: Val, b: Val) -> Val:
+        a, b = self.alike(a, b)
         return self.pure(a.type, f"{name} {a}, {b.text}")
+
+    def fneg(self, a: Val) -> Val:
+        return self.pure(a.type, f"fneg {a}")
 
     def compare(self, name: str, a: Val, b: Val) -> Val:
         """`name` is an LLVM predicate with its instruction: "icmp slt", "fcmp oeq"."""
-        return self.pure("i1", f"{name} {a}, {b.text}")
+        a, b = self.alike(a, b)
+        return self.pure(vector("i1", a.count), f"{name} {a}, {b.text}")
 
     def convert(self, name: str, a: Val, type: str) -> Val:
-        if a.type == type:
+        """`type` may be that of one lane."""
+        type = lane_type(type)
+        if lane_type(a.type) == type:
             return a
+        if isinstance(a, Lanes) and (name, type) in _KEEPING:
+            return Lanes(self.convert(name, a.base, type), a.count, a.step)
         number = a.constant
         if number is not None and (name, type) in _KEEPING and abs(number) < 2**31:
             return integer(number, type)
+        a, type = self.written(a), vector(type, a.count)
         return self.pure(type, f"{name} {a} to {type}")
 
     def select(self, which: Val, on_true: Val, on_false: Val) -> Val:
@@ -154,19 +200,102 @@ class Function:
             return on_true
         if which == FALSE:
             return on_false
+        if which.count:
+            which, on_true, on_false = self.alike(which, on_true, on_false)
+        else:
+            on_true, on_false = self.alike(on_true, on_false)
         return self.pure(on_true.type, f"select {which}, {on_true}, {on_false}")
 
+    # --- memory ---
+
     def load(self, type: str, pointer: Val) -> Val:
-        return self.value(type, f"load {type}, {pointer}")
+        """`type` is that of one lane."""
+        if not pointer.count:
+            return self.value(type, f"load {type}, {pointer}")
+        count, size = pointer.count, bytes_of(type)
+        wide = vector(type, count)
+        if isinstance(pointer, Pointers) and pointer.step == 1:
+            if self.mask is None:
+                return self.value(wide, f"load {wide}, {pointer.base}, align {size}")
+            name, where = f"llvm.masked.load.{mangled(wide)}.p0", pointer.base
+        else:
+            where = self.written(pointer)
+            name = f"llvm.masked.gather.{mangled(wide)}.v{count}p0"
+        rest = Val(wide, "zeroinitializer")
+        args = (where, integer(size, "i32"), self._on(count), rest)
+        self.module.declare(name, wide, [a.type for a in args])
+        return self.value(wide, f"call {wide} @{name}({', '.join(map(str, args))})")
 
     def store(self, value: Val, pointer: Val) -> None:
-        self.line(f"store {value}, {pointer}")
+        self._writes += 1
+        if not pointer.count:
+            self.line(f"store {self.written(value)}, {pointer}")
+            return
+        count, size = pointer.count, bytes_of(lane_type(value.type))
+        value = self.splat(value, count)
+        if isinstance(pointer, Pointers) and pointer.step == 1:
+            if self.mask is None:
+                self.line(f"store {value}, {pointer.base}, align {size}")
+                return
+            name, where = f"llvm.masked.store.{mangled(value.type)}.p0", pointer.base
+        else:
+            where = self.written(pointer)
+            name = f"llvm.masked.scatter.{mangled(value.type)}.v{count}p0"
+        self.call(name, "void", value, where, integer(size, "i32"), self._on(count))
+
+    def _on(self, count: int) -> Val:
+        """The lanes that may touch memory."""
+        return self.mask or Val(vector("i1", count), "splat (i1 true)")
 
     def element(self, pointer: Val, type: str, offset: Val) -> Val:
         """The address `offset` elements of `type` after `pointer`."""
         if offset.constant == 0:
             return pointer
-        return self.pure("ptr", f"getelementptr inbounds {type}, {pointer}, {offset}")
+        if isinstance(offset, Lanes):
+            base = self.element(pointer, type, offset.base)
+            return Pointers(base, offset.count, offset.step, type)
+        place = f"getelementptr inbounds {type}, {pointer}, {offset}"
+        return self.pure(vector("ptr", offset.count), place)
+
+    # --- lanes ---
+
+    def written(self, a: Val) -> Val:
+        """The value in a form that instructions take."""
+        if isinstance(a, Lanes):
+            offsets = steps(lane_type(a.type), a.count, a.step)
+            if a.base.constant == 0:
+                return offsets
+            return self.pure(
+                a.type, f"add {self.splat(a.base, a.count)}, {offsets.text}"
+            )
+        if isinstance(a, Pointers):
+            offsets = steps("i64", a.count, a.step)
+            place = f"getelementptr inbounds {a.of}, {a.base}, {offsets}"
+            return self.pure(a.type, place)
+        return a
+
+    def splat(self, a: Val, count: int) -> Val:
+        """A scalar in every lane; a vector as it is."""
+        if a.count or not count:
+            return self.written(a)
+        type = vector(a.type, count)
+        if a.is_literal:
+            return Val(type, f"splat ({a})")
+        one = self.pure(type, f"insertelement {type} poison, {a}, i64 0")
+        mask = f"<{count} x i32> zeroinitializer"
+        return self.pure(type, f"shufflevector {one}, {type} poison, {mask}")
+
+    def alike(self, *values: Val) -> list[Val]:
+        """Scalars among vectors become vectors."""
+        count = max(v.count for v in values)
+        return [self.splat(v, count) for v in values]
+
+    def lane(self, a: Val, n: int) -> Val:
+        if not a.count:
+            return a
+        return self.pure(
+            lane_type(a.type), f"extractelement {self.written(a)}, i64 {n}"
+        )
 
     # --- index arithmetic, with constants folded ---
 
@@ -175,12 +304,29 @@ class Function:
             return integer(a.constant + b.constant, a.type)
         if a.constant == 0:
             return b
-        return a if b.constant == 0 else self.binary("add nsw", a, b)
+        if b.constant == 0:
+            return a
+        return self._in_steps(self.add, a, b) or self.binary("add nsw", a, b)
 
     def sub(self, a: Val, b: Val) -> Val:
         if a.constant is not None and b.constant is not None:
             return integer(a.constant - b.constant, a.type)
-        return a if b.constant == 0 else self.binary("sub nsw", a, b)
+        if b.constant == 0:
+            return a
+        return self._in_steps(self.sub, a, b) or self.binary("sub nsw", a, b)
+
+    def _in_steps(
+        self, combine: Callable[[Val, Val], Val], a: Val, b: Val
+    ) -> Val | None:
+        """A sum or difference of lanes in steps has steps too (or is a scalar)."""
+        lanes = [v for v in (a, b) if isinstance(v, Lanes)]
+        if not lanes or any(v.count and not isinstance(v, Lanes) for v in (a, b)):
+            return None
+        bases = [v.base if isinstance(v, Lanes) else v for v in (a, b)]
+        widths = [v.step if isinstance(v, Lanes) else 0 for v in (a, b)]
+        step = combine(*(integer(n) for n in widths)).constant or 0
+        base = combine(*bases)
+        return Lanes(base, lanes[0].count, step) if step else base
 
     def mul(self, a: Val, b: Val) -> Val:
         if a.constant is not None and b.constant is not None:
@@ -189,7 +335,13 @@ class Function:
             return integer(0, a.type)
         if a.constant == 1:
             return b
-        return a if b.constant == 1 else self.binary("mul nsw", a, b)
+        if b.constant == 1:
+            return a
+        for lanes, factor in ((a, b), (b, a)):
+            if isinstance(lanes, Lanes) and factor.constant is not None:
+                base = self.mul(lanes.base, factor)
+                return Lanes(base, lanes.count, lanes.step * factor.constant)
+        return self.binary("mul nsw", a, b)
 
     def least(self, a: Val, b: Val) -> Val:
         if a.constant is not None and b.constant is not None:
@@ -239,6 +391,7 @@ class Function:
         self.line(f"br label %{target}")
 
     def branch_if(self, which: Val, on_true: str, on_false: str) -> None:
+        assert not which.count, "lanes cannot part"
         self.line(f"br {which}, label %{on_true}, label %{on_false}")
 
     def phi(self, type: str, incoming: Sequence[tuple[Val, str]]) -> Val:
@@ -329,14 +482,3 @@ class Loop:
 
 # Conversions that leave a small constant as it is written.
 _KEEPING = {("sext", "i64"), ("sext", "i32"), ("trunc", "i32")}
-_MANGLED = {
-    "float": "f32",
-    "double": "f64",
-    "half": "f16",
-    "bfloat": "bf16",
-    "ptr": "p0",
-}
-
-
-def _mangled(type: str) -> str:
-    return _MANGLED.get(type, type)

@@ -8,7 +8,7 @@ gathered and masked elements are clamped when read and dropped when written.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import arithmetic, scalars, tiles
+from pallasite.backends.cpu import arithmetic, atomics, scalars, tiles
 from pallasite.backends.cpu.llvm import TRUE, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Indices, Ref, Root, Tile
 from pallasite.errors import UnsupportedError
@@ -160,7 +160,7 @@ def _allowed(e: "Emitter", access: Access, indices: Indices, inside: Val) -> Val
 
 
 def emit_atomic(e: "Emitter", op: Op) -> None:
-    """One program runs at a time: read, combine, write, element by element."""
+    """Read, combine, write, element by element; at once if other threads may, too."""
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
     e.before_write(ref.root, e.scope.position + 1)
@@ -174,10 +174,14 @@ def emit_atomic(e: "Emitter", op: Op) -> None:
     with e.f.nest(type.shape) as indices:
         address, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
-        old = scalars.load(e.f, ref.dtype, address)
-        new, wanted = _updated(e, op, access, old, indices)
-        with e.f.when(e.f.both(touched, wanted)):
-            scalars.store(e.f, ref.dtype, new, address)
+        update = lambda old, i=indices: _updated(e, op, access, old, i)
+        if ref.root in e.shared_roots:
+            old = atomics.update(e.f, ref.dtype, address, touched, update)
+        else:
+            old = scalars.load(e.f, ref.dtype, address)
+            new, wanted = update(old)
+            with e.f.when(e.f.both(touched, wanted)):
+                scalars.store(e.f, ref.dtype, new, address)
         if result is not None:
             there = result.address(e.f, type.dtype, indices)
             scalars.store(e.f, type.dtype, old, there)

@@ -39,12 +39,8 @@ def decode(f: Function, dtype: DType, byte: Val) -> Val:
     values = np.arange(256, dtype=np.uint8).view(dtype.np).astype(np.float32)
     bits = ", ".join(f"i32 {int(word)}" for word in values.view(np.int32))
     table = f.module.constant(f"values_of_{dtype}", f"[256 x i32] [{bits}]")
-    place = f.pure("ptr", f"getelementptr i32, {table}, {_wide(f, byte)}")
+    place = f.element(table, "i32", f.convert("zext", byte, "i64"))
     return f.convert("bitcast", f.load("i32", place), "float")
-
-
-def _wide(f: Function, byte: Val) -> Val:
-    return f.pure("i64", f"zext {byte} to i64")
 
 
 def encode(f: Function, dtype: DType, value: Val) -> Val:

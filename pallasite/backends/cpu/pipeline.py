@@ -2,8 +2,8 @@
 
 A window whose block lies inside the array is pointer and strides; nothing is copied.
 A block that hangs over the edge is copied to the arena before the body and, if it is an
-output, its part inside the array is copied back after it. Programs run one by one, in
-grid order.
+output, its part inside the array is copied back after it. `sharing.py` says which
+programs may run at once; the others run one by one, in grid order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.sharing import each_program
 from pallasite.backends.cpu.tiles import Buffer, Ref, Root
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
 from pallasite.ir.nodes import Block, BlockDim, Op, Window
@@ -53,7 +54,7 @@ def emit_pipeline(e: "Emitter", op: Op) -> None:
     plans = [
         _plan(e, op, *each) for each in zip(arrays, windows, maps, copied, strict=True)
     ]
-    with e.f.nest(grid) as counters:
+    with each_program(e, op, grid) as counters:
         ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
         opened = [open_window(e, plan, ids) for plan in plans]
         with e.block(body, [*ids, *(view.ref for view in opened)]):

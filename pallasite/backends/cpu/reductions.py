@@ -1,16 +1,15 @@
 """Reductions and scans: reduce, arg_reduce, scan.
 
-A reduction over the last dimension keeps its running value in a register; any other
-walks the operand in memory order and updates a buffer of results. Narrow floats are
-summed in f32.
+Along the last dimension several vectors of running values are kept side by side; along
+others each lane is a result of its own. Narrow floats are summed in f32.
 """
 
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pallasite.backends.cpu import arithmetic, scalars, tiles
+from pallasite.backends.cpu import arithmetic, scalars, tiles, vectors
 from pallasite.backends.cpu.llvm import Function, Val, integer
-from pallasite.backends.cpu.tiles import Indices, Tile
+from pallasite.backends.cpu.tiles import Buffer, Indices, Tile
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
@@ -18,6 +17,7 @@ from pallasite.ir.types import F32, DType
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
+_MANY_ROWS = 128  # so many are walked in memory order instead of column by column
 _COMBINE = {"sum": "add", "prod": "mul"}  # the others are named as their op
 
 
@@ -29,6 +29,9 @@ def combine(f: Function, kind: str, dtype: DType, a: Val, b: Val) -> Val:
     if dtype.is_float and kind in _COMBINE:
         # Any order of a sum is as good as another: lets LLVM use several partial sums.
         return f.binary(f"f{_COMBINE[kind]} reassoc", a, b)
+    if dtype.is_float and kind in ("max", "min"):
+        # Which of two zeros is the larger one may depend on the order here.
+        return f.intrinsic(f"{kind}imum", a, b, flags="nsz")
     return arithmetic.combine(f, _COMBINE.get(kind, kind), dtype, a, b)
 
 
@@ -54,11 +57,10 @@ def _identity(kind: str, dtype: DType) -> Any:
 
 def _add_in_log_space(f: Function, dtype: DType, a: Val, b: Val) -> Val:
     """log(exp(a) + exp(b)) without overflow."""
-    suffix = "f" if a.type == "float" else ""
     high, low = f.intrinsic("maximum", a, b), f.intrinsic("minimum", a, b)
     gap = f.binary("fsub", low, high)
-    small = f.call(f"exp{suffix}", a.type, gap, pure=True)
-    correction = f.call(f"log1p{suffix}", a.type, small, pure=True)
+    function = lambda name, x: arithmetic.element(f, name, {}, (dtype,), dtype, [x])
+    correction = function("log1p", function("exp", gap))
     # Two equal infinities have no difference; they are the answer themselves.
     infinite = f.compare("fcmp oeq", low, high)
     doubled = f.binary("fadd", high, scalars.floating(0.6931471805599453, a.type))
@@ -71,24 +73,109 @@ def running_dtype(kind: str, dtype: DType) -> DType:
 
 
 def emit_reduce(e: "Emitter", op: Op) -> None:
-    kind, axes = op.attrs["kind"], tuple(op.attrs["axes"])
+    kind, axes = op.attrs["kind"], tuple(sorted(op.attrs["axes"]))
     tile = e.as_tile(op.operands[0])
-    dtype, running = tile.dtype, running_dtype(op.attrs["kind"], tile.dtype)
-    kept = [d for d in range(len(tile.shape)) if d not in axes]
-    if not kept:
-        total = _fold(e, tile, kind, running, axes, {})
-        e.define(op.result, scalars.cast(e.f, total, running, dtype))
-        return
-    buffer = e.result_buffer(op, running)
-    result = Tile(op.result.tile.shape, running, buffer)
-    if len(tile.shape) - 1 in axes or prod(tile.shape[d] for d in axes) == 1:
-        with e.f.nest(result.shape) as indices:
-            at = dict(zip(kept, indices, strict=True))
-            total = _fold(e, tile, kind, running, axes, at)
-            scalars.store(e.f, running, total, buffer.address(e.f, running, indices))
+    running = running_dtype(kind, tile.dtype)
+    reduction = _Reduction(e, kind, running, tile, axes)
+    if not op.result.tile.rank:
+        total = reduction.at([])
+        e.define(op.result, scalars.cast(e.f, total, running, tile.dtype))
     else:
-        _accumulate(e, tile, kind, result, kept)
-    e.define(op.result, _as_dtype(e, result, dtype))
+        buffer = e.result_buffer(op, running)
+        result = Tile(op.result.tile.shape, running, buffer)
+        reduction.fill(buffer, result.shape)
+        e.define(op.result, _as_dtype(e, result, tile.dtype))
+    reduction.finish()
+
+
+class _Reduction:
+    """One reduce op. A tile that others need too is stored as its elements pass."""
+
+    def __init__(
+        self,
+        e: "Emitter",
+        kind: str,
+        running: DType,
+        tile: Tile,
+        axes: tuple[int, ...],
+    ):
+        self.e, self.kind, self.running, self.tile = e, kind, running, tile
+        self.axes, self.along = axes, vectors.vector_dim(tile.shape)
+        self.kept = [d for d in range(len(tile.shape)) if d not in axes]
+        self.side_by_side = 4 if tile.depth <= 3 else 2
+        self.copy = e.room_for(tile) if tile.keep and tile.buffer is None else None
+
+    def finish(self) -> None:
+        if self.copy is not None:
+            self.tile.source = self.copy
+
+    def fill(self, buffer: Buffer, shape: tuple[int, ...]) -> None:
+        """Store all results."""
+        e, f, running = self.e, self.e.f, self.running
+
+        def body(indices: Indices) -> None:
+            address = buffer.address(f, running, indices)
+            scalars.store(f, running, self.at(indices), address)
+
+        if self.along in self.axes or self.along is None:
+            with f.nest(shape) as indices:
+                body(indices)
+        elif prod(self.tile.shape[d] for d in self.axes) <= _MANY_ROWS:
+            vectors.each(f, shape, body)
+        else:
+            start = identity(self.kind, running)
+            e.fill(buffer, tiles.splat(shape, running, start))
+            vectors.each(f, self.tile.shape, lambda i: self._update(buffer, i))
+
+    def _update(self, buffer: Buffer, indices: Indices) -> None:
+        f, running = self.e.f, self.running
+        address = buffer.address(f, running, [indices[d] for d in self.kept])
+        old = scalars.load(f, running, address)
+        scalars.store(f, running, self._joined(old, self._element(indices)), address)
+
+    def at(self, indices: Indices) -> Val:
+        """One result, or several where an index has lanes."""
+        places = dict(zip(self.kept, indices, strict=True))
+        count = max((i.count for i in indices), default=0)
+        start = self.e.f.splat(identity(self.kind, self.running), count)
+        return self._over(self.axes, places, start)
+
+    def _over(self, axes: tuple[int, ...], places: dict[int, Val], total: Val) -> Val:
+        f = self.e.f
+        if not axes:
+            indices = [places[d] for d in range(len(self.tile.shape))]
+            return self._joined(total, self._element(indices))
+        axis, *rest = axes
+        if axis == self.along and 0 not in self.tile.shape:
+            return self._joined(total, self._along_lanes(places))
+        with f.loop(integer(self.tile.shape[axis]), [total]) as loop:
+            inner = {**places, axis: loop.index}
+            loop.carries = [self._over(tuple(rest), inner, loop.carries[0])]
+        return loop.carries[0]
+
+    def _along_lanes(self, places: dict[int, Val]) -> Val:
+        """The reduction along the dimension of lanes; those after it have one index."""
+        assert self.along is not None
+
+        def value(lanes: Val) -> Val:
+            at = {**places, self.along: lanes}
+            rank = len(self.tile.shape)
+            return self._element([at.get(d, integer(0)) for d in range(rank)])
+
+        start = identity(self.kind, self.running)
+        fold = vectors.Fold(self.e.f, value, self._joined, start, self.side_by_side)
+        return fold.over(self.tile.shape[self.along])
+
+    def _element(self, indices: Indices) -> Val:
+        f, tile = self.e.f, self.tile
+        value = tile.at(f, indices)
+        if self.copy is not None:
+            address = self.copy.address(f, tile.dtype, indices)
+            scalars.store(f, tile.dtype, value, address)
+        return scalars.cast(f, value, tile.dtype, self.running)
+
+    def _joined(self, a: Val, b: Val) -> Val:
+        return combine(self.e.f, self.kind, self.running, a, b)
 
 
 def _as_dtype(e: "Emitter", tile: Tile, dtype: DType) -> Tile:
@@ -96,45 +183,6 @@ def _as_dtype(e: "Emitter", tile: Tile, dtype: DType) -> Tile:
         return tile
     element = lambda i: scalars.cast(e.f, tile.at(e.f, i), tile.dtype, dtype)
     return tiles.formula(tile.shape, dtype, element, [tile], pointwise=True)
-
-
-def _fold(
-    e: "Emitter",
-    tile: Tile,
-    kind: str,
-    running: DType,
-    axes: tuple[int, ...],
-    at: dict[int, Val],
-) -> Val:
-    """The reduction over `axes` of the elements at the given other indices."""
-    f = e.f
-
-    def over(axes: tuple[int, ...], at: dict[int, Val], total: Val) -> Val:
-        if not axes:
-            indices = [at[d] for d in range(len(tile.shape))]
-            value = scalars.cast(f, tile.at(f, indices), tile.dtype, running)
-            return combine(f, kind, running, total, value)
-        axis, *rest = axes
-        with f.loop(integer(tile.shape[axis]), [total]) as loop:
-            inner = over(tuple(rest), {**at, axis: loop.index}, loop.carries[0])
-            loop.carries = [inner]
-        return loop.carries[0]
-
-    return over(tuple(sorted(axes)), at, identity(kind, running))
-
-
-def _accumulate(
-    e: "Emitter", tile: Tile, kind: str, result: Tile, kept: list[int]
-) -> None:
-    f, buffer, running = e.f, result.buffer, result.dtype
-    assert buffer is not None
-    e.fill(buffer, tiles.splat(result.shape, running, identity(kind, running)))
-    # Reduced dimensions outside the last one: its elements are updated side by side.
-    with f.nest(tile.shape) as indices:
-        address = buffer.address(f, running, [indices[d] for d in kept])
-        old = scalars.load(f, running, address)
-        value = scalars.cast(f, tile.at(f, indices), tile.dtype, running)
-        scalars.store(f, running, combine(f, kind, running, old, value), address)
 
 
 def emit_arg_reduce(e: "Emitter", op: Op) -> None:

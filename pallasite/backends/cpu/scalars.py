@@ -12,6 +12,7 @@ import numpy as np
 
 from pallasite.backends.cpu import narrow
 from pallasite.backends.cpu.llvm import Function, Val, integer
+from pallasite.backends.cpu.values import lane_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.types import F32, DType
 
@@ -73,6 +74,8 @@ def constant(value: Any, dtype: DType) -> Val:
 
 
 def floating(value: float, type: str = "double") -> Val:
+    """A scalar constant; of a vector type, its lanes' one."""
+    type = lane_type(type)
     if type == "float":
         with np.errstate(all="ignore"):
             value = float(np.float32(value))
@@ -164,6 +167,8 @@ def cast(f: Function, value: Val, source: DType, target: DType) -> Val:
         return f.compare(test, value, zero(source))
     if target.is_float:
         return _to_float(f, value, source, target)
+    if source.is_float and value.count:
+        return _saturated(f, value, target)
     if source.is_float:
         sign = "s" if target.is_signed_int else "u"
         # The saturating intrinsics are overloaded on both types.
@@ -173,6 +178,22 @@ def cast(f: Function, value: Val, source: DType, target: DType) -> Val:
         return f.convert("trunc", value, register(target))
     extend = "sext" if source.is_signed_int else "zext"
     return f.convert(extend, value, register(target))
+
+
+def _saturated(f: Function, value: Val, target: DType) -> Val:
+    """As LLVM's saturating conversion, which it would do lane by lane."""
+    bits, signed = target.bits, target.is_signed_int
+    low, high = (-(1 << (bits - 1)), 1 << (bits - 1)) if signed else (0, 1 << bits)
+    first, beyond = (floating(float(bound), value.type) for bound in (low, high))
+    above = f.compare("fcmp oge", value, beyond)
+    below = f.compare("fcmp olt", value, first)
+    # NaN is neither, so it must not be converted either.
+    inside = f.binary("and", f.compare("fcmp oge", value, first), f.negate(above))
+    safe = f.select(inside, value, floating(0.0, value.type))
+    converted = f.convert("fptosi" if signed else "fptoui", safe, register(target))
+    if signed:
+        converted = f.select(below, constant(low, target), converted)
+    return f.select(above, constant(high - 1, target), converted)
 
 
 def _to_float(f: Function, value: Val, source: DType, target: DType) -> Val:

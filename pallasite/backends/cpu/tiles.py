@@ -51,11 +51,7 @@ class Formula:
     operands: tuple["Tile", ...] = ()
     pointwise: bool = False
     free: bool = False
-
-    @property
-    def depth(self) -> int:
-        """How many formulas lie between an element and memory."""
-        return 1 + max((tile.depth for tile in self.operands), default=0)
+    depth: int = 1  # how many formulas lie between an element and memory
 
 
 @dataclass(eq=False)
@@ -67,6 +63,8 @@ class Tile:
     source: Buffer | Formula
     scope: int = -1  # the block it belongs to; only there may it be forced in place
     last: int = -1  # position in that block after which nobody needs it
+    keep: bool = False  # whoever evaluates all of it first should store it
+    _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # of one moment
 
     @property
     def buffer(self) -> Buffer | None:
@@ -81,6 +79,21 @@ class Tile:
         return isinstance(self.source, Formula) and self.source.free
 
     def at(self, f: Function, indices: Indices) -> Val:
+        """The element, or several where an index has lanes.
+
+        Evaluated once as long as nothing is written and the basic block is the same.
+        """
+        if self._memo[0] != f.moment:
+            self._memo = (f.moment, {})
+        known, key = self._memo[1], tuple(indices)
+        if key not in known:
+            value = self._evaluated(f, indices)
+            if self._memo[0] != f.moment:  # it had a loop of its own
+                return value
+            known[key] = value
+        return known[key]
+
+    def _evaluated(self, f: Function, indices: Indices) -> Val:
         if isinstance(self.source, Formula):
             return self.source.element(indices)
         address = self.source.address(f, self.dtype, indices)
@@ -88,9 +101,19 @@ class Tile:
 
     def reads(self) -> set[Root]:
         """The memory its elements still come from."""
-        if isinstance(self.source, Buffer):
-            return {self.source.root} if self.source.root is not None else set()
-        return set().union(*(tile.reads() for tile in self.source.operands))
+        buffers = (tile.buffer for tile in self._sources())
+        return {b.root for b in buffers if b is not None and b.root is not None}
+
+    def _sources(self) -> list["Tile"]:
+        """This tile and those it is made of, each once."""
+        found: dict[Tile, None] = {self: None}
+        pending = [self]
+        while pending:
+            source = pending.pop().source
+            operands = source.operands if isinstance(source, Formula) else ()
+            pending += [tile for tile in operands if tile not in found]
+            found.update(dict.fromkeys(operands))
+        return list(found)
 
     def may_overwrite(self, target: Buffer) -> bool:
         """May each element be stored to `target` as soon as it is computed?
@@ -98,14 +121,16 @@ class Tile:
         True if nothing here comes from the target's memory, or only from the very
         element that is being replaced.
         """
-        if target.root not in self.reads():
-            return True
-        if isinstance(self.source, Buffer):
-            here = (self.source.pointer, self.source.strides)
-            return here == (target.pointer, target.strides)
-        if not self.source.pointwise:
-            return False
-        return all(tile.may_overwrite(target) for tile in self.source.operands)
+        return all(
+            target.root not in tile.reads() or tile._is_in_place(target)
+            for tile in self._sources()
+        )
+
+    def _is_in_place(self, target: Buffer) -> bool:
+        if isinstance(self.source, Formula):
+            return self.source.pointwise
+        here = (self.source.pointer, self.source.strides)
+        return here == (target.pointer, target.strides)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +168,8 @@ def formula(
     pointwise: bool = False,
     free: bool = False,
 ) -> Tile:
-    source = Formula(element, tuple(operands), pointwise, free)
+    depth = 1 + max((tile.depth for tile in operands), default=0)
+    source = Formula(element, tuple(operands), pointwise, free, depth)
     return Tile(tuple(shape), dtype, source)
 
 

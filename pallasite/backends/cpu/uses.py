@@ -6,11 +6,11 @@ that has the region. A tile that is computed late keeps its operands alive as lo
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.opdef import Effect, table
+from pallasite.ir.opdef import Effect, Unit, table
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
 # others without regions may be evaluated as late as their own last use.
@@ -22,6 +22,10 @@ COMPLETE = frozenset(
 )
 
 
+CHEAP = 3  # computing this many instructions again beats storing their result
+MANY_TIMES = 4  # but not more often than this
+
+
 @dataclass(frozen=True)
 class Uses:
     """Facts about the values one block defines or uses."""
@@ -29,38 +33,119 @@ class Uses:
     last: dict[Value, int]  # position after which nobody evaluates the value
     consumers: dict[Value, int]  # how many ops of the block use it
     captured: frozenset[Value]  # used inside a region
+    stored: frozenset[Value]  # elementwise results that get a buffer
+    kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
 
 
 def uses_of(block: Block) -> Uses:
+    """Walks backwards: what becomes of a value is known before what it is made of."""
     last: dict[Value, int] = defaultdict(lambda: -1)
-    consumers: dict[Value, int] = defaultdict(int)
-    captured: set[Value] = set()
-    for value in block.yields:
-        last[value] = len(block.ops)
-        consumers[value] += 1
+    # The loops in which a value is computed if it is not stored.
+    loops: dict[Value, set[Hashable]] = defaultdict(set)
+    first: dict[Value, int] = {}
+    captured, stored, kept = set[Value](), set[Value](), set[Value]()
+    consumers, costs = dict[Value, int](), _costs(block)
+    for place, value in enumerate(block.yields):
+        last[value] = first[value] = len(block.ops)
+        loops[value].add(("yield", place))
+        consumers[value] = consumers.get(value, 0) + 1
     for position in reversed(range(len(block.ops))):
         op = block.ops[position]
         inside = set(_free_values(op))
         captured |= inside
-        late = [v for v in op.results if _is_late(op, v, consumers[v], captured)]
-        until = max([position, *(last[v] for v in late)])
+        for result in op.results:
+            if _is_elementwise(op) and (
+                result in captured or _is_shared(costs[result], loops[result])
+            ):
+                stored.add(result)
+                if _reduces(block, first.get(result), result):
+                    kept.add(result)
+        until = max(
+            [position, *(_until(op, v, last, first, stored, kept) for v in op.results)]
+        )
+        through = _loops_of_operands(op, position, loops, stored)
         for value in {*op.operands, *inside}:
             last[value] = max(last[value], until if value in op.operands else position)
-            consumers[value] += 1
-    return Uses(last, consumers, frozenset(captured))
+            first[value] = position
+            loops[value] |= through
+            consumers[value] = consumers.get(value, 0) + 1
+    return Uses(
+        last, consumers, frozenset(captured), frozenset(stored), frozenset(kept)
+    )
 
 
-def _is_late(op: Op, result: Value, consumers: int, captured: set[Value]) -> bool:
-    """May the result be computed from the operands long after the op?"""
+def _is_elementwise(op: Op) -> bool:
+    return table()[op.name].elementwise and bool(op.result.tile.rank)
+
+
+def _is_shared(cost: int, loops: set[Hashable]) -> bool:
+    """Is it better to store a value than to compute it in each of these loops?"""
+    return len(loops) > 1 and (cost > CHEAP or len(loops) > MANY_TIMES)
+
+
+def _reduces(block: Block, position: int | None, value: Value) -> bool:
+    if position is None or position >= len(block.ops):
+        return False
+    return block.ops[position].name == "reduce"
+
+
+def _until(
+    op: Op,
+    result: Value,
+    last: dict[Value, int],
+    first: dict[Value, int],
+    stored: set[Value],
+    kept: set[Value],
+) -> int:
+    """How late the result may be computed from the op's operands."""
     if (
         op.regions
         or op.name in COMPLETE
         or (not result.is_ref and not result.tile.rank)
     ):
-        return False
-    # What several ops need is stored at once, unless it is only a view.
-    shared = consumers > 1 or result in captured
-    return not (shared and table()[op.name].elementwise)
+        return -1
+    if result in kept:
+        return first[result]
+    return -1 if result in stored else last[result]
+
+
+def _loops_of_operands(
+    op: Op, position: int, loops: dict[Value, set[Hashable]], stored: set[Value]
+) -> set[Hashable]:
+    if op.regions or op.name in COMPLETE or len(op.results) != 1:
+        return {position}
+    result = op.result
+    if result.is_ref or not result.tile.rank or result in stored or _grows(op):
+        return {position}
+    if _is_elementwise(op):
+        return loops[result]
+    # Views: the same loops, but at other indices.
+    return {(position, loop) for loop in loops[result]}
+
+
+def _grows(op: Op) -> bool:
+    """Is it a broadcast, which stores what it repeats?"""
+    broadcast = op.name == "broadcast_in_dim"
+    return broadcast and op.result.tile.size > op.operands[0].tile.size
+
+
+def _costs(block: Block) -> dict[Value, int]:
+    """Roughly the instructions for one element, from memory."""
+    costs: dict[Value, int] = defaultdict(int)
+    for op in block.ops:
+        if op.regions or op.name in COMPLETE or len(op.results) != 1 or _grows(op):
+            continue
+        if op.result.is_ref or not op.result.tile.rank:
+            continue
+        own = _WEIGHTS.get(table()[op.name].unit, 1) if _is_elementwise(op) else 0
+        own = _DIVISION if op.name in ("div", "rem", "sqrt", "rsqrt") else own
+        total = own + sum(costs[v] for v in set(op.operands))
+        costs[op.result] = min(total, 10**6)
+    return costs
+
+
+_WEIGHTS = {Unit.SPECIAL: 12}
+_DIVISION = 5
 
 
 def _free_values(op: Op) -> Iterator[Value]:

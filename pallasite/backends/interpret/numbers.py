@@ -23,8 +23,8 @@ class Pick:
     element, and the result has no such dimension), or, with `gather`, the elements an
     index array names. Indices are positions in the root. `low` and `high` bound the
     elements the access may touch where that is not already certain: reads outside are
-    unspecified, writes outside are dropped. `clip` is the ref's own range: a read brings
-    its positions in there first.
+    unspecified, writes outside are dropped. `clip` is the ref's own range: reads
+    bring their positions in there first.
     """
 
     start: Array | int = 0

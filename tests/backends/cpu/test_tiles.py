@@ -283,14 +283,14 @@ def test_a_shared_tile_is_computed_once():
         return b.add(b.mul(e, e), b.reshape(b.reshape(e, shape=(64,)), shape=(8, 8)))
 
     x = normal(8, 8)
-    assert llvm_of(tiles_kernel(emit, [x])).count("call float @expf") == 1
+    assert llvm_of(tiles_kernel(emit, [x])).count("@llvm.roundeven.") == 2
     np.testing.assert_allclose(compute(emit, x), np.exp(x) ** 2 + np.exp(x), rtol=1e-5)
 
 
 def test_scratch_is_reused_when_its_tile_is_dead():
     def emit(b, v):
         for _ in range(20):
-            v = b.add(b.exp(v), v)
+            v = b.add(b.exp(v), b.rev(v, axes=(0,)))
         return v
 
     text = llvm_of(tiles_kernel(emit, [np.zeros(1024, np.float32)]))

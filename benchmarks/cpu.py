@@ -1,0 +1,483 @@
+"""Kernels as machine code on this CPU against plain XLA, upstream Pallas and torch.
+
+Prints best-of-many times, all rivals of a row interleaved, and how many times faster
+than each we are. `--json FILE` keeps the numbers, `--chart FILE` draws them (.svg, or
+.png where matplotlib is installed). Torch joins where it is installed; upstream's
+interpret mode joins the rows in which it is quick enough to be waited for.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallasite
+from pallasite import tpu as pltpu
+
+MASKED = -1e30  # finite, so that differences of masked scores stay finite
+Rival = Callable[[], Any]  # runs once and waits for the result
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: ours first, then the rivals by name."""
+
+    name: str
+    runs: dict[str, Rival]
+
+
+# --- kernels, in the form of any module that has the names of Pallas ---
+
+
+def matmul(size: int, block: int, pl: Any = pallasite, **how: Any) -> Callable:
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], preferred_element_type=jnp.float32
+        )
+
+    steps = size // block
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((size, size), jnp.float32),
+        grid=(steps, steps, steps),
+        in_specs=[
+            pl.BlockSpec((block, block), lambda i, j, k: (i, k)),
+            pl.BlockSpec((block, block), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((block, block), lambda i, j, k: (i, j)),
+        **how,
+    )
+
+
+def rowwise(
+    function: Callable, rows: int, block: int = 8, pl: Any = pallasite, **how: Any
+) -> Callable:
+    """`function(x, *vectors)` on blocks of whole rows."""
+
+    def kernel(x_ref, *refs):
+        *vectors, o_ref = refs
+        result = function(x_ref[...], *(v[...] for v in vectors))
+        o_ref[...] = result.astype(o_ref.dtype)
+
+    def call(x, *others):
+        spec = pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+        whole = pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(rows // block,),
+            in_specs=[spec, *(whole if o.shape[0] == 1 else spec for o in others)],
+            out_specs=spec,
+            **how,
+        )(x, *others)
+
+    return call
+
+
+def softmax(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def layernorm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    variance = (centred * centred).mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + 1e-5) * scale + bias
+
+
+def gelu_chain(x, residual, bias):
+    """Bias, gelu by tanh and a residual: 12 elementwise operations."""
+    y = x + bias
+    inner = 0.7978845608 * (y + 0.044715 * (y * y * y))
+    return 0.5 * y * (1 + jnp.tanh(inner)) + residual
+
+
+def scale_and_shift(x):
+    return 2 * x + 1
+
+
+def attention(q, k, v):
+    """Plain causal attention."""
+    scores = jnp.einsum("hqd,hkd->hqk", q, k) * q.shape[-1] ** -0.5
+    n = q.shape[1]
+    scores = jnp.where(jnp.tri(n, dtype=bool), scores, MASKED)
+    return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores, -1), v)
+
+
+def absorb(state, q, k, v, row, column):
+    """One block of keys into the running softmax."""
+    highest, total, out = state
+    scores = jax.lax.dot_general(
+        q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    rows = row + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+    columns = column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    scores = jnp.where(rows >= columns, scores * q.shape[-1] ** -0.5, MASKED)
+    new = jnp.maximum(highest, scores.max(1, keepdims=True))
+    p = jnp.exp(scores - new)
+    shrink = jnp.exp(highest - new)
+    out = out * shrink + jnp.dot(p, v, preferred_element_type=jnp.float32)
+    return new, total * shrink + p.sum(1, keepdims=True), out
+
+
+def flash_scratch(q, k, v, block: int = 128):
+    pl = pallasite
+    heads, n, width = q.shape
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, *state):
+        i, j = pl.program_id(1), pl.program_id(2)
+
+        @pl.when(j == 0)
+        def _():
+            state[0][...] = jnp.full_like(state[0], MASKED)
+            state[1][...] = jnp.zeros_like(state[1])
+            state[2][...] = jnp.zeros_like(state[2])
+
+        @pl.when(j <= i)
+        def _():
+            old = tuple(ref[...] for ref in state)
+            args = (q_ref[...], k_ref[...], v_ref[...], i * block, j * block)
+            for ref, value in zip(state, absorb(old, *args), strict=True):
+                ref[...] = value
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = (state[2][...] / state[1][...]).astype(o_ref.dtype)
+
+    query = pl.BlockSpec((None, block, width), lambda h, i, j: (h, i, 0))
+    key = pl.BlockSpec((None, block, width), lambda h, i, j: (h, j, 0))
+    column = pltpu.VMEM((block, 1), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, n // block, n // block),
+        in_specs=[query, key, key],
+        out_specs=query,
+        scratch_shapes=[column, column, pltpu.VMEM((block, width), jnp.float32)],
+    )(q, k, v)
+
+
+def flash_fori(q, k, v, block: int = 128):
+    pl = pallasite
+    heads, n, width = q.shape
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        i = pl.program_id(1)
+        q = q_ref[...]
+
+        def step(j, state):
+            keys = pl.ds(j * block, block)
+            return absorb(state, q, k_ref[keys], v_ref[keys], i * block, j * block)
+
+        column = jnp.zeros((block, 1), jnp.float32)
+        start = (column + MASKED, column, jnp.zeros((block, width), jnp.float32))
+        _, total, out = jax.lax.fori_loop(0, i + 1, step, start)
+        o_ref[...] = (out / total).astype(o_ref.dtype)
+
+    query = pl.BlockSpec((None, block, width), lambda h, i: (h, i, 0))
+    key = pl.BlockSpec((None, n, width), lambda h, i: (h, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, n // block),
+        in_specs=[query, key, key],
+        out_specs=query,
+    )(q, k, v)
+
+
+# --- rows ---
+
+
+def jitted(function: Callable, *args: Any) -> Rival:
+    compiled = jax.jit(function)
+    return lambda: jax.block_until_ready(compiled(*args))
+
+
+def torch_run(function: Callable, *args: Any) -> dict[str, Rival]:
+    """Torch as a rival, where it is installed; `function` gets the module."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return {}
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    tensors = [
+        torch.from_numpy(np.array(a, np.float32)).to(kinds[str(a.dtype)]) for a in args
+    ]
+
+    def run() -> Any:
+        with torch.no_grad():
+            return function(torch, *tensors)
+
+    return {"torch": run}
+
+
+def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(sum(shape)), shape, dtype)
+
+
+def matmul_rows(quick: bool) -> Iterator[Row]:
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for size in (512, 1024) if quick else (512, 1024, 2048):
+            x, y = normal(size, size, dtype=dtype), normal(size, size, dtype=dtype)
+            plain = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+            runs = {
+                "ours": jitted(matmul(size, min(size // 2, 512)), x, y),
+                "xla": jitted(plain, x, y),
+                **torch_run(lambda torch, a, b: a @ b, x, y),
+            }
+            yield Row(f"matmul {size} {x.dtype}", runs)
+
+
+def rowwise_rows(quick: bool) -> Iterator[Row]:
+    for rows in (1024,) if quick else (1024, 4096):
+        x, scale, bias = normal(rows, 1024), normal(1, 1024), normal(1, 1024)
+        softmaxes = torch_run(lambda torch, a: torch.softmax(a, -1), x)
+        yield compared(f"softmax {rows}x1024", softmax, rows, x, rivals=softmaxes)
+        norms = torch_run(_torch_layernorm, x, scale, bias)
+        yield compared(
+            f"layernorm {rows}x1024", layernorm, rows, x, scale, bias, rivals=norms
+        )
+    x, residual, bias = normal(1024, 1024), normal(1024, 1024) + 1, normal(1, 1024)
+    yield compared("gelu chain 1024x1024", gelu_chain, 1024, x, residual, bias)
+    half = [a.astype(jnp.bfloat16) for a in (x, residual, bias)]
+    yield compared("gelu chain 1024x1024 bf16", gelu_chain, 1024, *half)
+
+
+def compared(
+    name: str,
+    function: Callable,
+    rows: int,
+    *args: Any,
+    rivals: dict[str, Rival] | None = None,
+) -> Row:
+    ours, plain = jitted(rowwise(function, rows), *args), jitted(function, *args)
+    return Row(name, {"ours": ours, "xla": plain, **(rivals or {})})
+
+
+def _torch_layernorm(torch, x, scale, bias):
+    functional = torch.nn.functional
+    return functional.layer_norm(x, x.shape[-1:], scale[0], bias[0])
+
+
+def attention_rows(quick: bool) -> Iterator[Row]:
+    for length in (512,) if quick else (512, 2048):
+        q, k, v = (normal(8, length, 64) + n for n in (0, 0.1, 0.2))
+        runs = {
+            "ours": jitted(flash_scratch, q, k, v),
+            "ours fori": jitted(flash_fori, q, k, v),
+            "xla": jitted(attention, q, k, v),
+            **torch_run(_torch_attention, q, k, v),
+        }
+        yield Row(f"causal attention H8 S{length} D64", runs)
+
+
+def _torch_attention(torch, q, k, v):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q[None], k[None], v[None], is_causal=True)
+
+
+def small_rows() -> Iterator[Row]:
+    x = normal(10_000, 128)
+    ours = jitted(rowwise(scale_and_shift, 10_000, 1), x)
+    runs = {"ours": ours, "xla": jitted(scale_and_shift, x)}
+    yield Row("10,000 programs of 1x128", runs)
+    x = normal(1, 16)
+    ours = jitted(rowwise(scale_and_shift, 1, 1), x)
+    yield Row("dispatch of 16 floats", {"ours": ours, "xla": jitted(jnp.sin, x)})
+
+
+def upstream_rows(quick: bool) -> Iterator[Row]:
+    from jax.experimental import pallas as upstream
+
+    size = 512 if quick else 1024
+    x, y = normal(size, size), normal(size, size)
+    theirs = matmul(size, 128, upstream, interpret=True)
+    runs = {
+        "ours": jitted(matmul(size, 128), x, y),
+        "interpret": jitted(theirs, x, y),
+    }
+    yield Row(f"matmul {size} in blocks of 128", runs)
+    count = 1000 if quick else 10_000
+    x = normal(count, 128)
+    theirs = rowwise(scale_and_shift, count, 1, upstream, interpret=True)
+    ours = jitted(rowwise(scale_and_shift, count, 1), x)
+    yield Row(
+        f"{count} programs of 1x128", {"ours": ours, "interpret": jitted(theirs, x)}
+    )
+
+
+# --- measuring ---
+
+
+def measure(row: Row, seconds: float) -> dict[str, float]:
+    """Best time of each, in milliseconds, taking turns."""
+    best = {}
+    for name, run in row.runs.items():
+        run()
+        best[name] = float("inf")
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while time.perf_counter() < end or rounds < 3:
+        rounds += 1
+        for name, run in row.runs.items():
+            # Twice in a row: the first one has the other's data in the caches.
+            for _ in range(2):
+                start = time.perf_counter()
+                run()
+                best[name] = min(best[name], time.perf_counter() - start)
+            if name == "interpret" and best[name] > seconds:
+                return {n: 1e3 * t for n, t in best.items()}
+    return {name: 1e3 * t for name, t in best.items()}
+
+
+COMPILE = """
+import time, jax, jax.numpy as jnp, sys
+sys.path.insert(0, {folder!r})
+import cpu, pallasite as pl
+from pallasite import config
+shape = jax.ShapeDtypeStruct((8, 512, 64), jnp.float32)
+jax.jit(jnp.sin).lower(shape).compile()
+with config.override(cache_dir="off"):
+    tiny = lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...])
+    jax.jit(pl.pallas_call(tiny, out_shape=shape)).lower(shape).compile()
+start = time.perf_counter()
+jax.jit(cpu.flash_scratch).lower(shape, shape, shape).compile()
+print(1e3 * (time.perf_counter() - start))
+"""
+
+
+def compile_times() -> dict[str, float]:
+    """Trace to machine code of the flash kernel: cold, then warm from disk."""
+    program = COMPILE.format(folder=str(Path(__file__).resolve().parent))
+    times = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PALLASITE_CACHE_DIR": folder + "/cache"}
+        for temperature in ("cold", "warm"):
+            found = []
+            for _ in range(3 if temperature == "warm" else 1):
+                child = subprocess.run(
+                    [sys.executable, "-c", program],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+                found.append(float(child.stdout.split()[-1]))
+            times[temperature] = min(found)
+    return times
+
+
+# --- output ---
+
+
+def show(name: str, times: dict[str, float]) -> None:
+    ours = times["ours"]
+    cells = [f"{name:<34} {ours:>9.3f}"]
+    for rival, ms in times.items():
+        if rival != "ours":
+            cells.append(f"{rival} {ms:>9.3f} ({ms / ours:.2f}x)")
+    print("  ".join(cells), flush=True)
+
+
+def chart(results: dict[str, dict[str, float]], path: Path) -> None:
+    """Bars of speed against plain XLA (or the first rival), longer is faster."""
+    bars = []
+    for name, times in results.items():
+        base = times.get("xla") or next(t for n, t in times.items() if n != "ours")
+        bars += [(f"{name}: {rival}", base / ms) for rival, ms in times.items()]
+    if path.suffix == ".png":
+        _chart_png(bars, path)
+    else:
+        path.write_text(svg(bars))
+
+
+def _chart_png(bars: list[tuple[str, float]], path: Path) -> None:
+    plt = importlib.import_module("matplotlib.pyplot")
+    figure, axes = plt.subplots(figsize=(9, 0.25 * len(bars) + 1))
+    labels, values = zip(*reversed(bars), strict=True)
+    axes.barh(labels, values)
+    axes.axvline(1, color="black")
+    axes.set_xlabel("times as fast as plain XLA")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def svg(bars: list[tuple[str, float]]) -> str:
+    unit, left, height, longest = 90, 330, 18, 6.0
+    lines = []
+    for n, (label, value) in enumerate(bars):
+        y, length = height * n + 20, unit * min(value, longest)
+        colour = "#c33" if "ours" in label.rsplit(": ", 1)[1] else "#88a"
+        lines.append(
+            f'<text x="{left - 6}" y="{y + 11}" text-anchor="end">{label}</text>'
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="13" '
+            f'fill="{colour}"/><text x="{left + length + 4:.1f}" y="{y + 11}">'
+            f"{value:.2f}</text>"
+        )
+    total = height * len(bars) + 30
+    width = left + unit * longest + 60
+    line = f'<path d="M{left + unit} 10V{total}" stroke="black" stroke-dasharray="3"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
+        f'height="{total}" font-family="sans-serif" font-size="11">'
+        f'<text x="{left}" y="10">times as fast as plain XLA</text>'
+        f"{''.join(lines)}{line}</svg>\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4, help="per row")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes only")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--chart", type=Path, help="file for a bar chart (.svg, .png)")
+    options = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}"
+    print(f"{machine}; best times in ms (times as fast as the rival)")
+    results = {}
+    for rows in (
+        matmul_rows(options.quick),
+        rowwise_rows(options.quick),
+        attention_rows(options.quick),
+        small_rows(),
+        upstream_rows(options.quick),
+    ):
+        for row in rows:
+            if options.only in row.name:
+                results[row.name] = measure(row, options.seconds)
+                show(row.name, results[row.name])
+    compiled = {}
+    if options.only in "compile":
+        compiled = compile_times()
+        shown = ", ".join(f"{name} {ms:.0f} ms" for name, ms in compiled.items())
+        print(f"{'compile of the flash kernel':<34} {shown}")
+    if options.json:
+        facts = {"cores": os.cpu_count(), "jax": jax.__version__}
+        everything = {"machine": facts, "ms": results, "compile_ms": compiled}
+        options.json.write_text(json.dumps(everything, indent=1) + "\n")
+    if options.chart and results:
+        chart(results, options.chart)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Sums that a dot may add to directly, found before a block is emitted.
+
+`fuse_addends` replaces add(x, dot(a, b)) by a dot with x as third operand, and where
+the sum is only stored, dot, add and store by one dot that multiplies straight into the
+ref (it has `store` among its attributes and no result). `dot.py` emits both.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from pallasite.backends.cpu.uses import has_writes
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.ir.types import F32, F64, I32, DType
+
+
+def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
+    """Sums are kept in f32 or f64, and for integers in at least 32 bits."""
+    if F64 in (lhs, rhs, result):
+        return F64
+    if lhs.is_float or rhs.is_float or result.is_float:
+        return F32
+    return result if result.bits >= 32 else I32
+
+
+def fuse_addends(block: Block) -> Block:
+    """The block with dots that add, each at the place of the op it replaces."""
+    if not any(op.name == "dot" for op in block.ops):
+        return block
+    uses = _count_uses(block)
+    made = {result: op for op in block.ops for result in op.results}
+    ops: list[Op | None] = list(block.ops)
+    places = {op: n for n, op in enumerate(block.ops)}
+    for place, op in enumerate(block.ops):
+        fused = _with_addend(op, made, uses) if op.name == "add" else None
+        if fused is None:
+            continue
+        dot, addend = fused
+        ops[places[dot]] = None
+        store = _only_store(block, op.result, uses)
+        if store is None:
+            operands = (*dot.operands, addend)
+            ops[place] = dot.with_(operands=operands, results=op.results)
+        else:
+            ops[place] = None
+            ops[places[store]] = _dot_store(block, places, dot, addend, store, made)
+    return replace(block, ops=tuple(op for op in ops if op is not None))
+
+
+def _count_uses(block: Block) -> Counter[Value]:
+    """How often values are used in a block and the regions inside it."""
+    uses = Counter[Value](block.yields)
+    for op in walk(block):
+        uses.update(op.operands)
+        for region in op.regions:
+            uses.update(region.yields)
+    return uses
+
+
+def _with_addend(
+    add: Op, made: dict[Value, Op], uses: Counter[Value]
+) -> tuple[Op, Value] | None:
+    """The dot an addition waits for, and what it is added to."""
+    for value, other in (add.operands, add.operands[::-1]):
+        dot = made.get(value)
+        if dot is None or dot.name != "dot" or uses[value] != 1:
+            continue
+        if not value.tile.rank or other is value:
+            continue
+        lhs, rhs = (v.tile.dtype for v in dot.operands[:2])
+        if running_dtype(lhs, rhs, value.tile.dtype) == value.tile.dtype:
+            return dot, other
+    return None
+
+
+def _only_store(block: Block, value: Value, uses: Counter[Value]) -> Op | None:
+    """The plain store that is all that happens to a value."""
+    if uses[value] != 1:
+        return None
+    for op in block.ops:
+        if op.name == "store" and op.operands[1] is value:
+            access = Access.of(op)
+            gathers = any(isinstance(entry, Gather) for entry in access.index)
+            plain = access.mask is None and not gathers
+            return op if plain and value is not access.ref else None
+    return None
+
+
+def _dot_store(
+    block: Block,
+    places: dict[Op, int],
+    dot: Op,
+    addend: Value,
+    store: Op,
+    made: dict[Value, Op],
+) -> Op:
+    """`in_place`: the addend is what the ref holds, so nothing is stored first."""
+    load = made.get(addend)
+    in_place = (
+        load is not None
+        and load.name == "load"
+        and load.operands == (store.operands[0], *store.operands[2:])
+        and load.attrs["index"] == store.attrs["index"]
+        and not load.attrs.get("mask")
+        and not any(map(has_writes, block.ops[places[load] + 1 : places[store]]))
+    )
+    ref, _, *indices = store.operands
+    kept = () if in_place else (addend,)
+    more = {"dot": dot, "store": store, "in_place": in_place, "addend": addend}
+    operands = (*dot.operands, *kept, ref, *indices)
+    return dot.with_(operands=operands, results=(), attrs={**dot.attrs, **more})

@@ -1,0 +1,174 @@
+"""The innermost step of dot: a few rows times a few vectors, all in registers.
+
+A microkernel multiplies a panel of packed rows, [k][rows] or [rows][k], by a panel of
+packed columns [k][columns] and stores or adds the block of sums. Each shape is one
+function that is never inlined, so that its registers are allocated apart;
+`dot_driver.py` loops over it.
+"""
+
+from dataclasses import dataclass
+
+from pallasite.backends.cpu import dot_vectors as vec
+from pallasite.backends.cpu import scalars
+from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.ir.types import DType
+from pallasite.target import Host
+
+UNROLL = 4  # steps of k per round
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One shape. Panels may be wider than what is computed: the last of a row."""
+
+    dtype: DType
+    lanes: int
+    rows: int
+    columns: int
+    row_step: int  # elements from one packed row to the next, for the same k
+    depth_step: int  # and from one k to the next
+    panel_columns: int
+    fused: bool  # does the CPU multiply and add in one instruction?
+
+    @property
+    def vectors(self) -> int:
+        return -(-self.columns // self.lanes)
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.rows}x{self.columns}in{self.panel_columns}"
+        steps = f"{self.row_step}_{self.depth_step}"
+        return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}"
+
+
+def has_fused(host: Host) -> bool:
+    return any(host.has(name) for name in ("fma", "avx512f", "neon"))
+
+
+def block_shape(
+    host: Host, dtype: DType, rows: int, columns: int
+) -> tuple[int, int, int]:
+    """Rows and columns of a register block, and lanes, for sums of that size.
+
+    Sums, one vector per column group and one broadcast element fill the registers; rows
+    are divided evenly, so that the last block is not a sliver.
+    """
+    lanes = host.lanes(dtype.bits)
+    vectors = min(2, -(-columns // lanes))
+    most = (host.registers - vectors - 1) // vectors
+    most = min(most - most % 2, 16 if vectors == 1 else most)
+    blocks = -(-rows // most)
+    return -(-rows // blocks), vectors * lanes, lanes
+
+
+def microkernel(module: Module, micro: Micro) -> str:
+    """The name of the function, which is added to the module the first time."""
+    if not module.defines(micro.name):
+        _emit(module, micro)
+    return micro.name
+
+
+def _emit(module: Module, micro: Micro) -> None:
+    params = [
+        ("ptr noalias", "rows"),
+        ("ptr noalias", "columns"),
+        ("ptr noalias", "sums"),
+        ("i64", "depth"),
+        ("i64", "stride"),
+        ("i1", "fresh"),
+    ]
+    f = Function(
+        module, micro.name, params, linkage="internal", attributes="noinline nounwind"
+    )
+    rows, columns, sums, depth, stride, fresh = f.params
+    element = scalars.memory(micro.dtype)
+    places = [
+        vec.offset(f, sums, element, f.mul(integer(i), stride))
+        for i in range(micro.rows)
+    ]
+    for place in places:
+        _prefetch(f, place)
+    zero = Val(vec.vector(element, micro.lanes), "zeroinitializer")
+    start = [rows, columns, *[zero] * (micro.rows * micro.vectors)]
+    rounds = f.binary("udiv", depth, integer(UNROLL))
+    with f.loop(rounds, start) as loop:
+        loop.carries = _steps(f, micro, loop.carries, UNROLL)
+    rest = f.binary("urem", depth, integer(UNROLL))
+    with f.loop(rest, loop.carries) as loop:
+        loop.carries = _steps(f, micro, loop.carries, 1)
+    _finish(f, micro, places, loop.carries[2:], fresh)
+    f.line("ret void")
+
+
+def _prefetch(f: Function, place: Val) -> None:
+    one, three = integer(1, "i32"), integer(3, "i32")
+    f.call("llvm.prefetch.p0", "void", place, one, three, one)
+
+
+def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Val]:
+    rows, columns, *totals = carries
+    element, lanes = scalars.memory(micro.dtype), micro.lanes
+    size, wide = micro.dtype.bytes, vec.vector(element, lanes)
+    for k in range(count):
+        right = [
+            vec.load(
+                f,
+                wide,
+                vec.offset(f, columns, element, k * micro.panel_columns + j * lanes),
+                size,
+            )
+            for j in range(micro.vectors)
+        ]
+        for i in range(micro.rows):
+            step = k * micro.depth_step + i * micro.row_step
+            place = vec.offset(f, rows, element, step)
+            left = vec.splat(f, vec.load(f, element, place, size), lanes)
+            for j in range(micro.vectors):
+                n = i * micro.vectors + j
+                totals[n] = multiply_add(f, micro.fused, left, right[j], totals[n])
+    rows = vec.offset(f, rows, element, count * micro.depth_step)
+    columns = vec.offset(f, columns, element, count * micro.panel_columns)
+    return [rows, columns, *totals]
+
+
+def multiply_add(f: Function, fused: bool, a: Val, b: Val, total: Val) -> Val:
+    element = a.type.split(" x ")[1].rstrip(">")
+    if element not in ("float", "double"):
+        return f.binary("add", f.binary("mul", a, b), total)
+    if not fused:
+        return f.binary("fadd", f.binary("fmul", a, b), total)
+    lanes = int(a.type[1:].split()[0])
+    name = f"llvm.fma.v{lanes}{'f32' if element == 'float' else 'f64'}"
+    return f.call(name, a.type, a, b, total, pure=True)
+
+
+def _finish(
+    f: Function, micro: Micro, places: list[Val], totals: list[Val], fresh: Val
+) -> None:
+    """Store the sums where they are the first, else add them to what is there."""
+    first, more, done = f.labels("first", "more", "done")
+    f.branch_if(fresh, first, more)
+    for label, adds in ((first, False), (more, True)):
+        f.label(label)
+        for i, place in enumerate(places):
+            row = totals[i * micro.vectors : (i + 1) * micro.vectors]
+            _store_row(f, micro, place, row, adds)
+        f.branch(done)
+    f.label(done)
+
+
+def _store_row(
+    f: Function, micro: Micro, place: Val, row: list[Val], adds: bool
+) -> None:
+    element, lanes = scalars.memory(micro.dtype), micro.lanes
+    plus = "fadd" if micro.dtype.is_float else "add"
+    size = micro.dtype.bytes
+    for j, total in enumerate(row):
+        here = vec.offset(f, place, element, j * lanes)
+        count = min(lanes, micro.columns - j * lanes)
+        if count < lanes:
+            total = vec.shuffle(f, total, total, range(count))
+        if adds:
+            old = vec.load(f, total.type, here, size)
+            total = f.binary(plus, old, total)
+        vec.store(f, total, here, size)

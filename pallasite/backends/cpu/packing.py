@@ -1,0 +1,185 @@
+"""Operands of dot, copied to the order in which microkernels read them.
+
+A panel holds `width` neighbouring rows (or columns) as [k][width], widened to the type
+of the sums. The source is any strided view: vectors are read along whichever dimension
+is contiguous and turned in registers if that is k. Packing is a function of its own, so
+that a caller can do it once for several products.
+"""
+
+from dataclasses import dataclass
+
+from pallasite.backends.cpu import dot_vectors as vec
+from pallasite.backends.cpu import scalars
+from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.ir.types import DType
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How panels are made: `valid` of `width` rows exist; vectors run `along` one
+    dimension, "width" or "depth", or "none" where neither is contiguous."""
+
+    source: DType
+    target: DType
+    lanes: int
+    width: int
+    valid: int
+    along: str
+    pitch: int = 0  # if not 0, panels are [width][pitch] with k in the last dimension
+
+    @property
+    def name(self) -> str:
+        types = f"{self.source}_{self.target}_{self.lanes}"
+        sizes = f"{self.valid}in{self.width}_{self.pitch}"
+        return f"pack_{types}_{sizes}_{self.along}"
+
+
+def direction(source: DType, target: DType, width: Val, depth: Val) -> str:
+    """Along which dimension vectors can be read, given the strides of both."""
+    if not vec.can_widen(source, target):
+        return "none"
+    if width.constant == 1:
+        return "width"
+    return "depth" if depth.constant == 1 else "none"
+
+
+def packer(module: Module, packing: Packing) -> str:
+    """The name of the function, which is added to the module the first time.
+
+    It takes source, stride of the width, stride of the depth, target, number of panels
+    and depth. It may write one vector past the last panel.
+    """
+    if not module.defines(packing.name):
+        _emit(module, packing)
+    return packing.name
+
+
+def _emit(module: Module, packing: Packing) -> None:
+    params = [
+        ("ptr noalias readonly", "source"),
+        ("i64", "width_stride"),
+        ("i64", "depth_stride"),
+        ("ptr noalias", "target"),
+        ("i64", "panels"),
+        ("i64", "depth"),
+    ]
+    f = Function(
+        module, packing.name, params, linkage="internal", attributes="noinline nounwind"
+    )
+    source, across, down, target, panels, depth = f.params
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    if packing.pitch:
+        _copy_lines(f, packing)
+        f.line("ret void")
+        return
+    with f.loop(panels) as loop:
+        first = f.mul(loop.index, integer(packing.width))
+        here = vec.offset(f, source, read, f.mul(first, across))
+        there = vec.offset(f, target, write, f.mul(first, depth))
+        if packing.along == "width":
+            _copy_rows(f, packing, here, down, there, depth)
+        else:
+            done = integer(0)
+            if packing.along == "depth":
+                done = _turn_squares(f, packing, here, across, there, depth)
+            _copy_elements(f, packing, here, across, down, there, done, depth)
+    f.line("ret void")
+
+
+def _copy_lines(f: Function, packing: Packing) -> None:
+    """Pack rows along k as they are, one after the other."""
+    source, across, down, target, panels, depth = f.params
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    lanes = packing.lanes
+    whole = f.binary("udiv", depth, integer(lanes))
+    done = f.mul(whole, integer(lanes))
+    with f.nest([panels, packing.valid]) as (panel, row):
+        number = f.add(f.mul(panel, integer(packing.width)), row)
+        here = vec.offset(f, source, read, f.mul(number, across))
+        there = vec.offset(f, target, write, f.mul(number, integer(packing.pitch)))
+        with f.loop(whole) as loop:
+            k = f.mul(loop.index, integer(lanes))
+            some = _read(f, packing, vec.offset(f, here, read, k), lanes)
+            vec.store(f, some, vec.offset(f, there, write, k), packing.target.bytes)
+        with f.loop(f.sub(depth, done)) as loop:
+            k = f.add(done, loop.index)
+            place = vec.offset(f, here, read, f.mul(k, down))
+            value = scalars.load(f, packing.source, place)
+            value = scalars.cast(f, value, packing.source, packing.target)
+            place = vec.offset(f, there, write, k)
+            scalars.store(f, packing.target, value, place)
+
+
+def _copy_rows(
+    f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
+) -> None:
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    with f.loop(depth) as loop:
+        here = vec.offset(f, source, read, f.mul(loop.index, stride))
+        there = vec.offset(f, target, write, f.mul(loop.index, integer(packing.width)))
+        for first in range(0, packing.valid, packing.lanes):
+            count = min(packing.lanes, packing.valid - first)
+            raw = _read(f, packing, vec.offset(f, here, read, first), count)
+            place = vec.offset(f, there, write, first)
+            vec.store(f, raw, place, packing.target.bytes)
+
+
+def _read(f: Function, packing: Packing, place: Val, count: int) -> Val:
+    type = vec.vector(scalars.memory(packing.source), count)
+    raw = vec.load(f, type, place, packing.source.bytes)
+    return vec.widen(f, raw, count, packing.source, packing.target)
+
+
+def _turn_squares(
+    f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
+) -> Val:
+    """Pack as many steps of k as fill whole vectors; gives how many.
+
+    A store reaches past a step's end where the width is no multiple of the lanes: into
+    the step, or the panel, that is written next.
+    """
+    lanes, width = packing.lanes, packing.width
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    squares = f.binary("udiv", depth, integer(lanes))
+    unused = Val(vec.vector(scalars.register(packing.target), lanes), "poison")
+    # Rows that do not exist repeat the last one, and nobody looks at them.
+    rows = [
+        vec.offset(f, source, read, f.mul(integer(min(i, packing.valid - 1)), stride))
+        for i in range(width)
+    ]
+    with f.loop(squares) as loop:
+        start = f.mul(loop.index, integer(lanes))
+        groups = []
+        for first in range(0, width, lanes):
+            some = [vec.offset(f, r, read, start) for r in rows[first : first + lanes]]
+            square = [_read(f, packing, place, lanes) for place in some]
+            square += [unused] * (lanes - len(square))
+            groups.append(vec.transpose(f, square))
+        there = vec.offset(f, target, write, f.mul(start, integer(width)))
+        for k in range(lanes):
+            for n, columns in enumerate(groups):
+                place = vec.offset(f, there, write, k * width + n * lanes)
+                vec.store(f, columns[k], place, packing.target.bytes)
+    return f.mul(squares, integer(lanes))
+
+
+def _copy_elements(
+    f: Function,
+    packing: Packing,
+    source: Val,
+    across: Val,
+    down: Val,
+    target: Val,
+    done: Val,
+    depth: Val,
+) -> None:
+    """Pack the steps from `done` on, element by element."""
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    with f.loop(f.sub(depth, done)) as loop:
+        k = f.add(done, loop.index)
+        with f.loop(integer(packing.valid)) as row:
+            place = f.add(f.mul(row.index, across), f.mul(k, down))
+            value = scalars.load(f, packing.source, vec.offset(f, source, read, place))
+            value = scalars.cast(f, value, packing.source, packing.target)
+            there = f.add(f.mul(k, integer(packing.width)), row.index)
+            scalars.store(f, packing.target, value, vec.offset(f, target, write, there))

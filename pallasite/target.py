@@ -1,0 +1,81 @@
+"""Facts about the machine code is generated for.
+
+`host()` gives this computer's CPU as LLVM sees it; tests put another one in its place
+with `using`. Backends choose vector widths and instructions by these facts only.
+"""
+
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Host:
+    """One CPU. `features` are LLVM's names of what it has."""
+
+    vector_bytes: int
+    registers: int  # vector registers
+    features: frozenset[str] = frozenset()
+
+    def lanes(self, bits: int) -> int:
+        """How many elements of that width one vector holds."""
+        return max(1, self.vector_bytes * 8 // bits)
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+
+AVX2 = Host(32, 16, frozenset({"avx", "avx2", "fma", "f16c"}))
+NEON = Host(16, 32, frozenset({"neon"}))
+SSE = Host(16, 16)
+
+_chosen: ContextVar[Host | None] = ContextVar("pallasite_host", default=None)
+
+
+def host() -> Host:
+    """The CPU to generate code for."""
+    return _chosen.get() or _this_computer()
+
+
+@contextmanager
+def using(host: Host) -> Iterator[None]:
+    """Generate code as for another CPU; this one must have all of its features."""
+    token = _chosen.set(host)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def host_of(features: frozenset[str]) -> Host:
+    """The vector unit that a set of LLVM feature names describes."""
+    if "avx512f" in features:
+        return Host(64, 32, features)
+    if "avx2" in features:
+        return Host(32, 16, features)
+    return Host(16, 32 if "neon" in features else 16, features)
+
+
+@cache
+def _this_computer() -> Host:
+    from llvmlite import binding as llvm
+
+    features = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        features.add("neon")
+    if not _may_use_tiles(features):
+        features = {name for name in features if not name.startswith("amx")}
+    return host_of(frozenset(features))
+
+
+def _may_use_tiles(features: set[str]) -> bool:
+    """Ask the kernel for AMX tile state, which Linux grants a process on request."""
+    if "amx-tile" not in features or platform.system() != "Linux":
+        return False
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA): Documentation/arch/x86/xstate.rst
+    number, request, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(number, request, tile_data) == 0

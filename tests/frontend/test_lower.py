@@ -1,0 +1,50 @@
+"""`pl.lower(f)(*args)`: kernels and the text of every stage."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import config
+from pallasite.errors import SpecError
+
+
+def double(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+def twice(x):
+    call = pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jnp.sin(call(call(x)))
+
+
+SHAPE = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+
+def test_stages_for_cpu():
+    lowered = pl.lower(twice)(SHAPE)
+    assert [kernel.name for kernel in lowered.kernels] == ["double", "double"]
+    stages = lowered.stages(backend="cpu")
+    assert list(stages) == ["import", "canonicalize", "ir", "llvm", "asm"]
+    assert "pipeline" in stages["import"] and "test_lower.py" in stages["import"]
+    assert "@handler" in stages["llvm"] and "handler:" in stages["asm"]
+
+
+def test_stages_for_other_backends():
+    lowered = pl.lower(twice)(SHAPE)
+    assert "tt.func" in "".join(lowered.stages(backend="triton").values())
+    assert "tpu" in "".join(lowered.stages(backend="tpu", kernel=1).values())
+
+
+def test_a_function_without_kernels():
+    with pytest.raises(SpecError, match="'sin' calls no kernel"):
+        pl.lower(jnp.sin)(SHAPE)
+
+
+def test_dump_writes_the_backends_stages(tmp_path):
+    with config.override(dump=str(tmp_path)):
+        call = pl.pallas_call(double, out_shape=SHAPE, backend="cpu")
+        jax.jit(call).lower(jnp.zeros((8, 128)))
+    names = sorted(path.name.split("-", 1)[1] for path in tmp_path.glob("double-*/*"))
+    want = ["canonicalize", "cpu-asm", "cpu-ir", "cpu-llvm", "import"]
+    assert names == [f"{name}.txt" for name in want]
