@@ -12,9 +12,8 @@ MAX_DEPTH = 2
 
 def control_op(w: Writer, step: Step) -> None:
     """Add a branch or a loop; `step` writes one line of its code."""
-    if w.depth >= MAX_DEPTH:
-        return step(w)
-    return w.world.pick((branch, counted, while_, promise))(w, step)
+    nests = (branch, counted, while_) if w.depth < MAX_DEPTH else ()
+    w.world.pick((promise, *nests))(w, step)
 
 
 def _lines(w: Writer, step: Step) -> None:

@@ -36,6 +36,7 @@ ALWAYS = (T.F32, T.I32, T.BOOL)
 OTHERS = tuple(T.DTYPES[n] for n in ("bf16", "f16", "i8", "u8", "i16", "u16", "u32"))
 WIDE = (T.F64, T.I64, T.DTYPES["u64"])
 MAX_SINKS = 4
+BYTES = 384  # enough for the choices of nearly every kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ FAMILIES = {
     ),
     "control": Family(
         (1, 4),
-        (("control", 3), ("memory", 3), ("elementwise", 2), ("tile", 1)),
+        (("elementwise", 2), ("control", 4), ("memory", 3), ("tile", 1)),
         features=10,
     ),
     "grids": Family(

@@ -27,6 +27,7 @@ COMPILER_OPTIONS: dict[str, Any] = {
 }
 # Known to some releases only, and worth half of the time there.
 FASTER = {"xla_cpu_use_fusion_emitters": False}
+OPTIMISED = {"xla_allow_excess_precision": False}
 PLAIN = {"xla_disable_hlo_passes": "fusion,algsimp"}
 
 

@@ -1,0 +1,234 @@
+"""What random kernels found, each as small as it gets."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pytest
+
+from pallasite.frontend.emulate import emulate
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, BlockDim, Gather, Kernel, Span, Value, Window
+from pallasite.ir.types import BOOL, F32, I8, I32, INDEX, U8, U32, RefType, TileType
+from pallasite.ir.verify import verify
+from tests.backends.cpu.running import region, tiles_kernel, with_refs
+from tests.fuzz.agreement import run_numpy
+from tests.ir.kernels import blocked, emit_pipeline, main_ref, when
+
+EIGHT = np.arange(8, dtype=np.int32)
+
+
+def results(kernel: Kernel, *arrays: np.ndarray) -> list[np.ndarray]:
+    """What both evaluators give, which must be the same."""
+    verify(kernel)
+    found = run_numpy(kernel, arrays)
+    emulated = jax.jit(emulate(kernel))(*arrays)
+    for a, b in zip(found, emulated, strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
+    return found
+
+
+def of_tiles(function, *arrays: np.ndarray) -> list[np.ndarray]:
+    return results(tiles_kernel(function, arrays), *arrays)
+
+
+# --- tiles ---
+
+
+def test_bitcast_of_a_scalar():
+    number = np.int32(0x01020304)
+    (same, parts) = of_tiles(
+        lambda b, x: (b.bitcast(x, dtype=F32), b.bitcast(x, dtype=U8)), number
+    )
+    assert same.shape == () and same.view(np.int32) == number
+    np.testing.assert_array_equal(parts, [4, 3, 2, 1])
+
+
+def test_dot_to_a_scalar():
+    attrs = dict(contract=((0,), (0,)), batch=((), ()), dtype=I32, precision=None)
+    (found,) = of_tiles(lambda b, x: b.dot(x, x, **attrs), EIGHT)
+    assert found.shape == () and found == 140
+
+
+def test_dynamic_slice_is_clamped_to_the_block_it_slices():
+    # XLA (jax 0.10) merges the slice that makes the block with this one.
+    x, i = main_ref("x", 8, dtype=I32), main_ref("i", dtype=I32)
+    o = main_ref("o", 4, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value):
+        start = b.load(i, ())
+        b.store(out, b.op("dynamic_slice", b.load(block), start, sizes=(1,)))
+
+    b = Builder()
+    by_id = lambda b, i: (i,)
+    windows = (blocked("in", 2), blocked("out", 1))
+    emit_pipeline(b, (x, o), windows, (by_id, by_id), (4,), body)
+    kernel = Kernel("k", (x, i, o), b.block(), 1)
+    for start, wanted in ((0, [0, 2, 4, 6]), (5, [1, 3, 5, 7]), (-3, [0, 2, 4, 6])):
+        (found,) = results(kernel, EIGHT, np.int32(start))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_shifted_update_then_reshape():
+    # XLA on CPU updates in place what the same fusion still reads.
+    def shift(b: Builder, x: Value) -> Value:
+        part = b.slice(x, starts=(0,), limits=(5,), strides=(1,))
+        return b.reshape(b.dynamic_update_slice(x, part, b.index(1)), shape=(1, 8))
+
+    (found,) = of_tiles(shift, EIGHT)
+    np.testing.assert_array_equal(found, [[0, 0, 1, 2, 3, 4, 6, 7]])
+
+
+# --- indices ---
+
+
+def loaded(index, shape: tuple[int, ...], make_operands, mask=None, x=EIGHT):
+    """What `x[index]` gives; `make_operands(builder)` makes the index operands."""
+
+    def emit(b: Builder, ref: Value, out: Value) -> None:
+        mask_value = None if mask is None else b.constant(mask, TileType(shape, BOOL))
+        other = None if mask is None else b.constant(-1, TileType(shape, I32))
+        value = b.load(ref, index, make_operands(b), mask_value, other)
+        b.store(out, value)
+
+    (found,) = results(with_refs(emit, [x], [TileType(shape, I32)]), x)
+    return found
+
+
+@pytest.mark.parametrize(
+    "start, wanted", [(6, [6, 7, 7]), (-1, [0, 0, 1]), (2**31 - 1, [7] * 3)]
+)
+def test_masked_load_clamps_each_element(start: int, wanted: Sequence[int]):
+    found = loaded((Span(None, 3),), (3,), lambda b: [b.index(start)], mask=True)
+    np.testing.assert_array_equal(found, wanted)
+    found = loaded((Span(None, 3),), (3,), lambda b: [b.index(start)], mask=False)
+    np.testing.assert_array_equal(found, [-1] * 3)
+
+
+def test_unsigned_start_past_the_signed_range_is_large():
+    far = lambda b: [b.constant(2**32 - 1, TileType((), U32))]
+    np.testing.assert_array_equal(loaded((Span(None, 3),), (3,), far), [5, 6, 7])
+    assert loaded((At(None),), (), far) == 7
+
+
+def test_gather_far_outside_does_not_wrap_around_into_a_strided_view():
+    def emit(b: Builder, ref: Value, out: Value) -> None:
+        odd = b.subview(ref, (Span(1, 2, 4),))
+        far = b.constant(2**30, TileType((2,), I32))  # times 4 is 0 in 32 bits
+        b.store(out, b.load(odd, (Gather(),), [far]))
+        b.store(odd, b.constant(9, TileType((2,), I32)), (Gather(),), [far])
+
+    kernel = with_refs(emit, [EIGHT], [TileType((2,), I32)])
+    (found,) = results(kernel, EIGHT)
+    np.testing.assert_array_equal(found, [5, 5])
+
+
+@pytest.mark.parametrize("mask, wanted", [(True, [6, -7, -7]), (False, [-1] * 3)])
+def test_masked_load_of_a_filled_block(mask: bool, wanted: Sequence[int]):
+    """Masked off is `other`, the edge the fill, past the block its last element."""
+    x, o = main_ref("x", 7, dtype=I32), main_ref("o", 3, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value):
+        mask_value = b.constant(mask, TileType((3,), BOOL))
+        other = b.constant(-1, TileType((3,), I32))
+        index = (Span(None, 3),)
+        b.store(out, b.load(block, index, [b.index(2)], mask_value, other))
+
+    windows = (Window((BlockDim(4),), "in", fill=-7), blocked("out", 3))
+    maps = (lambda b: (b.index(1),), lambda b: (b.index(0),))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (), body)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:7])
+    np.testing.assert_array_equal(found, wanted)
+
+
+# --- views ---
+
+
+def test_views_of_one_element_can_be_written():
+    def emit(b: Builder, ref: Value, out: Value) -> None:
+        b.store(out, b.load(ref))
+        one = b.subview(b.reshape_view(out, shape=(2, 4)), (At(1), At(2)))
+        b.store(one, b.constant(40, INDEX))
+        kind = dict(kind="add", index=(), mask=False)
+        b.op("atomic_rmw", one, b.constant(2, INDEX), **kind)
+
+    kernel = with_refs(emit, [EIGHT], [TileType((8,), I32)])
+    (found,) = results(kernel, EIGHT)
+    np.testing.assert_array_equal(found, [0, 1, 2, 3, 4, 5, 42, 7])
+
+
+# --- control ---
+
+
+@pytest.mark.parametrize("dtype", [I8, U8, I32, U32], ids=str)
+@pytest.mark.parametrize("first, limit", [(1, 4), (3, 1), (0, 0)])
+def test_loops_count_with_any_integer(dtype, first: int, limit: int):
+    def count(b: Builder, lo: Value, hi: Value) -> Value:
+        i, n = Value(TileType((), dtype)), Value(INDEX)
+        body = region((i, n), lambda c, i, n: c.add(n, c.index(1)))
+        step = b.constant(1, TileType((), dtype))
+        return b.emit("for", lo, hi, step, b.index(0), regions=(body,))[0]
+
+    lo, hi = (np.array(n, dtype.np) for n in (first, limit))
+    (found,) = of_tiles(count, lo, hi)
+    assert found == max(0, limit - first)
+
+
+def nested(kind: str):
+    """A store into an output block, in code inside a branch."""
+
+    def store(b: Builder, out: Value, i: Value) -> None:
+        index = (At(None),)
+        b.store(out, b.add(b.load(out, index, [i]), b.index(10)), index, [i])
+
+    def emit(b: Builder, out: Value, which: Value) -> None:
+        if kind == "for":
+            i = Value(INDEX)
+            body = region((i,), lambda c, i: store(c, out, i))
+            b.emit("for", b.index(0), b.index(2), b.index(1), regions=(body,))
+        elif kind == "cond":
+            inner = Builder()
+            store(inner, out, which)
+            # An op that keeps the branch from being folded into selects.
+            inner.op("exp", inner.constant(0.0, TileType((), F32)))
+            b.emit("cond", which, regions=(Block(), inner.block()))
+        else:
+            i = Value(INDEX)
+            go = region((Value(INDEX),), lambda c, i: c.lt(i, c.index(2)))
+
+            def step(c: Builder, i: Value) -> Value:
+                store(c, out, i)
+                return c.add(i, c.index(1))
+
+            b.emit("while", b.index(0), regions=(go, region((i,), step)))
+
+    return emit
+
+
+@pytest.mark.parametrize("kind, wanted", [("for", 20), ("while", 20), ("cond", 10)])
+def test_stores_of_code_inside_a_branch_are_kept(kind: str, wanted: int):
+    o = main_ref("o", 6, dtype=I32)
+
+    def body(b: Builder, ids, out: Value):
+        b.store(out, b.constant(0, TileType((3,), I32)))
+        emit = nested(kind)
+        when(b, b.eq(ids[0], b.index(1)), lambda c: emit(c, out, ids[0]))
+
+    b = Builder()
+    by_id = lambda b, i: (i,)
+    emit_pipeline(b, (o,), (blocked("out", 3),), (by_id,), (2,), body)
+    (found,) = results(Kernel("k", (o,), b.block(), 1))
+    assert found[:3].sum() == 0 and found[3:].sum() == wanted
+
+
+def test_block_views_are_run():
+    """`to_loops` makes them of windows."""
+    x, o = main_ref("x", 7, dtype=I32), main_ref("o", 4, dtype=I32)
+    b = Builder()
+    window = Window((BlockDim(4),), "in", fill=-7)
+    block = b.op("block_view", x, b.index(1), window=window)
+    assert block.type == RefType((4,), I32)
+    b.store(o, b.load(block))
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:7])
+    np.testing.assert_array_equal(found, [4, 5, 6, -7])
