@@ -7,6 +7,7 @@
 import importlib
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -21,6 +22,15 @@ MODULES = {
     f"{UPSTREAM}.mosaic_gpu": "pallasite.mosaic_gpu",
     f"{UPSTREAM}.tpu_sc": "pallasite.tpu_sc",
 }
+# Kernels that JAX ships are user code to us: they are loaded as they are and, like any
+# other kernel, find Pallasite where they ask for Pallas.
+KERNELS = f"{UPSTREAM}.ops"
+
+
+def _kernel_folders() -> list[str]:
+    import jax.experimental
+
+    return [os.path.join(folder, "pallas") for folder in jax.experimental.__path__]
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -29,6 +39,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target=None):
         if fullname in MODULES:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname == KERNELS or fullname.startswith(KERNELS + "."):
+            return importlib.machinery.PathFinder.find_spec(
+                fullname, _kernel_folders() if fullname == KERNELS else path
+            )
         if fullname.startswith(UPSTREAM + "."):
             raise ModuleNotFoundError(
                 f"{fullname} is not part of Pallasite, which stands in for {UPSTREAM} "

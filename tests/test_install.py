@@ -83,7 +83,7 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
         except NotImplementedError as error:
             print(error)
         try:
-            import jax.experimental.pallas.ops.tpu.flash_attention
+            import jax.experimental.pallas.fuser
         except ModuleNotFoundError as error:
             print(error)
     """

@@ -52,13 +52,17 @@ def _dynamic(index: Index) -> list[At | Span | Gather]:
     return [e for e in index if isinstance(e, Gather) or e.start is None]
 
 
-def pick(im: Importer, ref: Value, transforms: Sequence[Any]) -> Picked:
+def pick(
+    im: Importer, ref: Value, transforms: Sequence[Any], masked: bool = False
+) -> Picked:
     """Follow view transforms; the last indexer becomes the access's own index."""
     _expect_data(im, ref)
     transforms = [t for t in transforms if type(t).__name__ not in _NEUTRAL]
     last = transforms[-1] if transforms else None
     if type(last).__name__ == "NDIndexer":
         ref = view(im, ref, transforms[:-1])
+        if masked and _overhangs(last, ref.ref.shape):
+            return Picked(ref, *_element_index(im, ref, last), 0)
         index, operands, front = _index(im, ref, last)
         return Picked(ref, index, operands, front)
     ref = view(im, ref, transforms)
@@ -113,7 +117,7 @@ def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], 
     operands: list[Value] = []
     for d, entry in enumerate(indexer.indices):
         size = ref.ref.shape[d]
-        if hasattr(entry, "size") and hasattr(entry, "stride"):
+        if _is_slice(entry):
             entries.append(_span(im, ref, d, size, entry, operands))
         else:
             entries.append(_point(im, ref, d, size, entry, operands))
@@ -125,6 +129,50 @@ def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], 
     if gathers and contiguous:
         front = sum(isinstance(e, Span) for e in entries[: gathers[0]])
     return tuple(entries), operands, front
+
+
+def _is_slice(entry: Any) -> bool:
+    return hasattr(entry, "size") and hasattr(entry, "stride")
+
+
+def _overhangs(indexer: Any, shape: Sequence[int]) -> bool:
+    """Is a slice wider than the ref, or known to end outside it?"""
+    for entry, n in zip(indexer.indices, shape, strict=True):
+        if _is_slice(entry):
+            count, stride = _static(entry.size), _static(entry.stride)
+            if count and stride and count > 0:
+                first = _static(entry.start) or 0
+                if first < 0 or first + (count - 1) * stride + 1 > n:
+                    return True
+    return False
+
+
+def _element_index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value]]:
+    """The index of a masked access that hangs over the ref, element by element.
+
+    Blocks rounded up to a power of two are read so: what the mask switches off may lie
+    outside.
+    """
+    b, entries, operands = im.builder, [], []
+    slices = [e for e in indexer.indices if _is_slice(e)]
+    shape = tuple(_static(e.size) or 0 for e in slices)
+    for d, entry in enumerate(indexer.indices):
+        if not _is_slice(entry):
+            point = _point(im, ref, d, ref.ref.shape[d], entry, operands)
+            if isinstance(point, Gather):
+                raise _outside(im, ref, d, indexer, ref.ref.shape[d])
+            entries.append(point)
+            continue
+        dim = sum(map(_is_slice, indexer.indices[:d]))
+        _expect_integer(im, ref, d, entry.start)
+        places = b.op("iota", type=T.TileType(shape, T.I32), dim=dim)
+        places = b.mul(places, b.like(_static(entry.stride) or 1, places))
+        first = _static(entry.start)
+        start = b.index(first) if first is not None else im.value(entry.start)
+        start = b.cast(start, T.I32)
+        entries.append(Gather())
+        operands.append(b.add(b.broadcast(start, shape), places))
+    return tuple(entries), operands
 
 
 def _span(
@@ -236,7 +284,7 @@ def _addupdate(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -
 def _parts(im: Importer, eqn: Any, values: int, ref: Value):
     """The access, its mask and its other, in the IR's dimension order."""
     transforms, mask, other = _transforms(eqn, 1 + values)
-    picked = pick(im, ref, transforms)
+    picked = pick(im, ref, transforms, masked=mask is not None)
     front = [
         None if v is None else picked.from_jax(im, im.value(v)) for v in (mask, other)
     ]

@@ -468,3 +468,27 @@ def test_x64_inside_and_outside():
             in_specs=[ROWS, ROWS],
             out_specs=(ROWS, ROWS),
         )
+
+
+@pytest.mark.parametrize("start", [0, None])
+def test_a_masked_slice_may_be_larger_than_the_ref(start):
+    """Blocks rounded up to powers of two, as kernels for GPUs have them."""
+
+    def kernel(x_ref, o_ref):
+        first = pl.program_id(0) if start is None else start
+        rows, columns = jnp.arange(8)[:, None] < 4, jnp.arange(8)[None, :] < 6
+        place = (pl.ds(first, 8), pl.ds(0, 8))
+        x = pl.load(x_ref, place, mask=rows & columns, other=-1.0)
+        pl.store(o_ref, place, x + x.min(), mask=rows & columns)
+
+    agrees(kernel, X - 1, X, grid=1, modes=(*MODES, False))
+
+
+def test_cost_of_a_function_with_arguments_that_are_no_arrays():
+    def plain(x, y, *, transpose, scale):
+        return (x.T if transpose else x) @ y * scale
+
+    x, y = S((16, 8), f32), S((16, 4), f32)
+    cost = pl.estimate_cost(plain, x, y, transpose=True, scale=2.0)
+    assert cost.flops >= 2 * 8 * 16 * 4
+    assert cost.bytes_accessed == 4 * (16 * 8 + 16 * 4 + 8 * 4)

@@ -1,0 +1,38 @@
+"""JAX's own kernel library runs on Pallasite, natively and unmodified."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("library.py")
+NAMES = [
+    line.removeprefix("def ").split("(")[0]
+    for before, line in zip(
+        SCRIPT.read_text().splitlines(),
+        SCRIPT.read_text().splitlines()[1:],
+        strict=False,
+    )
+    if before == "@case"
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """One process for all: `install` must come before anything imports upstream."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pallasite", "run", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    return {line[0]: line[1] for line in lines if len(line) == 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_of_the_library(name: str, outcomes: dict[str, str]):
+    assert outcomes[name] == "ok"
