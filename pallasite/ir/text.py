@@ -153,14 +153,14 @@ class _Printer:
                 entries.append("gather " + self.name(next(pending)))
                 continue
             start = entry.start
-            first = str(start) if start is not None else self.name(next(pending))
+            first = f"{start:d}" if start is not None else self.name(next(pending))
             if isinstance(entry, At):
                 entries.append(first)
             elif start == 0 and entry.stride == 1 and shape[d : d + 1] == (entry.size,):
                 entries.append(":")
             else:
                 stride = f":{entry.stride}" if entry.stride != 1 else ""
-                entries.append(f"{first}:+{entry.size}{stride}")
+                entries.append(f"{first}:+{entry.size:d}{stride}")
         text = f"{self.name(access.ref)}[{', '.join(entries)}]"
         stored = [v for v in (access.compare, access.value) if v is not None]
         text += f" = {self.values(stored)}" if stored else ""
@@ -239,6 +239,8 @@ def attr_text(value: object) -> str:
         return write(value)
     if isinstance(value, np.generic):
         return attr_text(cast(object, value.item()))
+    if isinstance(value, int):  # a subclass, such as JAX's int with a dtype
+        return f"{value:d}"
     if isinstance(value, (tuple, list)):  # also named tuples: printed as plain ones
         return _tuple_text(tuple(cast(Sequence[Any], value)))
     if isinstance(value, Mapping):
@@ -280,15 +282,15 @@ def _dim_text(dim: BlockDim) -> str:
     kind = "" if dim.kind == "blocked" else dim.kind + " "
     low, high = dim.padding
     padding = f" pad ({low}, {high})" if (low, high) != (0, 0) else ""
-    return f"{kind}{dim.size}{padding}"
+    return f"{kind}{dim.size:d}{padding}"
 
 
 def _at_text(entry: At) -> str:
-    return f"at({entry.start})"
+    return f"at({attr_text(entry.start)})"
 
 
 def _span_text(entry: Span) -> str:
-    return f"span({entry.start}, {entry.size}, {entry.stride})"
+    return f"span({attr_text(entry.start)}, {entry.size:d}, {entry.stride:d})"
 
 
 _WRITERS: dict[type, Callable[[Any], str]] = {

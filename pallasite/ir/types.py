@@ -133,7 +133,7 @@ class TileType:
     def __str__(self) -> str:
         if not self.shape:
             return self.dtype.name
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{','.join([f'{n:d}' for n in self.shape])}]"
 
 
 # Memory spaces. `any` is main memory seen as a whole; `block` is where a backend puts

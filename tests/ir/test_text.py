@@ -306,3 +306,14 @@ def test_comments_and_line_breaks_are_free():
     assert print_kernel(parse_kernel(text)) == (
         HEAD + "  %0: f32[8] = load %x[:]\n  store %x[:] = %0\n}\n"
     )
+
+
+def test_ints_that_print_themselves_otherwise_are_ints():
+    """JAX has such a subclass: the sizes it hands out must not change the text."""
+
+    class Loud(int):
+        def __repr__(self) -> str:
+            return f"Loud({int(self)})"
+
+    assert str(RefType((Loud(4), 2), F32)) == "ref<f32[4,2] block>"
+    assert attr_text((Loud(4), Span(Loud(1), Loud(2)))) == "(4, span(1, 2, 1))"

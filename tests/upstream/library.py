@@ -256,6 +256,7 @@ def main() -> None:
     from pallasite.errors import FallbackWarning
 
     warnings.simplefilter("error", FallbackWarning)
+    jax.config.update("jax_default_matmul_precision", "highest")
     for name, run in CASES.items():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
