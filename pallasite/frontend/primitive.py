@@ -24,6 +24,7 @@ from pallasite.errors import (
 )
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
+from pallasite.frontend.partition import lower_partitioned
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.pipeline import Dump
 from pallasite.passes.pipeline import run as run_passes
@@ -71,6 +72,7 @@ class Call:
     cost_estimate: Any = None
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    partition: bool | None = None  # False: not cut between devices under sharded jit
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -160,8 +162,18 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 # --- lowering ---
 
 
+def _partitions(ctx: Any, call: Call) -> bool:
+    """Whether XLA is to ask how the call is cut between devices."""
+    if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
+        return False
+    host_code = _is_checked(call) or _prints(call.kernel)
+    return not host_code and not jaxcompat.is_export(ctx)
+
+
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     """Where no platform has a default backend: the one asked for, or the emulation."""
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
     name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
     if name is not None:
         _check_platform(name, platforms, call.kernel)
@@ -173,6 +185,8 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
 
 def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     """On a CPU: machine code, unless another backend or the emulation is asked for."""
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
     if _wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
     if jaxcompat.is_export(ctx):
