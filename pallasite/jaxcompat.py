@@ -146,8 +146,14 @@ def key_implementation(dtype: Any) -> Any:
     return dtype._impl
 
 
-def out_aval_like(avals: Sequence[Any], shape: Sequence[int], dtype: Any) -> Any:
-    """An output type that varies over the same manual mesh axes as the inputs."""
+def out_aval_like(
+    avals: Sequence[Any],
+    shape: Sequence[int],
+    dtype: Any,
+    spec: Sequence[Any] | None = None,
+) -> Any:
+    """An output type that varies over the same manual mesh axes as the inputs, and
+    lies as `spec` says on the explicit ones."""
     base = jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
     varying = [a for a in avals if hasattr(a, "update")]
     if not varying:
@@ -156,17 +162,31 @@ def out_aval_like(avals: Sequence[Any], shape: Sequence[int], dtype: Any) -> Any
 
     # A result varies over an axis if any operand does: join through the standard rule.
     source = max(varying, key=lambda a: len(manual_axes(a)))
-    spec = PartitionSpec(*[None] * len(shape))
+    lies = PartitionSpec(*([None] * len(shape) if spec is None else spec))
     result = source.update(
         shape=tuple(shape),
         dtype=np.dtype(dtype),
         weak_type=False,
-        sharding=source.sharding.update(spec=spec),
+        sharding=source.sharding.update(spec=lies),
     )
     union = frozenset().union(*(manual_axes(a) for a in varying))
     if union != manual_axes(source):
         result = _with_manual_axes(result, union)
     return result
+
+
+def explicit_spec(aval: Any) -> tuple[tuple[str, ...], ...]:
+    """The explicit mesh axes that each dimension of a type is sharded over."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    entries = [*spec, *[None] * (len(aval.shape) - len(spec))]
+    return tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    )
+
+
+def mesh_sizes(aval: Any) -> dict[str, int]:
+    """Names and sizes of the axes of a type's mesh."""
+    return dict(aval.sharding.mesh.shape)
 
 
 def manual_axes(aval: Any) -> frozenset[str]:
@@ -251,7 +271,7 @@ def flag(name: str) -> Any:
 def auto_devices(ctx: Any) -> int:
     """Over how many devices XLA partitions what a lowering rule emits (1: it does not).
 
-    Code inside a shard_map is written for one device already.
+    Code inside a shard_map over the whole mesh is written for one device already.
     """
     from jax.interpreters import mlir
 
@@ -259,7 +279,8 @@ def auto_devices(ctx: Any) -> int:
     if isinstance(context, mlir.ShardingContext):
         return context.num_devices
     if isinstance(context, mlir.SPMDAxisContext):
-        return 1 if context.manual_axes else context.mesh.size
+        manual = set(context.manual_axes) == set(context.mesh.axis_names)
+        return 1 if manual else context.mesh.size
     return 1
 
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import PartitionWarning, compose
-from pallasite.passes.partition import PartitionRule, derive
+from pallasite.frontend.partition_rule import local_of, rule_of
+from pallasite.passes.partition import SUM, WHOLE, PartitionRule
 from pallasite.passes.shard import local_shape, shard
 
 TARGET = "pallasite_partition"
@@ -41,13 +42,14 @@ class Pending:
     bind: Callable[..., Any]
     platforms: tuple[str, ...]
     x64: bool
+    devices: int
 
     @cached_property
     def config(self) -> str:
         """The custom call's backend config: names the call, the same in any process."""
         call = self.call
         options = (call.interpret, call.backend, call.compiler_params)
-        parts = (call.kernel.text, options, self.platforms, self.x64)
+        parts = (call.kernel.text, options, self.platforms, self.x64, self.devices)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         text = f"{call.kernel.name} {digest[:20]}"
         if "cpu" in self.platforms and jaxcompat.flag("jax_compilation_cache_dir"):
@@ -66,7 +68,8 @@ def lower_partitioned(
     """Emit the custom call that XLA partitions by asking `_partition`."""
     _register()
     platforms = tuple(ctx.module_context.platforms)
-    pending = Pending(call, bind, platforms, bool(jaxcompat.flag("jax_enable_x64")))
+    x64, devices = jaxcompat.flag("jax_enable_x64"), jaxcompat.auto_devices(ctx)
+    pending = Pending(call, bind, platforms, bool(x64), devices)
     _pending[pending.config] = pending
     rule = jaxcompat.sharding_rule_attribute(shardy_text(rule_of(call)))
     lower = jax.ffi.ffi_lowering(
@@ -81,10 +84,6 @@ def lower_partitioned(
 @lru_cache(maxsize=1)
 def _register() -> None:
     jaxcompat.register_partitioner(TARGET, _partition, _infer)
-
-
-def rule_of(call: Any) -> PartitionRule:
-    return derive(call.kernel)
 
 
 def shardy_text(rule: PartitionRule) -> str:
@@ -252,6 +251,8 @@ def _partition(
         (s.num_devices() for s in [*shardings, *results] if s.is_tiled()), default=1
     )
     placement = place(rule, tiles, devices)
+    if devices < pending.devices:
+        placement = _without_numbers(rule, placement)
     _warn_gathered(pending.call, rule, tiles, placement)
     module = jaxcompat.module_of_one_device(
         _one_device(pending, rule, placement),
@@ -270,6 +271,17 @@ def _partition(
         made[:count],
         jaxcompat.tuple_sharding(result_shape, made[count:]),
     )
+
+
+def _without_numbers(rule: PartitionRule, placement: Placement) -> Placement:
+    """Only cuts for which no device needs to know its number.
+
+    In a shard_map over some axes of a mesh, XLA shows the devices of one group and
+    numbers them from zero; their numbers in the whole mesh are not known here.
+    """
+    cuts = tuple(c for c in placement.cuts if rule.axes[c.axis].kind != SUM)
+    told = shard(rule, {c.axis: c.parts for c in cuts}).offset_axes
+    return replace(placement, cuts=tuple(c for c in cuts if c.axis not in told))
 
 
 def _infer(
@@ -296,9 +308,26 @@ def _one_device(
     pending: Pending, rule: PartitionRule, placement: Placement
 ) -> Callable[..., list[Any]]:
     """What one device computes from its parts of the operands."""
-    part = shard(rule, placement.parts)
-    call = replace(pending.call, kernel=part.kernel, partition=False)
     by_axis = {c.axis: c for c in placement.cuts}
+    compute = local_of(pending.call) or _cut_kernel(pending, rule, by_axis)
+
+    def run(*operands: Any) -> list[Any]:
+        return [
+            _summed(result, placement, [a for a in by_axis if rule.is_summed(array, a)])
+            for result, array in zip(
+                jax.tree.leaves(compute(*operands)), rule.outputs, strict=True
+            )
+        ]
+
+    return run
+
+
+def _cut_kernel(
+    pending: Pending, rule: PartitionRule, by_axis: Mapping[int, Cut]
+) -> Callable[..., Any]:
+    """The kernel over one device's parts, told where it stands."""
+    part = shard(rule, {axis: cut.parts for axis, cut in by_axis.items()})
+    call = replace(pending.call, kernel=part.kernel, partition=False)
 
     def first_step(axis: int) -> Any:
         cut = by_axis[axis]
@@ -306,13 +335,9 @@ def _one_device(
         table = jnp.asarray(cut.part_of * steps, jnp.int32)
         return table[jax.lax.axis_index(DEVICES)]
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: Any) -> Any:
         offsets = [first_step(axis) for axis in part.offset_axes]
-        results = pending.bind(call, [*operands, *offsets])
-        return [
-            _summed(result, placement, [a for a in by_axis if rule.is_summed(array, a)])
-            for result, array in zip(results, rule.outputs, strict=True)
-        ]
+        return pending.bind(call, [*operands, *offsets])
 
     return run
 
@@ -322,6 +347,29 @@ def _summed(result: Any, placement: Placement, axes: Sequence[int]) -> Any:
         return result
     groups = placement.groups(axes)
     return jax.lax.psum(result, DEVICES, axis_index_groups=groups)
+
+
+# --- meshes with explicit axes ---
+
+
+def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None]:
+    """How results lie on explicit mesh axes, in types; None: not sharded."""
+    specs = [jaxcompat.explicit_spec(a) for a in avals]
+    if call.partition is False or not any(any(spec) for spec in specs):
+        return [None] * call.kernel.num_outputs
+    rule, sizes = rule_of(call), jaxcompat.mesh_sizes(avals[0])
+    of_axis: dict[int, tuple[str, ...]] = {}
+    for array, spec in zip(rule.inputs, specs, strict=True):
+        for axis, names in zip(array.axes, spec, strict=True):
+            count = math.prod(sizes[name] for name in names)
+            taken = {n for used in of_axis.values() for n in used}
+            cuts = axis in rule.cuttable and rule.axes[axis].parts % count == 0
+            if axis is not None and cuts and not taken & set(names):
+                of_axis.setdefault(axis, names)
+    return [
+        tuple((of_axis.get(a) if a is not None else None) or None for a in array.axes)
+        for array in rule.outputs
+    ]
 
 
 # --- saying what is not cut ---
@@ -360,7 +408,7 @@ def _why_gathered(
     axis = rule.arrays[number].axes[dim]
     left = f", {kept} kept" if kept > 1 else ""
     text = f"dimension {dim} came in {came} parts{left}: "
-    if axis is None or rule.axes[axis].kind == "whole":
+    if axis is None or rule.axes[axis].kind == WHOLE:
         named = "" if axis is None else f"grid axis {axis} stays whole, "
         return text + named + rule.why_whole(number, dim)
     parts = rule.axes[axis].parts

@@ -24,7 +24,8 @@ from pallasite.errors import (
 )
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
-from pallasite.frontend.partition import lower_partitioned
+from pallasite.frontend.partition import lower_partitioned, result_specs
+from pallasite.frontend.partition_rule import Partition
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.pipeline import Dump
 from pallasite.passes.pipeline import run as run_passes
@@ -72,7 +73,7 @@ class Call:
     cost_estimate: Any = None
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
-    partition: bool | None = None  # False: not cut between devices under sharded jit
+    partition: bool | Partition | None = None  # under sharded jit; False: not cut
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -121,9 +122,10 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
+    specs = result_specs(call, avals)
     outputs = [
-        jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np)
-        for p in call.kernel.outputs
+        jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np, spec)
+        for p, spec in zip(call.kernel.outputs, specs, strict=True)
     ]
     return outputs, {jaxcompat.debug_effect()} if _prints(call.kernel) else set()
 
@@ -172,11 +174,12 @@ def _partitions(ctx: Any, call: Call) -> bool:
 
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     """Where no platform has a default backend: the one asked for, or the emulation."""
-    if _partitions(ctx, call):
-        return lower_partitioned(bind_call, ctx, *operands, call=call)
     name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
     if name is not None:
         _check_platform(name, platforms, call.kernel)
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
+    if name is not None:
         return _lower_native(name, ctx, *operands, call=call)
     if not _wants_emulation(call):
         _warn_no_default(platforms)
@@ -185,10 +188,10 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
 
 def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     """On a CPU: machine code, unless another backend or the emulation is asked for."""
-    if _partitions(ctx, call):
-        return lower_partitioned(bind_call, ctx, *operands, call=call)
     if _wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
     if jaxcompat.is_export(ctx):
         # Machine code belongs to this process; an export goes elsewhere.
         return _lower_emulation(ctx, *operands, call=call)
@@ -322,7 +325,10 @@ def _batch(
     mapped = [d is not None for d in dims]
     moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
     kernel = batch_kernel(call.kernel, tuple(mapped), size)
-    results = call_p.bind(*moved, call=replace(call, kernel=kernel))
+    rule = call.partition
+    if isinstance(rule, Partition):
+        rule = rule.batched(mapped) if rule.fits(call.kernel) else None
+    results = call_p.bind(*moved, call=replace(call, kernel=kernel, partition=rule))
     return results, [0] * len(results)
 
 
