@@ -186,6 +186,12 @@ def pallas_call(
     return call
 
 
+_WITHOUT_SYMBOLS = (
+    "write the kernel for one element and jax.vmap it over the symbolic dimension, "
+    "or export the function for each shape it is used with"
+)
+
+
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
     if (a is None) == (b is None):
         what = "one of" if a is None else "only one of"
@@ -227,7 +233,14 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
-    if any(isinstance(d, (int, np.integer)) and d < 0 for d in leaf.shape):
+    if not all(isinstance(d, (int, np.integer)) for d in leaf.shape):
+        raise UnsupportedError(
+            f"out_shape {n} has a symbolic shape",
+            [("shape", tuple(leaf.shape))],
+            at,
+            _WITHOUT_SYMBOLS,
+        )
+    if any(d < 0 for d in leaf.shape):
         raise SpecError(
             "out_shape has a negative size",
             [("entry", n), ("shape", tuple(leaf.shape))],
@@ -276,7 +289,7 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             f"operand {n} has a symbolic shape",
             [("kernel", request.name), ("shape", array.shape)],
             request.at,
-            "export the function for each shape it is used with",
+            _WITHOUT_SYMBOLS,
         )
     if T.dtype_of(array.dtype) is None:
         hint = ""

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from pallasite.errors import SpecError
+from pallasite.frontend.trace import user_location
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.partition import (
     OWN,
@@ -110,6 +111,7 @@ def _parse(rule: str) -> tuple[Names, Names]:
         raise SpecError(
             "a partition rule needs one '->'",
             [("rule", repr(rule))],
+            user_location(),
             fix="'m k, k n -> m n': a name or * per dimension of operands and results",
         )
     sides = [tuple(tuple(a.split()) for a in s.split(",")) for s in (left, right)]

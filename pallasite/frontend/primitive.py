@@ -318,6 +318,8 @@ def _batch(
     """A new leading grid axis; operands that are not mapped stay as they are."""
     sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     (size,) = sizes
+    if not isinstance(size, int):
+        return _batch_symbolic(operands, dims, call)
     moved = [
         x if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
@@ -330,6 +332,31 @@ def _batch(
         rule = rule.batched(mapped) if rule.fits(call.kernel) else None
     results = call_p.bind(*moved, call=replace(call, kernel=kernel, partition=rule))
     return results, [0] * len(results)
+
+
+def _batch_symbolic(
+    operands: Sequence[Any], dims: Sequence[int | None], call: Call
+) -> tuple[list[Any], list[int]]:
+    """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
+    named backend runs once per element, and otherwise the emulation is mapped."""
+    if _asked_backend(call) is None:
+        run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
+        results = run(*operands)
+        return list(results), [0] * len(results)
+    mapped = [
+        jax.numpy.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+        if d is not None
+    ]
+
+    def one(elements: Sequence[Any]) -> list[Any]:
+        pending = iter(elements)
+        pairs = zip(operands, dims, strict=True)
+        own = [x if d is None else next(pending) for x, d in pairs]
+        return call_p.bind(*own, call=call)
+
+    results = jax.lax.map(one, mapped)
+    return list(results), [0] * len(results)
 
 
 def _spread_aliased(
