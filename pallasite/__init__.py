@@ -18,6 +18,7 @@ from pallasite.frontend.control import when as when
 from pallasite.frontend.estimate import estimate_cost as estimate_cost
 from pallasite.frontend.lower import lower as lower
 from pallasite.frontend.mesh import kernel as kernel
+from pallasite.frontend.partition_rule import Partition as Partition
 from pallasite.frontend.primitive import Checked as Checked
 from pallasite.frontend.refs import Slice as Slice
 from pallasite.frontend.refs import atomic_add as atomic_add

@@ -101,3 +101,7 @@ class InternalError(PallasError, AssertionError):
 
 class FallbackWarning(UserWarning):
     """A kernel runs through the emulation because no native backend took it."""
+
+
+class PartitionWarning(UserWarning):
+    """A kernel under sharded `jit` needs whole operands that came in parts."""

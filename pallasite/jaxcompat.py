@@ -146,8 +146,14 @@ def key_implementation(dtype: Any) -> Any:
     return dtype._impl
 
 
-def out_aval_like(avals: Sequence[Any], shape: Sequence[int], dtype: Any) -> Any:
-    """An output type that varies over the same manual mesh axes as the inputs."""
+def out_aval_like(
+    avals: Sequence[Any],
+    shape: Sequence[int],
+    dtype: Any,
+    spec: Sequence[Any] | None = None,
+) -> Any:
+    """An output type that varies over the same manual mesh axes as the inputs, and
+    lies as `spec` says on the explicit ones."""
     base = jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
     varying = [a for a in avals if hasattr(a, "update")]
     if not varying:
@@ -156,17 +162,31 @@ def out_aval_like(avals: Sequence[Any], shape: Sequence[int], dtype: Any) -> Any
 
     # A result varies over an axis if any operand does: join through the standard rule.
     source = max(varying, key=lambda a: len(manual_axes(a)))
-    spec = PartitionSpec(*[None] * len(shape))
+    lies = PartitionSpec(*([None] * len(shape) if spec is None else spec))
     result = source.update(
         shape=tuple(shape),
         dtype=np.dtype(dtype),
         weak_type=False,
-        sharding=source.sharding.update(spec=spec),
+        sharding=source.sharding.update(spec=lies),
     )
     union = frozenset().union(*(manual_axes(a) for a in varying))
     if union != manual_axes(source):
         result = _with_manual_axes(result, union)
     return result
+
+
+def explicit_spec(aval: Any) -> tuple[tuple[str, ...], ...]:
+    """The explicit mesh axes that each dimension of a type is sharded over."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()
+    entries = [*spec, *[None] * (len(aval.shape) - len(spec))]
+    return tuple(
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries
+    )
+
+
+def mesh_sizes(aval: Any) -> dict[str, int]:
+    """Names and sizes of the axes of a type's mesh."""
+    return dict(aval.sharding.mesh.shape)
 
 
 def manual_axes(aval: Any) -> frozenset[str]:
@@ -238,3 +258,130 @@ def is_export(ctx: Any) -> bool:
     """Is a lowering rule called for `jax.export`?"""
     parameters = getattr(ctx.module_context, "lowering_parameters", None)
     return bool(getattr(parameters, "for_export", False))
+
+
+def flag(name: str) -> Any:
+    """The value of one of JAX's configuration options."""
+    return getattr(jax.config, name)
+
+
+# --- automatic partitioning ---
+
+
+def auto_devices(ctx: Any) -> int:
+    """Over how many devices XLA partitions what a lowering rule emits (1: it does not).
+
+    Code inside a shard_map over the whole mesh is written for one device already.
+    """
+    from jax.interpreters import mlir
+
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.ShardingContext):
+        return context.num_devices
+    if isinstance(context, mlir.SPMDAxisContext):
+        manual = set(context.manual_axes) == set(context.mesh.axis_names)
+        return 1 if manual else context.mesh.size
+    return 1
+
+
+def register_partitioner(name: str, partition: Any, infer: Any) -> None:
+    """Have XLA call back when it partitions the custom call `name`.
+
+    Args:
+        name: the custom call's target.
+        partition: (shapes, shardings, result shape, result sharding, backend config)
+            to (module for one device, shardings, result sharding).
+        infer: the same without a result sharding, to a result sharding; only used
+            where Shardy is switched off.
+    """
+    import functools
+
+    from jax._src import xla_bridge
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    register = functools.partial(
+        xla_client.register_custom_call_partitioner,
+        name,
+        lambda sharding, shape, config: sharding,
+        partition,
+        infer,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    xla_bridge.register_plugin_callbacks(register)
+
+
+def sharding_rule_attribute(text: str) -> Any:
+    """Shardy's `op_sharding_rule`, to hang on a custom call."""
+    from jax.interpreters import mlir
+
+    return mlir.ir.Attribute.parse(f"#sdy.op_sharding_rule<{text}>")
+
+
+def tile_assignment(sharding: Any) -> np.ndarray | None:
+    """Devices of an XLA sharding, one array dimension per array dimension and then,
+    perhaps, one for copies; None where every device has the whole array."""
+    if sharding.is_replicated() or not sharding.is_tiled():
+        return None
+    devices = np.asarray(sharding.tile_assignment_devices())
+    return devices.reshape(sharding.tile_assignment_dimensions())
+
+
+def tiled_sharding(devices: np.ndarray, rank: int) -> Any:
+    """The XLA sharding with this tile assignment, for arrays of a rank."""
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    if all(n == 1 for n in devices.shape[:rank]):
+        return xla_client.HloSharding.replicate()
+    proto = xla_client.OpSharding()
+    proto.type = xla_client.OpSharding.Type.OTHER
+    proto.tile_assignment_dimensions = list(devices.shape)
+    proto.tile_assignment_devices = devices.ravel().tolist()
+    proto.replicate_on_last_tile_dim = devices.ndim > rank
+    return xla_client.HloSharding.from_proto(proto)
+
+
+def tuple_sharding(shape: Any, shardings: Sequence[Any]) -> Any:
+    """Shardings of several results as one."""
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    if not shape.is_tuple():
+        return shardings[0]
+    return xla_client.HloSharding.tuple_sharding(shape, list(shardings))
+
+
+def module_of_one_device(
+    function: Any,
+    avals: Sequence[Any],
+    axis: tuple[str, int],
+    platforms: Sequence[str],
+    x64: bool,
+) -> bytes:
+    """The module that each of several devices runs.
+
+    Args:
+        function: from one device's arrays to a list of them; it may use collectives
+            over the axis.
+        avals: types of the arrays.
+        axis: a name for all devices together, and their number.
+        platforms: to lower for.
+        x64: whether 64-bit types are on (another thread may call than the one that
+            lowered the call).
+    """
+    from jax._src import config
+    from jax._src.interpreters import mlir as private_mlir
+    from jax.interpreters import mlir
+
+    name, size = axis
+    mesh: Any = jax.sharding.AbstractMesh((size,), (name,))
+    context = mlir.SPMDAxisContext(mesh, frozenset([name]))
+    with kernel_tracing(), config.enable_x64(x64), named_axes([axis]):
+        jaxpr = lower_high_level(jax.make_jaxpr(function, axis_env=[axis])(*avals))
+        module = private_mlir.build_mlir_module_helper(
+            jaxpr,
+            name="one_device",
+            platforms=platforms,
+            backend=None,
+            axis_context=context,
+        )
+    return mlir.module_to_bytecode(module)

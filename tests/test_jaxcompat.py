@@ -175,3 +175,74 @@ def test_export_can_be_told_from_compilation():
     function.lower(jnp.ones(2))
     jax.export.export(function)(jnp.ones(2))
     assert seen == [False, True]
+
+
+# --- automatic partitioning ---
+
+
+def test_flags_are_read():
+    assert jaxcompat.flag("jax_enable_x64") in (True, False)
+    assert not jaxcompat.flag("jax_compilation_cache_dir")
+
+
+def test_devices_of_a_lowering():
+    """One for one device and inside shard_map; all of them under sharded jit."""
+    from jax.interpreters import mlir
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    seen = []
+    probe_p = jaxcompat.Primitive("pallasite_probe")
+    probe_p.def_abstract_eval(lambda x: x)
+
+    def rule(ctx, x):
+        seen.append(jaxcompat.auto_devices(ctx))
+        return [x]
+
+    mlir.register_lowering(probe_p, rule)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
+    sharded = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("d")))
+    jax.jit(lambda x: probe_p.bind(x)).lower(jnp.ones(8))
+    jax.jit(lambda x: probe_p.bind(x)).lower(sharded)
+    mapped = jax.shard_map(probe_p.bind, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    jax.jit(mapped).lower(sharded)
+    assert seen == [1, jax.device_count(), 1]
+
+
+def test_tile_assignments_go_there_and_back():
+    devices = np.arange(8).reshape(4, 1, 2)
+    sharding = jaxcompat.tiled_sharding(devices, 2)
+    np.testing.assert_array_equal(jaxcompat.tile_assignment(sharding), devices)
+    assert jaxcompat.tile_assignment(jaxcompat.tiled_sharding(devices[:1], 2)) is None
+
+
+def test_the_module_of_one_device_has_collectives():
+    def total(x):
+        return [jax.lax.psum(x, "all", axis_index_groups=[[0, 2], [1, 3]])]
+
+    like = jax.ShapeDtypeStruct((4,), np.float32)
+    module = jaxcompat.module_of_one_device(total, [like], ("all", 4), ["cpu"], False)
+    assert isinstance(module, bytes) and b"all_reduce" in module
+
+
+def test_sharding_rules_are_parsed():
+    from jax.interpreters import mlir
+
+    text = "([i, j])->([i]) {i=4, j=2} reduction={j}, custom"
+    with mlir.make_ir_context():
+        assert text in str(jaxcompat.sharding_rule_attribute(text))
+
+
+def test_explicit_shardings_are_in_the_types():
+    from jax.sharding import AxisType
+    from jax.sharding import PartitionSpec as P
+
+    count = jax.device_count()
+    mesh = jax.make_mesh((count,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        aval = jax.typeof(jax.device_put(jnp.ones((count, 2)), P("d", None)))
+        assert jaxcompat.explicit_spec(aval) == (("d",), ())
+        assert jaxcompat.mesh_sizes(aval) == {"d": count}
+        out = jaxcompat.out_aval_like([aval], (2, count), np.float32, (None, "d"))
+        assert jaxcompat.explicit_spec(out) == ((), ("d",))
+    assert jaxcompat.explicit_spec(jax.typeof(jnp.ones((2, 3)))) == ((), ())

@@ -15,7 +15,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.frontend import plan
+from pallasite.frontend import partition_rule, plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
 from pallasite.frontend.match import describe, input_specs, output_specs
 from pallasite.frontend.primitive import Call, bind_call, interpret_mode
@@ -56,6 +56,7 @@ class Request:
     debug: bool
     metadata: Mapping[str, str] | None
     axis_names: tuple[str, ...] = ()
+    partition: Any = None
 
 
 def pallas_call(
@@ -78,6 +79,7 @@ def pallas_call(
     out_type: Any = None,
     scratch_types: Any = None,
     axis_names: tuple[str, ...] = (),
+    partition: bool | str | partition_rule.Partition | None = None,
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel.
 
@@ -103,6 +105,9 @@ def pallas_call(
         backend: name a backend instead of the platform's own.
         metadata: strings attached to the call.
         axis_names: names of the grid axes, for `lax.axis_index` in the kernel.
+        partition: how devices may share the call under sharded `jit`. By default as
+            grid and specs allow; False keeps it whole; a `pl.Partition`, or its rule
+            alone (`"m k, k n -> m n"`), says it explicitly.
 
     Returns:
         A function from arrays to arrays, usable under jit, vmap and shard_map.
@@ -158,6 +163,7 @@ def pallas_call(
         debug,
         params_of(metadata, at, "metadata"),
         axis_names,
+        partition,
     )
     cache: dict[Any, Call] = {}
 
@@ -178,6 +184,12 @@ def pallas_call(
     call.__name__ = request.name
     call.__wrapped__ = kernel  # type: ignore[attr-defined]
     return call
+
+
+_WITHOUT_SYMBOLS = (
+    "write the kernel for one element and jax.vmap it over the symbolic dimension, "
+    "or export the function for each shape it is used with"
+)
 
 
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
@@ -221,7 +233,14 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
-    if any(isinstance(d, (int, np.integer)) and d < 0 for d in leaf.shape):
+    if not all(isinstance(d, (int, np.integer)) for d in leaf.shape):
+        raise UnsupportedError(
+            f"out_shape {n} has a symbolic shape",
+            [("shape", tuple(leaf.shape))],
+            at,
+            _WITHOUT_SYMBOLS,
+        )
+    if any(d < 0 for d in leaf.shape):
         raise SpecError(
             "out_shape has a negative size",
             [("entry", n), ("shape", tuple(leaf.shape))],
@@ -270,7 +289,7 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             f"operand {n} has a symbolic shape",
             [("kernel", request.name), ("shape", array.shape)],
             request.at,
-            "export the function for each shape it is used with",
+            _WITHOUT_SYMBOLS,
         )
     if T.dtype_of(array.dtype) is None:
         hint = ""
@@ -325,6 +344,13 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
         request.cost_estimate,
         request.debug,
         _freeze(request.metadata or {}),
+        partition_rule.check(
+            request.partition,
+            kernel,
+            len(_dynamic_sizes(request)),
+            len(flat),
+            request.at,
+        ),
     )
     if request.debug:
         print(kernel.text)

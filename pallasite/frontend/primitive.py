@@ -24,6 +24,8 @@ from pallasite.errors import (
 )
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
+from pallasite.frontend.partition import lower_partitioned, result_specs
+from pallasite.frontend.partition_rule import Partition
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.pipeline import Dump
 from pallasite.passes.pipeline import run as run_passes
@@ -71,6 +73,7 @@ class Call:
     cost_estimate: Any = None
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
+    partition: bool | Partition | None = None  # under sharded jit; False: not cut
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -119,9 +122,10 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
+    specs = result_specs(call, avals)
     outputs = [
-        jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np)
-        for p in call.kernel.outputs
+        jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np, spec)
+        for p, spec in zip(call.kernel.outputs, specs, strict=True)
     ]
     return outputs, {jaxcompat.debug_effect()} if _prints(call.kernel) else set()
 
@@ -160,11 +164,22 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 # --- lowering ---
 
 
+def _partitions(ctx: Any, call: Call) -> bool:
+    """Whether XLA is to ask how the call is cut between devices."""
+    if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
+        return False
+    host_code = _is_checked(call) or _prints(call.kernel)
+    return not host_code and not jaxcompat.is_export(ctx)
+
+
 def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     """Where no platform has a default backend: the one asked for, or the emulation."""
     name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
     if name is not None:
         _check_platform(name, platforms, call.kernel)
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
+    if name is not None:
         return _lower_native(name, ctx, *operands, call=call)
     if not _wants_emulation(call):
         _warn_no_default(platforms)
@@ -175,6 +190,8 @@ def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     """On a CPU: machine code, unless another backend or the emulation is asked for."""
     if _wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
+    if _partitions(ctx, call):
+        return lower_partitioned(bind_call, ctx, *operands, call=call)
     if jaxcompat.is_export(ctx):
         # Machine code belongs to this process; an export goes elsewhere.
         return _lower_emulation(ctx, *operands, call=call)
@@ -301,6 +318,8 @@ def _batch(
     """A new leading grid axis; operands that are not mapped stay as they are."""
     sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     (size,) = sizes
+    if not isinstance(size, int):
+        return _batch_symbolic(operands, dims, call)
     moved = [
         x if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
@@ -308,8 +327,36 @@ def _batch(
     mapped = [d is not None for d in dims]
     moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
     kernel = batch_kernel(call.kernel, tuple(mapped), size)
-    results = call_p.bind(*moved, call=replace(call, kernel=kernel))
+    rule = call.partition
+    if isinstance(rule, Partition):
+        rule = rule.batched(mapped) if rule.fits(call.kernel) else None
+    results = call_p.bind(*moved, call=replace(call, kernel=kernel, partition=rule))
     return results, [0] * len(results)
+
+
+def _batch_symbolic(
+    operands: Sequence[Any], dims: Sequence[int | None], call: Call
+) -> tuple[list[Any], list[int]]:
+    """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
+    named backend runs once per element, and otherwise the emulation is mapped."""
+    if _asked_backend(call) is None:
+        run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
+        results = run(*operands)
+        return list(results), [0] * len(results)
+    mapped = [
+        jax.numpy.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+        if d is not None
+    ]
+
+    def one(elements: Sequence[Any]) -> list[Any]:
+        pending = iter(elements)
+        pairs = zip(operands, dims, strict=True)
+        own = [x if d is None else next(pending) for x, d in pairs]
+        return call_p.bind(*own, call=call)
+
+    results = jax.lax.map(one, mapped)
+    return list(results), [0] * len(results)
 
 
 def _spread_aliased(

@@ -183,7 +183,8 @@ def as_grid(grid: Any) -> tuple[Any, ...]:
     """The grid as a tuple of sizes; axes named as `("i", 4)` lose their name."""
     if grid is None:
         return ()
-    if isinstance(grid, (int, np.integer)) or hasattr(grid, "dtype"):
+    one = hasattr(grid, "dtype") or hasattr(grid, "__jax_array__")  # a symbolic size
+    if isinstance(grid, (int, np.integer)) or one:
         grid = (grid,)
     try:
         entries = None if isinstance(grid, str) else tuple(grid)

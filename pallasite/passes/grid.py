@@ -339,7 +339,7 @@ def _tabulated(
     if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _TABULATED:
         return frozenset()
     steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
-    indices = _evaluate(index_map, steps)
+    indices = evaluate_map(index_map, steps)
     if indices is None:
         return frozenset()
     _, block = np.unique(np.stack(indices), axis=1, return_inverse=True)
@@ -359,7 +359,7 @@ def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
     return bool(np.all(low == high))
 
 
-def _evaluate(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
+def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
     """The block indices at all steps, if the map is plain integer arithmetic."""
     values = dict(zip(index_map.params, steps, strict=True))
     for op in index_map.ops:

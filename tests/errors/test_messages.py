@@ -328,6 +328,22 @@ BAD = {
     "symbolic shape": lambda: jax.export.export(jax.jit(lambda v: call(args=(v,))))(
         S(jax.export.symbolic_shape("n, 128"), jnp.float32)
     ),
+    "symbolic result": lambda: jax.export.export(
+        jax.jit(lambda v: call(out_shape=S((v.shape[0], 128), jnp.float32)))
+    )(S(jax.export.symbolic_shape("n"), jnp.float32)),
+    "partition kind": lambda: call(partition=3),
+    "partition arrow": lambda: call(partition="m n"),
+    "partition rank": lambda: call(partition="m n -> m"),
+    "partition axis": lambda: call(
+        grid=2, in_specs=[spec], out_specs=spec, partition="m n -> m n"
+    ),
+    "partition name": lambda: call(
+        grid=(2, 2),
+        in_specs=[pl.BlockSpec((8, 64), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((8, 64), lambda i, j: (i, j)),
+        partition="m m -> m m",
+    ),
+    "partition sums": lambda: call(partition=pl.Partition("m n -> m n", copy, ("k",))),
     "print field": lambda: call(
         lambda x_ref, o_ref: pl.debug_print("x is {x}", x_ref[0, 0])
     ),

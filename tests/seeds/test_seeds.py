@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
+from pallasite.errors import PartitionWarning
 
 # Emulation in place of a native backend is announced, and is what these tests want.
 pytestmark = pytest.mark.filterwarnings("ignore::pallasite.errors.FallbackWarning")
@@ -339,9 +340,10 @@ def test_tiled_matmul_sample_runs_inside_the_sharded_model():
     M, N, K = 128, 128, 32
     matmul = run_sample(TILED_MATMUL_SAMPLE, jax=jax, jnp=jnp, M=M, N=N, K=K)["matmul"]
     W, x = normal(0, (K, N), jnp.bfloat16), normal(1, (M, K), jnp.bfloat16)
-    names = run_sample(
-        pod_on_these_devices(), jax=jax, W=W, x=x, model=lambda W, x: matmul(x, W)
-    )
+    with pytest.warns(PartitionWarning, match="every program sees all of it"):
+        names = run_sample(
+            pod_on_these_devices(), jax=jax, W=W, x=x, model=lambda W, x: matmul(x, W)
+        )
     exact = np.asarray(x, np.float64) @ np.asarray(W, np.float64)
     np.testing.assert_allclose(
         np.asarray(names["y"], np.float64), exact, rtol=1e-2, atol=1e-1

@@ -1,0 +1,135 @@
+"""One sharded kernel on several processes, and on one: the same results to the bit.
+
+`python examples/distributed.py` starts 2 and then 4 processes on this machine, each
+with its share of four CPU devices, and compares with four devices in one process. On
+several machines start one process on each with the coordinator's address.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallasite as pl
+
+DEVICES = 4
+SIZE, BLOCK = 64, 8
+
+
+def matmul_kernel(x_ref, y_ref, o_ref):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    o_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+
+def matmul(x, y):
+    block = (BLOCK, BLOCK)
+    return pl.pallas_call(
+        matmul_kernel,
+        out_shape=jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32),
+        grid=(SIZE // BLOCK,) * 3,
+        in_specs=[
+            pl.BlockSpec(block, lambda i, j, k: (i, k)),
+            pl.BlockSpec(block, lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec(block, lambda i, j, k: (i, j)),
+    )(x, y)
+
+
+def compute() -> dict[str, np.ndarray]:
+    """Products of sharded matrices; the same code on one process and on many."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, SIZE, SIZE)).astype(np.float32)
+    whole = np.round(x * 8), np.round(y * 8)  # sums of these are exact in any order
+
+    def product(x, y, spec_x, spec_y):
+        def place(array, spec):
+            sharding = NamedSharding(mesh, spec)
+            return jax.make_array_from_callback(
+                array.shape, sharding, lambda index: array[index]
+            )
+
+        everywhere = NamedSharding(mesh, P())
+        result = jax.jit(matmul, out_shardings=everywhere)(
+            place(x, spec_x), place(y, spec_y)
+        )
+        return np.asarray(result.addressable_data(0))
+
+    return {
+        "rows and columns": product(x, y, P("a"), P(None, "b")),
+        "sum over devices": product(*whole, P(None, ("a", "b")), P(("a", "b"))),
+    }
+
+
+def work(rank: int, processes: int, address: str, folder: Path) -> None:
+    """One process of several."""
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, processes, rank)
+    assert jax.device_count() == DEVICES
+    np.savez(folder / f"{processes}-{rank}.npz", **compute())
+
+
+def start(processes: int, folder: Path) -> None:
+    """Run this script in several processes and wait for all of them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    kept = [
+        f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f
+    ]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
+    command = [sys.executable, __file__, f"--processes={processes}"]
+    command += [f"--address={address}", f"--folder={folder}"]
+    said = subprocess.DEVNULL  # gloo counts its peers there; errors go to stderr
+    running = [
+        subprocess.Popen([*command, f"--rank={rank}"], env=environment, stdout=said)
+        for rank in range(processes)
+    ]
+    try:
+        codes = [child.wait(timeout=300) for child in running]
+    finally:
+        for child in running:
+            child.kill()
+    if any(codes):
+        raise SystemExit(f"{processes} processes: exit codes {codes}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--address", default="")
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args()
+    if asked.rank is not None:
+        work(asked.rank, asked.processes, asked.address, asked.folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for processes in (1, 2, 4):
+            start(processes, folder)
+        one = np.load(folder / "1-0.npz")
+        for processes in (2, 4):
+            for rank in range(processes):
+                many = np.load(folder / f"{processes}-{rank}.npz")
+                for case in one.files:
+                    assert one[case].tobytes() == many[case].tobytes(), (case, rank)
+            print(f"{processes} processes: {', '.join(one.files)}: equal to the bit")
+
+
+if __name__ == "__main__":
+    main()

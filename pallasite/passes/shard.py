@@ -1,0 +1,133 @@
+"""The kernel one device runs, when grid axes are cut between devices.
+
+`shard(rule, cuts)` is the rule's kernel over parts of its arrays: smaller refs, a
+smaller grid, the same blocks. Its body still sees global program ids: a device's first
+step comes in as one more scalar operand per axis that needs it. Windows that are cut
+move by local ids; comparisons that begin or end a sum are a device's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk
+from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, substitute
+from pallasite.passes.grid import find_pipeline
+from pallasite.passes.partition import PartitionRule
+from pallasite.passes.sums import LAST
+
+Cuts = Mapping[int, int]  # grid axis -> number of parts
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A kernel for one device's part.
+
+    It takes the parts of the operands, then one int32 scalar per axis in
+    `offset_axes`: the device's first step along it.
+    """
+
+    kernel: Kernel
+    offset_axes: tuple[int, ...]
+
+
+def shard(rule: PartitionRule, cuts: Cuts) -> Shard:
+    """Cut the axes of `cuts` into that many parts each."""
+    return _Sharding(rule, cuts).result()
+
+
+def local_shape(rule: PartitionRule, array: int, cuts: Cuts) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    found = rule.arrays[array]
+    pairs = zip(found.shape, found.axes, strict=True)
+    return tuple(n if a is None else n // cuts.get(a, 1) for n, a in pairs)
+
+
+class _Sharding:
+    def __init__(self, rule: PartitionRule, cuts: Cuts):
+        self.kernel, self.rule, self.cuts = rule.kernel, rule, cuts
+        self.op = find_pipeline(self.kernel)
+        self.arrays = {
+            p: Value(p.ref.with_shape(local_shape(rule, n, cuts)), p.name)
+            for n, p in enumerate(self.kernel.params)
+        }
+        scalar = T.RefType((), T.I32, "smem")
+        self.offsets = {a: Value(scalar, f"first_step{a}") for a in sorted(cuts)}
+
+    def result(self) -> Shard:
+        pipeline = self.pipeline()
+        ops = [pipeline if op is self.op else op for op in self.kernel.body.ops]
+        body = substitute(Block((), tuple(ops)), self.arrays)
+        kernel = dead_code(self.kernel.with_(body=body))
+        used = {v for op in walk(kernel.body) for v in op.operands}
+        axes = tuple(a for a, ref in self.offsets.items() if ref in used)
+        params = (
+            *(self.arrays[p] for p in self.kernel.inputs),
+            *(self.offsets[a] for a in axes),
+            *(self.arrays[p] for p in self.kernel.outputs),
+        )
+        return Shard(kernel.with_(params=params), axes)
+
+    def pipeline(self) -> Op:
+        *maps, body = self.op.regions
+        windows: tuple[Window, ...] = self.op.attrs["windows"]
+        refs = self.op.operands[len(self.op.operands) - len(windows) :]
+        rules = dict(zip(self.kernel.params, self.rule.arrays, strict=True))
+        new_maps = [
+            self.index_map(region, window, rules[ref].axes)
+            for region, window, ref in zip(maps, windows, refs, strict=True)
+        ]
+        grid = tuple(
+            n if n is None else n // self.cuts.get(a, 1)
+            for a, n in enumerate(self.op.attrs["grid"])
+        )
+        return self.op.with_(
+            attrs={**self.op.attrs, "grid": grid},
+            regions=(*new_maps, self.body(body)),
+        )
+
+    def global_ids(self, builder: Builder, ids: Sequence[Value]) -> list[Value]:
+        """Program ids of the whole kernel; `dead_code` drops those nobody uses."""
+        found = list(ids)
+        for axis, ref in self.offsets.items():
+            found[axis] = builder.add(ids[axis], builder.load(ref))
+        return found
+
+    def index_map(
+        self, region: Block, window: Window, axes: Sequence[int | None]
+    ) -> Block:
+        """Dimensions that are cut move by local ids, the rest by global ones."""
+        builder = Builder()
+        here = inline(builder, region, region.params)
+        everywhere = inline(builder, region, self.global_ids(builder, region.params))
+        yields: list[Value] = []
+        for dim, axis in zip(window.dims, axes, strict=True):
+            source = here if axis in self.cuts else everywhere
+            for _ in range(2 if dim.kind == "bounded" else 1):
+                yields.append(source[len(yields)])
+        return builder.block(region.params, yields)
+
+    def body(self, body: Block) -> Block:
+        """The body over global ids, but for the comparisons that guard sums."""
+        ids = body.params[: len(self.op.attrs["grid"])]
+        builder = Builder()
+        everywhere = self.global_ids(builder, ids)
+        gates = {
+            gate: (ids[axis], end, axis)
+            for axis in self.cuts
+            for gate, end in self.rule.axes[axis].gates.items()
+        }
+
+        def keep_local(op: Op, b: Rewriter) -> Value | None:
+            found = [gates[v] for v in op.results if v in gates]
+            if not found:
+                return None
+            ((index, end, axis),) = found
+            size = self.rule.axes[axis].size or 1
+            step = size // self.cuts[axis] - 1 if end == LAST else 0
+            return b.eq(index, b.index(step))
+
+        inner = substitute(body, dict(zip(ids, everywhere, strict=True)))
+        inner = map_ops(inner, keep_local)
+        return Block(body.params, (*builder.ops, *inner.ops), inner.yields)
