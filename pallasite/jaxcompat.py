@@ -175,6 +175,20 @@ def manual_axes(aval: Any) -> frozenset[str]:
     return frozenset(getattr(kind, "varying", ()) or ())
 
 
+def vary_alike(values: Sequence[Any]) -> list[Any]:
+    """Values marked as varying over the manual mesh axes that any of them varies over.
+
+    The transpose of the mark is the sum over the axis, which a value shared by several
+    devices needs for its cotangent.
+    """
+    axes = [manual_axes(aval_of(x)) for x in values]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(values, axes, strict=True)
+    ]
+
+
 def _with_manual_axes(aval: Any, axes: frozenset[str]) -> Any:
     kind = aval.manual_axis_type
     update = getattr(kind, "update", None)
