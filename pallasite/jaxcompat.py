@@ -93,6 +93,18 @@ def lower_high_level(closed: Any) -> Any:
     return closed
 
 
+def without_closure(fn: Any, *args: Any) -> tuple[Any, list[Any]]:
+    """`fn` as a function of its arguments and of all traced values it closes over,
+    and those values: `made(*args, *values) == fn(*args)`. Results come as a list."""
+    jaxpr, values = opened(jax.make_jaxpr(fn)(*args))
+
+    def made(*both: Any) -> list[Any]:
+        count = len(both) - len(values)
+        return jax.core.eval_jaxpr(jaxpr, both[count:], *both[:count])
+
+    return made, values
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """How many leading operands of a scan are constants, how many are carried."""
     if "num_consts" in params:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallasite import jaxcompat
+
 Array = Any
 State = tuple[Array, ...]
 _PLACES = 32  # states kept; going back over n trips costs about n * n / 64 trips
@@ -25,37 +27,37 @@ def backward_loop(
 ) -> list[Array]:
     """`while go_on(carry): carry = body(carry)`, with a derivative in reverse."""
     carry = tuple(carry)
-    test, test_values = jax.closure_convert(lambda *c: go_on(list(c)), *carry)
-    step, step_values = jax.closure_convert(lambda *c: tuple(body(list(c))), *carry)
+    # All that the loop uses must be handed to the way back: nothing is closed over.
+    test, test_values = jaxcompat.without_closure(lambda *c: go_on(list(c)), *carry)
+    step, step_values = jaxcompat.without_closure(lambda *c: body(list(c)), *carry)
 
     @jax.custom_vjp
     def loop(tested: list[Array], used: list[Array], carry: State) -> State:
-        return lax.while_loop(
-            lambda c: test(*c, *tested), lambda c: step(*c, *used), carry
-        )
+        return forward(tested, used, carry)[0]
 
     def forward(tested: list[Array], used: list[Array], carry: State) -> Any:
         def one(counted: tuple[Array, State]) -> tuple[Array, State]:
             n, c = counted
-            return n + 1, step(*c, *used)
+            return n + 1, tuple(step(*c, *used))
 
         trips, out = lax.while_loop(
-            lambda nc: test(*nc[1], *tested), one, (jnp.int32(0), carry)
+            lambda nc: test(*nc[1], *tested)[0], one, (jnp.int32(0), carry)
         )
         return out, (tested, used, carry, trips)
 
     def backward(kept: Any, cotangents: State) -> Any:
         tested, used, carry, trips = kept
-        at = _states(lambda c: step(*c, *used), carry, trips)
+        at = _states(lambda c: tuple(step(*c, *used)), carry, trips)
 
         def one(back: Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
             before = at(trips - 1 - back)
             return _step_back(step, before, used, *sums)
 
         floats = _floats(carry, cotangents)
-        zeros = [jnp.zeros_like(x) for x in used]
+        zeros = [jnp.zeros_like(x) for x in used if _is_float(x)]
         moved, total = lax.fori_loop(0, trips, one, (floats, zeros))
-        return [jnp.zeros_like(x) for x in tested], total, _all(carry, moved)
+        unmoved = [jnp.zeros_like(x) for x in tested if _is_float(x)]
+        return list(_all(tested, unmoved)), list(_all(used, total)), _all(carry, moved)
 
     loop.defvjp(forward, backward)
     return list(loop(test_values, step_values, carry))
@@ -65,16 +67,16 @@ def _step_back(
     step: Callable, before: State, used: list[Array], floats: list, sums: list
 ) -> tuple[list[Array], list[Array]]:
     """Cotangents before one trip from those after it; `sums` of values it used."""
-    moving = [x for x in before if _is_float(x)]
+    both = (*before, *used)
 
-    def run(moving: list[Array], used: list[Array]) -> list[Array]:
+    def run(moving: list[Array]) -> list[Array]:
         pending = iter(moving)
-        full = [next(pending) if _is_float(x) else x for x in before]
-        return [x for x in step(*full, *used) if _is_float(x)]
+        full = [next(pending) if _is_float(x) else x for x in both]
+        return [x for x in step(*full) if _is_float(x)]
 
-    _, pull = jax.vjp(run, moving, used)
-    back, more = pull(floats)
-    return back, [a + b for a, b in zip(sums, more, strict=True)]
+    (back,) = jax.vjp(run, [x for x in both if _is_float(x)])[1](floats)
+    moved, more = back[: len(floats)], back[len(floats) :]
+    return moved, [a + b for a, b in zip(sums, more, strict=True)]
 
 
 def _states(
@@ -111,7 +113,7 @@ def _floats(carry: State, cotangents: State) -> list[Array]:
     return [c for x, c in zip(carry, cotangents, strict=True) if _is_float(x)]
 
 
-def _all(carry: State, floats: Sequence[Array]) -> State:
+def _all(carry: Sequence[Array], floats: Sequence[Array]) -> State:
     """One cotangent per carried value; integers have none."""
     pending = iter(floats)
     return tuple(

@@ -200,9 +200,25 @@ def _visit(block: Block, ranges: Ranges, found: dict[Op, int]) -> None:
                 trips = _trips(op, ranges)
                 if trips <= _MOST_TRIPS:
                     found[op] = trips
+                    _carried_counters(op, trips, ranges)
         for region in op.regions:
             _visit(region, ranges, found)
         ranges.add(op)
+
+
+def _carried_counters(op: Op, trips: int, ranges: Ranges) -> None:
+    """A carried number that each trip adds a constant to (as fori_loop's own)."""
+    (body,) = op.regions
+    makers = {v: inner for inner in body.ops for v in inner.results}
+    for initial, param, after in zip(
+        op.operands[3:], body.params[1:], body.yields, strict=True
+    ):
+        adds = makers.get(after)
+        if adds is None or adds.name != "add" or adds.operands[0] is not param:
+            continue
+        step, (low, high) = ranges.number(adds.operands[1]), ranges.of(initial)
+        if step is not None and 0 <= step * trips <= _MOST_TRIPS:
+            ranges.set(param, low, high + step * max(0, trips - 1))
 
 
 def _trips(op: Op, ranges: Ranges) -> int:
