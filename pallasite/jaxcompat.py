@@ -93,6 +93,18 @@ def lower_high_level(closed: Any) -> Any:
     return closed
 
 
+def without_closure(fn: Any, *args: Any) -> tuple[Any, list[Any]]:
+    """`fn` as a function of its arguments and of all traced values it closes over,
+    and those values: `made(*args, *values) == fn(*args)`. Results come as a list."""
+    jaxpr, values = opened(jax.make_jaxpr(fn)(*args))
+
+    def made(*both: Any) -> list[Any]:
+        count = len(both) - len(values)
+        return jax.core.eval_jaxpr(jaxpr, both[count:], *both[:count])
+
+    return made, values
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """How many leading operands of a scan are constants, how many are carried."""
     if "num_consts" in params:
@@ -193,6 +205,20 @@ def manual_axes(aval: Any) -> frozenset[str]:
     """Mesh axes of an enclosing shard_map over which a value may differ."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()) or ())
+
+
+def vary_alike(values: Sequence[Any]) -> list[Any]:
+    """Values marked as varying over the manual mesh axes that any of them varies over.
+
+    The transpose of the mark is the sum over the axis, which a value shared by several
+    devices needs for its cotangent.
+    """
+    axes = [manual_axes(aval_of(x)) for x in values]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(values, axes, strict=True)
+    ]
 
 
 def _with_manual_axes(aval: Any, axes: frozenset[str]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.frontend import derivative as derivative  # registers its rules
 from pallasite.frontend import partition_rule, plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
 from pallasite.frontend.match import describe, input_specs, output_specs

@@ -149,10 +149,7 @@ class JaxNumbers:
             p.gather is not None or p.is_bounded for p in picks
         ):
             return self._put_runs(array, picks, value)
-        indices, inside = _positions(picks, array.shape)
-        valid = inside if mask is None else inside & mask
-        first = jnp.where(valid, indices[0], array.shape[0])
-        return array.at[(first, *indices[1:])].set(value, mode="drop")
+        return array.at[_touched(array, picks, mask)].set(value, mode="drop")
 
     def _put_runs(self, array: Array, picks: Picks, value: Array) -> Array:
         sizes = [p.extent for p in picks]
@@ -172,19 +169,17 @@ class JaxNumbers:
         old = self.take(array, picks)
         if all(p.gather is None for p in picks):
             return self.put(array, picks, self.combine(kind, old, value), mask), old
-        indices, inside = _positions(picks, array.shape)
-        valid = inside if mask is None else inside & mask
-        first = jnp.where(valid, indices[0], array.shape[0])
-        at = array.at[(first, *indices[1:])]
         method = {"add": "add", "max": "max", "min": "min", "xchg": "set"}.get(kind)
-        if method is not None:
-            return getattr(at, method)(value, mode="drop"), old
-        return self._rmw_one_by_one(array, (first, *indices[1:]), kind, value), old
+        if method is None:
+            return self.rmw_in_turn(array, picks, kind, value, mask)
+        at = array.at[_touched(array, picks, mask)]
+        return getattr(at, method)(value, mode="drop"), old
 
-    def _rmw_one_by_one(
-        self, array: Array, indices: Sequence[Array], kind: str, value: Array
-    ) -> Array:
+    def rmw_in_turn(
+        self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
+    ) -> tuple[Array, Array]:
         """Equal indices may repeat, and XLA has no scatter of this kind."""
+        old, indices = self.take(array, picks), _touched(array, picks, mask)
         flat = [jnp.broadcast_to(i, value.shape).reshape(-1) for i in indices]
         values = value.reshape(-1)
 
@@ -193,7 +188,7 @@ class JaxNumbers:
             new = self.combine(kind, memory[where], values[n])
             return memory.at[where].set(new, mode="drop")
 
-        return lax.fori_loop(0, values.shape[0], step, array)
+        return lax.fori_loop(0, values.shape[0], step, array), old
 
     def fill_outside(self, value: Array, picks: Picks, fill: Any) -> Array:
         _, inside = _positions(picks, None)
@@ -256,21 +251,21 @@ class JaxNumbers:
     # --- control ---
 
     def counted(self, first, limit, step, carry, body) -> list[Array]:
-        total = _static_bounds(first, limit, step)
+        total = static_bounds(first, limit, step)
         if total is None:
-            total = _dynamic_bounds(first, limit, step)
+            total = dynamic_bounds(first, limit, step)
         if isinstance(total, int) and total <= 1:
             return body(first, list(carry)) if total == 1 else list(carry)
 
         def one(n: Array, values: list[Array]) -> list[Array]:
             i = first + lax.convert_element_type(n, first.dtype) * step
-            return _same_types(body(i, values), values)
+            return same_types(body(i, values), values)
 
         return lax.fori_loop(jnp.zeros_like(total), total, one, list(carry))
 
     def while_(self, go_on, body, carry) -> list[Array]:
         return lax.while_loop(
-            go_on, lambda values: _same_types(body(values), values), list(carry)
+            go_on, lambda values: same_types(body(values), values), list(carry)
         )
 
     def branch(self, which, branches, carry) -> list[Array]:
@@ -281,14 +276,14 @@ class JaxNumbers:
     def grid(self, sizes, carry, body) -> list[Array]:
         """One staged loop over all programs; indices by division."""
         static = all(isinstance(s, int) for s in sizes)
-        total = math.prod(sizes) if static else _dynamic_product(sizes)
+        total = math.prod(sizes) if static else dynamic_product(sizes)
         if static and total == 0:
             return list(carry)
         if static and total == 1:
             return body([jnp.int32(0)] * len(sizes), list(carry))
 
         def program(step: Array, values: list[Array]) -> list[Array]:
-            return _same_types(body(_unravel(_int32(step), sizes), values), values)
+            return same_types(body(unravel(_int32(step), sizes), values), values)
 
         return lax.fori_loop(0, total, program, list(carry))
 
@@ -389,6 +384,13 @@ def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]
     return tuple(indices), inside
 
 
+def _touched(array: Array, picks: Picks, mask: Array | None) -> tuple[Array, ...]:
+    """Index arrays of a write; what must not be written lies outside the array."""
+    indices, inside = _positions(picks, array.shape)
+    valid = inside if mask is None else inside & mask
+    return (jnp.where(valid, indices[0], array.shape[0]), *indices[1:])
+
+
 def _bitcast_rows(value: Array, before: TileType, after: TileType) -> Array:
     """Reinterpret element width along the second-last dimension."""
     if before.dtype.bits == after.dtype.bits:
@@ -402,7 +404,7 @@ def _bitcast_rows(value: Array, before: TileType, after: TileType) -> Array:
     return lax.bitcast_convert_type(jnp.moveaxis(split, -2, -1), after.dtype.np)
 
 
-def _static_bounds(first: Array, limit: Array, step: Array) -> int | None:
+def static_bounds(first: Array, limit: Array, step: Array) -> int | None:
     """The trip count where the bounds are constants."""
     try:
         lo, hi, by = (int(v) for v in (first, limit, step))
@@ -411,7 +413,7 @@ def _static_bounds(first: Array, limit: Array, step: Array) -> int | None:
     return max(0, -(-(hi - lo) // by))
 
 
-def _dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
+def dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
     """The trip count as an array; no difference is taken that could wrap around."""
     if first.dtype.itemsize < 4:
         first, limit, step = (_int32(v) for v in (first, limit, step))
@@ -420,21 +422,21 @@ def _dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
     return jnp.where(first < limit, steps, jnp.zeros_like(steps))
 
 
-def _same_types(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
+def same_types(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
     return [
         lax.convert_element_type(n, o.dtype) if n.dtype != o.dtype else n
         for n, o in zip(new, old, strict=True)
     ]
 
 
-def _dynamic_product(sizes: Sequence[Any]) -> Array:
+def dynamic_product(sizes: Sequence[Any]) -> Array:
     total = jnp.int32(1)
     for size in sizes:
         total = total * jnp.maximum(_int32(size), 0)
     return total
 
 
-def _unravel(step: Array, sizes: Sequence[Any]) -> list[Array]:
+def unravel(step: Array, sizes: Sequence[Any]) -> list[Array]:
     ids = []
     for n, size in reversed(list(enumerate(sizes))):
         if isinstance(size, int) and size == 1:

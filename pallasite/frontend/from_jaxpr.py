@@ -141,7 +141,7 @@ class Importer:
         return const if isinstance(const, Value) else self.captured(const)
 
     def equation(self, eqn: Any, used: set[Any]) -> None:
-        self.builder.loc = equation_location(eqn) or self.builder.loc
+        self.locate(eqn)
         name = eqn.primitive.name
         operands = [self.value(v) for v in eqn.invars]
         try:
@@ -164,6 +164,10 @@ class Importer:
             results = (results,)
         for var, value in zip(eqn.outvars, results, strict=True):
             self.env[var] = value
+
+    def locate(self, eqn: Any) -> None:
+        """What is emitted next belongs to the equation's line."""
+        self.builder.loc = equation_location(eqn) or self.builder.loc
 
     def elementwise(self, eqn: Any, operands: Sequence[Value]) -> Value:
         """An op of the table: operands broadcast as JAX allows, attributes by name."""

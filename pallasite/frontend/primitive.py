@@ -1,7 +1,8 @@
 """The primitive behind every kernel call, with its rules side by side.
 
 Its one parameter, a `Call`, holds the Kernel IR: all rules act on IR, so they are
-exact about grids, windows and scratch. `batching.py` has the vmap rule.
+exact about grids, windows and scratch. `batching.py` has the vmap rule's part on IR,
+`derivative.py` has the rules of differentiation.
 """
 
 import functools
@@ -12,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from pallasite import config, jaxcompat
 from pallasite.backends import base
@@ -181,14 +182,14 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
         return lower_partitioned(bind_call, ctx, *operands, call=call)
     if name is not None:
         return _lower_native(name, ctx, *operands, call=call)
-    if not _wants_emulation(call):
+    if not wants_emulation(call):
         _warn_no_default(platforms)
     return _lower_emulation(ctx, *operands, call=call)
 
 
 def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     """On a CPU: machine code, unless another backend or the emulation is asked for."""
-    if _wants_emulation(call) or _asked_backend(call) is not None:
+    if wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
     if _partitions(ctx, call):
         return lower_partitioned(bind_call, ctx, *operands, call=call)
@@ -198,7 +199,7 @@ def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     try:
         return _lower_native("cpu", ctx, *operands, call=call)
     except (UnsupportedError, ImportError) as error:
-        _warn_fallback(call.kernel, error)
+        warn_fallback(call.kernel, error)
         return _lower_emulation(ctx, *operands, call=call)
 
 
@@ -239,14 +240,14 @@ def _dump_stages(kernel: Kernel, backend: str, outputs: Mapping[str, Any]) -> No
             dump.write(f"{backend}-{stage}", text)
 
 
-def _wants_emulation(call: Call) -> bool:
+def wants_emulation(call: Call) -> bool:
     name = call.backend or config.get("backend")
     return bool(call.interpret) or name == "interpret"
 
 
 def _asked_backend(call: Call) -> str | None:
     """The native backend that the call, or else the configuration, names."""
-    if _wants_emulation(call):
+    if wants_emulation(call):
         return None
     return call.backend or config.get("backend") or None
 
@@ -265,13 +266,13 @@ def _warn_no_default(platforms: tuple[str, ...]) -> None:
 _warned: set[str] = set()
 
 
-def _warn_fallback(kernel: Kernel, error: Exception) -> None:
-    """Say once per kernel what kept it from being compiled."""
-    if kernel.text in _warned:
+def warn_fallback(kernel: Kernel, error: Exception, what: str = "kernel") -> None:
+    """Say once per kernel what kept it, or its derivative, from being compiled."""
+    if what + kernel.text in _warned:
         return
-    _warned.add(kernel.text)
+    _warned.add(what + kernel.text)
     warnings.warn(
-        f"kernel '{kernel.name}' runs through the emulation, which is slow "
+        f"{what} '{kernel.name}' runs through the emulation, which is slow "
         f"(interpret=True says that it is wanted); reason:\n{error}",
         FallbackWarning,
         stacklevel=2,
@@ -372,21 +373,6 @@ def _spread_aliased(
 
 
 batching.primitive_batchers[call_p] = _batch
-
-
-# --- grad ---
-
-
-def _no_derivative(primals: Any, tangents: Any, *, call: Call) -> Any:
-    raise UnsupportedError(
-        "a kernel call has no derivative of its own yet",
-        [("kernel", call.kernel.name)],
-        call.kernel.loc,
-        "give it one with jax.custom_vjp or jax.custom_jvp",
-    )
-
-
-ad.primitive_jvps[call_p] = _no_derivative
 
 
 def calls_in(fn: Any, *args: Any) -> list[Call]:
