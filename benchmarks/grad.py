@@ -155,10 +155,15 @@ def flash(block: int, q, k, v):
         def step(j, state):
             highest, total, out = state
             keys = pl.ds(j * block, block)
-            scores = jax.lax.dot_general(
-                q, k_ref[keys], (((1,), (1,)), ((), ())),
-                preferred_element_type=jnp.float32,
-            ) * width**-0.5
+            scores = (
+                jax.lax.dot_general(
+                    q,
+                    k_ref[keys],
+                    (((1,), (1,)), ((), ())),
+                    preferred_element_type=jnp.float32,
+                )
+                * width**-0.5
+            )
             rows = i * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             columns = j * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             scores = jnp.where(rows >= columns, scores, MASKED)
@@ -183,9 +188,7 @@ def flash(block: int, q, k, v):
         ),
         grid=(heads, length // block),
         in_specs=[query, key, key],
-        out_specs=(
-            query, pl.BlockSpec((None, block, 1), lambda h, i: (h, i, 0))
-        ),
+        out_specs=(query, pl.BlockSpec((None, block, 1), lambda h, i: (h, i, 0))),
     )(q, k, v)
 
 
@@ -213,9 +216,7 @@ def families(quick: bool) -> Iterator[Family]:
         "matmul, k on the grid", functools.partial(matmul, n // 4), (square, other)
     )
     stack = (normal(8, n // 2, 256), normal(8, 256, n // 2))
-    yield Family(
-        "batched matmul", functools.partial(batched_matmul, 128), stack
-    )
+    yield Family("batched matmul", functools.partial(batched_matmul, 128), stack)
     yield Family(
         "matmul + bias + gelu",
         functools.partial(bias_gelu_matmul, n // 4),
@@ -272,7 +273,9 @@ def measure(family: Family, seconds: float) -> tuple[float, float, int]:
 
 def temporary_bytes(run: Callable, args: tuple[Any, ...]) -> int:
     backward, _ = backward_of(run, args)
-    seeds = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(run, *args))]
+    seeds = [
+        jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(run, *args))
+    ]
     compiled = backward.lower(args, seeds).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -301,10 +304,14 @@ def main() -> None:
     rows, scale = normal(1024, 256), normal(1, 256)
     for block in (256, 64, 16):
         product = temporary_bytes(functools.partial(matmul, block), (x, y))
-        norm = temporary_bytes(functools.partial(rowwise, rmsnorm, block), (rows, scale))
+        norm = temporary_bytes(
+            functools.partial(rowwise, rmsnorm, block), (rows, scale)
+        )
         steps = (512 // block) ** 3
-        print(f"  matmul {steps:>6} steps {product:>10} bytes"
-              f"    rmsnorm {1024 // block:>4} steps {norm:>10} bytes")
+        print(
+            f"  matmul {steps:>6} steps {product:>10} bytes"
+            f"    rmsnorm {1024 // block:>4} steps {norm:>10} bytes"
+        )
 
 
 if __name__ == "__main__":

@@ -107,12 +107,12 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     """
     program = program_of(kernel)
     targets = {
-        n: _cotangent_ref(ref, accumulated(ref.ref.dtype))
+        n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
         for n, (ref, is_wanted) in enumerate(zip(kernel.inputs, wanted, strict=True))
         if is_wanted and ref.ref.dtype.is_float
     }
     seeds = {
-        n: _cotangent_ref(ref, ref.ref.dtype)
+        n: _cotangent_ref(ref, ref.ref.dtype, f"result{n}")
         for n, (ref, is_known) in enumerate(zip(kernel.outputs, known, strict=True))
         if is_known and ref.ref.dtype.is_float
     }
@@ -139,8 +139,8 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     return Plan(tuple(steps), kernel.inputs, seeds, targets)
 
 
-def _cotangent_ref(ref: Value, dtype: T.DType) -> Value:
-    return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name}")
+def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
+    return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name or name}")
 
 
 def _bytes(ref: Value) -> int:

@@ -95,5 +95,5 @@ class _Spelling:
 
 
 def _gathers(op: Op) -> bool:
-    """Gathered places may repeat: only an atomic adds to each as often as it is named."""
+    """Gathered places may repeat: only an atomic op adds to one more than once."""
     return any(isinstance(e, Gather) for e in op.attrs["index"])

@@ -14,7 +14,17 @@ from pallasite.frontend.backward_sums import Sum, spell_sums
 from pallasite.frontend.program import Program, main_refs, producers_of
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, Window, walk
+from pallasite.ir.nodes import (
+    At,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+)
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.text import attr_text
 from pallasite.passes.carry import VIEWS
@@ -130,6 +140,8 @@ class Built:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     parts: tuple[int, ...]  # per result: how many partial sums it has; 1: it is whole
+    own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
+    order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
 
 
 def build(
@@ -364,7 +376,10 @@ class _Build:
             semantics=tuple(self.semantics()),
         )
         kernel = Kernel(
-            self.name, (*refs, *results), outside.block(), len(results),
+            self.name,
+            (*refs, *results),
+            outside.block(),
+            len(results),
             loc=self.program.loc,
         )
         kernel = without_idle_windows(drop_unused(kernel))
@@ -375,7 +390,15 @@ class _Build:
             self.parts.count if self.parts is not None and self.is_partial(p) else 1
             for p in self.placed.values()
         ]
-        return Built(kernel, operands, tuple(self.placed), tuple(counts))
+        sizes = self.program.sizes
+        return Built(
+            kernel,
+            operands,
+            tuple(self.placed),
+            tuple(counts),
+            tuple(p.own for p in self.placed.values()),
+            tuple(a for a in self.order if sizes[a] > 1),
+        )
 
 
 def _whole(dim: BlockDim, n: int) -> BlockDim:
@@ -409,9 +432,7 @@ def without_idle_windows(kernel: Kernel) -> Kernel:
 
 def only(program: Program, results: Sequence[Value]) -> Program:
     """The program without what it does to other results."""
-    views = {
-        op.result: op.operands[0] for op in walk(program.body) if op.name in VIEWS
-    }
+    views = {op.result: op.operands[0] for op in walk(program.body) if op.name in VIEWS}
 
     def root(ref: Value) -> Value:
         while ref in views:

@@ -229,9 +229,7 @@ class _Reverse:
         if access.mask is not None:
             zero = b.like(0, cotangent)
             if access.other is not None and access.other in self.activity.varied:
-                self.add(
-                    b, ct, access.other, b.select(access.mask, zero, cotangent)
-                )
+                self.add(b, ct, access.other, b.select(access.mask, zero, cotangent))
         if not self.activity.depends(access.ref):
             return
         ref = self.twin(b, access.ref)
@@ -383,9 +381,7 @@ class _ReverseLoop:
             yields.append(self.inner.add(total, found[value]))
         block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
         inits = [self.result_cotangent(n) for n in moving]
-        inits += [
-            self.ct.get(v) or self.b.constant(0, v.tile) for v in captured
-        ]
+        inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
         results = self.emit_loop(_live(block), inits)
         for n, cotangent in zip(moving, results, strict=False):
             self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
@@ -419,9 +415,7 @@ class _ReverseLoop:
         for n, stack in stacks.items():
             known[self.params[n]] = _at(head, stack, position)
         block = substitute(block, known)
-        region = Block(
-            (counter, *block.params), (*head.ops, *block.ops), block.yields
-        )
+        region = Block((counter, *block.params), (*head.ops, *block.ops), block.yields)
         self.outer.check_memory(region)
         bounds = (self.b.index(0), count, self.b.index(1))
         return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
@@ -547,7 +541,9 @@ def _read_indices(b: Builder, access: Access) -> list[Value]:
         if operand is None:
             continue
         if isinstance(entry, Gather):
-            low, high = (b.constant(k, T.scalar(operand.tile.dtype)) for k in (0, n - 1))
+            low, high = (
+                b.constant(k, T.scalar(operand.tile.dtype)) for k in (0, n - 1)
+            )
             operand = b.op("clamp", low, operand, high)
         result.append(operand)
     return result
