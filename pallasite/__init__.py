@@ -16,6 +16,7 @@ from pallasite.frontend.control import run_state as run_state
 from pallasite.frontend.control import strides_from_shape as strides_from_shape
 from pallasite.frontend.control import when as when
 from pallasite.frontend.estimate import estimate_cost as estimate_cost
+from pallasite.frontend.explain_grad import explain_grad as explain_grad
 from pallasite.frontend.lower import lower as lower
 from pallasite.frontend.mesh import kernel as kernel
 from pallasite.frontend.partition_rule import Partition as Partition

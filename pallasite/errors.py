@@ -50,6 +50,13 @@ class UnsupportedError(PallasError, NotImplementedError):
     """The language or a backend does not have an operation."""
 
 
+class NoBackwardKernel(UnsupportedError):
+    """A kernel's cotangents cannot be computed by a generated kernel; `what` says why.
+
+    Not an answer to the user: the functional form takes over.
+    """
+
+
 class UnknownBackendError(SpecError):
     """`backend=` names nothing we have."""
 

@@ -162,12 +162,10 @@ def _tile_by_broadcast(x: Any, reps: Sequence[int]) -> Any:
 
 @rule("pad")
 def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
-    low, high, interior = (
-        zip(*eqn.params["padding_config"], strict=True) if x.tile.rank else ((), (), ())
-    )
-    return im.builder.op(
-        "pad", x, value, low=tuple(low), high=tuple(high), interior=tuple(interior)
-    )
+    config = eqn.params["padding_config"]
+    # JAX's own rules give numpy integers.
+    low, high, interior = (tuple(int(row[n]) for row in config) for n in range(3))
+    return im.builder.op("pad", x, value, low=low, high=high, interior=interior)
 
 
 @rule("rev")

@@ -158,7 +158,8 @@ class _Loop:
             return
         own = {v for inner in reset.ops for v in inner.results}
         used = {v for inner in walk(reset) for v in inner.operands} | set(reset.yields)
-        if (used - own) & inside or not all(map(self.is_pure, reset.ops)):
+        movable = all(self.is_pure(o) or self.is_stable(o) for o in reset.ops)
+        if (used - own) & inside or not movable:
             return
         others = [o for o in self.body.ops if o is not op]
         if any(_uses(v, others, self.body.yields) for v in otherwise.yields):

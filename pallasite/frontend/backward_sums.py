@@ -1,0 +1,99 @@
+"""Sums of cotangents, spelled out: a block is set to zero at its first step, then added
+to in place; where there is one step and one addend, it is just stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.passes.carry import VIEWS, covers_whole
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A block that addends go to; it stays the same along the `inner` grid indices."""
+
+    block: Value
+    inner: Sequence[Value]
+
+
+def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
+    """The body with `atomic_rmw` add, as `reverse.py` emits it, in plain ops."""
+    start = Builder()
+    replaced: set[Op] = set()
+    for each in sums:
+        first = _first_addend(body, each.block)
+        if first is None:
+            continue
+        if not each.inner and _replaces(first, each.block) and first in body.ops:
+            replaced.add(first)
+        else:
+            _set_zero(start, each)
+    spelled = _Spelling(replaced).block(body)
+    return Block((), (*start.ops, *spelled.ops))
+
+
+def _first_addend(body: Block, block: Value) -> Op | None:
+    """The first op that adds to a block or to a view of it."""
+    views = {block}
+    for op in walk(body):
+        if op.name in VIEWS and op.operands[0] in views:
+            views.add(op.result)
+        elif op.name == "atomic_rmw" and op.operands[0] in views:
+            return op
+    return None
+
+
+def _replaces(op: Op, block: Value) -> bool:
+    """Whether an addend goes to every element of the block, and so may be stored."""
+    whole = covers_whole(block.ref.shape, op.attrs["index"])
+    return op.operands[0] is block and whole and not op.attrs["mask"]
+
+
+def _set_zero(b: Builder, each: Sum) -> None:
+    inside = Builder()
+    inside.store(each.block, inside.constant(0, each.block.ref.tile))
+    if not each.inner:
+        b.ops += inside.ops
+        return
+    zero = b.index(0)
+    is_first = [b.op("eq", index, zero) for index in each.inner]
+    test = is_first[0]
+    for more in is_first[1:]:
+        test = b.op("and", test, more)
+    b.emit("cond", b.cast(test, zero.tile.dtype), regions=(Block(), inside.block()))
+
+
+class _Spelling:
+    def __init__(self, replaced: set[Op]):
+        self.replaced = replaced
+
+    def block(self, block: Block) -> Block:
+        b = Builder()
+        for op in block.ops:
+            b.loc = op.loc
+            if op.name == "atomic_rmw" and not _gathers(op):
+                self.add(b, op)
+                continue
+            if op.regions:
+                op = op.with_(regions=tuple(map(self.block, op.regions)))
+            b.ops.append(op)
+        return Block(block.params, tuple(b.ops), block.yields)
+
+    def add(self, b: Builder, op: Op) -> None:
+        access = Access.of(op)
+        value = access.value
+        assert value is not None
+        place = (access.index, access.index_operands, access.mask)
+        if op not in self.replaced:
+            other = None if access.mask is None else b.like(0, value)
+            old = replace(access, value=None, other=other)
+            loaded = b.load(old.ref, *place, other)
+            value = b.add(loaded, value)
+        b.store(access.ref, value, *place)
+
+
+def _gathers(op: Op) -> bool:
+    """Gathered places may repeat: only an atomic op adds to one more than once."""
+    return any(isinstance(e, Gather) for e in op.attrs["index"])

@@ -1,0 +1,110 @@
+"""Drops what loops carry and scratch holds for nobody.
+
+After canonicalize has shared and removed code, a `for` may carry a value that never
+changes, or that nothing but its own next step uses; scratch may be written and never
+read. `drop_unused` removes them and canonicalizes again until nothing changes.
+"""
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute, writes
+from pallasite.passes.canonicalize import canonicalize
+
+
+def drop_unused(kernel: Kernel) -> Kernel:
+    """Canonical form without carries and scratch that serve nothing."""
+    while True:
+        kernel = canonicalize(kernel)
+        new = _drop_scratch(_drop_carries(kernel))
+        if new is kernel:
+            return kernel
+        kernel = new
+
+
+def _used(block: Block) -> set[Value]:
+    found = {v for op in walk(block) for v in op.operands}
+    found |= {v for op in walk(block) for region in op.regions for v in region.yields}
+    return found
+
+
+def _drop_carries(kernel: Kernel) -> Kernel:
+    used = _used(kernel.body)
+
+    def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
+        if op.name != "for" or not op.results:
+            return None
+        (body,) = op.regions
+        params, inits = body.params[1:], op.operands[3:]
+        live = _live_carries(op, used)
+        fixed = {n for n, p in enumerate(params) if body.yields[n] is p}
+        kept = [n for n in range(len(params)) if n in live and n not in fixed]
+        if len(kept) == len(params):
+            return None
+        # A dropped carry that others still mention is one that never changes.
+        mapping = {params[n]: inits[n] for n in range(len(params)) if n not in kept}
+        block = Block(
+            (body.params[0], *(params[n] for n in kept)),
+            body.ops,
+            tuple(body.yields[n] for n in kept),
+        )
+        made = builder.emit(
+            "for",
+            *op.operands[:3],
+            *(inits[n] for n in kept),
+            regions=(substitute(block, mapping),),
+        )
+        results = dict(zip(kept, made, strict=True))
+        return [results.get(n, inits[n]) for n in range(len(params))]
+
+    return map_ops(kernel, rewrite)
+
+
+def _live_carries(op: Op, used: set[Value]) -> set[int]:
+    """Carries whose result is used, or that something with an effect depends on."""
+    (body,) = op.regions
+    params = body.params[1:]
+    live = {n for n, result in enumerate(op.results) if result in used}
+    while True:
+        needed = {body.yields[n] for n in live}
+        for inner in reversed(body.ops):
+            if writes(inner) or inner.name == "while" or needed & set(inner.results):
+                needed.update(inner.operands)
+                for region in inner.regions:
+                    needed |= _used(region) | set(region.yields)
+        found = live | {n for n, p in enumerate(params) if p in needed}
+        if found == live:
+            return live
+        live = found
+
+
+def _drop_scratch(kernel: Kernel) -> Kernel:
+    """Without stores to scratch that nothing reads."""
+    allocated = {op.result for op in walk(kernel.body) if op.name == "alloc"}
+    for op in walk(kernel.body):
+        if op.name != "store":
+            allocated.difference_update(op.operands)
+        else:
+            allocated.difference_update(op.operands[1:])
+
+    def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
+        is_idle = op.name == "store" and op.operands[0] in allocated
+        return [] if is_idle else None
+
+    kernel = map_ops(kernel, rewrite) if allocated else kernel
+    return _without_allocs(kernel, allocated)
+
+
+def _without_allocs(kernel: Kernel, unused: set[Value]) -> Kernel:
+    if not unused:
+        return kernel
+
+    def strip(block: Block) -> Block:
+        ops = []
+        for op in block.ops:
+            if op.name == "alloc" and op.result in unused:
+                continue
+            if op.regions:
+                op = op.with_(regions=tuple(map(strip, op.regions)))
+            ops.append(op)
+        return Block(block.params, tuple(ops), block.yields)
+
+    return kernel.with_(body=strip(kernel.body))
