@@ -8,7 +8,8 @@ batched, partitioned and differentiated again as one thing:
 - `cotangent_p` takes operands and cotangents of the results and gives cotangents of
   operands, through the functional form of the kernel (`emulate_reverse.py`).
 
-They are each other's transpose. `pull_back` decides how cotangents are found.
+They are each other's transpose. `pull_back` decides how cotangents are found: by
+backward kernels (`backward.py`) where there are some, else by `cotangent_p`.
 """
 
 import functools
@@ -22,7 +23,8 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
-from pallasite.frontend import primitive
+from pallasite.errors import NoBackwardKernel
+from pallasite.frontend import backward, primitive
 from pallasite.frontend.activity import activity
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate_reverse import emulate_reverse, emulate_smooth
@@ -57,10 +59,15 @@ def pull_back(
     known = tuple(c is not None for c in cotangents)
     given = [c for c in cotangents if c is not None]
     operands = jaxcompat.vary_alike([*primals, *given])
-    found = iter(
-        cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
-    )
-    return [next(found) if w else None for w in wanted]
+    primals, pending = operands[: len(primals)], iter(operands[len(primals) :])
+    cotangents = [next(pending) if k else None for k in known]
+    try:
+        return backward.cotangents(call, primals, cotangents, wanted)
+    except NoBackwardKernel:  # the functional form serves every kernel
+        found = iter(
+            cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
+        )
+        return [next(found) if w else None for w in wanted]
 
 
 # --- forward ---

@@ -108,9 +108,9 @@ def take_slice(
     strides: Sequence[int] | None = None,
 ) -> Value:
     strides = (1,) * x.tile.rank if strides is None else strides
-    return im.builder.op(
-        "slice", x, starts=tuple(starts), limits=tuple(limits), strides=tuple(strides)
-    )
+    # JAX's own rules give numpy integers, as for pad.
+    starts, limits, strides = (tuple(map(int, s)) for s in (starts, limits, strides))
+    return im.builder.op("slice", x, starts=starts, limits=limits, strides=strides)
 
 
 @rule("split")
