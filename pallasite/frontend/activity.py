@@ -87,7 +87,7 @@ class _Finder:
         elif op.name == "cond":
             for region in op.regions:
                 self._same(op.results, region.yields)
-        elif any(v in self.tiles for v in op.operands):
+        elif op.name != "stop_gradient" and any(v in self.tiles for v in op.operands):
             self._move(op.results)
 
     def _move(self, values: Sequence[Value]) -> None:

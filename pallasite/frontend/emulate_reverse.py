@@ -30,7 +30,7 @@ from pallasite.frontend.emulate import (
 )
 from pallasite.ir.nodes import Block, Kernel, Op
 from pallasite.ir.types import RefType
-from pallasite.passes.pipeline import run as run_passes
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.ranges import Ranges, loop_range
 
 Array = Any
@@ -63,7 +63,7 @@ def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(kernel: Kernel) -> Kernel:
-    return run_passes(kernel)
+    return canonicalize(kernel)
 
 
 class SmoothNumbers(JaxNumbers):

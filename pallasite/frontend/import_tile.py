@@ -12,7 +12,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
 
 
-@rule("stop_gradient", "copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
+@rule("copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
 def _identity(im: Importer, eqn: Any, x: Value) -> Value:
     return x
 

@@ -45,6 +45,10 @@ def integer_pow(x: Expr, *, y: int) -> Expr:
     return 1 / result if y < 0 else result
 
 
+def stop_gradient(b: Builder, x: Value) -> Value:
+    return x
+
+
 def clamp(b: Builder, low: Value, x: Value, high: Value) -> Value:
     shape = x.tile.shape
     return b.min(b.max(x, b.broadcast(low, shape)), b.broadcast(high, shape))

@@ -143,6 +143,18 @@ def test_a_kernel_of_comparisons_has_no_derivative_to_compute():
     agree(jax.grad(lambda x: jnp.sum(signs(x)))(X), jnp.zeros_like(X))
 
 
+def test_stop_gradient_holds_in_a_kernel():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+    def straight_through(x):
+        return pl.pallas_call(kernel, out_shape=x)(x)
+
+    agree(jax.jvp(straight_through, (X,), (X,)), (jnp.round(X), X))
+    agree(jax.grad(lambda x: jnp.sum(straight_through(x)))(X), jnp.ones_like(X))
+
+
 # --- numerically, in double precision ---
 
 
