@@ -10,7 +10,7 @@ mesh and no devices.
 
 import hashlib
 import math
-import os
+import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from pallasite.passes.shard import local_shape, shard
 
 TARGET = "pallasite_partition"
 DEVICES = "pallasite_devices"  # the axis name of all devices together
+_THIS_PROCESS = secrets.token_hex(8)
 
 
 # --- lowering ---
@@ -55,7 +56,7 @@ class Pending:
         if "cpu" in self.platforms and jaxcompat.flag("jax_compilation_cache_dir"):
             # Machine code is registered by the callback, so another process must not
             # find the compiled program and skip it.
-            text += f" {os.getpid()}"
+            text += f" {_THIS_PROCESS}"
         return text
 
 
