@@ -400,7 +400,7 @@ class Maker:
         for _ in range(world.integer(1, 3)):
             array = self.random_param(shape_of(sides), world.dtype(), "x")
             memory = Memory(self.add_window(array, sides, "in"), BITS, solid=False)
-            load_all(self.body, memory)
+            world.hanging.add(load_all(self.body, memory))
         for _ in range(world.integer(*self.family.lines)):
             elementwise(self.body)
         fits = [v for v in self.body.unused() if v.tile.shape == shown]

@@ -13,6 +13,7 @@ from pallasite.backends.cpu import (
     arithmetic,
     control,
     dot,
+    gathers,
     handler,
     memory,
     pipeline,
@@ -47,6 +48,7 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **shapes.RULES,
     **reductions.RULES,
     **dot.RULES,
+    **gathers.RULES,
     **memory.RULES,
     **control.RULES,
     **pipeline.RULES,
@@ -54,9 +56,31 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
 NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
 
 
+def with_own_inputs(kernel: Kernel) -> Kernel:
+    """The kernel with a result more for each operand it writes and does not return.
+
+    XLA's arrays do not change; what shares its memory with a result is the kernel's own.
+    """
+    aliased = {i for i, _ in kernel.aliases}
+    written = written_refs(kernel.body)
+    inputs = list(enumerate(kernel.inputs))
+    own = [n for n, param in inputs if param in written and n not in aliased]
+    if not own:
+        return kernel
+    more = [Value(kernel.inputs[n].type, kernel.inputs[n].name) for n in own]
+    new = [(n, kernel.num_outputs + k) for k, n in enumerate(own)]
+    return kernel.with_(
+        params=(*kernel.params, *more),
+        num_outputs=kernel.num_outputs + len(own),
+        aliases=(*kernel.aliases, *new),
+    )
+
+
 def emit_kernel(kernel: Kernel) -> str:
-    """The LLVM module of a kernel; its entry point is the function `handler`."""
-    _check_inputs_are_kept(kernel)
+    """The LLVM module of a kernel; its entry point is the function `handler`.
+
+    The kernel writes only memory it owns (`with_own_inputs`).
+    """
     module, sharing = Module(), sharing_of(kernel)
     params = _pointer_params(kernel, sharing)
     units = [("i64", "first"), ("i64", "last")] if sharing else []
@@ -124,19 +148,6 @@ def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
         buffer = Buffer(pointer, row_major(type.shape), root)
         refs.append(Ref(type.shape, type.dtype, buffer))
     return refs
-
-
-def _check_inputs_are_kept(kernel: Kernel) -> None:
-    aliased = {i for i, _ in kernel.aliases}
-    written = written_refs(kernel.body)
-    for place, param in enumerate(kernel.inputs):
-        if param in written and place not in aliased:
-            raise UnsupportedError(
-                f"kernel '{kernel.name}' writes to operand {place}",
-                [("operand", param.type)],
-                at=kernel.loc,
-                fix="alias it to a result with input_output_aliases",
-            )
 
 
 @dataclass

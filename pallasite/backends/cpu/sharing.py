@@ -64,6 +64,8 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
         return None
     if op is not kernel.body.ops[-1] or not op.attrs["grid"]:
         return None
+    if _has_hidden_atomics(op):
+        return None
     info = analyze(kernel)
     grid = op.attrs["grid"]
     ruled_out = _axes_of_shared_copies(op, info)
@@ -79,6 +81,13 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     if sharing.units is not None and sharing.units < sharing.least_units:
         return None
     return sharing
+
+
+def _has_hidden_atomics(op: Op) -> bool:
+    """Atomics, and views through which no address says what they change."""
+    names = {inner.name for inner in walk(op.regions[-1])}
+    views = names & {"bitcast_view", "reshape_view"}
+    return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
 
 
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
@@ -107,7 +116,7 @@ def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
         body.params[len(grid) :], arrays, info.windows, windows, strict=True
     ):
         is_view = _fits(window, array.ref.shape) and block not in regrouped
-        if window.mode == "out" and not is_view:
+        if moves.written and not is_view:
             found |= everything - recoverable(_block_numbers(window, moves), grid)
     return found
 

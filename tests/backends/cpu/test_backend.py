@@ -24,7 +24,7 @@ from tests.backends.cpu.running import (
 from tests.ir.kernels import matmul, vector_add
 
 # Not there yet; `block_view` only comes from a pass this backend does not use.
-MISSING = {"sort", "gather", "scatter", "debug_print", "block_view"}
+MISSING = {"sort", "debug_print", "block_view"}
 
 
 def normal(*shape: int) -> np.ndarray:
