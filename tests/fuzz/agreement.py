@@ -138,7 +138,6 @@ class Shaken(Typed):
         zero = np.where(self.rng.random(value.shape) < 0.5, 0.0, -0.0)
         return np.where(flushes, zero, moved).astype(value.dtype)[()]
 
-
     def direction(self, shape: Sequence[int]) -> Any:
         """All up, all down, then at random: beside a clamp only one way is seen."""
         if self.seed < 2:

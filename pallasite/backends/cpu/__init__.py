@@ -12,6 +12,7 @@ from typing import Any
 from pallasite import config
 from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
+from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, with_own_inputs
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.legalize import legalize
@@ -49,8 +50,8 @@ class CpuBackend:
             config={},
             api_version=4,
             aliases=owning.aliases,
-            # A failing check must be seen even where nobody uses the results.
-            has_side_effect=any(op.name == "debug_check" for op in walk(kernel.body)),
+            # Seen even where nobody uses the results.
+            has_side_effect=any(op.name in DEBUG_RULES for op in walk(kernel.body)),
             handler=address,
             keep_alive=owner,
             scratch_results=tuple((ref.shape, ref.dtype.np.name) for ref in more),

@@ -8,10 +8,12 @@ share: which value is where, when formulas become buffers, and the arena's plan.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 
 from pallasite.backends.cpu import (
     arithmetic,
     control,
+    debugging,
     dot,
     gathers,
     handler,
@@ -36,10 +38,11 @@ from pallasite.backends.cpu.tiles import (
     row_major,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
-from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.errors import ResourceError, UnsupportedError
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.types import DType
 
+MOST_BYTES, MOST_PROGRAMS = 1 << 56, 1 << 62
 MAX_DEPTH = 40  # of formulas in formulas: bounds the size of one loop's body
 
 Meaning = Val | Tile | Ref  # what an IR value stands for: a register, a tile, memory
@@ -51,6 +54,7 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **gathers.RULES,
     **memory.RULES,
     **control.RULES,
+    **debugging.RULES,
     **pipeline.RULES,
 }
 NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
@@ -94,6 +98,7 @@ def emit_kernel(kernel: Kernel) -> str:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
+    _check_size(kernel, emitter.arena.size)
     if sharing and sharing.units is None:
         _emit_units(module, kernel, sharing)
     handler.emit_handler(
@@ -104,6 +109,26 @@ def emit_kernel(kernel: Kernel) -> str:
         sharing=sharing,
     )
     return module.text
+
+
+def _check_size(kernel: Kernel, arena_bytes: int) -> None:
+    """Refuse what no machine has: the numbers in the code would wrap around."""
+    if arena_bytes > MOST_BYTES:
+        raise ResourceError(
+            f"kernel '{kernel.name}' needs more memory for temporaries than can exist",
+            [("bytes", arena_bytes)],
+            kernel.loc,
+            "smaller scratch and blocks",
+        )
+    for op in walk(kernel.body):
+        sizes = [n for n in op.attrs["grid"] if n] if op.name == "pipeline" else []
+        if prod(sizes) > MOST_PROGRAMS:
+            raise ResourceError(
+                f"kernel '{kernel.name}' has more programs than could ever run",
+                [("grid", op.attrs["grid"])],
+                kernel.loc,
+                "larger blocks",
+            )
 
 
 def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, str]]:

@@ -272,7 +272,7 @@ def emit_alloc(e: "Emitter", op: Op) -> None:
     e.define(op.result, Ref(type.shape, type.dtype, buffer))
 
 
-# --- copies, semaphores, checks ---
+# --- copies, semaphores ---
 
 
 def emit_copy_start(e: "Emitter", op: Op) -> None:
@@ -333,18 +333,6 @@ def emit_sem_read(e: "Emitter", op: Op) -> None:
     e.define(op.result, Tile(ref.shape, op.result.tile.dtype, buffer))
 
 
-def emit_debug_check(e: "Emitter", op: Op) -> None:
-    """A false condition ends the call; XLA raises the message."""
-    f = e.f
-    good, bad = f.labels("good", "bad")
-    where = f" at {op.loc}" if op.loc else ""
-    message = f.module.text_constant(f"{op.attrs['message']}{where}")
-    f.branch_if(e.scalar(op.operands[0]), good, bad)
-    f.label(bad)
-    f.line(f"ret {message}")
-    f.label(good)
-
-
 def emit_assume_multiple(e: "Emitter", op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     e.define_lazy(op, tiles.reshape(e.f, tile, tile.shape))
@@ -365,7 +353,6 @@ RULES = {
     "sem_signal": emit_sem_signal,
     "sem_wait": emit_sem_wait,
     "sem_read": emit_sem_read,
-    "debug_check": emit_debug_check,
     "delay": emit_nothing,
     "assume_multiple": emit_assume_multiple,
 }

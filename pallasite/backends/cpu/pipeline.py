@@ -54,7 +54,9 @@ def emit_pipeline(e: "Emitter", op: Op) -> None:
         opened: list[OpenWindow] = []
         for plan in plans:
             twin = plan.twin
-            opened.append(opened[twin] if twin is not None else open_window(e, plan, ids))
+            opened.append(
+                opened[twin] if twin is not None else open_window(e, plan, ids)
+            )
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for plan, view in zip(plans, opened, strict=True):
@@ -97,7 +99,11 @@ def _plans(e: "Emitter", op: Op) -> list[Plan]:
     regrouped = flattened_refs(body)
     plans: list[Plan] = []
     for (array, written), window, index_map, block in zip(
-        window_refs(op), windows, maps, body.params[len(op.attrs["grid"]) :], strict=True
+        window_refs(op),
+        windows,
+        maps,
+        body.params[len(op.attrs["grid"]) :],
+        strict=True,
     ):
         ref, forms = e.ref(array), _forms(index_map)
         ranges = _index_ranges(forms, op.attrs["grid"], window)
@@ -150,7 +156,9 @@ def _placed(
 def _move_together(plans: Sequence[Plan]) -> bool:
     """Do the windows show the same block at every step?"""
     first = plans[0]
-    known = all(f.affine is not None and f.affine.const is not None for f in first.forms)
+    known = all(
+        f.affine is not None and f.affine.const is not None for f in first.forms
+    )
     return known and all(
         plan.window.dims == first.window.dims
         and plan.forms == first.forms

@@ -1,12 +1,15 @@
-"""The same bits as elements of another width: rows of a ref packed into wider ones.
+"""The same bits as elements of another width.
 
 `packed_rows` serves `bitcast_view`: as on TPU, the second-last dimension takes up the
-change of width, the first of several rows in the lowest bits.
+change of width, the first of several rows in the lowest bits. `last_parts` serves
+`bitcast` of types narrower than a byte, where the last dimension does.
 """
+
+from collections.abc import Callable
 
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import Function, Val, integer
-from pallasite.backends.cpu.tiles import Indices, Ref, Through
+from pallasite.backends.cpu.tiles import Indices, Ref, Through, Tile
 from pallasite.ir.types import DType
 
 
@@ -79,3 +82,26 @@ def _split(f: Function, ref: Ref, dtype: DType) -> Through:
         ref.write_bits(f, where, bits)
 
     return Through(read, write)
+
+
+def last_parts(f: Function, tile: Tile, dtype: DType) -> Callable[[Indices], Val]:
+    """The elements of a tile as `dtype`: a last dimension of parts more, or less."""
+    old = tile.dtype
+    wide = f"i{max(old.bits, dtype.bits)}"
+    bits_at = lambda indices: scalars.to_bits(f, old, tile.at(f, indices))
+
+    def split(indices: Indices) -> Val:
+        *outer, part = indices
+        shift = f.convert("trunc", f.mul(part, integer(dtype.bits)), wide)
+        bits = f.binary("lshr", bits_at(outer), shift)
+        return scalars.from_bits(f, dtype, f.convert("trunc", bits, f"i{dtype.bits}"))
+
+    def joined(indices: Indices) -> Val:
+        word = integer(0, wide)
+        for n in range(dtype.bits // old.bits):
+            bits = f.convert("zext", bits_at([*indices, integer(n)]), wide)
+            bits = f.binary("shl", bits, integer(n * old.bits, wide))
+            word = f.binary("or", word, bits)
+        return scalars.from_bits(f, dtype, word)
+
+    return split if old.bits > dtype.bits else joined

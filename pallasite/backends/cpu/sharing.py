@@ -64,7 +64,7 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
         return None
     if op is not kernel.body.ops[-1] or not op.attrs["grid"]:
         return None
-    if _has_hidden_atomics(op):
+    if _has_hidden_atomics(op) or _prints(op):
         return None
     info = analyze(kernel)
     grid = op.attrs["grid"]
@@ -88,6 +88,11 @@ def _has_hidden_atomics(op: Op) -> bool:
     names = {inner.name for inner in walk(op.regions[-1])}
     views = names & {"bitcast_view", "reshape_view"}
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
+
+
+def _prints(op: Op) -> bool:
+    """Lines come in the order of the grid."""
+    return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
 
 
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
@@ -181,5 +186,8 @@ def count_units(e: "Emitter", sharing: Sharing) -> Val:
     grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
     total = integer(1)
     for axis in sharing.parallel:
-        total = f.mul(total, f.greatest(grid[axis], integer(0)))
+        size = f.greatest(grid[axis], integer(0))
+        # More than this never end; the product must not wrap around.
+        most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
+        total = f.mul(f.least(total, most), size)
     return total

@@ -181,15 +181,15 @@ class Ref:
 
     def read_bits(self, f: Function, indices: Indices) -> Val:
         """An element as an integer: no float register changes a NaN on the way."""
-        if self.through is not None:
-            return scalars.to_bits(f, self.dtype, self.through.read(indices))
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            return scalars.to_bits(f, self.dtype, self.read(f, indices))
         address = self.buffer.address(f, self.dtype, indices)
         raw = f.load(scalars.memory(self.dtype), address)
         return f.convert("bitcast", raw, f"i{8 * self.dtype.bytes}")
 
     def write_bits(self, f: Function, indices: Indices, bits: Val) -> None:
-        if self.through is not None:
-            self.through.write(indices, scalars.from_bits(f, self.dtype, bits))
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            self.write(f, indices, scalars.from_bits(f, self.dtype, bits))
             return
         raw = f.convert("bitcast", bits, scalars.memory(self.dtype))
         f.store(raw, self.buffer.address(f, self.dtype, indices))

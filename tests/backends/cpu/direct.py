@@ -176,6 +176,7 @@ class Code:
 
         library = llvm.JITLibraryBuilder()
         library.add_object_img(object_code).add_current_process()
+        compiler.import_python(library)
         if isinstance(self.memory, Guarded):
             self._hooks = [_Allocate(self.memory.allocate), _Free(self.memory.free)]
             for name, hook in zip(("malloc", "free"), self._hooks, strict=True):
