@@ -42,9 +42,9 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
             for shape, dtype in launch.scratch_results
         ]
         ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
-    packed = ctx
+    packed, values = ctx, list(operands)
     if launch.handler is not None:
-        ctx, operands = _in_bytes(ctx, operands)
+        ctx, values = _in_bytes(ctx, values)
     typed = isinstance(launch.config, Mapping)
     rule = jax.ffi.ffi_lowering(
         launch.target,
@@ -54,7 +54,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
         operand_output_aliases=dict(launch.aliases) or None,
     )
     attributes = dict(launch.config) if typed else {}
-    found = list(rule(ctx, *operands, **attributes))[:results]
+    found = list(rule(ctx, *values, **attributes))[:results]
     pairs = zip(found, ctx.avals_out, packed.avals_out, strict=False)
     return [_converted(ctx, *each) for each in pairs]
 

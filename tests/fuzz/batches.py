@@ -1,4 +1,4 @@
-"""Batches of random kernels from hypothesis, and the simplest one of those that fail."""
+"""Batches of random kernels from hypothesis, and the simplest that fails."""
 
 from collections.abc import Callable, Sequence
 

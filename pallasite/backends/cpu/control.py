@@ -43,8 +43,9 @@ def _number(e: "Emitter", start: Val, index: Val, stride: Val) -> Val:
 
 def _trip_count(e: "Emitter", first: Val, limit: Val, step: Val) -> Val:
     """How often a loop runs; a step of zero counts as no loop at all."""
-    f, known = e.f, [v.constant for v in (first, limit, step)]
-    if None not in known:
+    f = e.f
+    known = [n for v in (first, limit, step) if (n := v.constant) is not None]
+    if len(known) == 3:
         return integer(len(range(*known)) if known[2] else 0)
     if step.constant == 1:
         some = f.compare("icmp slt", first, limit)

@@ -63,7 +63,7 @@ NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
 def with_own_inputs(kernel: Kernel) -> Kernel:
     """The kernel with a result more for each operand it writes and does not return.
 
-    XLA's arrays do not change; what shares its memory with a result is the kernel's own.
+    XLA's arrays do not change; memory shared with a result is the kernel's own.
     """
     aliased = {i for i, _ in kernel.aliases}
     written = written_refs(kernel.body)

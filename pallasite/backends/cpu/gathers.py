@@ -17,7 +17,7 @@ from pallasite.ir.nodes import Op, Value
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-# Where in the operand an element comes from or goes to, and whether its slice is inside.
+# Where in the operand an element is, and whether its slice was inside.
 Place = Callable[[Indices], tuple[list[Val], Val]]
 
 

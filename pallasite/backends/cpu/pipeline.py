@@ -45,18 +45,15 @@ class Extent:
 
 
 def emit_pipeline(e: "Emitter", op: Op) -> None:
-    *maps, body = op.regions
-    sizes = iter(op.operands)
+    body, sizes = op.regions[-1], iter(op.operands)
     grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
     plans = _plans(e, op)
     with each_program(e, op, grid) as counters:
         ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
         opened: list[OpenWindow] = []
         for plan in plans:
-            twin = plan.twin
-            opened.append(
-                opened[twin] if twin is not None else open_window(e, plan, ids)
-            )
+            twin = None if plan.twin is None else opened[plan.twin]
+            opened.append(twin or open_window(e, plan, ids))
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for plan, view in zip(plans, opened, strict=True):
@@ -141,6 +138,9 @@ def _placed(
     )
     if not plan.may_be_copied:
         return plan
+    if plan.written and plan.window.fill is not None:
+        # What is written outside is dropped, and the fill value is read there again.
+        return replace(plan, one_by_one=True)
     if not shared or not changes:
         room = e.temporary(plan.window.block_shape, plan.array.dtype)
         return replace(plan, room=room)
@@ -337,7 +337,7 @@ def _copy_in(
 def _in_array(
     f: Function, array: Ref, extents: list[Extent], steps: Sequence[Val]
 ) -> tuple[list[Val], Val]:
-    """Where an element of a block is, moved into the array, and whether it was there."""
+    """Where in the array a block's element is, clamped, and whether it was inside."""
     valid, clamped = TRUE, []
     for extent, step, n in zip(extents, steps, array.shape, strict=True):
         valid = f.both(valid, _is_between(f, extent, step))

@@ -1,9 +1,9 @@
 """Calls a kernel's machine code as XLA would, without XLA: a call frame by hand.
 
 `Code` holds the `handler` of one kernel; calling it with arrays gives the results. The
-memory it works in comes from a `Memory`: plain, or `Guarded`, where each operand, result
-and arena lies against a page that no one may touch, so that one element too far is a
-fault. Layouts are those of XLA's C header `xla/ffi/api/c_api.h` (`handler.py`).
+memory it works in comes from a `Memory`: plain, or `Guarded`, where each operand,
+result and arena lies against a page that no one may touch, so that one element too far
+is a fault. Layouts are those of XLA's C header `xla/ffi/api/c_api.h` (`handler.py`).
 """
 
 import ctypes

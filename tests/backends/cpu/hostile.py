@@ -289,10 +289,11 @@ def loop_steps(h: Hostile) -> None:
 
 @template
 def branches(h: Hostile) -> None:
-    arms = [
-        region((), lambda c, n=n: c.store(h.out, c.load(h.x, (At(n), At(n))), (At(n), At(0))))
-        for n in range(3)
-    ]  # fmt: skip
+    def arm(n: int):
+        move = lambda c: c.store(h.out, c.load(h.x, (At(n), At(n))), (At(n), At(0)))
+        return region((), move)
+
+    arms = [arm(n) for n in range(3)]
     h.b.emit("cond", h.small[0], regions=arms)
 
 

@@ -1,4 +1,4 @@
-"""No index, however wrong, leaves its memory; what is too large fails with a message."""
+"""No index, however wrong, leaves its memory; too much of anything is an error."""
 
 import signal
 import subprocess
@@ -68,7 +68,7 @@ def test_scratch_that_no_memory_holds(n: int):
 
 @pytest.mark.parametrize("n", [2**60, 2**62, 2**70])
 def test_scratch_that_cannot_exist(n: int):
-    """Its size would wrap around, and the kernel would write to what it does not have."""
+    """Its size would wrap around, and the kernel write to what it does not have."""
     with pytest.raises(ResourceError, match="more memory for temporaries than can ex"):
         scratch_of(n)
 
