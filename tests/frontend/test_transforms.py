@@ -10,7 +10,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
-from pallasite.backends import base
 from pallasite.errors import FallbackWarning, UnsupportedError
 
 ROWS = pl.BlockSpec((8, 128), lambda i: (i, 0))

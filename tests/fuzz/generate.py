@@ -24,8 +24,8 @@ from tests.fuzz.shapes import tile_op
 from tests.fuzz.windows import (
     Side,
     covering,
-    input_side,
     index_emitter,
+    input_side,
     inside,
     map_of,
     shape_of,

@@ -211,9 +211,8 @@ def stress(seconds: float) -> str:
     last = resident_bytes()
     rounds = ", ".join(f"{w.name} {w.rounds}" for w in workers)
     sizes = f"warm {warm >> 20} MiB, most {most >> 20} MiB, end {last >> 20} MiB"
-    report = (
-        f"{seconds:.0f} s, {len(workers)} threads; rounds: {rounds}; memory: {sizes}"
-    )
+    report = f"{seconds:.0f} s, {len(workers)} threads"
+    report += f"; rounds: {rounds}; memory: {sizes}"
     assert last - warm < MOST_GROWTH, f"memory grows: {report}"
     return report
 

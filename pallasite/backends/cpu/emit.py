@@ -231,9 +231,7 @@ class Emitter:
         if op.regions and has_writes(op):
             self.before_write(None, self.scope.position)
         try:
-            for (
-                value
-            ) in op.results:  # here, where the op is known, not where it is used
+            for value in op.results:  # here, where the op is known, not at its use
                 scalars.spelling(value.type.dtype)
             rule(self, op)
         except UnsupportedError as error:

@@ -49,6 +49,13 @@ def stacked(rows: list[tuple], axes: tuple) -> list:
     ]
 
 
+def referred(case: Case, rows: list[tuple]):
+    """What the examples should give, one after another."""
+    reference = jax.jit(case.reference)
+    found = [reference(*row) for row in rows]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+
 def test_all_chosen_exist():
     assert len(CASES) == len(CHOSEN)
 
@@ -65,11 +72,7 @@ def test_vmap_inside_scan(case: Case):
         return jax.lax.scan(lambda n, _: (n + 1, mapped(*args)), 0, length=STEPS)[1]
 
     got = run(*batched)
-    reference = jax.jit(case.reference)
-    one = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(reference(*r) for r in rows)
-    )
-    want = jax.tree.map(lambda leaf: jnp.stack([leaf] * STEPS), one)
+    want = jax.tree.map(lambda leaf: jnp.stack([leaf] * STEPS), referred(case, rows))
     assert_agrees(case, got, want)
 
 
@@ -98,8 +101,4 @@ def test_on_eight_devices_at_once(case: Case):
         check_vma=False,
     )
     got = jax.jit(spread)(*stacked(rows, leading))
-    reference = jax.jit(case.reference)
-    want = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(reference(*r) for r in rows)
-    )
-    assert_agrees(case, got, want)
+    assert_agrees(case, got, referred(case, rows))
