@@ -1,4 +1,4 @@
-"""Elementary functions: error in ulp against f64, within the bounds the op table states.
+"""Elementary functions: error in ulp against f64, within the bounds of the op table.
 
 One kernel per element type computes every function on samples of its domain. The tiles
 are long enough for whole vectors, and odd, so that what is left over is seen too.
