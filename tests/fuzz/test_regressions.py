@@ -332,6 +332,22 @@ def test_what_is_written_to_an_input_block_stays_for_later_programs():
     np.testing.assert_array_equal(found[:, :3], added)
 
 
+def test_an_atomic_outside_the_array_gives_the_fill_value():
+    x, o = main_ref("x", 6, dtype=I32), main_ref("o", 4, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value):
+        ones = b.constant(1, TileType((4,), I32))
+        attrs = dict(kind="add", index=(Span(0, 4),), mask=False)
+        b.store(out, b.op("atomic_rmw", block, ones, **attrs))
+
+    windows = (Window((BlockDim(4),), "in", fill=-7), blocked("out", 4))
+    maps = (lambda b: (b.index(1),), lambda b: (b.index(0),))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (), body)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:6])
+    np.testing.assert_array_equal(found, [4, 5, -7, -7])
+
+
 # --- loops ---
 
 
