@@ -13,11 +13,11 @@ pytestmark = pytest.mark.filterwarnings("error::pallasite.errors.FallbackWarning
 
 # One or two of each family, and what is special about memory.
 CHOSEN = (
-    *("add_vectors", "rescale_f8", "quantize_int8", "rope", "row_softmax"),
+    *("add_vectors", "swiglu_bf16", "rope", "row_softmax"),
     *("matmul_accumulate", "matmul_odd_fill", "matmul_scratch_bf16", "ragged_matmul"),
     *("flash_scratch_causal", "paged_decode", "alias_partial_update", "dma_gather"),
-    *("reshape_bitcast_views", "scatter_array_index", "masked_offsets", "game_of_life"),
-    *("selective_scan", "histogram_atomic_vector", "top_k", "collatz"),
+    *("reshape_bitcast_views", "scatter_array_index", "masked_offsets", "max_pool"),
+    *("linear_recurrence", "histogram_atomic_vector", "top_k", "collatz"),
     *("run_scoped_temporaries", "matmul_emit_pipeline", "threefry_dropout"),
 )
 CASES = [case for case in all_cases() if case.name in CHOSEN]
