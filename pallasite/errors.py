@@ -69,7 +69,7 @@ class UnknownBackendError(SpecError):
 
 
 class ResourceError(PallasError):
-    """A kernel needs more on-chip memory than the target has."""
+    """A kernel needs more memory, or more programs, than the target has."""
 
 
 class CompileError(PallasError, RuntimeError):

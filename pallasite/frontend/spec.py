@@ -217,6 +217,13 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
                 [("grid", grid), ("axis", axis)],
                 user_location(),
             )
+        if entry >= 2**31:
+            raise SpecError(
+                "a grid size is larger than any program id",
+                [("grid", grid), ("axis", axis), ("largest", 2**31 - 1)],
+                user_location(),
+                "larger blocks, or several axes",
+            )
         return int(entry)
     is_scalar = hasattr(entry, "dtype") and getattr(entry, "shape", None) == ()
     if not (is_scalar and jnp.issubdtype(entry.dtype, jnp.integer)):

@@ -178,9 +178,9 @@ def _exp_halves(x: Expr) -> tuple[Expr, Expr]:
 @float_formula
 def tanh(x: Expr) -> Expr:
     size, square = abs(x), x * x
-    small = x + x * square * fitted(square, fits.TANH_TAIL)
+    small = size + size * square * fitted(square, fits.TANH_TAIL)
     large = 1.0 - 2.0 / ((size * 2.0).op("exp") + 1.0)
-    return where(size < 0.55, small, with_sign_of(large, x))
+    return with_sign_of(where(size < 0.55, small, large), x)
 
 
 @float_formula

@@ -44,6 +44,7 @@ class WindowMoves:
     forms: tuple[Form, ...]  # what the index map yields
     axes: frozenset[int]  # it may show another block at another step along these
     own: frozenset[int]  # steps that differ along these never touch the same elements
+    written: bool  # an output, or an operand whose block the body writes
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class GridInfo:
             index = ", ".join(map(str, window.forms))
             moves = _axes_text(window.axes) or "nothing"
             text = f"  {window.mode:<3} {window.name}  ({index})  moves along {moves}"
-            if window.mode == "out":
+            if window.written:
                 text += f"; own along {_axes_text(window.own) or 'nothing'}"
             lines.append(text)
         for carry in self.carries:
@@ -168,7 +169,7 @@ class _Analysis:
         if size == 1:
             return Axis(size, True, "it has one step")
         for window in windows:
-            if window.mode == "out" and axis not in window.own:
+            if window.written and axis not in window.own:
                 return Axis(
                     size, False, f"several steps may write a block of {window.name}"
                 )
@@ -190,8 +191,8 @@ class _Analysis:
             if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
                 continue
             for o, out in enumerate(self.refs):
-                written = self.window_attrs[o].mode == "out"
-                if not written or self.memory(ref) is not self.memory(out):
+                apart = o == i or self.memory(ref) is not self.memory(out)
+                if apart or not windows[o].written:
                     continue
                 same_dims = self.window_attrs[i].dims == self.window_attrs[o].dims
                 same_maps = windows[i].forms == windows[o].forms
@@ -216,10 +217,11 @@ class _Analysis:
         found = tuple(map(forms.of, region.yields))
         moves = frozenset[int]().union(*(f.axes for f in found))
         own = frozenset[int]()
-        if attr.mode == "out":
+        written = attr.mode == "out" or self.is_written(self.blocks[number])
+        if written:
             own = self.own_axes(number, found)
         name = self.refs[number].name or f"window {number}"
-        return WindowMoves(name, attr.mode, found, moves, own)
+        return WindowMoves(name, attr.mode, found, moves, own, written)
 
     def own_axes(self, number: int, found: tuple[Form, ...]) -> frozenset[int]:
         """Axes along which an output's blocks, or what is written of them, differ."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.interpreters import mlir
 
 Launch = Any  # pallasite.backends.base.Launch, which is a layer above this one
 
@@ -41,6 +42,9 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
             for shape, dtype in launch.scratch_results
         ]
         ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
+    packed, values = ctx, list(operands)
+    if launch.handler is not None:
+        ctx, values = _in_bytes(ctx, values)
     typed = isinstance(launch.config, Mapping)
     rule = jax.ffi.ffi_lowering(
         launch.target,
@@ -50,7 +54,33 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
         operand_output_aliases=dict(launch.aliases) or None,
     )
     attributes = dict(launch.config) if typed else {}
-    return list(rule(ctx, *operands, **attributes))[:results]
+    found = list(rule(ctx, *values, **attributes))[:results]
+    pairs = zip(found, ctx.avals_out, packed.avals_out, strict=False)
+    return [_converted(ctx, *each) for each in pairs]
+
+
+def _in_bytes(ctx: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What is narrower than a byte, which XLA packs, in a byte each."""
+    wide = ctx.replace(
+        avals_in=[_byte_aval(a) for a in ctx.avals_in],
+        avals_out=[_byte_aval(a) for a in ctx.avals_out],
+    )
+    triples = zip(operands, ctx.avals_in, wide.avals_in, strict=True)
+    return wide, [_converted(ctx, *each) for each in triples]
+
+
+def _byte_aval(aval: Any) -> Any:
+    wide = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+    name = wide.get(aval.dtype.name)
+    return aval if name is None else aval.update(dtype=np.dtype(name))
+
+
+def _converted(ctx: Any, value: Any, old: Any, new: Any) -> Any:
+    if old.dtype == new.dtype:
+        return value
+    cast = lambda x: jax.lax.convert_element_type(x, new.dtype)
+    rule = mlir.lower_fun(cast, multiple_results=False)
+    return rule(ctx.replace(avals_in=[old], avals_out=[new]), value)[0]
 
 
 def _register(launch: Launch) -> None:

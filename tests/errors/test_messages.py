@@ -77,6 +77,7 @@ BAD = {
     "spec type": lambda: call(grid=2, in_specs=[(8, 128)], out_specs=spec),
     "grid float": lambda: call(grid=(16 / 8,), in_specs=[spec], out_specs=spec),
     "grid negative": lambda: call(grid=(-1,), in_specs=[spec], out_specs=spec),
+    "grid huge": lambda: call(grid=(2, 2**31), in_specs=[spec], out_specs=spec),
     "grid str": lambda: call(grid="a", in_specs=[spec], out_specs=spec),
     "out_shape missing": lambda: pl.pallas_call(copy)(x),
     "out_shape bad": lambda: call(out_shape=(16, 128)),

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import At, Block, Kernel, Value, Window
+from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
 from pallasite.ir.verify import verify
 from tests.fuzz.arithmetic import elementwise
 from tests.fuzz.choices import Choices
@@ -24,6 +24,7 @@ from tests.fuzz.shapes import tile_op
 from tests.fuzz.windows import (
     Side,
     covering,
+    index_emitter,
     input_side,
     inside,
     map_of,
@@ -271,7 +272,10 @@ class Maker:
         fill = world.number(dtype) if world.chance(50 if hangs else 5) else None
         block = self.add_window(array, sides, "in", fill)
         solid = not hangs or fill is not None
-        memory = Memory(block, level, solid=solid, shared=shared)
+        written = not shared and not self.family.plain_windows and world.chance(15)
+        if written and dtype.is_float:
+            level = ROUGH
+        memory = Memory(block, level, written, solid, shared)
         w.memories.append(memory)
         loaded = load_all(w, memory)
         mask = None if solid else inside(w, sides, self.ids)
@@ -364,11 +368,17 @@ class Maker:
         source = self.alias_new(output)
         level = ROUGH if type_.dtype.is_float else BITS
         self.show_input(source, sides, level, shared=True)
-        others = [
-            Side(s.n, s.dim, s.emit, s.hangs) for s in sides
-        ]  # the same blocks, for writing
+        others = sides  # the same blocks, for writing
+        if not self.family.plain_windows and world.chance(50):
+            others = [self.other_side(s) for s in sides]
         block = self.add_window(output, others, "out")
-        self.keep(block, solid=not any(s.hangs and s.kept for s in sides))
+        self.keep(block, solid=not any(s.hangs and s.kept for s in others))
+
+    def other_side(self, side: Side) -> Side:
+        """Another way to cut the same dimension."""
+        size = self.world.integer(1, side.n)
+        index = index_emitter(self.world, len(self.grid), self.prefetch)
+        return Side(side.n, BlockDim(size), index, hangs=side.n % size != 0)
 
     def add_inner_pipeline(self) -> None:
         """A pipeline in the body, over memory of the kernel."""
@@ -400,7 +410,7 @@ class Maker:
         for _ in range(world.integer(1, 3)):
             array = self.random_param(shape_of(sides), world.dtype(), "x")
             memory = Memory(self.add_window(array, sides, "in"), BITS, solid=False)
-            load_all(self.body, memory)
+            world.hanging.add(load_all(self.body, memory))
         for _ in range(world.integer(*self.family.lines)):
             elementwise(self.body)
         fits = [v for v in self.body.unused() if v.tile.shape == shown]

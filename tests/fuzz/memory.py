@@ -45,6 +45,11 @@ class Place:
     shape: tuple[int, ...]
     distinct: bool  # no element is picked twice
 
+    @property
+    def reads_distinct(self) -> bool:
+        """Nor read twice: a gathered index out of range is clamped when it reads."""
+        return self.distinct and not any(isinstance(e, Gather) for e in self.index)
+
 
 def place(w: Writer, ref: T.RefType, distinct: bool = False) -> Place:
     """An index; with `distinct`, one that picks no element twice."""
@@ -197,7 +202,7 @@ def atomic(w: Writer) -> None:
     attrs = dict(kind=kind, index=where.index, mask=mask is not None)
     operands = (memory.ref, value, *where.operands, *extra)
     old = w.emit("atomic_rmw", *operands, most=memory.level, **attrs)
-    if mask is not None or not where.distinct:  # unspecified, or depends on the order
+    if mask is not None or not where.reads_distinct:  # unspecified
         _hide(w, old)
 
 
@@ -215,7 +220,9 @@ def compare_and_swap(w: Writer) -> None:
     if w.world.chance(50):
         compare = _load(w, memory, where, None, None)
     operands = (memory.ref, compare, value, *where.operands)
-    w.emit("atomic_cas", *operands, index=where.index)
+    old = w.emit("atomic_cas", *operands, index=where.index)
+    if not where.reads_distinct:
+        _hide(w, old)
 
 
 # --- more memory, and other views of it ---

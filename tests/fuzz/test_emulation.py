@@ -7,17 +7,16 @@ one family, so that workers share them out.
 
 from collections.abc import Sequence
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
 from tests.fuzz.agreement import run_numpy, same
-from tests.fuzz.choices import Seeded, Stream, simplest
-from tests.fuzz.generate import BYTES, FAMILIES, Case, random_kernel
+from tests.fuzz.batches import check_batches
+from tests.fuzz.choices import Seeded
+from tests.fuzz.generate import FAMILIES, Case, random_kernel
 from tests.fuzz.running import OPTIMISED, check, emulated
 
 BATCH = 8  # kernels that XLA compiles together
@@ -61,24 +60,7 @@ def test_at_least_two_thousand_kernels():
 
 def agree(family: str, part: int, count: int, wide: bool = False) -> int:
     """Check `count` batches; how many different kernels there were."""
-    seen: set[str] = set()
-    size = BATCH * BYTES
-
-    @hypothesis.seed(part)
-    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
-    @hypothesis.given(st.binary(min_size=size, max_size=size))
-    def check_batch(data: bytes) -> None:
-        streams = [data[n : n + BYTES] for n in range(0, size, BYTES)]
-        cases = [random_kernel(Stream(s), family, wide) for s in streams]
-        try:
-            check_all(cases)
-        except Exception:
-            raise_simplest(streams, family, wide)
-            raise
-        seen.update(case.kernel.text for case in cases)
-
-    check_batch()
-    return len(seen)
+    return check_batches(check_all, family, part, count, BATCH, wide)
 
 
 def check_all(cases: Sequence[Case]) -> None:
@@ -98,19 +80,3 @@ def keeps_meaning(case: Case) -> None:
     for a, b in zip(results, run_numpy(new, case.arrays), strict=True):
         wrong = np.flatnonzero(~same(a, b))
         assert not wrong.size, f"canonicalize: {a.flat[wrong[0]]}, {b.flat[wrong[0]]}"
-
-
-def raise_simplest(streams: Sequence[bytes], family: str, wide: bool) -> None:
-    """Raise for the simplest kernel found that fails by itself."""
-
-    def fails(stream: bytes) -> bool:
-        try:
-            check_all([random_kernel(Stream(stream), family, wide)])
-        except Exception:
-            return True
-        return False
-
-    for stream in filter(fails, streams):
-        case = random_kernel(Stream(simplest(stream, fails)), family, wide)
-        print(case)
-        check_all([case])

@@ -9,8 +9,20 @@ import pytest
 from pallasite.frontend.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Gather, Kernel, Span, Value, Window
-from pallasite.ir.types import BOOL, F32, I8, I32, INDEX, U8, U32, RefType, TileType
+from pallasite.ir.types import (
+    BOOL,
+    F32,
+    I8,
+    I32,
+    I64,
+    INDEX,
+    U8,
+    U32,
+    RefType,
+    TileType,
+)
 from pallasite.ir.verify import verify
+from tests.backends.cpu.direct import Code
 from tests.backends.cpu.running import region, tiles_kernel, with_refs
 from tests.fuzz.agreement import run_numpy
 from tests.ir.kernels import blocked, emit_pipeline, main_ref, when
@@ -18,13 +30,18 @@ from tests.ir.kernels import blocked, emit_pipeline, main_ref, when
 EIGHT = np.arange(8, dtype=np.int32)
 
 
-def results(kernel: Kernel, *arrays: np.ndarray) -> list[np.ndarray]:
-    """What both evaluators give, which must be the same."""
+def results(
+    kernel: Kernel, *arrays: np.ndarray, native: bool = True
+) -> list[np.ndarray]:
+    """What both evaluators and machine code give, which must be the same."""
     verify(kernel)
     found = run_numpy(kernel, arrays)
-    emulated = jax.jit(emulate(kernel))(*arrays)
-    for a, b in zip(found, emulated, strict=True):
-        np.testing.assert_array_equal(a, np.asarray(b))
+    others = [jax.jit(emulate(kernel))(*arrays)]
+    if native:
+        others.append(Code(kernel, optimise=False)(*arrays))
+    for other in others:
+        for a, b in zip(found, other, strict=True):
+            np.testing.assert_array_equal(a, np.asarray(b))
     return found
 
 
@@ -230,5 +247,121 @@ def test_block_views_are_run():
     block = b.op("block_view", x, b.index(1), window=window)
     assert block.type == RefType((4,), I32)
     b.store(o, b.load(block))
-    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:7])
+    kernel = Kernel("k", (x, o), b.block(), 1)
+    (found,) = results(kernel, EIGHT[:7], native=False)
     np.testing.assert_array_equal(found, [4, 5, 6, -7])
+
+
+# --- windows ---
+
+
+@pytest.mark.parametrize("number, wanted", [(-1, 0), (0, 0), (1, 1), (7, 1)])
+def test_blocks_that_do_not_exist_are_clamped_then_cut(number: int, wanted: int):
+    """Machine code took a block before the first one for one inside the array."""
+    x, o = main_ref("x", 6, dtype=I32), main_ref("o", 4, dtype=I32)
+    windows = (Window((BlockDim(4),), "in", fill=-7), blocked("out", 4))
+    maps = (lambda b: (b.index(number),), lambda b: (b.index(0),))
+    b = Builder()
+    copy = lambda c, ids, block, out: c.store(out, c.load(block))
+    emit_pipeline(b, (x, o), windows, maps, (), copy)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:6])
+    np.testing.assert_array_equal(found, [[0, 1, 2, 3], [4, 5, -7, -7]][wanted])
+
+
+def test_a_larger_block_than_the_array_before_the_first_one():
+    x, o = main_ref("x", 5, dtype=I32), main_ref("o", 6, dtype=I32)
+    windows = (Window((BlockDim(6),), "in", fill=-7), blocked("out", 6))
+    maps = (lambda b: (b.index(-1),), lambda b: (b.index(0),))
+    b = Builder()
+    copy = lambda c, ids, block, out: c.store(out, c.load(block))
+    emit_pipeline(b, (x, o), windows, maps, (), copy)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:5])
+    np.testing.assert_array_equal(found, [0, 1, 2, 3, 4, -7])
+
+
+@pytest.mark.parametrize("fill", [None, -7])
+@pytest.mark.parametrize("apart", [0, 1])
+def test_an_overhanging_block_sees_what_its_alias_writes(fill, apart: int):
+    """Through windows that move together, and through others."""
+    x, o = main_ref("x", 7, dtype=I32), main_ref("o", 7, dtype=I32)
+    s = main_ref("s", 2, 2, dtype=I32)
+
+    def body(b: Builder, ids, old: Value, new: Value, seen: Value):
+        first = (Span(0, 2),)
+        b.store(new, b.constant(50, TileType((2,), I32)), first)
+        b.store(seen, b.load(old, first))
+
+    windows = (
+        Window((BlockDim(4),), "in", fill=fill),
+        Window((BlockDim(4),), "out"),
+        Window((BlockDim(1, "squeezed"), BlockDim(2)), "out"),
+    )
+    maps = (
+        lambda b, i: (i,),
+        lambda b, i: (b.max(b.sub(i, b.index(apart)), b.index(0)),),
+        lambda b, i: (i, b.index(0)),
+    )
+    b = Builder()
+    emit_pipeline(b, (x, o, s), windows, maps, (2,), body)
+    kernel = Kernel("k", (x, o, s), b.block(), 2, ((0, 0),))
+    new, seen = results(kernel, EIGHT[:7])
+    if apart:
+        np.testing.assert_array_equal(new, [50, 50, 2, 3, 4, 5, 6])
+        np.testing.assert_array_equal(seen, [[50, 50], [4, 5]])
+    else:
+        np.testing.assert_array_equal(new, [50, 50, 2, 3, 50, 50, 6])
+        np.testing.assert_array_equal(seen, [[50, 50], [50, 50]])
+
+
+def test_what_is_written_to_an_input_block_stays_for_later_programs():
+    x, o = main_ref("x", 7, dtype=I32), main_ref("o", 3, 4, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value):
+        b.store(block, b.add(b.load(block), b.like(10, b.load(block))))
+        b.store(out, b.load(block))
+
+    windows = (
+        Window((BlockDim(4),), "in", fill=-7),
+        Window((BlockDim(1, "squeezed"), BlockDim(4)), "out"),
+    )
+    maps = (lambda b, i: (b.index(1),), lambda b, i: (i, b.index(0)))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (3,), body)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:7])
+    added = 10 * np.arange(1, 4)[:, None] + [4, 5, 6]
+    np.testing.assert_array_equal(found[:, :3], added)
+
+
+def test_an_atomic_outside_the_array_gives_the_fill_value():
+    x, o = main_ref("x", 6, dtype=I32), main_ref("o", 4, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value):
+        ones = b.constant(1, TileType((4,), I32))
+        attrs = dict(kind="add", index=(Span(0, 4),), mask=False)
+        b.store(out, b.op("atomic_rmw", block, ones, **attrs))
+
+    windows = (Window((BlockDim(4),), "in", fill=-7), blocked("out", 4))
+    maps = (lambda b: (b.index(1),), lambda b: (b.index(0),))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (), body)
+    (found,) = results(Kernel("k", (x, o), b.block(), 1), EIGHT[:6])
+    np.testing.assert_array_equal(found, [4, 5, -7, -7])
+
+
+# --- loops ---
+
+
+@pytest.mark.parametrize(
+    "first, limit, step",
+    [(-(2**63), 2**63 - 1, 2**62), (2**63 - 1, -(2**63), -(2**62)), (0, 5, 2**63 - 1)],
+)
+def test_loops_over_the_whole_range(first: int, limit: int, step: int):
+    def count(b: Builder, *bounds: Value) -> Value:
+        params = (Value(TileType((), I64)), Value(INDEX))
+        body = region(params, lambda c, i, n: c.add(n, c.index(1)))
+        return b.emit("for", *bounds, b.index(0), regions=(body,))[0]
+
+    bounds = [np.int64(n) for n in (first, limit, step)]
+    kernel = tiles_kernel(count, bounds)
+    (found,) = Code(kernel)(*bounds)
+    assert found == len(range(first, limit, step))

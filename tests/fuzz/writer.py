@@ -42,6 +42,8 @@ class World:
     used: set[Value] = field(default_factory=set)
     # Tiles a compiler cannot know: read from an input, and only moved since.
     unknown: set[Value] = field(default_factory=set)
+    # Tiles with elements that are not defined: these must stay where they are.
+    hanging: set[Value] = field(default_factory=set)
 
     def integer(self, low: int, high: int) -> int:
         return self.choices.integer(low, high)
@@ -121,6 +123,8 @@ class Writer:
         given = min([BITS, *(world.level.get(v, BITS) for v in operands)])
         results = self.b.emit(name, *operands, **attrs)
         world.used.update(operands)
+        if not world.hanging.isdisjoint(operands):
+            world.hanging.update(results)
         if name in _MOVING and operands[0] in world.unknown:
             world.unknown.update(results)
         for value in results:
@@ -200,6 +204,8 @@ class Writer:
         shape, have = tuple(shape), value.tile.shape
         if have == shape:
             return value
+        if value in self.world.hanging:
+            return self.constant(value.tile.dtype, shape)
         if have == ():
             return self.emit("broadcast_in_dim", value, shape=shape, dims=())
         size, wanted = prod(have), prod(shape)

@@ -12,7 +12,8 @@ from typing import Any
 from pallasite import config
 from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu.emit import NATIVE, emit_kernel
+from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
+from pallasite.backends.cpu.emit import NATIVE, emit_kernel, with_own_inputs
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.legalize import legalize
 
@@ -27,7 +28,7 @@ class CpuBackend:
 
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
         # Stages that need more than the text before them take what they need here.
-        llvm = cache(lambda: emit_kernel(legalize(kernel, NATIVE, self.name)))
+        llvm = cache(lambda: llvm_text(kernel))
         stages: dict[str, Stage] = {
             "ir": lambda kernel: kernel.text,
             "llvm": lambda _: llvm(),
@@ -42,19 +43,27 @@ class CpuBackend:
     ) -> Launch:
         key = compiler.text_hash(outputs["llvm"])
         address, owner = compiler.load(key, outputs["object"])
+        owning = with_own_inputs(kernel)
+        more = [out.ref for out in owning.outputs[kernel.num_outputs :]]
         return Launch(
             target=f"pallasite_cpu_{key}",
             config={},
             api_version=4,
-            aliases=kernel.aliases,
-            # A failing check must be seen even where nobody uses the results.
-            has_side_effect=any(op.name == "debug_check" for op in walk(kernel.body)),
+            aliases=owning.aliases,
+            # Seen even where nobody uses the results.
+            has_side_effect=any(op.name in DEBUG_RULES for op in walk(kernel.body)),
             handler=address,
             keep_alive=owner,
+            scratch_results=tuple((ref.shape, ref.dtype.np.name) for ref in more),
         )
 
     def version(self) -> str:
         return f"cpu 1, {compiler.version()}"
+
+
+def llvm_text(kernel: Kernel) -> str:
+    """The LLVM module of any kernel."""
+    return emit_kernel(legalize(with_own_inputs(kernel), NATIVE, "cpu"))
 
 
 BACKEND = CpuBackend()

@@ -5,11 +5,13 @@
 because XLA never forgets a handler. Both remember what they made by a hash of the text.
 """
 
+import ctypes
 import hashlib
 import threading
 from functools import cache
 from typing import Any
 
+from pallasite.backends.cpu.debugging import PRINT, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
 
@@ -96,9 +98,16 @@ def _link(key: str, object_code: bytes) -> tuple[int, Any]:
 
     library = llvm.JITLibraryBuilder()
     library.add_object_img(object_code).add_current_process()
+    import_python(library)
     library.export_symbol("handler")
     tracker = library.link(_jit(), f"pallasite_{key}")
     return tracker["handler"], tracker
+
+
+def import_python(library: Any) -> None:
+    """Name the functions of this process that machine code calls."""
+    address = ctypes.cast(printer(), ctypes.c_void_p).value
+    library.import_symbol(PRINT, address)
 
 
 @cache

@@ -26,7 +26,7 @@ def emit_for(e: "Emitter", op: Op) -> None:
     start, stride = e.index(first), e.index(step)
     places = _carry_places(e, op, carries)
     with f.loop(count, _scalars(e, carries)) as loop:
-        number = f.add(start, f.mul(loop.index, stride))
+        number = _number(e, start, loop.index, stride)
         counter = scalars.cast(f, number, I64, dtype)
         with e.block(body, [counter, *_merge(places, loop.carries)]) as yields:
             _store_carries(e, places, yields)
@@ -34,18 +34,32 @@ def emit_for(e: "Emitter", op: Op) -> None:
     _define_results(e, op, places, loop.carries)
 
 
+def _number(e: "Emitter", start: Val, index: Val, stride: Val) -> Val:
+    if stride.constant == 1:
+        return e.f.add(start, index)
+    # From far below zero to far above, the product alone may wrap.
+    return e.f.binary("add", start, e.f.binary("mul", index, stride))
+
+
 def _trip_count(e: "Emitter", first: Val, limit: Val, step: Val) -> Val:
     """How often a loop runs; a step of zero counts as no loop at all."""
     f = e.f
+    known = [n for v in (first, limit, step) if (n := v.constant) is not None]
+    if len(known) == 3:
+        return integer(len(range(*known)) if known[2] else 0)
     if step.constant == 1:
-        return f.greatest(f.sub(limit, first), integer(0))
+        some = f.compare("icmp slt", first, limit)
+        return f.select(some, f.binary("sub", limit, first), integer(0))
     up = f.compare("icmp sgt", step, integer(0))
-    size = f.select(up, step, f.sub(integer(0), step))
-    distance = f.select(up, f.sub(limit, first), f.sub(first, limit))
-    size = f.greatest(size, integer(1))
-    rounds = f.binary("sdiv", f.add(distance, f.sub(size, integer(1))), size)
-    some = f.compare("icmp sgt", distance, integer(0))
+    low, high = f.select(up, first, limit), f.select(up, limit, first)
+    # Without a sign the difference of any two numbers fits.
+    distance = f.binary("sub", high, low)
+    size = f.select(up, step, f.binary("sub", integer(0), step))
+    size = f.intrinsic("umax", size, integer(1))
+    last = f.binary("udiv", f.binary("sub", distance, integer(1)), size)
+    some = f.compare("icmp slt", low, high)
     moving = f.compare("icmp ne", step, integer(0))
+    rounds = f.binary("add", last, integer(1))
     return f.select(f.both(some, moving), rounds, integer(0))
 
 

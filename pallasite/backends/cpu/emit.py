@@ -8,11 +8,14 @@ share: which value is where, when formulas become buffers, and the arena's plan.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 
 from pallasite.backends.cpu import (
     arithmetic,
     control,
+    debugging,
     dot,
+    gathers,
     handler,
     memory,
     pipeline,
@@ -35,10 +38,11 @@ from pallasite.backends.cpu.tiles import (
     row_major,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
-from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.errors import ResourceError, UnsupportedError
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.types import DType
 
+MOST_BYTES, MOST_PROGRAMS = 1 << 56, 1 << 62
 MAX_DEPTH = 40  # of formulas in formulas: bounds the size of one loop's body
 
 Meaning = Val | Tile | Ref  # what an IR value stands for: a register, a tile, memory
@@ -47,16 +51,40 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **shapes.RULES,
     **reductions.RULES,
     **dot.RULES,
+    **gathers.RULES,
     **memory.RULES,
     **control.RULES,
+    **debugging.RULES,
     **pipeline.RULES,
 }
 NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
 
 
+def with_own_inputs(kernel: Kernel) -> Kernel:
+    """The kernel with a result more for each operand it writes and does not return.
+
+    XLA's arrays do not change; memory shared with a result is the kernel's own.
+    """
+    aliased = {i for i, _ in kernel.aliases}
+    written = written_refs(kernel.body)
+    inputs = list(enumerate(kernel.inputs))
+    own = [n for n, param in inputs if param in written and n not in aliased]
+    if not own:
+        return kernel
+    more = [Value(kernel.inputs[n].type, kernel.inputs[n].name) for n in own]
+    new = [(n, kernel.num_outputs + k) for k, n in enumerate(own)]
+    return kernel.with_(
+        params=(*kernel.params, *more),
+        num_outputs=kernel.num_outputs + len(own),
+        aliases=(*kernel.aliases, *new),
+    )
+
+
 def emit_kernel(kernel: Kernel) -> str:
-    """The LLVM module of a kernel; its entry point is the function `handler`."""
-    _check_inputs_are_kept(kernel)
+    """The LLVM module of a kernel; its entry point is the function `handler`.
+
+    The kernel writes only memory it owns (`with_own_inputs`).
+    """
     module, sharing = Module(), sharing_of(kernel)
     params = _pointer_params(kernel, sharing)
     units = [("i64", "first"), ("i64", "last")] if sharing else []
@@ -70,6 +98,7 @@ def emit_kernel(kernel: Kernel) -> str:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
+    _check_size(kernel, emitter.arena.size)
     if sharing and sharing.units is None:
         _emit_units(module, kernel, sharing)
     handler.emit_handler(
@@ -80,6 +109,26 @@ def emit_kernel(kernel: Kernel) -> str:
         sharing=sharing,
     )
     return module.text
+
+
+def _check_size(kernel: Kernel, arena_bytes: int) -> None:
+    """Refuse what no machine has: the numbers in the code would wrap around."""
+    if arena_bytes > MOST_BYTES:
+        raise ResourceError(
+            f"kernel '{kernel.name}' needs more memory for temporaries than can exist",
+            [("bytes", arena_bytes)],
+            kernel.loc,
+            "smaller scratch and blocks",
+        )
+    for op in walk(kernel.body):
+        sizes = [n for n in op.attrs["grid"] if n] if op.name == "pipeline" else []
+        if prod(sizes) > MOST_PROGRAMS:
+            raise ResourceError(
+                f"kernel '{kernel.name}' has more programs than could ever run",
+                [("grid", op.attrs["grid"])],
+                kernel.loc,
+                "larger blocks",
+            )
 
 
 def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, str]]:
@@ -124,19 +173,6 @@ def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
         buffer = Buffer(pointer, row_major(type.shape), root)
         refs.append(Ref(type.shape, type.dtype, buffer))
     return refs
-
-
-def _check_inputs_are_kept(kernel: Kernel) -> None:
-    aliased = {i for i, _ in kernel.aliases}
-    written = written_refs(kernel.body)
-    for place, param in enumerate(kernel.inputs):
-        if param in written and place not in aliased:
-            raise UnsupportedError(
-                f"kernel '{kernel.name}' writes to operand {place}",
-                [("operand", param.type)],
-                at=kernel.loc,
-                fix="alias it to a result with input_output_aliases",
-            )
 
 
 @dataclass
@@ -195,6 +231,8 @@ class Emitter:
         if op.regions and has_writes(op):
             self.before_write(None, self.scope.position)
         try:
+            for value in op.results:  # here, where the op is known, not at its use
+                scalars.spelling(value.type.dtype)
             rule(self, op)
         except UnsupportedError as error:
             if error.at is not None:

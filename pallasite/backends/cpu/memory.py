@@ -8,18 +8,17 @@ gathered and masked elements are clamped when read and dropped when written.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import arithmetic, atomics, scalars, tiles
+from pallasite.backends.cpu import arithmetic, atomics, reinterpret, scalars, tiles
 from pallasite.backends.cpu.llvm import TRUE, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Indices, Ref, Root, Tile
-from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import RefType
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-# An element's address, and whether it is one the access may touch.
-Place = Callable[[Indices], tuple[Val, Val]]
+# Where in the ref an element is, and whether it is one the access may touch.
+Place = Callable[[Indices], tuple[list[Val], Val]]
 
 
 def _is_plain(access: Access) -> bool:
@@ -53,18 +52,18 @@ def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
 
 
 def places(e: "Emitter", ref: Ref, access: Access) -> Place:
-    """Element by element addressing, for masked and gathering accesses."""
+    """Element by element addressing, for all but boxes of plain memory."""
     f = e.f
     entries = access.split_index()
     masked = access.mask is not None
     rank = next((v.tile.rank for c, v in entries if isinstance(c, Gather) and v), 0)
     starts = {
-        d: e.index(operand) if masked and operand else _start(e, entry, operand, n)
+        d: (_masked_start if masked else _start)(e, entry, operand, n)
         for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True))
         if not isinstance(entry, Gather)
     }
 
-    def place(indices: Indices) -> tuple[Val, Val]:
+    def place(indices: Indices) -> tuple[list[Val], Val]:
         spans = iter(indices[rank:])
         coordinates, inside = [], TRUE
         for d, ((entry, operand), n) in enumerate(zip(entries, ref.shape, strict=True)):
@@ -80,15 +79,23 @@ def places(e: "Emitter", ref: Ref, access: Access) -> Place:
                 inside = f.both(inside, f.compare("icmp ult", where, integer(n)))
                 where = f.clamp(where, integer(0), integer(n - 1))
             coordinates.append(where)
-        return ref.buffer.address(f, ref.dtype, coordinates), inside
+        return coordinates, inside
 
     return place
+
+
+def _masked_start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val:
+    """Where a masked box begins: as far outside as makes a difference."""
+    if operand is None:
+        return integer(entry.start or 0)
+    extent = entry.extent if isinstance(entry, Span) else 1
+    return e.f.clamp(e.index(operand), integer(-extent), integer(n))
 
 
 def emit_load(e: "Emitter", op: Op) -> None:
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
-    if _is_plain(access):
+    if _is_plain(access) and ref.through is None:
         buffer = box(e, ref, access)
         e.define_lazy(op, Tile(type.shape, type.dtype, buffer))
         return
@@ -102,8 +109,8 @@ def emit_load(e: "Emitter", op: Op) -> None:
     other = e.element(access.other) if access.other is not None else lambda _: nothing
 
     def element(indices: Indices) -> Val:
-        address, _ = place(indices)
-        value = scalars.load(e.f, ref.dtype, address)
+        where, _ = place(indices)
+        value = ref.read(e.f, where)
         return (
             value if mask is None else e.f.select(mask(indices), value, other(indices))
         )
@@ -123,7 +130,7 @@ def emit_store(e: "Emitter", op: Op) -> None:
     ref, value = e.ref(access.ref), access.value
     assert value is not None
     e.before_write(ref.root, e.scope.position + 1)
-    if _is_plain(access):
+    if _is_plain(access) and ref.through is None:
         store_tile(e, box(e, ref, access), e.as_tile(value))
         return
     if 0 in ref.shape:
@@ -131,11 +138,11 @@ def emit_store(e: "Emitter", op: Op) -> None:
     _settle(e, op, ref.root)
     place, new = places(e, ref, access), e.element(value)
     with e.f.nest(value.tile.shape) as indices:
-        address, touched = place(indices)
+        where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         number = new(indices)
         with e.f.when(touched):
-            scalars.store(e.f, ref.dtype, number, address)
+            ref.write(e.f, where, number)
 
 
 def store_tile(e: "Emitter", target: Buffer, tile: Tile) -> None:
@@ -172,16 +179,18 @@ def emit_atomic(e: "Emitter", op: Op) -> None:
     _settle(e, op, ref.root)
     place = places(e, ref, access)
     with e.f.nest(type.shape) as indices:
-        address, touched = place(indices)
+        where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
         if ref.root in e.shared_roots:
+            assert ref.through is None, "sharing.py keeps such kernels to one thread"
+            address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
         else:
-            old = scalars.load(e.f, ref.dtype, address)
+            old = ref.read(e.f, where)
             new, wanted = update(old)
             with e.f.when(e.f.both(touched, wanted)):
-                scalars.store(e.f, ref.dtype, new, address)
+                ref.write(e.f, where, new)
         if result is not None:
             there = result.address(e.f, type.dtype, indices)
             scalars.store(e.f, type.dtype, old, there)
@@ -209,37 +218,47 @@ def _updated(
 
 def emit_subview(e: "Emitter", op: Op) -> None:
     access = Access.of(op)
-    ref = e.ref(access.ref)
-    e.define(op.result, Ref(op.result.ref.shape, ref.dtype, box(e, ref, access)))
+    ref, shape = e.ref(access.ref), op.result.ref.shape
+    if ref.through is None:
+        e.define(op.result, Ref(shape, ref.dtype, box(e, ref, access)))
+        return
+    place = places(e, ref, access)
+    e.define(op.result, ref.moved(e.f, shape, lambda indices: place(indices)[0]))
 
 
 def emit_transpose_view(e: "Emitter", op: Op) -> None:
-    ref, perm = e.ref(op.operands[0]), op.attrs["perm"]
+    ref, perm, shape = e.ref(op.operands[0]), op.attrs["perm"], op.result.ref.shape
+    if ref.through is not None:
+        order = [perm.index(d) for d in range(len(perm))]
+        turn = lambda indices: [indices[d] for d in order]
+        e.define(op.result, ref.moved(e.f, shape, turn))
+        return
     strides = tuple(ref.buffer.strides[d] for d in perm)
     buffer = Buffer(ref.buffer.pointer, strides, ref.root)
-    e.define(op.result, Ref(op.result.ref.shape, ref.dtype, buffer))
+    e.define(op.result, Ref(shape, ref.dtype, buffer))
 
 
 def emit_reshape_view(e: "Emitter", op: Op) -> None:
     ref, shape = e.ref(op.operands[0]), op.result.ref.shape
-    strides = tiles.reshape_strides(e.f, ref.shape, ref.buffer.strides, shape)
+    strides = None
+    if ref.through is None:
+        strides = tiles.reshape_strides(e.f, ref.shape, ref.buffer.strides, shape)
     if strides is None:
-        raise UnsupportedError(
-            f"backend 'cpu' cannot view a strided {op.operands[0].type} as {shape}",
-            fix="reshape the loaded value instead of the ref",
-        )
+        regroup = lambda indices: tiles.unravel(e.f, ref.shape, shape, indices)
+        e.define(op.result, ref.moved(e.f, shape, regroup))
+        return
     buffer = Buffer(ref.buffer.pointer, tuple(strides), ref.root)
     e.define(op.result, Ref(shape, ref.dtype, buffer))
 
 
 def emit_bitcast_view(e: "Emitter", op: Op) -> None:
-    ref, dtype = e.ref(op.operands[0]), op.result.ref.dtype
-    if ref.dtype.bits != dtype.bits:
-        raise UnsupportedError(
-            f"backend 'cpu' cannot view {op.operands[0].type} as {dtype}",
-            fix="bitcast the loaded value instead of the ref",
-        )
-    e.define(op.result, Ref(ref.shape, dtype, ref.buffer))
+    ref, type = e.ref(op.operands[0]), op.result.ref
+    same_width = ref.dtype.bits == type.dtype.bits
+    if same_width and ref.through is None:
+        e.define(op.result, Ref(ref.shape, type.dtype, ref.buffer))
+        return
+    through = reinterpret.packed_rows(e.f, ref, type.dtype)
+    e.define(op.result, Ref(type.shape, type.dtype, ref.buffer, through))
 
 
 def emit_alloc(e: "Emitter", op: Op) -> None:
@@ -253,16 +272,27 @@ def emit_alloc(e: "Emitter", op: Op) -> None:
     e.define(op.result, Ref(type.shape, type.dtype, buffer))
 
 
-# --- copies, semaphores, checks ---
+# --- copies, semaphores ---
 
 
 def emit_copy_start(e: "Emitter", op: Op) -> None:
     """A copy is done when it is started; its semaphore counts the copies."""
     source, target = (e.ref(v) for v in op.operands[:2])
     e.before_write(target.root, e.scope.position + 1)
-    store_tile(e, target.buffer, source.tile)
+    _copy(e, source, target)
     for semaphore in op.operands[2:3]:
         _count(e, e.ref(semaphore), "add", integer(1, "i32"))
+
+
+def _copy(e: "Emitter", source: Ref, target: Ref) -> None:
+    if target.through is None:
+        store_tile(e, target.buffer, source.tile)
+        return
+    tile = source.tile
+    if source.root is target.root:
+        tile = Tile(tile.shape, tile.dtype, e.force(tile))
+    with e.f.nest(target.shape) as indices:
+        target.write(e.f, indices, tile.at(e.f, indices))
 
 
 def emit_copy_wait(e: "Emitter", op: Op) -> None:
@@ -303,18 +333,6 @@ def emit_sem_read(e: "Emitter", op: Op) -> None:
     e.define(op.result, Tile(ref.shape, op.result.tile.dtype, buffer))
 
 
-def emit_debug_check(e: "Emitter", op: Op) -> None:
-    """A false condition ends the call; XLA raises the message."""
-    f = e.f
-    good, bad = f.labels("good", "bad")
-    where = f" at {op.loc}" if op.loc else ""
-    message = f.module.text_constant(f"{op.attrs['message']}{where}")
-    f.branch_if(e.scalar(op.operands[0]), good, bad)
-    f.label(bad)
-    f.line(f"ret {message}")
-    f.label(good)
-
-
 def emit_assume_multiple(e: "Emitter", op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     e.define_lazy(op, tiles.reshape(e.f, tile, tile.shape))
@@ -335,7 +353,6 @@ RULES = {
     "sem_signal": emit_sem_signal,
     "sem_wait": emit_sem_wait,
     "sem_read": emit_sem_read,
-    "debug_check": emit_debug_check,
     "delay": emit_nothing,
     "assume_multiple": emit_assume_multiple,
 }

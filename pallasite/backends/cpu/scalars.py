@@ -26,6 +26,7 @@ class Spelling(NamedTuple):
 
 _SPELLINGS = {
     "bool": Spelling("i1", "i8"),
+    **{f"{s}{n}": Spelling(f"i{n}", "i8") for s in "iu" for n in (2, 4)},
     **{f"{s}{n}": Spelling(f"i{n}", f"i{n}") for s in "iu" for n in (8, 16, 32, 64)},
     "bf16": Spelling("float", "i16"),
     "f16": Spelling("float", "half"),
@@ -57,6 +58,11 @@ def memory(dtype: DType) -> str:
 def is_narrow(dtype: DType) -> bool:
     """Held in registers as a wider float?"""
     return dtype.is_float and dtype.bits < 32
+
+
+def is_part_of_byte(dtype: DType) -> bool:
+    """Narrower than a byte, and each in a byte of its own (`runtime/ffi.py`)?"""
+    return dtype.is_integer and dtype.bits < 8
 
 
 def constant(value: Any, dtype: DType) -> Val:
@@ -101,6 +107,8 @@ def store(f: Function, dtype: DType, value: Val, pointer: Val) -> None:
 def from_memory(f: Function, dtype: DType, raw: Val) -> Val:
     if dtype.is_bool:
         return f.compare("icmp ne", raw, integer(0, "i8"))
+    if is_part_of_byte(dtype):
+        return f.convert("trunc", raw, register(dtype))
     if dtype.name == "bf16":
         wide = f.binary("shl", f.convert("zext", raw, "i32"), integer(16, "i32"))
         return f.convert("bitcast", wide, "float")
@@ -114,6 +122,8 @@ def from_memory(f: Function, dtype: DType, raw: Val) -> Val:
 def to_memory(f: Function, dtype: DType, value: Val) -> Val:
     if dtype.is_bool:
         return f.convert("zext", value, "i8")
+    if is_part_of_byte(dtype):
+        return f.convert("sext" if dtype.is_signed_int else "zext", value, "i8")
     if dtype.name == "bf16":
         bits = f.convert("bitcast", value, "i32")
         high = f.binary("lshr", bits, integer(16, "i32"))
@@ -127,11 +137,15 @@ def to_memory(f: Function, dtype: DType, value: Val) -> Val:
 
 def to_bits(f: Function, dtype: DType, value: Val) -> Val:
     """The memory form as an integer of the same width."""
+    if is_part_of_byte(dtype):
+        return value
     raw = to_memory(f, dtype, value)
     return f.convert("bitcast", raw, f"i{dtype.bits}")
 
 
 def from_bits(f: Function, dtype: DType, bits: Val) -> Val:
+    if is_part_of_byte(dtype):
+        return bits
     return from_memory(f, dtype, f.convert("bitcast", bits, memory(dtype)))
 
 

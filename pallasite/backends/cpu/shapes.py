@@ -6,12 +6,11 @@ Most only describe where an element comes from and cost nothing; those that join
 
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import scalars, tiles
+from pallasite.backends.cpu import reinterpret, scalars, tiles
 from pallasite.backends.cpu.llvm import Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Tile
-from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import I64, DType
+from pallasite.ir.types import I64
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -164,16 +163,15 @@ def emit_bitcast(e: "Emitter", op: Op) -> None:
     if old.bits == new.bits:
         emit_elementwise(e, op)
         return
-    _check_bits(old, new)
+    if min(old.bits, new.bits) < 8:
+        tile = e.stored(e.as_tile(operand))
+        part = reinterpret.last_parts(e.f, tile, new)
+        e.define_lazy(op, tiles.formula(type.shape, new, part, [tile]))
+        return
     bytes_of = e.temporary(operand.tile.shape, old, e.scope.uses.last[op.result])
     e.fill(bytes_of, e.as_tile(operand))
     buffer = Buffer(bytes_of.pointer, tiles.row_major(type.shape))
     e.define_lazy(op, Tile(type.shape, new, buffer))
-
-
-def _check_bits(old: DType, new: DType) -> None:
-    if min(old.bits, new.bits) < 8:
-        raise UnsupportedError(f"backend 'cpu' cannot reinterpret {old} as {new}")
 
 
 RULES = {

@@ -64,6 +64,8 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
         return None
     if op is not kernel.body.ops[-1] or not op.attrs["grid"]:
         return None
+    if _has_hidden_atomics(op) or _prints(op):
+        return None
     info = analyze(kernel)
     grid = op.attrs["grid"]
     ruled_out = _axes_of_shared_copies(op, info)
@@ -79,6 +81,18 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     if sharing.units is not None and sharing.units < sharing.least_units:
         return None
     return sharing
+
+
+def _has_hidden_atomics(op: Op) -> bool:
+    """Atomics, and views through which no address says what they change."""
+    names = {inner.name for inner in walk(op.regions[-1])}
+    views = names & {"bitcast_view", "reshape_view"}
+    return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
+
+
+def _prints(op: Op) -> bool:
+    """Lines come in the order of the grid."""
+    return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
 
 
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
@@ -107,7 +121,7 @@ def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
         body.params[len(grid) :], arrays, info.windows, windows, strict=True
     ):
         is_view = _fits(window, array.ref.shape) and block not in regrouped
-        if window.mode == "out" and not is_view:
+        if moves.written and not is_view:
             found |= everything - recoverable(_block_numbers(window, moves), grid)
     return found
 
@@ -172,5 +186,8 @@ def count_units(e: "Emitter", sharing: Sharing) -> Val:
     grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
     total = integer(1)
     for axis in sharing.parallel:
-        total = f.mul(total, f.greatest(grid[axis], integer(0)))
+        size = f.greatest(grid[axis], integer(0))
+        # More than this never end; the product must not wrap around.
+        most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
+        total = f.mul(f.least(total, most), size)
     return total

@@ -134,12 +134,24 @@ class Tile:
 
 
 @dataclass(frozen=True, eq=False)
+class Through:
+    """Elements reached one by one, where a pointer and strides cannot say how."""
+
+    read: Callable[[Indices], Val]
+    write: Callable[[Indices, Val], None]
+
+
+@dataclass(frozen=True, eq=False)
 class Ref:
-    """A window onto memory: what a value of ref type stands for."""
+    """A window onto memory: what a value of ref type stands for.
+
+    With `through`, `buffer` only says whose memory it is.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
     buffer: Buffer
+    through: Through | None = None
 
     @property
     def root(self) -> Root:
@@ -149,7 +161,48 @@ class Ref:
     @property
     def tile(self) -> Tile:
         """Its contents, read when they are used."""
-        return Tile(self.shape, self.dtype, self.buffer)
+        memory = Tile(self.shape, self.dtype, self.buffer)
+        if self.through is None:
+            return memory
+        return formula(self.shape, self.dtype, self.through.read, [memory])
+
+    def read(self, f: Function, indices: Indices) -> Val:
+        if self.through is not None:
+            return self.through.read(indices)
+        return scalars.load(f, self.dtype, self.buffer.address(f, self.dtype, indices))
+
+    def write(self, f: Function, indices: Indices, value: Val) -> None:
+        """Store an element; the index has no lanes."""
+        if self.through is not None:
+            self.through.write(indices, value)
+            return
+        address = self.buffer.address(f, self.dtype, indices)
+        scalars.store(f, self.dtype, value, address)
+
+    def read_bits(self, f: Function, indices: Indices) -> Val:
+        """An element as an integer: no float register changes a NaN on the way."""
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            return scalars.to_bits(f, self.dtype, self.read(f, indices))
+        address = self.buffer.address(f, self.dtype, indices)
+        raw = f.load(scalars.memory(self.dtype), address)
+        return f.convert("bitcast", raw, f"i{8 * self.dtype.bytes}")
+
+    def write_bits(self, f: Function, indices: Indices, bits: Val) -> None:
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            self.write(f, indices, scalars.from_bits(f, self.dtype, bits))
+            return
+        raw = f.convert("bitcast", bits, scalars.memory(self.dtype))
+        f.store(raw, self.buffer.address(f, self.dtype, indices))
+
+    def moved(
+        self, f: Function, shape: Sequence[int], to_old: Callable[[Indices], Indices]
+    ) -> "Ref":
+        """A ref whose element i is this one's element `to_old(i)`."""
+        through = Through(
+            lambda indices: self.read(f, to_old(indices)),
+            lambda indices, value: self.write(f, to_old(indices), value),
+        )
+        return Ref(tuple(shape), self.dtype, self.buffer, through)
 
 
 def row_major(shape: Sequence[int]) -> tuple[Val, ...]:
@@ -246,7 +299,7 @@ def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
         return remap(
             f, tile, shape, lambda indices: _insert_units(tile.shape, places, indices)
         )
-    return remap(f, tile, shape, lambda i: _unravel(f, tile.shape, shape, i))
+    return remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
 
 
 def reshape_strides(
@@ -291,7 +344,8 @@ def _insert_units(old: Sequence[int], places: Sequence[int], indices: Indices):
     return [integer(0) if n == 1 else indices[next(pending)] for n in old]
 
 
-def _unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
+def unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
+    """Where in a tile of shape `old` the element of shape `new` is."""
     linear = f.inner(indices, row_major(new))
     result = []
     for n, step in zip(old, row_major(old), strict=True):

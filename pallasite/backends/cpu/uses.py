@@ -17,7 +17,7 @@ from pallasite.ir.opdef import Effect, Unit, table
 COMPLETE = frozenset(
     [
         *("reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"),
-        *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read"),
+        *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read", "scatter"),
     ]
 )
 
@@ -184,9 +184,9 @@ def written_refs(block: Block) -> set[Value]:
 
 
 def flattened_refs(block: Block) -> set[Value]:
-    """The refs some view regroups, so that they must lie in memory without gaps."""
-    regrouping = ("reshape_view", "bitcast_view")
-    return _traced(block, lambda op: op.operands[:1] if op.name in regrouping else ())
+    """The refs some view regroups, so that they should lie in memory without gaps."""
+    regroups = lambda op: op.operands[:1] if op.name == "reshape_view" else ()
+    return _traced(block, regroups)
 
 
 def _traced(block: Block, pick) -> set[Value]:
@@ -209,11 +209,17 @@ def _targets(op: Op) -> tuple[Value, ...]:
     if op.name in ("copy_start", "copy_wait"):
         return op.operands[1:3]
     if op.name == "pipeline":
-        windows = op.attrs["windows"]
-        refs = op.operands[len(op.operands) - len(windows) :]
-        return tuple(
-            ref
-            for ref, window in zip(refs, windows, strict=True)
-            if window.mode == "out"
-        )
+        return tuple(ref for ref, written in window_refs(op) if written)
     return ()
+
+
+def window_refs(pipeline: Op) -> list[tuple[Value, bool]]:
+    """The arrays a pipeline has windows of, and whether it writes there."""
+    windows, body = pipeline.attrs["windows"], pipeline.regions[-1]
+    refs = pipeline.operands[len(pipeline.operands) - len(windows) :]
+    blocks = body.params[len(body.params) - len(windows) :]
+    written = written_refs(body)
+    return [
+        (ref, window.mode == "out" or block in written)
+        for ref, window, block in zip(refs, windows, blocks, strict=True)
+    ]

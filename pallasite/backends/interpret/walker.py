@@ -216,7 +216,10 @@ class Walker:
         if view.steps:
             return (self._rmw_at_end(view, entries, kind, value, mask),)
         picks = picks_of(view.ranges, entries, self.numbers, mask is not None)
-        return (self.rmw(view.root, picks, kind, value, mask),)
+        old = self.rmw(view.root, picks, kind, value, mask)
+        if view.fill is not None:
+            old = self.numbers.fill_outside(old, picks, view.fill)
+        return (old,)
 
     def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
         memory, old = self.numbers.rmw(self.memory[root], picks, kind, value, mask)

@@ -6,7 +6,9 @@ import pytest
 from pallasite.backends import base
 from pallasite.ir.opdef import OpDef, table
 from pallasite.ir.types import DTYPES, DType
-from tests.backends.cpu.running import compute
+from tests.backends.cpu.direct import Code
+from tests.backends.cpu.running import compute, run, tiles_kernel
+from tests.fuzz.agreement import run_numpy
 from tests.ops.sampling import (
     FLOAT_NAMES,
     INT_NAMES,
@@ -127,6 +129,39 @@ def test_bitcast_keeps_the_bits(source: str, target: str):
         x = np.where(np.isnan(x.view((s if s.is_float else t).np)), s.np.type(0), x)
     got = compute(lambda b, v: b.op("bitcast", v, dtype=t), x)
     np.testing.assert_array_equal(got, x.view(t.np))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("i8", "i4"), ("u16", "u4"), ("u8", "i2"), ("bf16", "u4")]
+)
+def test_bitcast_to_parts_of_a_byte(source: str, target: str):
+    s, t = DTYPES[source], DTYPES[target]
+    x = np.arange(6 * s.bytes, dtype=np.uint8).view(s.np).reshape(2, 3)
+    there = tiles_kernel(lambda b, v: b.op("bitcast", v, dtype=t), [x])
+    (parts,) = Code(there, optimise=False)(x)
+    (want,) = run_numpy(there, [x])
+    np.testing.assert_array_equal(parts, want)
+    back = tiles_kernel(lambda b, v: b.op("bitcast", v, dtype=s), [want])
+    (whole,) = Code(back, optimise=False)(want)
+    np.testing.assert_array_equal(whole.view(np.uint8), x.view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["i2", "u2", "i4", "u4"])
+def test_parts_of_a_byte(name: str):
+    """XLA packs them; the kernel sees a byte each."""
+    dtype = DTYPES[name]
+    low = -(2 ** (dtype.bits - 1)) if dtype.is_signed_int else 0
+    numbers = np.arange(low, low + 2**dtype.bits)
+    x, y = (g.ravel().astype(dtype.np) for g in np.meshgrid(numbers, numbers))
+
+    def emit(b, x, y):
+        wide = b.cast(x, DTYPES["f32"])
+        narrow = [b.op(op, x, y) for op in ("add", "sub", "mul", "max", "div", "and")]
+        return [*narrow, b.lt(x, y), wide, b.cast(b.mul(wide, wide), dtype)]
+
+    kernel = tiles_kernel(emit, [x, y])
+    for got, want in zip(run(kernel, x, y), run_numpy(kernel, [x, y]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

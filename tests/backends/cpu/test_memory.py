@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import At, Gather, Loc, Span
-from pallasite.ir.types import BOOL, F32, I32, INDEX, RefType, TileType, scalar
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Gather, Kernel, Loc, Span
+from pallasite.ir.types import BOOL, DTYPES, F32, I32, INDEX, RefType, TileType, scalar
 from tests.backends.cpu.running import llvm_of, run, tile_type, with_refs
+from tests.ir.kernels import blocked, emit_pipeline, main_ref
 
 RNG = np.random.default_rng(0)
 MATRIX = tile_type(F32, 6, 8)
@@ -309,32 +311,37 @@ def test_debug_check_raises_its_message():
         run(kernel, 10 * x)
 
 
-def test_missing_op_is_refused_with_its_line():
-    x = normal(4)
-
-    def emit(b, source, out):
+def test_missing_element_type_is_refused_with_the_line():
+    def emit(b, out):
         b.loc = Loc("kernel.py", 3, "body")
-        b.emit("debug_print", format="hello")
-        b.store(out, b.load(source))
+        tiny = b.constant(1, TileType((4,), DTYPES["f4e2m1fn"]))
+        b.store(out, b.cast(b.cast(tiny, I32), BOOL))
 
     with pytest.raises(UnsupportedError) as error:
-        llvm_of(with_refs(emit, [x], [tile_type(F32, 4)]))
+        llvm_of(with_refs(emit, [], [tile_type(BOOL, 4)]))
     text = str(error.value)
-    assert text.startswith("backend 'cpu' cannot run debug_print\n")
-    assert 'debug_print {format="hello"}' in text
+    assert text.startswith("backend 'cpu' has no element type f4e2m1fn\n")
     assert "kernel.py:3 in body" in text
 
 
-def test_missing_element_type_is_refused():
-    def emit(b, out):
-        b.loc = Loc("kernel.py", 3, "body")
-        from pallasite.ir.types import DTYPES
+def test_prints_in_the_order_of_the_grid(capsys):
+    x, o = main_ref("x", 6), main_ref("o", 6)
 
-        four = b.constant(1, TileType((4,), DTYPES["i4"]))
-        b.store(out, b.cast(b.cast(four, I32), BOOL))
+    def body(b, ids, block, out):
+        value = b.load(block)
+        first = b.load(block, (At(0),))
+        b.emit("debug_print", ids[0], first, value, format="{}: {:.2f} of {}")
+        b.store(out, value)
 
-    with pytest.raises(UnsupportedError, match="no element type i4"):
-        llvm_of(with_refs(emit, [], [tile_type(BOOL, 4)]))
+    b = Builder()
+    windows = [blocked("in", 2), blocked("out", 2)]
+    emit_pipeline(
+        b, [x, o], windows, [lambda b, i: (i,)] * 2, (3,), body, ("parallel",)
+    )
+    kernel = Kernel("prints", (x, o), b.block(), 1)
+    run(kernel, np.arange(6, dtype=np.float32))
+    lines = ["0: 0.00 of [0. 1.]", "1: 2.00 of [2. 3.]", "2: 4.00 of [4. 5.]"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_scalar_stores_and_loads():

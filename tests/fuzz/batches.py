@@ -1,0 +1,58 @@
+"""Batches of random kernels from hypothesis, and the simplest that fails."""
+
+from collections.abc import Callable, Sequence
+
+import hypothesis
+from hypothesis import strategies as st
+
+from tests.fuzz.choices import Stream, simplest
+from tests.fuzz.generate import BYTES, Case, random_kernel
+
+Check = Callable[[Sequence[Case]], None]
+
+
+def check_batches(
+    check_all: Check,
+    family: str,
+    part: int,
+    count: int,
+    batch: int,
+    wide: bool = False,
+) -> int:
+    """Check `count` batches; how many different kernels there were."""
+    seen: set[str] = set()
+    size = batch * BYTES
+
+    @hypothesis.seed(part)
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(st.binary(min_size=size, max_size=size))
+    def check_batch(data: bytes) -> None:
+        streams = [data[n : n + BYTES] for n in range(0, size, BYTES)]
+        cases = [random_kernel(Stream(s), family, wide) for s in streams]
+        try:
+            check_all(cases)
+        except Exception:
+            _raise_simplest(check_all, streams, family, wide)
+            raise
+        seen.update(case.kernel.text for case in cases)
+
+    check_batch()
+    return len(seen)
+
+
+def _raise_simplest(
+    check_all: Check, streams: Sequence[bytes], family: str, wide: bool
+) -> None:
+    """Raise for the simplest kernel found that fails by itself."""
+
+    def fails(stream: bytes) -> bool:
+        try:
+            check_all([random_kernel(Stream(stream), family, wide)])
+        except Exception:
+            return True
+        return False
+
+    for stream in filter(fails, streams):
+        case = random_kernel(Stream(simplest(stream, fails)), family, wide)
+        print(case)
+        check_all([case])

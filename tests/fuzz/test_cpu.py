@@ -1,0 +1,72 @@
+"""Random kernels: machine code agrees with the numpy evaluator.
+
+The code is called directly, as XLA would. Most kernels skip LLVM's optimisation, which
+is most of the time; every kernel of some batches has it. Vector widths and the number
+of threads change from kernel to kernel.
+"""
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+
+from pallasite import target
+from pallasite.backends.cpu import sharing
+from tests.backends.cpu.direct import Code
+from tests.fuzz.batches import check_batches
+from tests.fuzz.generate import FAMILIES, Case
+from tests.fuzz.running import Results, check
+
+BATCH = 8
+OPTIMISED_EVERY = 40  # batches
+HOSTS = (None, target.AVX2, target.SSE)
+# Batches per family and type width; families with little code have more.
+PARTS = {
+    "elementwise": (35, 15),
+    "tiles": (100, 30),
+    "memory": (150, 50),
+    "control": (140, 40),
+    "grids": (90, 30),
+    "edges": (25, 10),
+}
+THREADS = 3
+
+
+class Native:
+    """An engine: the machine code's results."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, cases: Sequence[Case]) -> Results:
+        self.batches += 1
+        optimise = self.batches % OPTIMISED_EVERY == 1
+        return [self.run(case, n, optimise) for n, case in enumerate(cases)]
+
+    def run(self, case: Case, number: int, optimise: bool):
+        shared = 0 if number % 2 else sharing.PROFITABLE_NS
+        host = HOSTS[number % 3] or target.host()
+        with (
+            target.using(host),
+            mock.patch.object(sharing, "PROFITABLE_NS", shared),
+            mock.patch.object(sharing, "CHUNK_NS", 0),
+        ):
+            code = Code(case.kernel, optimise)
+        return code(*case.arrays, pool=THREADS)
+
+
+def parts() -> list[tuple[str, bool]]:
+    return [(family, wide) for family in PARTS for wide in (False, True)]
+
+
+@pytest.mark.parametrize("family, wide", parts())
+def test_machine_code_agrees_with_numpy(family: str, wide: bool):
+    native, count = Native(), PARTS[family][wide]
+    check_all = lambda cases: check(native, cases, quick=True)
+    seen = check_batches(check_all, family, 0, count, BATCH, wide)
+    assert seen >= 0.9 * count * BATCH
+
+
+def test_at_least_five_thousand_kernels():
+    assert set(PARTS) == {*FAMILIES, "edges"}
+    assert 0.9 * BATCH * sum(map(sum, PARTS.values())) >= 5000
