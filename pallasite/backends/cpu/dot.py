@@ -21,7 +21,7 @@ from pallasite.backends.cpu.dot_driver import (
     emit_product,
 )
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.llvm import Function, Val
+from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Root, Tile
 from pallasite.ir.nodes import Access, Op
 from pallasite.ir.types import DType
@@ -45,7 +45,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     for tile in addend:
         e.fill(buffer, tile)
     sums = Tile(result.shape, running, buffer)
-    _accumulate(e, op, lhs, rhs, sums, fresh=not addend)
+    _accumulate(e, op, lhs, rhs, sums, fresh=FALSE if addend else TRUE)
     if running == result.dtype:
         e.define_lazy(op, sums)
         return
@@ -65,12 +65,16 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
     box = memory.box(e, ref, access)
     if not op.attrs["in_place"]:
         memory.store_tile(e, box, e.as_tile(op.attrs["addend"]))
+    fresh = FALSE
+    if "fresh_if" in op.attrs:
+        which = e.scalar(op.attrs["fresh_if"])
+        fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
     sums = Tile(dot.result.tile.shape, ref.dtype, box)
     if tiles.reshape(e.f, sums, _sizes(dot)[:3]).buffer is not None:
-        _accumulate(e, dot, lhs, rhs, sums, fresh=False)
+        _accumulate(e, dot, lhs, rhs, sums, fresh)
         return
     dense = Tile(sums.shape, sums.dtype, e.force(sums))
-    _accumulate(e, dot, lhs, rhs, dense, fresh=False)
+    _accumulate(e, dot, lhs, rhs, dense, fresh)
     e.fill(box, dense)
 
 
@@ -82,16 +86,17 @@ def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
 
 
 def _accumulate(
-    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: bool
+    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: Val
 ) -> None:
-    """Add the product to `sums`; `fresh`: they are not set yet."""
+    """Add the product to `sums`; `fresh`: whatever they hold does not count."""
     sizes, (left, right) = _sizes(op), _groups(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
     if _is_small(sizes, _runs_along(rhs, right[1])):
-        if fresh:
+        if fresh != FALSE:
             zero = scalars.zero(flat.dtype)
-            e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
+            with e.f.when(fresh):
+                e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
         a = _canonical(e, lhs, left, in_rows=False)
         b = _canonical(e, rhs, [right[0], right[2], right[1]], in_rows=True)
         _multiply(e.f, a, b, flat, sizes.depth)
@@ -130,7 +135,7 @@ def _blocked(
     rhs: Operand,
     dtype: DType,
     buffer: Buffer,
-    fresh: bool,
+    fresh: Val,
 ) -> None:
     batch, row, column = buffer.strides
     if _is_turned(sizes, row, column):
@@ -141,7 +146,7 @@ def _blocked(
     if column.constant != 1:
         shape = sizes[:3]
         through = e.temporary(shape, dtype)
-        fresh_here, (batch_here, row_here, _) = True, through.strides
+        fresh_here, (batch_here, row_here, _) = TRUE, through.strides
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
@@ -165,15 +170,16 @@ def _add_into(
     source: Buffer,
     sizes: Sizes,
     dtype: DType,
-    fresh: bool,
+    fresh: Val,
 ) -> None:
     f = e.f
     with f.nest(sizes[:3]) as indices:
         value = scalars.load(f, dtype, source.address(f, dtype, indices))
         place = target.address(f, dtype, indices)
-        if not fresh:
+        if fresh != TRUE:
             plus = "fadd" if dtype.is_float else "add"
-            value = f.binary(plus, scalars.load(f, dtype, place), value)
+            total = f.binary(plus, scalars.load(f, dtype, place), value)
+            value = f.select(fresh, value, total)
         scalars.store(f, dtype, value, place)
 
 

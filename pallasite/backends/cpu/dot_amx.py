@@ -59,8 +59,10 @@ class TileScheme:
     sums: DType
     rows: int = PANEL
     columns: int = PANEL
-    panel_bytes: int = 16 << 10
+    panel_bytes: int = 32 << 10
     row_pitch: int = 0
+    # The next sums are then neighbours in memory, often in the same page.
+    rows_stay: bool = True
 
     @property
     def depth_step(self) -> int:

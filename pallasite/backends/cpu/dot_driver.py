@@ -75,7 +75,10 @@ class Scheme(Protocol):
     def row_pitch(self) -> int: ...  # elements from row to row, 0: width times depth
 
     @property
-    def panel_bytes(self) -> int: ...  # of columns that stay in the nearest cache
+    def panel_bytes(self) -> int: ...  # of a panel that stays in the nearest cache
+
+    @property
+    def rows_stay(self) -> bool: ...  # it is one of rows, and columns stream past it
 
     def begin(self, f: Function) -> None: ...
 
@@ -128,6 +131,7 @@ class VectorScheme:
     depth_step: int = 1
     panel_bytes: int = 32 << 10
     row_pitch: int = 0
+    rows_stay: bool = False
 
     @staticmethod
     def of(host: Host, dtype: DType, sizes: Sizes, lhs: Operand) -> "VectorScheme":
@@ -281,10 +285,10 @@ def emit_product(
     lhs: Operand,
     rhs: Operand,
     sums: Sums,
-    fresh: bool,
+    fresh: Val,
     room: Callable[[int, DType], Val],
 ) -> None:
-    """Write the loops. `fresh`: sums hold nothing yet. `room`: memory for elements."""
+    """Write the loops. `fresh`: what sums hold does not count. `room`: memory."""
     packed_rows = room(plan.row_room, plan.scheme.row_dtype)
     packed_columns = room(plan.column_room, plan.scheme.column_dtype)
     product = _Product(f, plan, lhs, rhs, sums, fresh, packed_rows, packed_columns)
@@ -300,7 +304,7 @@ class _Product(NamedTuple):
     lhs: Operand
     rhs: Operand
     sums: Sums
-    fresh: bool
+    fresh: Val
     packed_rows: Val
     packed_columns: Val
 
@@ -374,10 +378,9 @@ class _Product(NamedTuple):
         k_block: Val,
     ) -> None:
         f, plan = self.f, self.plan
-        fresh = FALSE
-        if self.fresh:
-            first = plan.depth.count == 1
-            fresh = TRUE if first else f.compare("icmp eq", k_block, integer(0))
+        fresh = self.fresh
+        if plan.depth.count > 1 and fresh != FALSE:
+            fresh = f.both(fresh, f.compare("icmp eq", k_block, integer(0)))
         (row_number, row), (column_number, column) = rows, columns
         start = f.inner([batch, row], [self.sums.batch, self.sums.row])
         start = f.add(start, column)
@@ -386,23 +389,16 @@ class _Product(NamedTuple):
         def one(i: Val, j: Val, valid_rows: int, valid_columns: int) -> None:
             self.panel_product(sums, i, j, valid_rows, valid_columns, depth, fresh)
 
-        def down(j: Val, valid_columns: int) -> None:
-            full = plan.rows.full_panels(f, row)
-            if full.constant != 0:
-                with f.nest([full]) as (i,):
-                    one(i, j, plan.rows.panel, valid_columns)
-            if plan.rows.rest:
-                with f.when(plan.rows.is_last(f, row_number)):
-                    full = plan.rows.full_panels(f, row)
-                    one(full, j, plan.rows.rest, valid_columns)
+        def each_row(body: Callable[[Val, int], None]) -> None:
+            _each_panel(f, plan.rows, row_number, row, body)
 
-        full = plan.columns.full_panels(f, column)
-        if full.constant != 0:
-            with f.nest([full]) as (j,):
-                down(j, plan.columns.panel)
-        if plan.columns.rest:
-            with f.when(plan.columns.is_last(f, column_number)):
-                down(plan.columns.full_panels(f, column), plan.columns.rest)
+        def each_column(body: Callable[[Val, int], None]) -> None:
+            _each_panel(f, plan.columns, column_number, column, body)
+
+        if plan.scheme.rows_stay:
+            each_row(lambda i, m: each_column(lambda j, n: one(i, j, m, n)))
+        else:
+            each_column(lambda j, n: each_row(lambda i, m: one(i, j, m, n)))
 
     def panel_product(
         self,
@@ -441,3 +437,20 @@ class _Product(NamedTuple):
                 valid_columns,
             ),
         )
+
+
+def _each_panel(
+    f: Function,
+    blocks: Blocks,
+    number: Val,
+    start: Val,
+    body: Callable[[Val, int], None],
+) -> None:
+    """Run `body` with the number of each panel of a cache block, and its width."""
+    full = blocks.full_panels(f, start)
+    if full.constant != 0:
+        with f.nest([full]) as (panel,):
+            body(panel, blocks.panel)
+    if blocks.rest:
+        with f.when(blocks.is_last(f, number)):
+            body(blocks.full_panels(f, start), blocks.rest)

@@ -172,11 +172,11 @@ class Emitter:
     ) -> Iterator[list[Meaning]]:
         """Emit a block's ops; inside, its yields can be used."""
         self._count += 1
-        block = fuse_addends(block)
-        scope = Scope(self._count, uses_of(block), len(block.ops))
-        self._scopes.append(scope)
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
+        block = fuse_addends(block, self._root_of)
+        scope = Scope(self._count, uses_of(block), len(block.ops))
+        self._scopes.append(scope)
         for position, op in enumerate(block.ops):
             scope.position = position
             self._emit(op)
@@ -223,6 +223,11 @@ class Emitter:
         meaning = self._env[value]
         assert isinstance(meaning, Ref), value.type
         return meaning
+
+    def _root_of(self, value: Value) -> Root | None:
+        """The memory of a ref, if it has been given one."""
+        meaning = self._env.get(value)
+        return meaning.buffer.root if isinstance(meaning, Ref) else None
 
     def index(self, value: Value) -> Val:
         """An integer scalar as i64."""
