@@ -9,19 +9,18 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from pallasite import target
-from pallasite.backends.cpu import dot_amx, memory, scalars, tiles
-from pallasite.backends.cpu.dot_driver import (
-    Operand,
-    Plan,
-    Scheme,
-    Sizes,
-    Sums,
-    VectorScheme,
-    emit_product,
-)
+from pallasite.backends.cpu import memory, scalars, tiles
+from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot_fusion import running_dtype
+from pallasite.backends.cpu.dot_scheme import Operand, Sizes, Sums
+from pallasite.backends.cpu.dot_shapes import (
+    groups_of,
+    is_small,
+    scheme_for,
+    sizes_of,
+)
 from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.packing import direction
 from pallasite.backends.cpu.tiles import Buffer, Root, Tile
 from pallasite.ir.nodes import Access, Op
 from pallasite.ir.types import DType
@@ -29,7 +28,7 @@ from pallasite.ir.types import DType
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-SMALL = 4096  # multiplications that do not repay packing
+Packed = tuple[Ahead | None, Ahead | None]  # rows and columns, where packed before
 
 
 def emit_dot(e: "Emitter", op: Op) -> None:
@@ -70,7 +69,7 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
         which = e.scalar(op.attrs["fresh_if"])
         fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
     sums = Tile(dot.result.tile.shape, ref.dtype, box)
-    if tiles.reshape(e.f, sums, _sizes(dot)[:3]).buffer is not None:
+    if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
         _accumulate(e, dot, lhs, rhs, sums, fresh)
         return
     dense = Tile(sums.shape, sums.dtype, e.force(sums))
@@ -89,10 +88,10 @@ def _accumulate(
     e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: Val
 ) -> None:
     """Add the product to `sums`; `fresh`: whatever they hold does not count."""
-    sizes, (left, right) = _sizes(op), _groups(op)
+    sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
-    if _is_small(sizes, _runs_along(rhs, right[1])):
+    if is_small(sizes, _runs_along(rhs, right[1])):
         if fresh != FALSE:
             zero = scalars.zero(flat.dtype)
             with e.f.when(fresh):
@@ -105,27 +104,14 @@ def _accumulate(
         _operand(e, _canonical(e, tile, groups, in_rows=False))
         for tile, groups in ((lhs, left), (rhs, right))
     )
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh)
-
-
-def _groups(op: Op) -> list[list[Sequence[int]]]:
-    """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
-    contract, batch = op.attrs["contract"], op.attrs["batch"]
-    ranks = [v.tile.rank for v in op.operands[:2]]
-    groups: list[list[Sequence[int]]] = []
-    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
-        rest = [d for d in range(rank) if d not in (*summed, *shared)]
-        groups.append([shared, rest, summed])
-    return groups
-
-
-def _sizes(op: Op) -> Sizes:
-    lhs, rhs = (v.tile.shape for v in op.operands[:2])
-    left, right = _groups(op)
-    return Sizes(
-        *(prod(lhs[d] for d in group) for group in left[:2]),
-        *(prod(rhs[d] for d in group) for group in right[1:]),
-    )
+    roles = [
+        (value, is_rows, tuple(map(tuple, groups)))
+        for value, is_rows, groups in zip(
+            op.operands[:2], (True, False), (left, right), strict=True
+        )
+    ]
+    ahead = (e.packed.get(roles[0]), e.packed.get(roles[1]))
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead)
 
 
 def _blocked(
@@ -136,12 +122,14 @@ def _blocked(
     dtype: DType,
     buffer: Buffer,
     fresh: Val,
+    ahead: Packed,
 ) -> None:
     batch, row, column = buffer.strides
     if _is_turned(sizes, row, column):
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
+        ahead = (None, None)
     through = None
     if column.constant != 1:
         shape = sizes[:3]
@@ -150,9 +138,11 @@ def _blocked(
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    scheme = scheme_for(lhs, rhs, dtype, sizes)
+    along = direction(lhs.dtype, dtype, lhs.width, lhs.depth)
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, along)
     room = lambda count, kind: e.temporary((count,), kind).pointer
-    emit_product(e.f, Plan.of(scheme, sizes), lhs, rhs, sums, fresh_here, room)
+    plan = Plan.of(scheme, sizes)
+    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead)
     if through is not None:
         _add_into(
             e,
@@ -186,20 +176,6 @@ def _add_into(
 def _is_turned(sizes: Sizes, row: Val, column: Val) -> bool:
     """Are rows, not columns, the neighbours in memory?"""
     return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
-
-
-def scheme_for(lhs: Operand, rhs: Operand, sums: DType, sizes: Sizes) -> Scheme:
-    """The best way this CPU has for operands of these types."""
-    host = target.host()
-    tiled = dot_amx.scheme_for(host, lhs.dtype, rhs.dtype, sums, sizes)
-    return tiled or VectorScheme.of(host, sums, sizes, lhs)
-
-
-def _is_small(sizes: Sizes, in_rows: bool) -> bool:
-    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
-    if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
-        return True
-    return in_rows and min(sizes.rows, sizes.depth) < 3 and sizes.columns > 1
 
 
 def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:

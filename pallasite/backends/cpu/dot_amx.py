@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pallasite.backends.cpu import dot_vectors as vec
 from pallasite.backends.cpu import scalars
-from pallasite.backends.cpu.dot_driver import (
+from pallasite.backends.cpu.dot_scheme import (
     Operand,
     PanelPlace,
     PanelProduct,
@@ -52,7 +52,7 @@ def scheme_for(
 
 @dataclass(frozen=True)
 class TileScheme:
-    """The scheme of `dot_driver.py` for tile registers."""
+    """The scheme of `dot_scheme.py` for tile registers."""
 
     row_dtype: DType
     column_dtype: DType

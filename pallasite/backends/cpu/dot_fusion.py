@@ -170,7 +170,8 @@ class _Memory:
 
     def __init__(self, block: Block, root_of: Callable[[Value], object]):
         self.root_of = root_of
-        self.bases = {op.result: op.operands[0] for op in walk(block) if op.name in VIEWS}
+        views = (op for op in walk(block) if op.name in VIEWS)
+        self.bases = {op.result: op.operands[0] for op in views}
 
     def root(self, ref: Value) -> object:
         while ref in self.bases:

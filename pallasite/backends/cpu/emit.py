@@ -22,8 +22,10 @@ from pallasite.backends.cpu import (
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
+from pallasite.backends.cpu.dot_ahead import AllAhead, Role, emit_prepare, find_ahead
+from pallasite.backends.cpu.dot_driver import Ahead
 from pallasite.backends.cpu.dot_fusion import fuse_addends
-from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.sharing import Share, Sharing, count_units, sharing_of
 from pallasite.backends.cpu.tiles import (
     Buffer,
@@ -58,14 +60,20 @@ def emit_kernel(kernel: Kernel) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`."""
     _check_inputs_are_kept(kernel)
     module, sharing = Module(), sharing_of(kernel)
+    ahead = find_ahead(kernel)
     params = _pointer_params(kernel, sharing)
+    more = [("ptr noalias readonly align 64", "shared")] if ahead.windows else []
     units = [("i64", "first"), ("i64", "last")] if sharing else []
     arena_param = ("ptr noalias align 64", "arena")
-    f = Function(module, "kernel", [*params, *units, arena_param], "ptr", "internal")
+    all_params = [*params, *more, *units, arena_param]
+    f = Function(module, "kernel", all_params, "ptr", "internal")
     refs = _operand_refs(kernel, f.params)
     emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)))
+    if ahead.windows:
+        emit_prepare(module, kernel, ahead)
+        emitter.ahead, emitter.shared = ahead, f.params[len(params)]
     if sharing:
-        emitter.share = Share(sharing, *f.params[len(params) : -1])
+        emitter.share = Share(sharing, *f.params[len(params) + len(more) : -1])
         if sharing.has_atomics:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
@@ -77,6 +85,8 @@ def emit_kernel(kernel: Kernel) -> str:
         arguments=len(kernel.inputs),
         results=kernel.num_outputs,
         arena_bytes=emitter.arena.size,
+        shared_bytes=ahead.bytes,
+        parts=ahead.parts,
         sharing=sharing,
     )
     return module.text
@@ -163,6 +173,9 @@ class Emitter:
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them
         self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
+        self.ahead = AllAhead()  # operands packed before the grid runs, in `shared`
+        self.shared = NULL
+        self.packed: dict[Role, Ahead] = {}
 
     # --- walking ---
 

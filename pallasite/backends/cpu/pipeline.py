@@ -57,6 +57,7 @@ def emit_pipeline(e: "Emitter", op: Op) -> None:
     with each_program(e, op, grid) as counters:
         ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
         opened = [open_window(e, plan, ids) for plan in plans]
+        e.ahead.bind(e, op, opened)
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for view in opened:
