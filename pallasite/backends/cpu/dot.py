@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pallasite.backends.cpu import memory, scalars, tiles
 from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.dot_scheme import Operand, Sizes, Sums
+from pallasite.backends.cpu.dot_scheme import Operand, RowsAt, Sizes, Sums
 from pallasite.backends.cpu.dot_shapes import (
     groups_of,
     is_small,
@@ -20,7 +20,6 @@ from pallasite.backends.cpu.dot_shapes import (
     sizes_of,
 )
 from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
-from pallasite.backends.cpu.packing import direction
 from pallasite.backends.cpu.tiles import Buffer, Root, Tile
 from pallasite.ir.nodes import Access, Op
 from pallasite.ir.types import DType
@@ -138,8 +137,8 @@ def _blocked(
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    along = direction(lhs.dtype, dtype, lhs.width, lhs.depth)
-    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, along)
+    rows_at = RowsAt.of(lhs.dtype, dtype, lhs.width, lhs.depth)
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, rows_at)
     room = lambda count, kind: e.temporary((count,), kind).pointer
     plan = Plan.of(scheme, sizes)
     emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead)

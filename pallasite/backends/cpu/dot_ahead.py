@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from pallasite.backends.cpu import scalars, tiles
 from pallasite.backends.cpu.dot_driver import Ahead, Layout, Plan, emit_packing
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.dot_scheme import Operand
+from pallasite.backends.cpu.dot_scheme import Operand, RowsAt
 from pallasite.backends.cpu.dot_shapes import groups_of, is_small, scheme_for, sizes_of
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
-from pallasite.backends.cpu.packing import direction
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Op, Value, Window, full_index, walk
@@ -166,8 +165,11 @@ def _packed_window(
         return None
     lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
     running = running_dtype(lhs, rhs, result)
-    along = direction(lhs, running, *strides[1:]) if is_rows else "none"
-    plan = Plan.of(scheme_for(lhs, rhs, running, sizes, along), sizes)
+    rows_at = RowsAt.of(lhs, running, *strides[1:]) if is_rows else RowsAt("none")
+    scheme = scheme_for(lhs, rhs, running, sizes, rows_at)
+    if is_rows and scheme.rows_in_place:
+        return None
+    plan = Plan.of(scheme, sizes)
     place, values = kernel.params.index(array), tuple(value for value, _ in uses)
     return PackedWindow(number, is_rows, groups, values, place, counts, plan, offset)
 

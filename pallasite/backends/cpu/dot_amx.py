@@ -61,6 +61,7 @@ class TileScheme:
     columns: int = PANEL
     panel_bytes: int = 32 << 10
     row_pitch: int = 0
+    rows_in_place: bool = False
     # The next sums are then neighbours in memory, often in the same page.
     rows_stay: bool = True
 

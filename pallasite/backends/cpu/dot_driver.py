@@ -173,6 +173,8 @@ def emit_product(
         layout = plan.layout(is_rows)
         if packed is not None and packed.layout == layout:
             side = _Side(f, plan, operand, layout, blocks, packed.pointer, True)
+        elif is_rows and plan.scheme.rows_in_place:
+            side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
         else:
             pointer = room(layout.room(blocks.block), layout.dtype)
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
@@ -205,8 +207,18 @@ class _Side(NamedTuple):
             panel = f.mul(number, integer(self.blocks.block // self.blocks.panel))
             return layout.place(f, base, panel, depth)
         start = f.mul(number, integer(self.blocks.block))
+        if layout.is_rows and self.plan.scheme.rows_in_place:
+            return self.source(batch, start, k)
         self.pack(self.target, batch, start, k, number, depth)
         return self.target
+
+    def source(self, batch: Val, start: Val, k: Val) -> Val:
+        """Where the operand's element lies before it is packed."""
+        operand = self.operand
+        strides = [operand.batch, operand.width, operand.depth]
+        where = self.f.inner([batch, start, k], strides)
+        element = scalars.memory(operand.dtype)
+        return vec.offset(self.f, operand.pointer, element, where)
 
     def pack(
         self, target: Val, batch: Val, start: Val, k: Val, number: Val, depth: Val
@@ -214,10 +226,7 @@ class _Side(NamedTuple):
         """Pack one cache block."""
         f, operand, blocks = self.f, self.operand, self.blocks
         pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
-        element = scalars.memory(operand.dtype)
-        strides = [operand.batch, operand.width, operand.depth]
-        where = f.inner([batch, start, k], strides)
-        source = vec.offset(f, operand.pointer, element, where)
+        element, source = scalars.memory(operand.dtype), self.source(batch, start, k)
         full = blocks.full_panels(f, start)
         if full.constant != 0:
             place = PanelPlace(source, target, full, blocks.panel, depth)

@@ -19,6 +19,8 @@ from pallasite.backends.cpu.packing import Packing, direction, packer
 from pallasite.ir.types import DType
 from pallasite.target import Host
 
+IN_PLACE_BYTES = 256 << 10  # of rows that are multiplied from where they are
+
 
 class Operand(NamedTuple):
     """A strided view [batch, width, depth]: rows of lhs, or columns of rhs."""
@@ -68,6 +70,9 @@ class Scheme(Protocol):
     def row_pitch(self) -> int: ...  # elements from row to row, 0: width times depth
 
     @property
+    def rows_in_place(self) -> bool: ...  # rows are not packed at all
+
+    @property
     def panel_bytes(self) -> int: ...  # of a panel that stays in the nearest cache
 
     @property
@@ -86,6 +91,27 @@ class Scheme(Protocol):
     ) -> None: ...
 
     def multiply(self, f: Function, call: "PanelProduct") -> None: ...
+
+
+class RowsAt(NamedTuple):
+    """How rows lie in memory before they are packed."""
+
+    along: str  # the dimension to read along, see `direction`
+    stride: int = 0  # elements from row to row; 0: not known, or of another type
+
+    @staticmethod
+    def of(source: DType, target: DType, width: Val, depth: Val) -> "RowsAt":
+        stride = width.constant if source == target else None
+        return RowsAt(direction(source, target, width, depth), stride or 0)
+
+    def can_stay(self, sizes: Sizes, dtype: DType) -> bool:
+        """Are rows read as fast from where they are, without packing?
+
+        They must lie close together, and not so that all fall into one set of a cache.
+        """
+        step = self.stride * dtype.bytes
+        close = step * sizes.rows <= IN_PLACE_BYTES
+        return self.along == "depth" and step > 0 and step % 4096 != 0 and close
 
 
 class PanelPlace(NamedTuple):
@@ -124,14 +150,17 @@ class VectorScheme:
     depth_step: int = 1
     panel_bytes: int = 32 << 10
     row_pitch: int = 0
+    rows_in_place: bool = False
     rows_stay: bool = False
 
     @staticmethod
-    def of(host: Host, dtype: DType, sizes: Sizes, rows_along: str) -> "VectorScheme":
+    def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
         scheme = VectorScheme(host, dtype, dtype, rows, columns, lanes)
-        if rows_along != "depth":
+        if rows_at.along != "depth":
             return scheme
+        if rows_at.can_stay(sizes, dtype):
+            return replace(scheme, row_pitch=rows_at.stride, rows_in_place=True)
         # Rows are read along k as they are; one vector more keeps them in other sets
         # of the cache.
         return replace(scheme, row_pitch=depth_blocks(scheme, sizes).block + lanes)

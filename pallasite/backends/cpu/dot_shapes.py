@@ -8,7 +8,7 @@ from math import prod
 
 from pallasite import target
 from pallasite.backends.cpu import dot_amx
-from pallasite.backends.cpu.dot_scheme import Scheme, Sizes, VectorScheme
+from pallasite.backends.cpu.dot_scheme import RowsAt, Scheme, Sizes, VectorScheme
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 
@@ -36,15 +36,12 @@ def sizes_of(op: Op) -> Sizes:
 
 
 def scheme_for(
-    lhs: DType, rhs: DType, sums: DType, sizes: Sizes, rows_along: str
+    lhs: DType, rhs: DType, sums: DType, sizes: Sizes, rows_at: RowsAt
 ) -> Scheme:
-    """The best way this CPU has for operands of these types.
-
-    `rows_along`: the dimension along which rows can be read, as `direction` says.
-    """
+    """The best way this CPU has for operands of these types."""
     host = target.host()
     tiled = dot_amx.scheme_for(host, lhs, rhs, sums, sizes)
-    return tiled or VectorScheme.of(host, sums, sizes, rows_along)
+    return tiled or VectorScheme.of(host, sums, sizes, rows_at)
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:

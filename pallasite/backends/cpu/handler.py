@@ -28,8 +28,8 @@ VERSION = (0, 1)  # every XLA with typed FFI accepts it
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
 
 
-# Chunks per thread: with more than one, a thread that is late does not delay the rest.
-CHUNKS_PER_THREAD = 8
+# Chunks per thread: with many, a thread that is late or slow does not delay the rest.
+CHUNKS_PER_THREAD = 32
 ARENAS_BYTES = 1 << 30  # no more threads than fit their arenas into this
 
 
