@@ -14,6 +14,7 @@ from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.text import print_kernel
 from pallasite.passes.legalize import legalize
 
 
@@ -28,19 +29,18 @@ class CpuBackend:
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
         # Stages that need more than the text before them take what they need here.
         llvm = cache(lambda: emit_kernel(legalize(kernel, NATIVE, self.name)))
-        stages: dict[str, Stage] = {
-            "ir": lambda kernel: kernel.text,
-            "llvm": lambda _: llvm(),
-        }
+        stages: dict[str, Stage] = {"ir": lambda kernel: kernel.text}
         if options.debug or config.get("dump"):
+            # To be read; otherwise written only where no object code is at hand.
+            stages["llvm"] = lambda _: llvm()
             stages["asm"] = compiler.make_assembly
-        stages["object"] = lambda _: compiler.make_object(llvm())
+        stages["object"] = lambda _: compiler.make_object(_identity(kernel), llvm)
         return stages
 
     def launch(
         self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
     ) -> Launch:
-        key = compiler.text_hash(outputs["llvm"])
+        key = compiler.short_name(_identity(kernel))
         address, owner = compiler.load(key, outputs["object"])
         return Launch(
             target=f"pallasite_cpu_{key}",
@@ -48,13 +48,23 @@ class CpuBackend:
             api_version=4,
             aliases=kernel.aliases,
             # A failing check must be seen even where nobody uses the results.
-            has_side_effect=any(op.name == "debug_check" for op in walk(kernel.body)),
+            has_side_effect=_has_checks(kernel),
             handler=address,
             keep_alive=owner,
         )
 
     def version(self) -> str:
         return f"cpu 1, {compiler.version()}"
+
+
+def _identity(kernel: Kernel) -> str:
+    # The messages of checks name the source line.
+    checks = _has_checks(kernel)
+    return compiler.identity(print_kernel(kernel, locs=True) if checks else kernel.text)
+
+
+def _has_checks(kernel: Kernel) -> bool:
+    return any(op.name == "debug_check" for op in walk(kernel.body))
 
 
 BACKEND = CpuBackend()
