@@ -167,7 +167,8 @@ def _packed_window(
     running = running_dtype(lhs, rhs, result)
     rows_at = RowsAt.of(lhs, running, *strides[1:]) if is_rows else RowsAt("none")
     scheme = scheme_for(lhs, rhs, running, sizes, rows_at)
-    if is_rows and scheme.rows_in_place:
+    other = sizes.columns if is_rows else sizes.rows
+    if other >= scheme.ahead_below or (is_rows and scheme.rows_in_place):
         return None
     plan = Plan.of(scheme, sizes)
     place, values = kernel.params.index(array), tuple(value for value, _ in uses)

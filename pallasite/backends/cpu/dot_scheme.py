@@ -73,6 +73,9 @@ class Scheme(Protocol):
     def rows_in_place(self) -> bool: ...  # rows are not packed at all
 
     @property
+    def ahead_below(self) -> int: ...  # width of the other side: then pack ahead
+
+    @property
     def panel_bytes(self) -> int: ...  # of a panel that stays in the nearest cache
 
     @property
@@ -152,6 +155,9 @@ class VectorScheme:
     row_pitch: int = 0
     rows_in_place: bool = False
     rows_stay: bool = False
+    # With more work per packed element than this, it does not matter when it is packed,
+    # and what this core has packed is nearest.
+    ahead_below: int = 256
 
     @staticmethod
     def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
