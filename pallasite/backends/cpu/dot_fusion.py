@@ -53,7 +53,7 @@ def fuse_addends(block: Block, root_of: Callable[[Value], object]) -> Block:
             ops[place] = None
             summing = _dot_store(block, places, dot, addend, store, made)
             ops[places[store]] = summing
-            if summing.attrs["in_place"]:
+            if summing.attrs["in_place"] and uses[addend] == 1:
                 _take_over_zeros(ops, places[store], memory)
     return replace(block, ops=tuple(op for op in ops if op is not None))
 
