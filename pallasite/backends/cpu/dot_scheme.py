@@ -19,7 +19,7 @@ from pallasite.backends.cpu.packing import Packing, direction, packer
 from pallasite.ir.types import DType
 from pallasite.target import Host
 
-IN_PLACE_BYTES = 256 << 10  # of rows that are multiplied from where they are
+IN_PLACE_BYTES = 1 << 20  # of rows that are multiplied from where they are
 
 
 class Operand(NamedTuple):
