@@ -15,6 +15,7 @@ from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, with_own_inputs
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.text import print_kernel
 from pallasite.passes.legalize import legalize
 
 
@@ -29,19 +30,18 @@ class CpuBackend:
     def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
         # Stages that need more than the text before them take what they need here.
         llvm = cache(lambda: llvm_text(kernel))
-        stages: dict[str, Stage] = {
-            "ir": lambda kernel: kernel.text,
-            "llvm": lambda _: llvm(),
-        }
+        stages: dict[str, Stage] = {"ir": lambda kernel: kernel.text}
         if options.debug or config.get("dump"):
+            # To be read; otherwise written only where no object code is at hand.
+            stages["llvm"] = lambda _: llvm()
             stages["asm"] = compiler.make_assembly
-        stages["object"] = lambda _: compiler.make_object(llvm())
+        stages["object"] = lambda _: compiler.make_object(_identity(kernel), llvm)
         return stages
 
     def launch(
         self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
     ) -> Launch:
-        key = compiler.text_hash(outputs["llvm"])
+        key = compiler.short_name(_identity(kernel))
         address, owner = compiler.load(key, outputs["object"])
         owning = with_own_inputs(kernel)
         more = [out.ref for out in owning.outputs[kernel.num_outputs :]]
@@ -51,7 +51,7 @@ class CpuBackend:
             api_version=4,
             aliases=owning.aliases,
             # Seen even where nobody uses the results.
-            has_side_effect=any(op.name in DEBUG_RULES for op in walk(kernel.body)),
+            has_side_effect=_is_seen(kernel),
             handler=address,
             keep_alive=owner,
             scratch_results=tuple((ref.shape, ref.dtype.np.name) for ref in more),
@@ -64,6 +64,17 @@ class CpuBackend:
 def llvm_text(kernel: Kernel) -> str:
     """The LLVM module of any kernel."""
     return emit_kernel(legalize(with_own_inputs(kernel), NATIVE, "cpu"))
+
+
+def _identity(kernel: Kernel) -> str:
+    # The messages of checks name the source line.
+    text = print_kernel(kernel, locs=True) if _is_seen(kernel) else kernel.text
+    return compiler.identity(text)
+
+
+def _is_seen(kernel: Kernel) -> bool:
+    """Whether running it shows by more than its results: prints and checks."""
+    return any(op.name in DEBUG_RULES for op in walk(kernel.body))
 
 
 BACKEND = CpuBackend()

@@ -1,16 +1,22 @@
 """LLVM IR text to object code to an address, through llvmlite.
 
-`make_object` optimises and compiles for this machine's CPU, or finds the object on disk
-(`runtime/cache.py`); `load` links an object into the process and keeps it for ever,
-because XLA never forgets a handler. Both remember what they made by a hash of the text.
+An object is known by its *identity*: the kernel's text and everything else that decides
+what is made of it (`identity`). `make_object` finds it in this process or on disk
+(`runtime/cache.py`), and only else has the LLVM text written, optimised and compiled
+for this machine's CPU; `load` links an object into the process and keeps it for ever,
+because XLA never forgets a handler.
 """
 
 import ctypes
 import hashlib
+import secrets
 import threading
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from pallasite import target
 from pallasite.backends.cpu.debugging import PRINT, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
@@ -19,18 +25,35 @@ _lock = threading.Lock()
 _objects: dict[str, bytes] = {}
 _loaded: dict[str, tuple[int, Any]] = {}
 
+# Below the package's folder: what the code of a kernel depends on.
+_SOURCES = ("target.py", "ir/*.py", "ops/*.py", "passes/*.py", "backends/cpu/*.py")
 
-def text_hash(llvm_text: str) -> str:
-    return hashlib.sha256(llvm_text.encode()).hexdigest()[:32]
+
+def identity(kernel_text: str) -> str:
+    """A text that two kernels share only if they have the same object code."""
+    host = target.host()
+    chosen = f"{host.vector_bytes} {host.registers} {sorted(host.features)}"
+    return "\n".join([version(), _features(), chosen, _sources(), kernel_text])
 
 
-def make_object(llvm_text: str) -> bytes:
-    """Object code for this machine."""
-    key = text_hash(llvm_text)
+def short_name(identity: str) -> str:
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def make_object(identity: str, write_llvm: Callable[[], str]) -> bytes:
+    """Object code for this machine; `write_llvm` gives the text where there is none."""
+    key = short_name(identity)
     with _lock:
-        if key not in _objects:
-            _objects[key] = _stored_object(llvm_text)
-        return _objects[key]
+        found = _objects.get(key)
+    if found is None:
+        found = cache_files.load(identity)
+    if found is None:
+        llvm_text = write_llvm()
+        with _lock:
+            found = _machine().emit_object(_optimized(llvm_text))
+        cache_files.store(identity, found)
+    with _lock:
+        return _objects.setdefault(key, found)
 
 
 def make_assembly(llvm_text: str) -> str:
@@ -47,6 +70,7 @@ def load(key: str, object_code: bytes) -> tuple[int, Any]:
         return _loaded[key]
 
 
+@cache
 def version() -> str:
     """Tools and CPU that the object code depends on."""
     import llvmlite
@@ -58,15 +82,16 @@ def version() -> str:
     return f"llvmlite {llvmlite.__version__}, LLVM {llvm_version}, {cpu}, {features}"
 
 
-def _stored_object(llvm_text: str) -> bytes:
-    """Object code from disk, else compiled and then kept there."""
-    # Whole texts, not their hashes: the store hashes once, and for all.
-    key = "\n".join([version(), _features(), llvm_text])
-    found = cache_files.load(key)
-    if found is None:
-        found = _machine().emit_object(_optimized(llvm_text))
-        cache_files.store(key, found)
-    return found
+@cache
+def _sources() -> str:
+    """A hash of the code that writes kernels; where it cannot be read, a new one."""
+    package = Path(__file__).resolve().parents[2]
+    files = [file for pattern in _SOURCES for file in sorted(package.glob(pattern))]
+    try:
+        contents = [file.read_bytes() for file in files]
+    except OSError:
+        contents = []
+    return hashlib.sha256(b"".join(contents) or secrets.token_bytes()).hexdigest()
 
 
 def _optimized(llvm_text: str) -> Any:

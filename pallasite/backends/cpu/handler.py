@@ -7,6 +7,7 @@ are those of XLA's C header `xla/ffi/api/c_api.h`.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pallasite.backends.cpu import threads
 from pallasite.backends.cpu.arena import ALIGNMENT
@@ -27,8 +28,8 @@ VERSION = (0, 1)  # every XLA with typed FFI accepts it
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 3, 8, 9
 
 
-# Chunks per thread: with more than one, a thread that is late does not delay the rest.
-CHUNKS_PER_THREAD = 8
+# Chunks per thread: with many, a thread that is late or slow does not delay the rest.
+CHUNKS_PER_THREAD = 32
 ARENAS_BYTES = 1 << 30  # no more threads than fit their arenas into this
 
 
@@ -38,11 +39,15 @@ def emit_handler(
     arguments: int,
     results: int,
     arena_bytes: int,
+    shared_bytes: int = 0,
+    parts: int = 0,
     sharing: Sharing | None = None,
 ) -> None:
     """Add `@handler` for a `@kernel` with that many operand and result pointers.
 
-    With a `sharing`, `@kernel` also takes the first unit and the one after the last.
+    With `parts`, `@prepare` fills that many parts of `shared_bytes` of memory first, of
+    which `@kernel` then takes the address. With a `sharing`, it also takes the first
+    unit and the one after the last.
     """
     _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
@@ -60,11 +65,13 @@ def emit_handler(
 
     pointers = _buffers(f, frame, FRAME_ARGS, arguments)
     pointers += _buffers(f, frame, FRAME_RESULTS, results)
+    memory = _Memory(arena_bytes, shared_bytes, parts)
     if sharing is None:
-        block, arena = _allocate(f, frame, integer(arena_bytes))
+        block, pointers, arena = memory.allocate(f, frame, pointers, integer(1))
+        memory.prepare(f, pointers)
         message = _call_kernel(f, [*pointers, arena])
     else:
-        block, message = _share(f, frame, sharing, pointers, arena_bytes)
+        block, message = _share(f, frame, sharing, pointers, memory)
     if block != NULL:
         f.call("free", "void", block)
     succeeded = f.compare("icmp eq", message, NULL)
@@ -76,18 +83,47 @@ def _call_kernel(f: Function, arguments: Sequence[Val]) -> Val:
     return f.value("ptr", f"call ptr @kernel({', '.join(map(str, arguments))})")
 
 
+class _Memory(NamedTuple):
+    """What a call needs besides its operands: shared memory, then arenas."""
+
+    arena_bytes: int
+    shared_bytes: int
+    parts: int
+
+    def allocate(
+        self, f: Function, frame: Val, pointers: list[Val], workers: Val
+    ) -> tuple[Val, list[Val], Val]:
+        """The block to free, the pointers with the shared memory's, the arenas."""
+        arenas = f.mul(workers, integer(self.arena_bytes))
+        size = f.add(arenas, integer(self.shared_bytes))
+        block, start = _allocate(f, frame, size)
+        if not self.parts:
+            return block, pointers, start
+        arena = f.element(start, "i8", integer(self.shared_bytes))
+        return block, [*pointers, start], arena
+
+    def prepare(self, f: Function, pointers: list[Val]) -> None:
+        """Fill the shared memory, without help."""
+        if self.parts:
+            with f.loop(integer(self.parts)) as loop:
+                listed = ", ".join(map(str, [*pointers, loop.index]))
+                f.line(f"call void @prepare({listed})")
+
+
 def _share(
-    f: Function, frame: Val, sharing: Sharing, pointers: list[Val], arena_bytes: int
+    f: Function, frame: Val, sharing: Sharing, pointers: list[Val], memory: _Memory
 ) -> tuple[Val, Val]:
-    """Run all units, on as many threads as pay; the arenas' block and the message."""
-    threads.emit_jobs(f.module, len(pointers))
+    """Run all units, on as many threads as pay; the memory's block and the message."""
     units = _count_units(f, sharing, pointers)
-    chunk, workers = _split(f, frame, sharing, units, arena_bytes)
-    block, arenas = _allocate(f, frame, f.mul(workers, integer(arena_bytes)))
+    chunk, workers = _split(f, frame, sharing, units, memory.arena_bytes)
+    block, pointers, arenas = memory.allocate(f, frame, pointers, workers)
+    threads.emit_jobs(f.module, len(pointers), memory.parts)
     alone, together, joined = f.labels("alone", "together", "joined")
     f.branch_if(f.compare("icmp eq", workers, integer(1)), alone, together)
     f.label(alone)
+    memory.prepare(f, pointers)
     message = _call_kernel(f, [*pointers, integer(0), units, arenas])
+    end_alone = f.block
     f.branch(joined)
     f.label(together)
     job = f.call("malloc", "ptr", integer(threads.OPERANDS + 8 * len(pointers)))
@@ -95,8 +131,9 @@ def _share(
     _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, "no memory for a job", block)
     fields = [(threads.REFS, integer(1)), (threads.UNITS, units)]
     fields += [(threads.CHUNK, chunk), (threads.MESSAGE, NULL)]
-    fields += [(threads.ARENA, arenas), (threads.ARENA_STRIDE, integer(arena_bytes))]
-    fields += [(n, integer(0)) for n in (threads.NEXT, threads.DONE, threads.WORKERS)]
+    stride = integer(memory.arena_bytes)
+    fields += [(threads.ARENA, arenas), (threads.ARENA_STRIDE, stride)]
+    fields += [(counter, integer(0)) for counter in threads.COUNTERS]
     fields += [(threads.OPERANDS + 8 * n, a) for n, a in enumerate(pointers)]
     for offset, value in fields:
         _set_field(f, job, offset, value)
@@ -106,7 +143,7 @@ def _share(
     end = f.block
     f.branch(joined)
     f.label(joined)
-    return block, f.phi("ptr", [(message, alone), (first, end)])
+    return block, f.phi("ptr", [(message, end_alone), (first, end)])
 
 
 def _count_units(f: Function, sharing: Sharing, pointers: list[Val]) -> Val:

@@ -5,14 +5,18 @@ counter. It waits only for chunks that a thread has already begun, never for a h
 that has not started, so it cannot deadlock even where the caller occupies the pool's
 only thread. A helper that starts too late finds nothing to claim; the job's memory is
 freed by whoever is last to let go of it. Nothing here is global or outlives the job.
+Chunks are claimed from the last one down: where programs differ (causal attention), it
+is mostly the later ones that take longer, and the short ones then fill the gaps.
 """
 
 import platform
 
 from pallasite.backends.cpu.llvm import Function, Module
 
-# Byte offsets in a job. The two counters that all threads write have their own lines.
-NEXT, DONE, REFS, WORKERS = 0, 64, 128, 136
+# Byte offsets in a job. The counters that all threads write have their own lines; of
+# two in one line, the second is at rest when the first is used.
+NEXT, NEXT_PART, DONE, DONE_PARTS, REFS, WORKERS = 0, 8, 64, 72, 128, 136
+COUNTERS = (NEXT, NEXT_PART, DONE, DONE_PARTS, WORKERS)
 UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE = 144, 152, 160, 168, 176
 OPERANDS = 192
 
@@ -23,11 +27,14 @@ API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 SPINS = 2000  # looks at the counter before the waiting caller offers its core
 
 
-def emit_jobs(module: Module, operands: int) -> None:
-    """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands."""
+def emit_jobs(module: Module, operands: int, parts: int = 0) -> None:
+    """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands.
+
+    `parts`: calls of `@prepare` that must all be done before the first unit.
+    """
     module.declare("sched_yield", "i32", [])
     module.declare("free", "void", ["ptr"])
-    _emit_work(module, operands)
+    _emit_work(module, operands, parts)
     _emit_task(module)
     _emit_drop(module)
     _emit_run(module)
@@ -47,8 +54,8 @@ def _at(name: str, offset: int, base: str = "%job") -> str:
     return f"%{name} = getelementptr inbounds i8, ptr {base}, i64 {offset}"
 
 
-def _emit_work(module: Module, operands: int) -> None:
-    """`@work(job)`: run chunks until none is left."""
+def _emit_work(module: Module, operands: int, parts: int) -> None:
+    """`@work(job)`: prepare with the others, then run chunks until none is left."""
     f = Function(module, "work", [("ptr", "job")], "void", "internal")
     pointers = [f"%a{n}" for n in range(operands)]
     loads = "\n".join(
@@ -74,15 +81,17 @@ def _emit_work(module: Module, operands: int) -> None:
         %stride = load i64, ptr %stride.at
         %offset = mul i64 %id, %stride
         %arena = getelementptr inbounds i8, ptr %arenas, i64 %offset
+        {_preparation(module, parts, listed) if parts else ""}
         br label %claim
         claim:
-        %first = atomicrmw add ptr %job, i64 %chunk monotonic
-        %some = icmp slt i64 %first, %units
+        %claimed = atomicrmw add ptr %job, i64 %chunk monotonic
+        %last = sub i64 %units, %claimed
+        %some = icmp sgt i64 %last, 0
         br i1 %some, label %look, label %leave
         look:
-        %end = add i64 %first, %chunk
-        %over = icmp sgt i64 %end, %units
-        %last = select i1 %over, i64 %units, i64 %end
+        %start = sub i64 %last, %chunk
+        %over = icmp slt i64 %start, 0
+        %first = select i1 %over, i64 0, i64 %start
         %earlier = load atomic ptr, ptr %message.at monotonic, align 8
         %fine = icmp eq ptr %earlier, null
         br i1 %fine, label %run, label %finish
@@ -101,6 +110,39 @@ def _emit_work(module: Module, operands: int) -> None:
         ret void
         """,
     )
+
+
+def _preparation(module: Module, parts: int, operands: str) -> str:
+    """Take parts until none is left, then wait for those that others have begun."""
+    return f"""
+        {_at("next.part", NEXT_PART)}
+        {_at("done.parts", DONE_PARTS)}
+        br label %take
+        take:
+        %part = atomicrmw add ptr %next.part, i64 1 monotonic
+        %more = icmp slt i64 %part, {parts}
+        br i1 %more, label %prepare, label %wait
+        prepare:
+        call void @prepare({operands}i64 %part)
+        %parts.before = atomicrmw add ptr %done.parts, i64 1 release
+        br label %take
+        wait:
+        %spins = phi i64 [ 0, %take ], [ %spins.next, %pause ], [ 0, %yield ]
+        %parts = load atomic i64, ptr %done.parts acquire, align 8
+        %ready = icmp sge i64 %parts, {parts}
+        br i1 %ready, label %prepared, label %idle
+        idle:
+        %tired = icmp sge i64 %spins, {SPINS}
+        br i1 %tired, label %yield, label %pause
+        pause:
+        {_pause(module)}
+        %spins.next = add i64 %spins, 1
+        br label %wait
+        yield:
+        %ignored = call i32 @sched_yield()
+        br label %wait
+        prepared:
+    """
 
 
 def _emit_task(module: Module) -> None:

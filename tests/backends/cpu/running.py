@@ -45,8 +45,8 @@ def launch_of(kernel: Kernel) -> base.Launch:
 
 
 def llvm_of(kernel: Kernel) -> str:
-    backend = base.get("cpu")
-    return base.compile_stages(backend, kernel, base.Options())["llvm"]
+    stages = base.get("cpu").stages(kernel, base.Options(debug=True))
+    return stages["llvm"](kernel.text)
 
 
 def call(kernel: Kernel) -> Callable[..., list[Any]]:

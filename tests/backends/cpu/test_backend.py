@@ -1,16 +1,19 @@
 """The backend as XLA sees it: stages, caches, errors, concurrent and nested calls."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from pallasite import config, target
 from pallasite.backends import base
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.arena import Arena
 from pallasite.errors import CompileError
-from pallasite.ir.nodes import Span
+from pallasite.ir.nodes import Loc, Span
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, RefType
 from tests.backends.cpu.running import (
@@ -33,11 +36,53 @@ def normal(*shape: int) -> np.ndarray:
 
 def test_stages_are_text_and_then_object_code():
     backend, kernel = base.get("cpu"), vector_add()
-    outputs = base.compile_stages(backend, kernel, base.Options())
-    assert list(outputs) == ["ir", "llvm", "object"]
+    outputs = base.compile_stages(backend, kernel, base.Options(debug=True))
+    assert list(outputs) == ["ir", "llvm", "asm", "object"]
     assert outputs["ir"] == kernel.text
     assert "define ptr @handler(ptr %frame)" in outputs["llvm"]
     assert isinstance(outputs["object"], bytes)
+
+
+def test_object_code_at_hand_spares_the_stages_before(tmp_path: Path):
+    with config.override(cache_dir=str(tmp_path)):
+        written = []
+        text = tile_kernel_text(written)
+        first = compiler.make_object("a kernel", text)
+        assert compiler.make_object("a kernel", text) == first and len(written) == 1
+        compiler._objects.clear()  # as in another process
+        assert compiler.make_object("a kernel", text) == first and len(written) == 1
+        assert compiler.make_object("another", text) and len(written) == 2
+
+
+def tile_kernel_text(written: list[str]):
+    def write() -> str:
+        written.append("define void @handler() { ret void }")
+        return written[-1]
+
+    return write
+
+
+def test_identity_tells_apart_what_is_compiled_differently():
+    text = vector_add().text
+    here = compiler.identity(text)
+    assert here == compiler.identity(text) != compiler.identity(vector_add(512).text)
+    with target.using(target.AVX2):
+        assert compiler.identity(text) != here
+
+
+def test_lines_of_checks_belong_to_the_identity():
+    def kernel(line: int):
+        def emit(b, out):
+            b.store(out, b.constant(0.0, tile_type(F32, 1)))
+            good = b.op("lt", b.index(1), b.index(2))
+            b.loc = Loc("f.py", line)
+            b.emit("debug_check", good, message="no")
+
+        return with_refs(emit, [], [tile_type(F32, 1)])
+
+    first, second = launch_of(kernel(1)), launch_of(kernel(2))
+    assert first.has_side_effect and first.target != second.target
+    assert first.target == launch_of(kernel(1)).target
 
 
 def test_equal_kernels_are_compiled_once():
@@ -60,7 +105,7 @@ def test_native_ops_are_ops_and_the_rest_is_known():
 
 def test_refused_code_is_a_compile_error():
     with pytest.raises(CompileError, match="LLVM refused the code of a kernel"):
-        compiler.make_object("define void @f() { ret i32 }")
+        compiler.make_object("refused", lambda: "define void @f() { ret i32 }")
 
 
 def test_memory_that_cannot_be_had_is_an_error():

@@ -1,0 +1,271 @@
+"""What the loops of dot are made of: operands, schemes of packing, cuts for the caches.
+
+A `Scheme` says how operands are packed into panels and how two panels are multiplied:
+`VectorScheme` here with vector registers, `dot_amx.py` with tiles. `dot_driver.py` has
+the loops around them, `microkernel.py` and `packing.py` the code inside.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from pallasite.backends.cpu.llvm import TRUE, Function, Val, integer
+from pallasite.backends.cpu.microkernel import (
+    Micro,
+    block_shape,
+    has_fused,
+    microkernel,
+)
+from pallasite.backends.cpu.packing import Packing, direction, packer
+from pallasite.ir.types import DType
+from pallasite.target import Host
+
+IN_PLACE_BYTES = 1 << 20  # of rows that are multiplied from where they are
+
+
+class Operand(NamedTuple):
+    """A strided view [batch, width, depth]: rows of lhs, or columns of rhs."""
+
+    dtype: DType
+    pointer: Val
+    batch: Val
+    width: Val
+    depth: Val
+
+
+class Sums(NamedTuple):
+    """Where products are added up; neighbouring columns are neighbours in memory."""
+
+    dtype: DType
+    pointer: Val
+    batch: Val
+    row: Val
+
+
+class Sizes(NamedTuple):
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+
+
+class Scheme(Protocol):
+    """A way to pack operands into panels and to multiply two of them."""
+
+    @property
+    def rows(self) -> int: ...  # of a panel
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def depth_step(self) -> int: ...  # packed depths are multiples of it
+
+    @property
+    def row_dtype(self) -> DType: ...  # of packed elements
+
+    @property
+    def column_dtype(self) -> DType: ...
+
+    @property
+    def row_pitch(self) -> int: ...  # elements from row to row, 0: width times depth
+
+    @property
+    def rows_in_place(self) -> bool: ...  # rows are not packed at all
+
+    @property
+    def ahead_below(self) -> int: ...  # width of the other side: then pack ahead
+
+    @property
+    def panel_bytes(self) -> int: ...  # of a panel that stays in the nearest cache
+
+    @property
+    def rows_stay(self) -> bool: ...  # it is one of rows, and columns stream past it
+
+    def begin(self, f: Function) -> None: ...
+
+    def end(self, f: Function) -> None: ...
+
+    def pack(
+        self,
+        f: Function,
+        operand: Operand,
+        place: "PanelPlace",
+        is_rows: bool,
+    ) -> None: ...
+
+    def multiply(self, f: Function, call: "PanelProduct") -> None: ...
+
+
+class RowsAt(NamedTuple):
+    """How rows lie in memory before they are packed."""
+
+    along: str  # the dimension to read along, see `direction`
+    stride: int = 0  # elements from row to row; 0: not known, or of another type
+
+    @staticmethod
+    def of(source: DType, target: DType, width: Val, depth: Val) -> "RowsAt":
+        stride = width.constant if source == target else None
+        return RowsAt(direction(source, target, width, depth), stride or 0)
+
+    def can_stay(self, sizes: Sizes, dtype: DType) -> bool:
+        """Are rows read as fast from where they are, without packing?
+
+        They must lie close together, and not so that all fall into one set of a cache.
+        """
+        step = self.stride * dtype.bytes
+        close = step * sizes.rows <= IN_PLACE_BYTES
+        return self.along == "depth" and step > 0 and step % 4096 != 0 and close
+
+
+class PanelPlace(NamedTuple):
+    """Where panels come from and go to."""
+
+    source: Val
+    target: Val
+    panels: Val
+    valid: int  # rows of each panel that exist
+    depth: Val
+
+
+class PanelProduct(NamedTuple):
+    """One call of a microkernel."""
+
+    rows: Val
+    columns: Val
+    sums: Val
+    stride: Val
+    depth: Val
+    fresh: Val
+    valid_rows: int
+    valid_columns: int
+
+
+@dataclass(frozen=True)
+class VectorScheme:
+    """Multiply-adds of vector registers, in the type of the sums."""
+
+    host: Host
+    row_dtype: DType
+    column_dtype: DType
+    rows: int
+    columns: int
+    lanes: int
+    depth_step: int = 1
+    panel_bytes: int = 32 << 10
+    row_pitch: int = 0
+    rows_in_place: bool = False
+    rows_stay: bool = False
+    # With more work per packed element than this, it does not matter when it is packed,
+    # and what this core has packed is nearest.
+    ahead_below: int = 256
+
+    @staticmethod
+    def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
+        rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
+        scheme = VectorScheme(host, dtype, dtype, rows, columns, lanes)
+        if rows_at.along != "depth":
+            return scheme
+        if rows_at.can_stay(sizes, dtype):
+            return replace(scheme, row_pitch=rows_at.stride, rows_in_place=True)
+        # Rows are read along k as they are; one vector more keeps them in other sets
+        # of the cache.
+        return replace(scheme, row_pitch=depth_blocks(scheme, sizes).block + lanes)
+
+    def begin(self, f: Function) -> None:
+        pass
+
+    def end(self, f: Function) -> None:
+        pass
+
+    def pack(
+        self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
+    ) -> None:
+        target = self.row_dtype
+        along = direction(operand.dtype, target, operand.width, operand.depth)
+        width = self.rows if is_rows else self.columns
+        pitch = self.row_pitch if is_rows else 0
+        packing = Packing(
+            operand.dtype, target, self.lanes, width, place.valid, along, pitch
+        )
+        call_defined(
+            f,
+            packer(f.module, packing),
+            place.source,
+            operand.width,
+            operand.depth,
+            place.target,
+            place.panels,
+            place.depth,
+        )
+
+    def multiply(self, f: Function, call: PanelProduct) -> None:
+        micro = Micro(
+            self.row_dtype,
+            self.lanes,
+            call.valid_rows,
+            call.valid_columns,
+            self.row_pitch or 1,
+            1 if self.row_pitch else self.rows,
+            self.columns,
+            has_fused(self.host),
+        )
+        call_defined(
+            f,
+            microkernel(f.module, micro),
+            call.rows,
+            call.columns,
+            call.sums,
+            call.depth,
+            call.stride,
+            call.fresh,
+        )
+
+
+def call_defined(f: Function, name: str, *args: Val) -> None:
+    """Call a function of the same module, which needs no declaration."""
+    f.line(f"call void @{name}({', '.join(map(str, args))})")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How far one dimension is cut for the caches, in whole panels."""
+
+    total: int
+    panel: int
+    block: int
+
+    @staticmethod
+    def of(total: int, panel: int, most: int) -> "Blocks":
+        """Even blocks of at most `most` elements (at least one panel)."""
+        panels = -(-total // panel)
+        blocks = -(-panels // max(1, most // panel))
+        return Blocks(total, panel, -(-panels // blocks) * panel)
+
+    @property
+    def count(self) -> int:
+        return -(-self.total // self.block)
+
+    @property
+    def rest(self) -> int:
+        """Width of the last panel if it is not a whole one."""
+        return self.total % self.panel
+
+    def extent(self, f: Function, start: Val) -> Val:
+        return f.least(integer(self.block), f.sub(integer(self.total), start))
+
+    def full_panels(self, f: Function, start: Val) -> Val:
+        extent = self.extent(f, start)
+        if extent.constant is not None:
+            return integer(extent.constant // self.panel)
+        return f.binary("udiv", extent, integer(self.panel))
+
+    def is_last(self, f: Function, number: Val) -> Val:
+        if self.count == 1:
+            return TRUE
+        return f.compare("icmp eq", number, integer(self.count - 1))
+
+
+def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
+    deepest = scheme.panel_bytes // (scheme.columns * scheme.column_dtype.bytes)
+    step = max(scheme.depth_step, 4)
+    return Blocks.of(sizes.depth, step, max(step, deepest))

@@ -1,0 +1,51 @@
+"""What is known of a dot from its types alone: sizes, roles of dimensions, the scheme.
+
+`dot.py` decides by it how to multiply, `dot_ahead.py` what to pack before the grid.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from pallasite import target
+from pallasite.backends.cpu import dot_amx
+from pallasite.backends.cpu.dot_scheme import RowsAt, Scheme, Sizes, VectorScheme
+from pallasite.ir.nodes import Op
+from pallasite.ir.types import DType
+
+SMALL = 4096  # multiplications that do not repay packing
+
+
+def groups_of(op: Op) -> list[list[Sequence[int]]]:
+    """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
+    contract, batch = op.attrs["contract"], op.attrs["batch"]
+    ranks = [v.tile.rank for v in op.operands[:2]]
+    groups: list[list[Sequence[int]]] = []
+    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
+        rest = [d for d in range(rank) if d not in (*summed, *shared)]
+        groups.append([shared, rest, summed])
+    return groups
+
+
+def sizes_of(op: Op) -> Sizes:
+    lhs, rhs = (v.tile.shape for v in op.operands[:2])
+    left, right = groups_of(op)
+    return Sizes(
+        *(prod(lhs[d] for d in group) for group in left[:2]),
+        *(prod(rhs[d] for d in group) for group in right[1:]),
+    )
+
+
+def scheme_for(
+    lhs: DType, rhs: DType, sums: DType, sizes: Sizes, rows_at: RowsAt
+) -> Scheme:
+    """The best way this CPU has for operands of these types."""
+    host = target.host()
+    tiled = dot_amx.scheme_for(host, lhs, rhs, sums, sizes)
+    return tiled or VectorScheme.of(host, sums, sizes, rows_at)
+
+
+def is_small(sizes: Sizes, in_rows: bool) -> bool:
+    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
+    if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
+        return True
+    return in_rows and min(sizes.rows, sizes.depth) < 3 and sizes.columns > 1
