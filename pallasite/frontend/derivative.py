@@ -22,6 +22,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
+from pallasite.errors import UnsupportedError
 from pallasite.frontend import primitive
 from pallasite.frontend.activity import activity
 from pallasite.frontend.batching import batch_kernel
@@ -262,9 +263,16 @@ def _jvp_tangent(
 
 
 def _jvp_cotangent(
-    operands: Sequence[Array], moved: Sequence[Any], **params: Any
+    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, **params: Any
 ) -> Any:
-    return _jvp_in_line(_cotangents(**params), operands, moved)
+    if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
+        raise UnsupportedError(
+            "no derivative of a kernel's gradient inside a shard_map that checks types",
+            [("kernel", call.kernel.name)],
+            call.kernel.loc,
+            "jacfwd of jacfwd, or shard_map(..., check_vma=False)",
+        )
+    return _jvp_in_line(_cotangents(call, **params), operands, moved)
 
 
 def _jvp_in_line(fn: Callable, operands: Sequence[Array], moved: Sequence[Any]) -> Any:
