@@ -77,12 +77,8 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
     """Tangents of the call's results, some of them symbolic zeros."""
     active = tuple(map(_moves, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
-    moved: list[Any] = [
-        ad.Zero(
-            jaxcompat.out_aval_like(
-                avals, p.ref.shape, p.ref.dtype.np
-            ).to_tangent_aval()
-        )
+    moved = [
+        _no_tangent(jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np))
         for p in call.kernel.outputs
     ]
     outputs = activity(call.kernel, active).outputs
@@ -93,6 +89,11 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
         for position, tangent in zip(outputs, found, strict=True):
             moved[position] = tangent
     return moved
+
+
+def _no_tangent(aval: Any) -> Any:
+    """The symbolic zero that is the tangent of a value of this type."""
+    return ad.Zero(aval.to_tangent_aval())
 
 
 def _moves(tangent: Any) -> bool:
@@ -254,7 +255,9 @@ def _jvp_tangent(
     primal_moves, tangent_moves = _split(moved, active)
     full = [_full(primals, tangents, n) for n in made.inputs]
     second = [
-        ad.Zero.from_primal_value(x) if tangent_moves[n] is None else tangent_moves[n]
+        _no_tangent(jaxcompat.aval_of(x))
+        if tangent_moves[n] is None
+        else tangent_moves[n]
         for n, x in zip(made.inputs, full, strict=True)
     ]
     again = replace(call, kernel=made.kernel, cost_estimate=None)
