@@ -113,7 +113,7 @@ def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
         primals, tangents = _split(operands, active)
         full = [_full(primals, tangents, n) for n in made.inputs]
         again = replace(call, kernel=made.kernel, cost_estimate=None)
-        return call_p.bind(*primals, *full, call=again)[call.kernel.num_outputs :]
+        return call_p.bind(*primals, *full, call=again)[made.skipped :]
 
     return run
 
@@ -262,7 +262,7 @@ def _jvp_tangent(
     ]
     again = replace(call, kernel=made.kernel, cost_estimate=None)
     found = _push(again, [*primals, *full], [*primal_moves, *second])
-    return results, found[call.kernel.num_outputs :]
+    return results, found[made.skipped :]
 
 
 def _jvp_cotangent(
