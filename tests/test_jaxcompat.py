@@ -152,6 +152,33 @@ def test_output_types_vary_like_the_operands():
     assert jaxcompat.plain_avals([aval])[0].shape == (2,)
 
 
+def test_values_can_be_marked_as_varying():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(x, w):
+        a, b = jaxcompat.vary_alike([x, w])
+        assert jaxcompat.manual_axes(jax.typeof(w)) == frozenset()
+        assert jaxcompat.manual_axes(jax.typeof(b)) == {"d"}
+        assert a is x
+        return a * b
+
+    spec = jax.sharding.PartitionSpec
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d")
+    )
+    jax.jit(run)(np.ones(2, np.float32), np.ones(2, np.float32))
+    assert jaxcompat.vary_alike([1.0]) == [1.0]
+
+
+def test_closed_over_values_become_operands():
+    def outer(x, n):
+        run, values = jaxcompat.without_closure(lambda y: [y * x + n], x)
+        assert len(values) == 2
+        return run(x, *values)[0]
+
+    assert jax.jit(outer)(3.0, 4) == 13.0
+
+
 def test_our_primitive_is_not_special_to_jax():
     """JAX imports upstream Pallas for a primitive *named* pallas_call."""
     from pallasite.frontend.primitive import call_p

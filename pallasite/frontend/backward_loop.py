@@ -33,29 +33,31 @@ def backward_loop(
 
     @jax.custom_vjp
     def loop(tested: list[Array], used: list[Array], carry: State) -> State:
-        return forward(tested, used, carry)[0]
+        return lax.while_loop(
+            lambda c: test(*c, *tested)[0], lambda c: tuple(step(*c, *used)), carry
+        )
 
     def forward(tested: list[Array], used: list[Array], carry: State) -> Any:
-        def one(counted: tuple[Array, State]) -> tuple[Array, State]:
-            n, c = counted
-            return n + 1, tuple(step(*c, *used))
-
-        trips, out = lax.while_loop(
-            lambda nc: test(*nc[1], *tested)[0], one, (jnp.int32(0), carry)
+        trips, *out = backward_loop(
+            lambda counted: test(*counted[1:], *tested)[0],
+            lambda counted: [counted[0] + 1, *step(*counted[1:], *used)],
+            (jnp.int32(0), *carry),
         )
-        return out, (tested, used, carry, trips)
+        return tuple(out), (tested, used, carry, trips)
 
     def backward(kept: Any, cotangents: State) -> Any:
         tested, used, carry, trips = kept
-        at = _states(lambda c: tuple(step(*c, *used)), carry, trips)
-
-        def one(back: Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-            before = at(trips - 1 - back)
-            return _step_back(step, before, used, *sums)
-
+        at = _states(lambda c: step(*c, *used), carry, trips)
         floats = _floats(carry, cotangents)
+
+        def one(back: Array, sums: list[Array]) -> list[Array]:
+            before = at(trips - 1 - back)
+            moved, total = sums[: len(floats)], sums[len(floats) :]
+            return _step_back(step, before, used, moved, total)
+
         zeros = [jnp.zeros_like(x) for x in used if _is_float(x)]
-        moved, total = lax.fori_loop(0, trips, one, (floats, zeros))
+        sums = _repeat(trips, one, [*floats, *zeros])
+        moved, total = sums[: len(floats)], sums[len(floats) :]
         unmoved = [jnp.zeros_like(x) for x in tested if _is_float(x)]
         return list(_all(tested, unmoved)), list(_all(used, total)), _all(carry, moved)
 
@@ -63,10 +65,27 @@ def backward_loop(
     return list(loop(test_values, step_values, carry))
 
 
+def _repeat(
+    trips: Array, body: Callable[[Array, list[Array]], list[Array]], carry: list[Array]
+) -> list[Array]:
+    """Run `body(n, carry)` for n below `trips`; can be run backwards in its turn."""
+
+    def one(counted: list[Array]) -> list[Array]:
+        n, *c = counted
+        return [n + 1, *body(n, c)]
+
+    start = [jnp.zeros_like(trips), *carry]
+    return backward_loop(lambda counted: counted[0] < trips, one, start)[1:]
+
+
 def _step_back(
-    step: Callable, before: State, used: list[Array], floats: list, sums: list
-) -> tuple[list[Array], list[Array]]:
-    """Cotangents before one trip from those after it; `sums` of values it used."""
+    step: Callable,
+    before: Sequence[Array],
+    used: list[Array],
+    floats: list[Array],
+    sums: list[Array],
+) -> list[Array]:
+    """Cotangents before one trip from those after it, then `sums` of values used."""
     both = (*before, *used)
 
     def run(moving: list[Array]) -> list[Array]:
@@ -76,31 +95,29 @@ def _step_back(
 
     (back,) = jax.vjp(run, [x for x in both if _is_float(x)])[1](floats)
     moved, more = back[: len(floats)], back[len(floats) :]
-    return moved, [a + b for a, b in zip(sums, more, strict=True)]
+    return [*moved, *(a + b for a, b in zip(sums, more, strict=True))]
 
 
 def _states(
-    step: Callable[[State], State], carry: State, trips: Array
-) -> Callable[[Array], State]:
+    step: Callable[[Sequence[Array]], list[Array]], carry: State, trips: Array
+) -> Callable[[Array], list[Array]]:
     """The state before trip n, as a function of n."""
     stride = jnp.maximum(1, -(-trips // _PLACES))
 
-    def keep(n: Array, places: list[Array], c: State) -> list[Array]:
+    def keep(n: Array, places: list[Array], c: list[Array]) -> list[Array]:
         return [p.at[n // stride].set(x) for p, x in zip(places, c, strict=True)]
 
-    def one(n: Array, both: tuple[list[Array], State]) -> tuple[list[Array], State]:
-        places, c = both
-        places = lax.cond(
-            n % stride == 0, lambda: keep(n, places, c), lambda: list(places)
-        )
-        return places, step(c)
+    def one(n: Array, both: list[Array]) -> list[Array]:
+        places, c = both[: len(carry)], both[len(carry) :]
+        places = lax.cond(n % stride == 0, lambda: keep(n, places, c), lambda: places)
+        return [*places, *step(c)]
 
     empty = [jnp.zeros((_PLACES, *x.shape), x.dtype) for x in carry]
-    places, _ = lax.fori_loop(0, trips, one, (empty, carry))
+    places = _repeat(trips, one, [*empty, *carry])[: len(carry)]
 
-    def at(n: Array) -> State:
-        nearest = tuple(p[n // stride] for p in places)
-        return lax.fori_loop(0, n % stride, lambda _, c: step(c), nearest)
+    def at(n: Array) -> list[Array]:
+        nearest = [p[n // stride] for p in places]
+        return _repeat(n % stride, lambda _, c: step(c), nearest)
 
     return at
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
-from pallasite.errors import NoBackwardKernel
+from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.frontend import backward, primitive
 from pallasite.frontend.activity import activity
 from pallasite.frontend.batching import batch_kernel
@@ -83,12 +83,8 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
     """Tangents of the call's results, some of them symbolic zeros."""
     active = tuple(map(_moves, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
-    moved: list[Any] = [
-        ad.Zero(
-            jaxcompat.out_aval_like(
-                avals, p.ref.shape, p.ref.dtype.np
-            ).to_tangent_aval()
-        )
+    moved = [
+        _no_tangent(jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np))
         for p in call.kernel.outputs
     ]
     outputs = activity(call.kernel, active).outputs
@@ -99,6 +95,11 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
         for position, tangent in zip(outputs, found, strict=True):
             moved[position] = tangent
     return moved
+
+
+def _no_tangent(aval: Any) -> Any:
+    """The symbolic zero that is the tangent of a value of this type."""
+    return ad.Zero(aval.to_tangent_aval())
 
 
 def _moves(tangent: Any) -> bool:
@@ -118,7 +119,7 @@ def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
         primals, tangents = _split(operands, active)
         full = [_full(primals, tangents, n) for n in made.inputs]
         again = replace(call, kernel=made.kernel, cost_estimate=None)
-        return call_p.bind(*primals, *full, call=again)[call.kernel.num_outputs :]
+        return call_p.bind(*primals, *full, call=again)[made.skipped :]
 
     return run
 
@@ -260,18 +261,27 @@ def _jvp_tangent(
     primal_moves, tangent_moves = _split(moved, active)
     full = [_full(primals, tangents, n) for n in made.inputs]
     second = [
-        ad.Zero.from_primal_value(x) if tangent_moves[n] is None else tangent_moves[n]
+        _no_tangent(jaxcompat.aval_of(x))
+        if tangent_moves[n] is None
+        else tangent_moves[n]
         for n, x in zip(made.inputs, full, strict=True)
     ]
     again = replace(call, kernel=made.kernel, cost_estimate=None)
     found = _push(again, [*primals, *full], [*primal_moves, *second])
-    return results, found[call.kernel.num_outputs :]
+    return results, found[made.skipped :]
 
 
 def _jvp_cotangent(
-    operands: Sequence[Array], moved: Sequence[Any], **params: Any
+    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, **params: Any
 ) -> Any:
-    return _jvp_in_line(_cotangents(**params), operands, moved)
+    if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
+        raise UnsupportedError(
+            "no derivative of a kernel's gradient inside a shard_map that checks types",
+            [("kernel", call.kernel.name)],
+            call.kernel.loc,
+            "jacfwd of jacfwd, or shard_map(..., check_vma=False)",
+        )
+    return _jvp_in_line(_cotangents(call, **params), operands, moved)
 
 
 def _jvp_in_line(fn: Callable, operands: Sequence[Array], moved: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ from pallasite.frontend.emulate import (
 )
 from pallasite.ir.nodes import Block, Kernel, Op
 from pallasite.ir.types import RefType
-from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.canonicalize import simplify
 from pallasite.passes.ranges import Ranges, loop_range
 
 Array = Any
@@ -63,7 +63,7 @@ def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(kernel: Kernel) -> Kernel:
-    return canonicalize(kernel)
+    return simplify(kernel)
 
 
 class SmoothNumbers(JaxNumbers):

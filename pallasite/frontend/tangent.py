@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pallasite.errors import UnsupportedError
 from pallasite.frontend.activity import Activity, activity
 from pallasite.frontend.op_derivative import is_pure, jvp_ops
+from pallasite.frontend.unread import without_unread
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window
 from pallasite.ir.rewrite import clone
@@ -20,11 +21,18 @@ from pallasite.ir.rewrite import clone
 
 @dataclass(frozen=True)
 class TangentKernel:
-    """A kernel from (inputs, tangents of inputs) to (outputs, tangents of outputs)."""
+    """A kernel from (inputs, tangents of inputs) to tangents of outputs.
+
+    Outputs that it reads back itself come before those tangents, `skipped` of them.
+    """
 
     kernel: Kernel
     inputs: tuple[int, ...]  # whose tangents it takes; more than the active ones
     outputs: tuple[int, ...]  # whose tangents it gives
+
+    @property
+    def skipped(self) -> int:
+        return self.kernel.num_outputs - len(self.outputs)
 
 
 class NoTangentKernel(UnsupportedError):
@@ -71,6 +79,7 @@ class _Doubling:
             num_outputs=kernel.num_outputs + len(outputs),
             aliases=self.aliases(),
         )
+        made = without_unread(made, kernel.outputs)
         return TangentKernel(made, found.inputs, found.outputs)
 
     def aliases(self) -> tuple[tuple[int, int], ...]:

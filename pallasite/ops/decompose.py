@@ -20,6 +20,7 @@ from pallasite.ops.decompose_basic import (
     rem,
     sign,
     square,
+    stop_gradient,
 )
 from pallasite.ops.decompose_basic import round_ as round
 from pallasite.ops.decompose_exp import (
@@ -87,6 +88,7 @@ __all__ = [
     "sin",
     "sinh",
     "square",
+    "stop_gradient",
     "tan",
     "tanh",
 ]

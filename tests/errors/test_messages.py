@@ -49,6 +49,15 @@ def call(k=copy, args=(x,), **kw):
     return pl.pallas_call(k, **kw)(*args)
 
 
+def slope_on_a_mesh(v):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("d")
+    run = jax.shard_map(
+        lambda a: call(args=(a,)), mesh=mesh, in_specs=rows, out_specs=rows
+    )
+    return jax.grad(lambda a: (run(a) ** 2).sum())(v)
+
+
 BAD = {
     "block rank": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8,), lambda i: (i,))], out_specs=spec
@@ -309,7 +318,7 @@ BAD = {
     "cost": lambda: call(cost_estimate=3),
     "metadata": lambda: call(metadata="fast"),
     "grid traced float": lambda: jax.jit(lambda n: call(grid=(n,)))(2.0),
-    "grad": lambda: jax.grad(lambda v: call(args=(v,)).sum())(x),
+    "grad of grad on a mesh": lambda: jax.grad(lambda v: slope_on_a_mesh(v).sum())(x),
     "backend platform": lambda: call(interpret=False, backend="triton"),
     "pipeline arity": lambda: call(
         lambda x_ref, o_ref: pltpu.emit_pipeline(
