@@ -1,0 +1,261 @@
+"""Random kernels as an author writes them: Python, refs and jnp, with a grid.
+
+`random_call` draws a script of snippets. It runs inside `pl.pallas_call`, and as plain
+Python over numpy blocks, one program after another: what the call must give.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from tests.fuzz.choices import Choices, chance, pick
+from tests.fuzz.snippets import COLUMNS, GET, ONE, PUT, ROWS, TWO
+
+Script = list[tuple[Any, ...]]
+BLOCK = (ROWS, COLUMNS)
+
+
+# --- what a kernel calls, in a kernel and in plain Python ---
+
+
+class InKernel:
+    """The language."""
+
+    program_id = staticmethod(pl.program_id)
+    when = staticmethod(pl.when)
+    ds = staticmethod(pl.ds)
+    load = staticmethod(pl.load)
+    store = staticmethod(pl.store)
+    atomic_add = staticmethod(pl.atomic_add)
+
+
+@dataclass(frozen=True)
+class Part:
+    start: Any
+    size: int
+
+
+class InPython:
+    """The same for one program at a time, on numpy arrays."""
+
+    def __init__(self, ids: Sequence[int]):
+        self.ids = ids
+
+    def program_id(self, axis: int) -> Any:
+        return jnp.int32(self.ids[axis])
+
+    def when(self, condition: Any) -> Callable[[Callable[[], None]], None]:
+        return lambda run: run() if condition else None
+
+    def ds(self, start: Any, size: int) -> Part:
+        return Part(start, size)
+
+    def load(self, ref: "Block", index: Any, *, mask: Any, other: float) -> Any:
+        return jnp.where(mask, ref[index], other)
+
+    def store(self, ref: "Block", index: Any, value: Any, *, mask: Any) -> None:
+        ref[index] = jnp.where(mask, value, ref[index])
+
+    def atomic_add(self, ref: "Block", index: Any, value: Any) -> None:
+        ref[index] = ref[index] + value
+
+
+class Block:
+    """A numpy array indexed as a ref is: starts from values are clamped."""
+
+    def __init__(self, data: np.ndarray):
+        self.data, self.shape, self.dtype = data, data.shape, data.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        return jnp.asarray(self.data[self._places(index)])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.data[self._places(index)] = np.asarray(value)
+
+    def _places(self, index: Any) -> Any:
+        if index is Ellipsis:
+            return ...
+        index = index if isinstance(index, tuple) else (index,)
+        return tuple(map(_place, index, self.shape))
+
+
+def _place(entry: Any, n: int) -> Any:
+    if isinstance(entry, Part):
+        start = min(max(int(entry.start), 0), n - entry.size)
+        return slice(start, start + entry.size)
+    if isinstance(entry, (int, slice)):
+        return entry
+    places = np.clip(np.asarray(entry), 0, n - 1)
+    return places if places.ndim else int(places)
+
+
+# --- scripts ---
+
+
+def random_script(choices: Choices, axes: int, depth: int = 0) -> Script:
+    """Lines of code; numbers name the tiles made so far, the last ones first."""
+    script: Script = []
+    for _ in range(choices.integer(1, 4 if depth else 6)):
+        kinds = ("one", "one", "one", "two", "put", "get", "when", "loop")
+        kind = pick(choices, kinds[: 6 if depth else 8])
+        first, second = choices.integer(0, 3), choices.integer(0, 3)
+        if kind in ("one", "two"):
+            names = sorted(ONE if kind == "one" else TWO)
+            script.append((kind, pick(choices, names), first, second))
+        elif kind in ("put", "get"):
+            count = len(PUT if kind == "put" else GET)
+            ref = choices.integer(0, 2)
+            script.append((kind, choices.integer(0, count - 1), first, ref))
+        elif kind == "when":
+            axis, number = choices.integer(0, axes - 1), choices.integer(0, 1)
+            script.append((kind, axis, number, random_script(choices, axes, 1)))
+        else:
+            script.append((kind, first, second, random_script(choices, axes, 1)))
+    return script
+
+
+def run_script(
+    script: Script, tiles: list[Any], refs: Sequence[Any], row: Any, api: Any
+) -> None:
+    """Run the lines; `tiles` grows by what they make."""
+    for kind, *rest in script:
+        if kind == "when":
+            axis, number, inner = rest
+            condition = api.program_id(axis) == number
+            api.when(condition)(
+                lambda inner=inner: run_script(inner, list(tiles), refs, row, api)
+            )
+            continue
+        if kind == "put":
+            number, source, ref = rest
+            PUT[number](refs[ref], _tile(tiles, source), row, api)
+            continue
+        tiles.append(jnp.clip(_made(kind, rest, tiles, refs, row, api), -20, 20))
+
+
+def _tile(tiles: list[Any], number: int) -> Any:
+    return tiles[-1 - number % len(tiles)]
+
+
+def _made(kind: str, rest: list[Any], tiles: list[Any], refs, row, api) -> Any:
+    if kind == "one":
+        return ONE[rest[0]](_tile(tiles, rest[1]))
+    if kind == "two":
+        return TWO[rest[0]](_tile(tiles, rest[1]), _tile(tiles, rest[2]))
+    if kind == "get":
+        return GET[rest[0]](refs[rest[2]], row, api)
+    first, steps, inner = rest
+
+    def step(k: Any, carry: Any) -> Any:
+        inside = [*tiles, carry]
+        run_script(inner, inside, refs, row + k, api)
+        return inside[-1] * 0.5
+
+    return lax.fori_loop(0, steps, step, _tile(tiles, first))
+
+
+# --- calls ---
+
+MAPS: dict[str, Callable[[int, int], Callable[[Any, Any], tuple[Any, Any]]]] = {
+    "both": lambda m, n: lambda i, j: (i, j),
+    "rows": lambda m, n: lambda i, j: (i, 0),
+    "columns": lambda m, n: lambda i, j: (0, j),
+    "backwards": lambda m, n: lambda i, j: (m - 1 - i, j),
+    "shifted": lambda m, n: lambda i, j: (i, j + 1),  # clamped at the end
+}
+
+
+@dataclass(frozen=True)
+class RandomCall:
+    """A drawn call: two inputs in, one output and one running block out."""
+
+    grid: tuple[int, int]
+    shape: tuple[int, int]
+    maps: tuple[str, str]
+    script: Script
+    row: int
+    arrays: tuple[np.ndarray, ...]
+
+    def __repr__(self) -> str:
+        return f"RandomCall({self.grid}, {self.shape}, {self.maps}, {self.script})"
+
+    def index_map(self, number: int) -> Callable[[Any, Any], tuple[Any, Any]]:
+        return MAPS[self.maps[number]](*self.grid)
+
+    def program(self, x: Any, y: Any, out: Any, running: Any, scratch: Any, api: Any):
+        i, j = api.program_id(0), api.program_id(1)
+
+        @api.when(j == 0)
+        def _():
+            running[...] = jnp.zeros(BLOCK)
+
+        @api.when((i == 0) & (j == 0))
+        def _():
+            scratch[...] = jnp.full(BLOCK, 0.25)
+
+        tiles = [x[...], y[...]]
+        out[...] = tiles[0]
+        row = j + self.row
+        run_script(self.script, tiles, (out, running, scratch), row, api)
+        out[...] += tiles[-1]
+        running[...] += tiles[-1] * 0.5
+
+    def __call__(self, *arrays: Any, interpret: bool) -> Any:
+        specs = [pl.BlockSpec(BLOCK, self.index_map(n), fill=0.5) for n in range(2)]
+        shapes = [self.shape, (self.shape[0], COLUMNS)]
+        return pl.pallas_call(
+            lambda *refs: self.program(*refs, InKernel),
+            out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
+            grid=self.grid,
+            in_specs=specs,
+            out_specs=[
+                pl.BlockSpec(BLOCK, MAPS["both"](*self.grid)),
+                pl.BlockSpec(BLOCK, MAPS["rows"](*self.grid)),
+            ],
+            scratch_shapes=[pltpu.VMEM(BLOCK, jnp.float32)],
+            interpret=interpret,
+        )(*arrays)
+
+    def in_python(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """The results of running the programs one after another."""
+        m, n = self.grid
+        room = (m * ROWS, n * COLUMNS)
+        padding = [(0, a - b) for a, b in zip(room, self.shape, strict=True)]
+        padded = [np.pad(a, padding, constant_values=0.5) for a in arrays]
+        out = np.full(room, np.nan, np.float32)
+        running = np.full((room[0], COLUMNS), np.nan, np.float32)
+        scratch = Block(np.full(BLOCK, np.nan, np.float32))
+        with jax.disable_jit():
+            for i in range(m):
+                for j in range(n):
+                    blocks = [_block(a, self.index_map(k)(i, j), self.grid)
+                              for k, a in enumerate(padded)]  # fmt: skip
+                    blocks.append(_block(out, (i, j), self.grid))
+                    blocks.append(_block(running, (i, 0), self.grid))
+                    self.program(*blocks, scratch, InPython((i, j)))
+        rows, columns = self.shape
+        return [out[:rows, :columns], running[:rows]]
+
+
+def _block(array: np.ndarray, place: tuple[int, int], grid: tuple[int, int]) -> Block:
+    i, j = (min(p, g - 1) for p, g in zip(place, grid, strict=True))
+    return Block(array[i * ROWS : (i + 1) * ROWS, j * COLUMNS : (j + 1) * COLUMNS])
+
+
+def random_call(choices: Choices) -> RandomCall:
+    grid = (choices.integer(1, 2), choices.integer(1, 3))
+    hang = [choices.integer(1, 3) if chance(choices, 30) else 0 for _ in range(2)]
+    shape = (grid[0] * ROWS - hang[0], grid[1] * COLUMNS - hang[1])
+    maps = tuple(pick(choices, sorted(MAPS)) for _ in range(2))
+    rng = np.random.default_rng(choices.integer(0, 255))
+    arrays = tuple(rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    row = choices.integer(0, 4)
+    script = random_script(choices, len(grid))
+    return RandomCall(grid, shape, maps, script, row, arrays)
