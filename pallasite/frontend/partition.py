@@ -14,8 +14,8 @@ import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import PartitionWarning, compose
-from pallasite.frontend.partition_rule import local_of, rule_of
-from pallasite.passes.partition import SUM, WHOLE, PartitionRule
+from pallasite.frontend.partition_rule import Partition, local_of, rule_of
+from pallasite.passes.partition import WHOLE, PartitionRule
 from pallasite.passes.shard import local_shape, shard
 
 TARGET = "pallasite_partition"
@@ -35,24 +35,80 @@ _THIS_PROCESS = secrets.token_hex(8)
 # --- lowering ---
 
 
+class Compute(Protocol):
+    """Makes what one device runs, for a way to cut the grid: a function from its parts
+    of the operands, then its first step along each axis that the function names."""
+
+    def __call__(self, cuts: Mapping[int, int]) -> "tuple[Function, Sequence[int]]": ...
+
+
+Function = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something XLA may ask to have cut.
+
+    Args:
+        name: the kernel's.
+        key: all that tells it from others, as text.
+        rule: how it may be cut.
+        compute: what one device runs.
+        loc: the author's line.
+    """
+
+    name: str
+    key: str
+    rule: PartitionRule
+    compute: Compute
+    loc: Any = None
+
+
+def call_task(call: Any, bind: Callable[..., Any]) -> Task:
+    """A kernel call as a task; `bind` is what binds the call's primitive."""
+    rule, local = rule_of(call), local_of(call)
+
+    def cut_kernel(cuts: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
+        part = shard(rule, cuts)
+        one = replace(call, kernel=part.kernel, partition=False)
+        return lambda *operands: bind(one, operands), part.offset_axes
+
+    compute = cut_kernel if local is None else _given(local)
+    return Task(call.kernel.name, call_key(call), rule, compute, call.kernel.loc)
+
+
+def _given(local: Callable[..., Any]) -> Compute:
+    """What the author says one device runs, however the call is cut."""
+    return lambda cuts: (lambda *operands: jax.tree.leaves(local(*operands)), ())
+
+
+_locals: dict[Any, int] = {}  # functions of authors, numbered as they come
+
+
+def call_key(call: Any) -> str:
+    """Text that is the same for equal calls, in any process."""
+    rule: Any = call.partition
+    if isinstance(rule, Partition):
+        rule = (rule.rule, rule.sums, _locals.setdefault(rule.local, len(_locals)))
+    options = (call.interpret, call.backend, call.compiler_params, rule)
+    return repr((call.kernel.text, options))
+
+
 @dataclass(frozen=True)
 class Pending:
-    """What the callback needs to know of a call XLA may ask for."""
+    """A task with where it is compiled."""
 
-    call: Any
-    bind: Callable[..., Any]
+    task: Task
     platforms: tuple[str, ...]
     x64: bool
     devices: int
 
-    @cached_property
+    @property
     def config(self) -> str:
-        """The custom call's backend config: names the call, the same in any process."""
-        call = self.call
-        options = (call.interpret, call.backend, call.compiler_params)
-        parts = (call.kernel.text, options, self.platforms, self.x64, self.devices)
+        """The custom call's backend config: names the task."""
+        parts = (self.task.key, self.platforms, self.x64, self.devices)
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-        text = f"{call.kernel.name} {digest[:20]}"
+        text = f"{self.task.name} {digest[:20]}"
         if "cpu" in self.platforms and jaxcompat.flag("jax_compilation_cache_dir"):
             # Machine code is registered by the callback, so another process must not
             # find the compiled program and skip it.
@@ -63,20 +119,19 @@ class Pending:
 _pending: dict[str, Pending] = {}  # XLA may ask at any later time
 
 
-def lower_partitioned(
-    bind: Callable[..., Any], ctx: Any, *operands: Any, call: Any
-) -> Any:
+def lower_partitioned(ctx: Any, operands: Sequence[Any], task: Task) -> Any:
     """Emit the custom call that XLA partitions by asking `_partition`."""
     _register()
     platforms = tuple(ctx.module_context.platforms)
     x64, devices = jaxcompat.flag("jax_enable_x64"), jaxcompat.auto_devices(ctx)
-    pending = Pending(call, bind, platforms, bool(x64), devices)
-    _pending[pending.config] = pending
-    rule = jaxcompat.sharding_rule_attribute(shardy_text(rule_of(call)))
+    pending = Pending(task, platforms, bool(x64), devices)
+    config = pending.config
+    _pending[config] = pending
+    rule = jaxcompat.sharding_rule_attribute(shardy_text(task.rule))
     lower = jax.ffi.ffi_lowering(
         TARGET,
         api_version=2,
-        backend_config=pending.config,
+        backend_config=config,
         extra_attributes={"sdy.sharding_rule": rule},
     )
     return lower(ctx, *operands)
@@ -245,7 +300,7 @@ def _partition(
 ) -> tuple[bytes, list[Any], Any]:
     """The module of one device, and the shardings it works on."""
     pending = _pending[config.decode()]
-    rule = rule_of(pending.call)
+    rule = pending.task.rule
     results = _elements(result_shape, result_sharding)
     tiles = _tiles([*shardings, *results])
     devices = max(
@@ -253,13 +308,13 @@ def _partition(
     )
     placement = place(rule, tiles, devices)
     if devices < pending.devices:
-        placement = _without_numbers(rule, placement)
-    _warn_gathered(pending.call, rule, tiles, placement)
+        placement = _without_numbers(pending.task, placement)
+    _warn_gathered(pending.task, tiles, placement)
     module = jaxcompat.module_of_one_device(
-        _one_device(pending, rule, placement),
+        _one_device(pending.task, placement),
         [
-            jax.ShapeDtypeStruct(local_shape(rule, n, placement.parts), p.ref.dtype.np)
-            for n, p in enumerate(pending.call.kernel.inputs)
+            jax.ShapeDtypeStruct(local_shape(array, placement.parts), s.numpy_dtype())
+            for array, s in zip(rule.inputs, shapes, strict=True)
         ],
         (DEVICES, devices),
         pending.platforms,
@@ -274,14 +329,19 @@ def _partition(
     )
 
 
-def _without_numbers(rule: PartitionRule, placement: Placement) -> Placement:
+def _without_numbers(task: Task, placement: Placement) -> Placement:
     """Only cuts for which no device needs to know its number.
 
     In a shard_map over some axes of a mesh, XLA shows the devices of one group and
     numbers them from zero; their numbers in the whole mesh are not known here.
     """
-    cuts = tuple(c for c in placement.cuts if rule.axes[c.axis].kind != SUM)
-    told = shard(rule, {c.axis: c.parts for c in cuts}).offset_axes
+    rule = task.rule
+    cuts = [
+        c
+        for c in placement.cuts
+        if not any(rule.is_summed(output, c.axis) for output in rule.outputs)
+    ]
+    _, told = task.compute({c.axis: c.parts for c in cuts})
     return replace(placement, cuts=tuple(c for c in cuts if c.axis not in told))
 
 
@@ -289,7 +349,7 @@ def _infer(
     shapes: Sequence[Any], shardings: Sequence[Any], result_shape: Any, config: bytes
 ) -> Any:
     """Shardings of the results from those of the operands (without Shardy)."""
-    rule = rule_of(_pending[config.decode()].call)
+    rule = _pending[config.decode()].task.rule
     devices = max((s.num_devices() for s in shardings if s.is_tiled()), default=1)
     placement = place(rule, _tiles(shardings), devices)
     made = [placement.sharding(a.axes) for a in rule.outputs]
@@ -305,30 +365,10 @@ def _tiles(shardings: Sequence[Any]) -> dict[int, np.ndarray]:
     return {n: tiles for n, tiles in found if tiles is not None}
 
 
-def _one_device(
-    pending: Pending, rule: PartitionRule, placement: Placement
-) -> Callable[..., list[Any]]:
+def _one_device(task: Task, placement: Placement) -> Callable[..., list[Any]]:
     """What one device computes from its parts of the operands."""
-    by_axis = {c.axis: c for c in placement.cuts}
-    compute = local_of(pending.call) or _cut_kernel(pending, rule, by_axis)
-
-    def run(*operands: Any) -> list[Any]:
-        return [
-            _summed(result, placement, [a for a in by_axis if rule.is_summed(array, a)])
-            for result, array in zip(
-                jax.tree.leaves(compute(*operands)), rule.outputs, strict=True
-            )
-        ]
-
-    return run
-
-
-def _cut_kernel(
-    pending: Pending, rule: PartitionRule, by_axis: Mapping[int, Cut]
-) -> Callable[..., Any]:
-    """The kernel over one device's parts, told where it stands."""
-    part = shard(rule, {axis: cut.parts for axis, cut in by_axis.items()})
-    call = replace(pending.call, kernel=part.kernel, partition=False)
+    rule, by_axis = task.rule, {c.axis: c for c in placement.cuts}
+    function, told = task.compute(placement.parts)
 
     def first_step(axis: int) -> Any:
         cut = by_axis[axis]
@@ -336,9 +376,12 @@ def _cut_kernel(
         table = jnp.asarray(cut.part_of * steps, jnp.int32)
         return table[jax.lax.axis_index(DEVICES)]
 
-    def run(*operands: Any) -> Any:
-        offsets = [first_step(axis) for axis in part.offset_axes]
-        return pending.bind(call, [*operands, *offsets])
+    def run(*operands: Any) -> list[Any]:
+        results = function(*operands, *map(first_step, told))
+        return [
+            _summed(result, placement, [a for a in by_axis if rule.is_summed(array, a)])
+            for result, array in zip(results, rule.outputs, strict=True)
+        ]
 
     return run
 
@@ -378,11 +421,9 @@ def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None
 _warned: set[str] = set()
 
 
-def _warn_gathered(
-    call: Any, rule: PartitionRule, tiles: Mapping[int, np.ndarray], at: Placement
-) -> None:
+def _warn_gathered(task: Task, tiles: Mapping[int, np.ndarray], at: Placement) -> None:
     """Say once per kernel which operands every device needs more of than it has."""
-    facts = []
+    facts, rule = [], task.rule
     for number, array in enumerate(rule.inputs):
         if number not in tiles:
             continue
@@ -391,13 +432,13 @@ def _warn_gathered(
             kept = 1 if axis is None else at.parts.get(axis, 1)
             if kept < came:
                 facts.append((array.name, _why_gathered(rule, number, dim, came, kept)))
-    if not facts or call.kernel.text in _warned:
+    if not facts or task.key in _warned:
         return
-    _warned.add(call.kernel.text)
+    _warned.add(task.key)
     message = compose(
-        f"kernel '{call.kernel.name}': sharded operands are gathered",
+        f"kernel '{task.name}': sharded operands are gathered",
         facts,
-        call.kernel.loc,
+        task.loc,
         "shard them along dimensions that follow the grid, or call it in a shard_map",
     )
     warnings.warn(message, PartitionWarning, stacklevel=2)

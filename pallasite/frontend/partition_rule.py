@@ -261,4 +261,5 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
         )
         for number, (p, array) in enumerate(zip(kernel.params, every, strict=True))
     )
-    return PartitionRule(kernel, axes, arrays)
+    count = len(kernel.inputs)
+    return PartitionRule(kernel, axes, arrays[:count], arrays[count:])

@@ -25,7 +25,7 @@ from pallasite.errors import (
 )
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate import emulate
-from pallasite.frontend.partition import lower_partitioned, result_specs
+from pallasite.frontend.partition import call_task, lower_partitioned, result_specs
 from pallasite.frontend.partition_rule import Partition
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.pipeline import Dump
@@ -165,7 +165,7 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 # --- lowering ---
 
 
-def _partitions(ctx: Any, call: Call) -> bool:
+def partitions(ctx: Any, call: Call) -> bool:
     """Whether XLA is to ask how the call is cut between devices."""
     if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
         return False
@@ -178,8 +178,8 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
     if name is not None:
         _check_platform(name, platforms, call.kernel)
-    if _partitions(ctx, call):
-        return lower_partitioned(bind_call, ctx, *operands, call=call)
+    if partitions(ctx, call):
+        return lower_partitioned(ctx, operands, call_task(call, bind_call))
     if name is not None:
         return _lower_native(name, ctx, *operands, call=call)
     if not wants_emulation(call):
@@ -191,8 +191,8 @@ def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     """On a CPU: machine code, unless another backend or the emulation is asked for."""
     if wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
-    if _partitions(ctx, call):
-        return lower_partitioned(bind_call, ctx, *operands, call=call)
+    if partitions(ctx, call):
+        return lower_partitioned(ctx, operands, call_task(call, bind_call))
     if jaxcompat.is_export(ctx):
         # Machine code belongs to this process; an export goes elsewhere.
         return _lower_emulation(ctx, *operands, call=call)

@@ -56,19 +56,17 @@ class ArrayRule:
 
 @dataclass(frozen=True)
 class PartitionRule:
-    """What `derive` found; one `ArrayRule` per parameter of the kernel."""
+    """What `derive` found: axes of a kernel's grid, arrays that follow them."""
 
     kernel: Kernel  # canonical: the one to cut
     axes: tuple[AxisRule, ...]
-    arrays: tuple[ArrayRule, ...]
+    inputs: tuple[ArrayRule, ...]
+    outputs: tuple[ArrayRule, ...]
+    pulls_back: bool = False  # parts add to any output that does not follow their axis
 
     @property
-    def inputs(self) -> tuple[ArrayRule, ...]:
-        return self.arrays[: len(self.kernel.inputs)]
-
-    @property
-    def outputs(self) -> tuple[ArrayRule, ...]:
-        return self.arrays[len(self.kernel.inputs) :]
+    def arrays(self) -> tuple[ArrayRule, ...]:
+        return (*self.inputs, *self.outputs)
 
     @property
     def cuttable(self) -> tuple[int, ...]:
@@ -76,7 +74,8 @@ class PartitionRule:
 
     def is_summed(self, output: ArrayRule, axis: int) -> bool:
         """Whether an output is the sum of what the parts of an axis give."""
-        return self.axes[axis].kind == SUM and axis not in output.axes
+        adds = self.pulls_back or self.axes[axis].kind == SUM
+        return adds and axis not in output.axes
 
     def why_whole(self, array: int, dim: int) -> str:
         """Why a dimension of an array cannot be cut."""
@@ -102,6 +101,26 @@ class PartitionRule:
 def derive(kernel: Kernel) -> PartitionRule:
     """The partitioning rule of a kernel whose body is one pipeline."""
     return _Derivation(canonicalize(kernel)).rule()
+
+
+def pull_back_rule(
+    rule: PartitionRule, wanted: Sequence[bool], known: Sequence[bool]
+) -> PartitionRule:
+    """The rule of a kernel's cotangents, from operands and cotangents of results.
+
+    A cotangent lies as what it belongs to. Every part of an axis adds to the cotangent
+    of an operand that all of them use.
+
+    Args:
+        rule: the kernel's own.
+        wanted: operands whose cotangents are computed.
+        known: results whose cotangents are given.
+    """
+    given = [a for a, k in zip(rule.outputs, known, strict=True) if k]
+    made = [a for a, w in zip(rule.inputs, wanted, strict=True) if w]
+    return replace(
+        rule, inputs=(*rule.inputs, *given), outputs=tuple(made), pulls_back=True
+    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,8 @@ class _Derivation:
             )
             for n, p in enumerate(self.kernel.params)
         )
-        return PartitionRule(self.kernel, axes, arrays)
+        count = len(self.kernel.inputs)
+        return PartitionRule(self.kernel, axes, arrays[:count], arrays[count:])
 
     # --- arrays ---
 

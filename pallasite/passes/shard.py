@@ -14,7 +14,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, substitute
 from pallasite.passes.grid import find_pipeline
-from pallasite.passes.partition import PartitionRule
+from pallasite.passes.partition import ArrayRule, PartitionRule
 from pallasite.passes.sums import LAST
 
 Cuts = Mapping[int, int]  # grid axis -> number of parts
@@ -37,10 +37,9 @@ def shard(rule: PartitionRule, cuts: Cuts) -> Shard:
     return _Sharding(rule, cuts).result()
 
 
-def local_shape(rule: PartitionRule, array: int, cuts: Cuts) -> tuple[int, ...]:
+def local_shape(array: ArrayRule, cuts: Cuts) -> tuple[int, ...]:
     """The shape of one device's part of an array."""
-    found = rule.arrays[array]
-    pairs = zip(found.shape, found.axes, strict=True)
+    pairs = zip(array.shape, array.axes, strict=True)
     return tuple(n if a is None else n // cuts.get(a, 1) for n, a in pairs)
 
 
@@ -48,9 +47,10 @@ class _Sharding:
     def __init__(self, rule: PartitionRule, cuts: Cuts):
         self.kernel, self.rule, self.cuts = rule.kernel, rule, cuts
         self.op = find_pipeline(self.kernel)
+        self.rules = dict(zip(self.kernel.params, rule.arrays, strict=True))
         self.arrays = {
-            p: Value(p.ref.with_shape(local_shape(rule, n, cuts)), p.name)
-            for n, p in enumerate(self.kernel.params)
+            p: Value(p.ref.with_shape(local_shape(r, cuts)), p.name)
+            for p, r in self.rules.items()
         }
         scalar = T.RefType((), T.I32, "smem")
         self.offsets = {a: Value(scalar, f"first_step{a}") for a in sorted(cuts)}
@@ -73,9 +73,8 @@ class _Sharding:
         *maps, body = self.op.regions
         windows: tuple[Window, ...] = self.op.attrs["windows"]
         refs = self.op.operands[len(self.op.operands) - len(windows) :]
-        rules = dict(zip(self.kernel.params, self.rule.arrays, strict=True))
         new_maps = [
-            self.index_map(region, window, rules[ref].axes)
+            self.index_map(region, window, self.rules[ref].axes)
             for region, window, ref in zip(maps, windows, refs, strict=True)
         ]
         grid = tuple(

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from benchmarks.partitioning import matmul
 from pallasite import tpu as pltpu
 from pallasite.frontend.partition import Cut, _is_even, place, shardy_text
 from pallasite.frontend.primitive import kernels_in
-from pallasite.passes.partition import derive
+from pallasite.passes.partition import derive, pull_back_rule
 from pallasite.passes.shard import shard
 from tests.passes.parts import assert_parts_agree
 from tests.zoo import all_cases
@@ -316,6 +317,16 @@ def test_equal_kernels_share_a_rule_and_can_be_cut_again():
     one, two = over_rows(plain), over_rows(plain)
     assert one is not two and derive(one) is derive(two)
     assert_parts_agree(two, random_arrays(two))
+
+
+def test_cotangents_lie_as_what_they_belong_to_and_add_up_over_the_rest():
+    (kernel,) = kernels_in(matmul, jnp.zeros((16, 16)), jnp.zeros((16, 16)))
+    rule = pull_back_rule(derive(kernel), (True, True), (True,))
+    assert str(rule).splitlines()[0] == (
+        "x_ref[i0, i2], y_ref[i2, i1], o_ref[i0, i1] -> x_ref[i0, i2], y_ref[i2, i1]"
+    )
+    summed = [[a for a in range(3) if rule.is_summed(o, a)] for o in rule.outputs]
+    assert summed == [[1], [0]]
 
 
 # --- where devices stand ---
