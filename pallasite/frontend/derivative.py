@@ -13,7 +13,7 @@ backward kernels (`backward.py`) where there are some, else by `cotangent_p`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,11 @@ from pallasite.frontend import backward, primitive
 from pallasite.frontend.activity import activity
 from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate_reverse import emulate_reverse, emulate_smooth
+from pallasite.frontend.partition import Task, call_key, lower_partitioned
 from pallasite.frontend.primitive import Call, call_p
 from pallasite.frontend.tangent import NoTangentKernel, tangent_kernel
+from pallasite.passes.partition import derive, pull_back_rule
+from pallasite.passes.shard import shard
 
 Array = Any
 Flags = tuple[bool, ...]
@@ -382,12 +385,36 @@ def _jitted(which: Any, params: tuple[tuple[str, Any], ...]) -> Callable:
     return jax.jit(lambda *operands: which.bind(*operands, **dict(params)))
 
 
+def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
+    """Cotangents of a call as something to be cut: by the rule of the call itself."""
+    rule = derive(call.kernel)
+
+    def compute(cuts: Mapping[int, int]) -> Any:
+        part = shard(rule, cuts)
+        one = replace(call, kernel=part.kernel, partition=False)
+        count, told = len(wanted), len(part.offset_axes)
+        params = dict(call=one, wanted=(*wanted, *[False] * told), known=known)
+
+        def run(*operands: Array) -> Any:
+            given = operands[count : len(operands) - told]
+            first_steps = operands[len(operands) - told :]
+            return cotangent_p.bind(*operands[:count], *first_steps, *given, **params)
+
+        return run, part.offset_axes
+
+    key = repr((call_key(call), "cotangents", wanted, known))
+    pulled = pull_back_rule(rule, wanted, known)
+    return Task(call.kernel.name, key, pulled, compute, call.kernel.loc)
+
+
 def _register(which: Any, meaning: Callable[..., Callable]) -> None:
     def run(*operands: Array, **params: Any) -> Any:
         with jax.disable_jit(False):
             return _jitted(which, tuple(sorted(params.items())))(*operands)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if which is cotangent_p and primitive.partitions(ctx, params["call"]):
+            return lower_partitioned(ctx, operands, _cotangent_task(**params))
         plain = ctx.replace(
             avals_in=jaxcompat.plain_avals(ctx.avals_in),
             avals_out=jaxcompat.plain_avals(ctx.avals_out),
