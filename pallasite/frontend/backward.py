@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallasite.errors import NoBackwardKernel, UnsupportedError
+from pallasite.errors import NoBackwardKernel
 from pallasite.frontend.backward_stages import Stages, split
 from pallasite.frontend.backward_windows import (
     Built,
@@ -148,20 +148,15 @@ def _reversed(
     targets: dict[int, Value],
     seeds: dict[Value, Value],
 ) -> Reversed:
-    try:
-        body, copies = harmless_edges(program.body)
-        return reverse_program(
-            body,
-            {kernel.inputs[n]: ref for n, ref in targets.items()},
-            seeds,
-            program.sizes,
-            copies,
-            kernel.inputs,
-        )
-    except NoBackwardKernel:
-        raise
-    except UnsupportedError as error:
-        raise NoBackwardKernel(error.what, error.facts, error.at) from error
+    body, copies = harmless_edges(program.body)
+    return reverse_program(
+        body,
+        {kernel.inputs[n]: ref for n, ref in targets.items()},
+        seeds,
+        program.sizes,
+        copies,
+        kernel.inputs,
+    )
 
 
 def _stages(program: Program, made: Reversed) -> Stages:

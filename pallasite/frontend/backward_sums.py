@@ -47,8 +47,9 @@ def _first_addend(body: Block, block: Value) -> Op | None:
 
 def _replaces(op: Op, block: Value) -> bool:
     """Whether an addend goes to every element of the block, and so may be stored."""
-    whole = covers_whole(block.ref.shape, op.attrs["index"])
-    return op.operands[0] is block and whole and not op.attrs["mask"]
+    if op.operands[0] is not block or op.attrs["mask"]:
+        return False
+    return covers_whole(block.ref.shape, op.attrs["index"])
 
 
 def _set_zero(b: Builder, each: Sum) -> None:

@@ -177,6 +177,7 @@ class _Build:
         self.placed = {p.ref: p for p in results}
         self.order = list(order)
         self.code = IndexCode(program.body)
+        self.main = set(main_refs(program.body))
         self.windows: dict[Key, int] = {}
         self.window_attrs: list[Window] = []
         self.arrays: list[Value] = []
@@ -307,6 +308,23 @@ class _Build:
             return block
         return b.subview(block, tuple(entries), starts)
 
+    def scratch_view(self, b: Builder, op: Op) -> Value:
+        """A block of scratch, as an inner pipeline shows it."""
+        ref, window = op.operands[0], op.attrs["window"]
+        entries, starts = [], []
+        pairs = zip(window.dims, ref.ref.shape, op.operands[1:], strict=True)
+        for dim, n, index in pairs:
+            index = self.new(index)
+            if dim.kind == "squeezed":
+                entries.append(At(None))
+            elif dim.kind == "blocked" and n % max(dim.size, 1) == 0:
+                entries.append(Span(None, dim.size))
+                index = b.mul(index, b.index(dim.size))
+            else:
+                raise NoBackwardKernel("blocks that hang over scratch", at=op.loc)
+            starts.append(index)
+        return b.subview(self.new(ref), tuple(entries), starts)
+
     def whole_result(self, ref: Value) -> Value:
         dims = tuple(BlockDim(n) for n in ref.ref.shape)
         return self.window(ref, Window(dims, "out"), [None] * len(dims))
@@ -337,7 +355,9 @@ class _Build:
         for op in block.ops:
             b.loc = op.loc
             if op.name == "block_view":
-                self.mapping[op.result] = self.open_view(b, op)
+                is_main = op.operands[0] in self.main
+                opened = self.open_view(b, op) if is_main else self.scratch_view(b, op)
+                self.mapping[op.result] = opened
                 continue
             op = op.with_(operands=tuple(map(self.new, op.operands)))
             if op.regions:
