@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallasite.errors import NoBackwardKernel, UnsupportedError
-from pallasite.frontend.backward_stages import split
+from pallasite.errors import NoBackwardKernel
+from pallasite.frontend.backward_stages import Stages, split
 from pallasite.frontend.backward_windows import (
     Built,
     Parts,
@@ -25,8 +25,8 @@ from pallasite.frontend.backward_windows import (
     place,
 )
 from pallasite.frontend.edges import harmless_edges
-from pallasite.frontend.program import Program, main_refs, program_of
-from pallasite.frontend.reverse import reverse_program
+from pallasite.frontend.program import Program, main_refs, program_of, written_refs
+from pallasite.frontend.reverse import Reversed, reverse_program
 from pallasite.frontend.reverse_rules import accumulated
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value
@@ -43,6 +43,7 @@ class Plan:
     primals: tuple[Value, ...]  # the kernel's operands
     seeds: dict[int, Value]  # the refs of cotangents of results, by their position
     targets: dict[int, Value]  # the refs of wanted cotangents, by operand position
+    changing: dict[int, Value]  # refs that start as seeds, by the result's position
 
 
 def cotangents(
@@ -68,6 +69,11 @@ def cotangents(
     made = plan(call.kernel, tuple(map(bool, wanted)), known)
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
+    for n, ref in made.changing.items():
+        start = cotangents[n]
+        if start is None:
+            start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
+        arrays[ref] = start.astype(ref.ref.dtype.np)
     for step in made.steps:
         arrays |= _run(call, step, arrays)
     found: list[Any] = [None] * len(primals)
@@ -88,7 +94,7 @@ def _run(call: Any, step: Built, arrays: dict[Value, Any]) -> dict[Value, Any]:
     ]
     # An operand that two stages add to gets both sums.
     return {
-        ref: arrays[ref] + x if ref in arrays else x
+        ref: arrays[ref] + x if ref in arrays and ref not in step.changing else x
         for ref, x in zip(step.results, whole, strict=True)
     }
 
@@ -106,6 +112,7 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
         NoBackwardKernel: there are none.
     """
     program = program_of(kernel)
+    shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
         for n, (ref, is_wanted) in enumerate(zip(kernel.inputs, wanted, strict=True))
@@ -114,29 +121,55 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     seeds = {
         n: _cotangent_ref(ref, ref.ref.dtype, f"result{n}")
         for n, (ref, is_known) in enumerate(zip(kernel.outputs, known, strict=True))
-        if is_known and ref.ref.dtype.is_float
+        if (is_known or shared.get(n) in targets) and ref.ref.dtype.is_float
     }
-    try:
-        body, copies = harmless_edges(program.body)
-        reversed_body = reverse_program(
-            body,
-            {kernel.inputs[n]: ref for n, ref in targets.items()},
-            {kernel.outputs[n]: ref for n, ref in seeds.items()},
-            program.sizes,
-            copies,
-        )
-    except NoBackwardKernel:
-        raise
-    except UnsupportedError as error:
-        raise NoBackwardKernel(error.what, error.facts, error.at) from error
-    stages = split(replace(program, body=reversed_body))
+    memory = {
+        n: kernel.inputs[shared[n]] if n in shared else kernel.outputs[n] for n in seeds
+    }
+    made = _reversed(kernel, program, targets, {memory[n]: seeds[n] for n in seeds})
+    changing = {n: made.changing[r] for n, r in memory.items() if r in made.changing}
+    for n, ref in changing.items():
+        if shared.get(n) in targets:
+            targets[shared[n]] = ref
+    stages = _stages(replace(program, body=made.body), made)
     # Partial sums are for small operands, as the weights of a norm are.
     budget = sum(_bytes(ref) for ref in kernel.inputs) // 4
-    results = [*targets.values(), *stages.saved]
+    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     steps: list[Built] = []
     for stage in stages.programs:
-        steps += _kernels(stage, results, budget)
-    return Plan(tuple(steps), kernel.inputs, seeds, targets)
+        refs = [*results, *stages.saved]
+        steps += _kernels(stage, refs, set(changing.values()), budget)
+    return Plan(tuple(steps), kernel.inputs, seeds, targets, changing)
+
+
+def _reversed(
+    kernel: Kernel,
+    program: Program,
+    targets: dict[int, Value],
+    seeds: dict[Value, Value],
+) -> Reversed:
+    body, copies = harmless_edges(program.body)
+    return reverse_program(
+        body,
+        {kernel.inputs[n]: ref for n, ref in targets.items()},
+        seeds,
+        program.sizes,
+        copies,
+        kernel.inputs,
+    )
+
+
+def _stages(program: Program, made: Reversed) -> Stages:
+    """Cut into stages, unless they would have to change the same memory in turn."""
+    program = program.simplified()
+    for ref in main_refs(program.body):
+        if ref in made.lost:
+            op = made.lost[ref]
+            raise NoBackwardKernel(
+                "the reverse needs what a result held before it was overwritten",
+                at=op.loc,
+            )
+    return Stages((program,)) if made.changing else split(program)
 
 
 def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
@@ -147,26 +180,34 @@ def _bytes(ref: Value) -> int:
     return ref.ref.size * ref.ref.dtype.bytes
 
 
-def _kernels(stage: Program, results: Sequence[Value], budget: int) -> list[Built]:
+def _kernels(
+    stage: Program, results: Sequence[Value], changing: set[Value], budget: int
+) -> list[Built]:
     """One kernel per group of results that one order of the grid serves."""
-    refs = set(main_refs(stage.body))
-    mine = [place(stage, ref) for ref in results if ref in refs and _adds(stage, ref)]
+    refs = written_refs(stage.body)
+    mine = [place(stage, ref) for ref in results if ref in refs]
+    mine = [replace(p, changes=p.ref in changing) for p in mine]
     built = []
-    for group in groups(mine):
+    for group in [together(mine)] if changing else groups(mine):
         program = only(stage, [p.ref for p in group])
         names = "_".join(p.ref.name.removesuffix("_ref") for p in group)
         order = grid_order(group, len(stage.sizes))
-        parts = cut_into_parts(group, order, stage.sizes, budget)
+        parts = None
+        if not changing:
+            parts = cut_into_parts(group, order, stage.sizes, budget)
         built.append(build(program, f"{stage.name}_{names}", group, order, parts))
     return built
 
 
-def _adds(stage: Program, ref: Value) -> bool:
-    """Whether the stage writes a ref, rather than reads what another saved."""
-    stripped = only(stage, [ref])
-    return ref in main_refs(stripped.body) and bool(
-        [op for op in stripped.body.ops if op.name != "constant"]
-    )
+def together(placements: Sequence[Placement]) -> list[Placement]:
+    """One group for all: what does not fit its order is shown whole."""
+    chain: list[Placement] = []
+    for placement in sorted(placements, key=lambda p: -len(p.own)):
+        if chain and not placement.own <= chain[-1].own:
+            whole = (False,) * len(placement.kept)
+            placement = replace(placement, kept=whole, own=frozenset())
+        chain.append(placement)
+    return chain
 
 
 def groups(placements: Sequence[Placement]) -> list[list[Placement]]:

@@ -30,7 +30,8 @@ def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
             replaced.add(first)
         else:
             _set_zero(start, each)
-    spelled = _Spelling(replaced).block(body)
+    used = {v for op in walk(body) for v in op.operands}
+    spelled = _Spelling(replaced, used).block(body)
     return Block((), (*start.ops, *spelled.ops))
 
 
@@ -47,8 +48,9 @@ def _first_addend(body: Block, block: Value) -> Op | None:
 
 def _replaces(op: Op, block: Value) -> bool:
     """Whether an addend goes to every element of the block, and so may be stored."""
-    whole = covers_whole(block.ref.shape, op.attrs["index"])
-    return op.operands[0] is block and whole and not op.attrs["mask"]
+    if op.operands[0] is not block or op.attrs["mask"]:
+        return False
+    return covers_whole(block.ref.shape, op.attrs["index"])
 
 
 def _set_zero(b: Builder, each: Sum) -> None:
@@ -66,20 +68,25 @@ def _set_zero(b: Builder, each: Sum) -> None:
 
 
 class _Spelling:
-    def __init__(self, replaced: set[Op]):
-        self.replaced = replaced
+    def __init__(self, replaced: set[Op], used: set[Value]):
+        self.replaced, self.used = replaced, used
 
     def block(self, block: Block) -> Block:
         b = Builder()
         for op in block.ops:
             b.loc = op.loc
-            if op.name == "atomic_rmw" and not _gathers(op):
+            if op.name == "atomic_rmw" and self.is_addend(op):
                 self.add(b, op)
                 continue
             if op.regions:
                 op = op.with_(regions=tuple(map(self.block, op.regions)))
             b.ops.append(op)
         return Block(block.params, tuple(b.ops), block.yields)
+
+    def is_addend(self, op: Op) -> bool:
+        """Not the program's own atomics, nor those that may name a place twice."""
+        is_sum = op.attrs["kind"] == "add" and op.result not in self.used
+        return is_sum and not any(isinstance(e, Gather) for e in op.attrs["index"])
 
     def add(self, b: Builder, op: Op) -> None:
         access = Access.of(op)
@@ -92,8 +99,3 @@ class _Spelling:
             loaded = b.load(old.ref, *place, other)
             value = b.add(loaded, value)
         b.store(access.ref, value, *place)
-
-
-def _gathers(op: Op) -> bool:
-    """Gathered places may repeat: only an atomic op adds to one more than once."""
-    return any(isinstance(e, Gather) for e in op.attrs["index"])

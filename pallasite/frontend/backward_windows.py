@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pallasite.errors import NoBackwardKernel
 from pallasite.frontend.backward_sums import Sum, spell_sums
-from pallasite.frontend.program import Program, main_refs, producers_of
+from pallasite.frontend.program import Program, main_refs, producers_of, roots_of
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
@@ -27,7 +27,6 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.text import attr_text
-from pallasite.passes.carry import VIEWS
 from pallasite.passes.grid import find_pipeline
 from pallasite.passes.unused import drop_unused
 
@@ -41,6 +40,7 @@ class Placement:
     ref: Value
     kept: tuple[bool, ...]  # dimensions cut into blocks, each by one grid index
     own: frozenset[int]  # those grid axes: other steps touch other blocks
+    changes: bool = False  # it starts as something, rather than as zero
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ class Built:
     parts: tuple[int, ...]  # per result: how many partial sums it has; 1: it is whole
     own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
     order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
+    changing: tuple[Value, ...] = ()  # results that start as the last operands
 
 
 def build(
@@ -176,6 +177,7 @@ class _Build:
         self.placed = {p.ref: p for p in results}
         self.order = list(order)
         self.code = IndexCode(program.body)
+        self.main = set(main_refs(program.body))
         self.windows: dict[Key, int] = {}
         self.window_attrs: list[Window] = []
         self.arrays: list[Value] = []
@@ -306,6 +308,23 @@ class _Build:
             return block
         return b.subview(block, tuple(entries), starts)
 
+    def scratch_view(self, b: Builder, op: Op) -> Value:
+        """A block of scratch, as an inner pipeline shows it."""
+        ref, window = op.operands[0], op.attrs["window"]
+        entries, starts = [], []
+        pairs = zip(window.dims, ref.ref.shape, op.operands[1:], strict=True)
+        for dim, n, index in pairs:
+            index = self.new(index)
+            if dim.kind == "squeezed":
+                entries.append(At(None))
+            elif dim.kind == "blocked" and n % max(dim.size, 1) == 0:
+                entries.append(Span(None, dim.size))
+                index = b.mul(index, b.index(dim.size))
+            else:
+                raise NoBackwardKernel("blocks that hang over scratch", at=op.loc)
+            starts.append(index)
+        return b.subview(self.new(ref), tuple(entries), starts)
+
     def whole_result(self, ref: Value) -> Value:
         dims = tuple(BlockDim(n) for n in ref.ref.shape)
         return self.window(ref, Window(dims, "out"), [None] * len(dims))
@@ -323,8 +342,9 @@ class _Build:
         code = self.block(self.program.body)
         sums = [
             Sum(block, self.inner_ids(self.placed[ref], ids))
-            for ref in self.placed
+            for ref, placement in self.placed.items()
             for block in self.blocks_of(ref)
+            if not placement.changes
         ]
         body = spell_sums(Block((), code.ops), sums)
         ops = (*start.ops, *body.ops)
@@ -335,7 +355,9 @@ class _Build:
         for op in block.ops:
             b.loc = op.loc
             if op.name == "block_view":
-                self.mapping[op.result] = self.open_view(b, op)
+                is_main = op.operands[0] in self.main
+                opened = self.open_view(b, op) if is_main else self.scratch_view(b, op)
+                self.mapping[op.result] = opened
                 continue
             op = op.with_(operands=tuple(map(self.new, op.operands)))
             if op.regions:
@@ -385,7 +407,14 @@ class _Build:
         kernel = without_idle_windows(drop_unused(kernel))
         used = set(main_refs(kernel.body))
         operands = tuple(r for r in refs if r in used)
-        kernel = kernel.with_(params=(*operands, *results))
+        changing = tuple(r for r, p in self.placed.items() if p.changes)
+        starts = [Value(r.ref, r.name) for r in changing]
+        aliases = tuple(
+            (len(operands) + n, list(self.placed).index(r))
+            for n, r in enumerate(changing)
+        )
+        params = (*operands, *starts, *results)
+        kernel = kernel.with_(params=params, aliases=aliases)
         counts = [
             self.parts.count if self.parts is not None and self.is_partial(p) else 1
             for p in self.placed.values()
@@ -393,11 +422,12 @@ class _Build:
         sizes = self.program.sizes
         return Built(
             kernel,
-            operands,
+            (*operands, *changing),
             tuple(self.placed),
             tuple(counts),
             tuple(p.own for p in self.placed.values()),
             tuple(a for a in self.order if sizes[a] > 1),
+            changing,
         )
 
 
@@ -432,19 +462,14 @@ def without_idle_windows(kernel: Kernel) -> Kernel:
 
 def only(program: Program, results: Sequence[Value]) -> Program:
     """The program without what it does to other results."""
-    views = {op.result: op.operands[0] for op in walk(program.body) if op.name in VIEWS}
-
-    def root(ref: Value) -> Value:
-        while ref in views:
-            ref = views[ref]
-        return ref
-
+    roots = roots_of(program.body)
     others = set(main_refs(program.body)) - set(results)
 
     def strip(block: Block) -> Block:
         ops = []
         for op in block.ops:
-            if op.name in ("atomic_rmw", "store") and root(op.operands[0]) in others:
+            writes = op.name in ("atomic_rmw", "store")
+            if writes and roots.get(op.operands[0], op.operands[0]) in others:
                 continue
             if op.regions:
                 op = op.with_(regions=tuple(map(strip, op.regions)))

@@ -122,6 +122,8 @@ def _inside(
     start = b.constant(entry.start or 0, T.INDEX)
     if operand is not None:
         start = b.cast(operand, T.I32)
+    # A number that is no block's means the nearest one.
+    block = b.op("clamp", b.index(0), block, b.index(-(-n // size) - 1))
     start = b.add(start, b.mul(block, b.index(size)))
     axis = sum(isinstance(e, Span) for e in access.index[:dim])
     tile = T.TileType(tuple(shape), T.I32)

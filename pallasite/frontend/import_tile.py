@@ -97,7 +97,9 @@ def _concatenate(im: Importer, eqn: Any, *parts: Value) -> Value:
 def _slice(im: Importer, eqn: Any, x: Value) -> Value:
     p = eqn.params
     strides = p["strides"] or (1,) * x.tile.rank
-    return take_slice(im, x, p["start_indices"], p["limit_indices"], strides)
+    # JAX's own rules give numpy integers.
+    bounds = (p["start_indices"], p["limit_indices"], strides)
+    return take_slice(im, x, *(tuple(map(int, each)) for each in bounds))
 
 
 def take_slice(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute
+from pallasite.passes.carry import VIEWS
 from pallasite.passes.grid import find_pipeline
 from pallasite.passes.promote import promote
 from pallasite.passes.unused import drop_unused
@@ -55,15 +57,11 @@ def program_of(kernel: Kernel) -> Program:
     """Take a kernel apart.
 
     Raises:
-        NoBackwardKernel: it is no single pipeline, or shares memory.
+        NoBackwardKernel: it is no single pipeline.
     """
-    if kernel.aliases:
-        raise NoBackwardKernel(
-            "an operand shares its memory with a result", at=kernel.loc
-        )
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
-    promoted = promote(kernel)
+    promoted = promote(without_copies(kernel))
     pipeline = find_pipeline(promoted)
     place = promoted.body.ops.index(pipeline)
     after = promoted.body.ops[place + 1 :]
@@ -71,11 +69,28 @@ def program_of(kernel: Kernel) -> Program:
         raise NoBackwardKernel(f"{after[0].name} after the grid", at=after[0].loc)
     body = pipeline.regions[-1]
     # What comes before the grid (its dynamic sizes) is the same for every program.
-    ops = (*promoted.body.ops[:place], *body.ops)
+    body = Block(body.params, (*promoted.body.ops[:place], *body.ops))
+    # A result that shares its memory with an operand is that operand.
+    same = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
+    body = substitute(body, same)
     sizes = pipeline.attrs["grid"]
     if 0 in sizes:
         raise NoBackwardKernel("the grid is empty", at=kernel.loc)
-    return Program(kernel.name, Block(body.params, ops), sizes, kernel.loc)
+    return Program(kernel.name, body, sizes, kernel.loc)
+
+
+def without_copies(kernel: Kernel) -> Kernel:
+    """Async copies as loads and stores: a copy may happen when it is started."""
+
+    def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
+        if op.name == "copy_start" and len(op.operands) <= 3:
+            source, target = op.operands[:2]
+            builder.store(target, builder.load(source))
+            return []
+        waits = op.name == "copy_wait" and len(op.operands) <= 3
+        return [] if waits or op.name in ("sem_signal", "sem_wait") else None
+
+    return map_ops(kernel, rewrite)
 
 
 def main_refs(body: Block) -> list[Value]:
@@ -88,3 +103,19 @@ def main_refs(body: Block) -> list[Value]:
 
 def producers_of(body: Block) -> dict[Value, Op]:
     return {v: op for op in walk(body) for v in op.results}
+
+
+def roots_of(body: Block) -> dict[Value, Value]:
+    """For each view, the ref it is a view of in the end."""
+    roots: dict[Value, Value] = {}
+    for op in walk(body):
+        if op.name in VIEWS:
+            roots[op.result] = roots.get(op.operands[0], op.operands[0])
+    return roots
+
+
+def written_refs(body: Block) -> set[Value]:
+    """The refs in main memory that a program writes."""
+    roots, refs = roots_of(body), set(main_refs(body))
+    writes = (op for op in walk(body) if op.name in ("store", "atomic_rmw"))
+    return {roots.get(op.operands[0], op.operands[0]) for op in writes} & refs

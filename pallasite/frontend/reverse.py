@@ -16,28 +16,24 @@ from pallasite.frontend.op_derivative import is_pure
 from pallasite.frontend.reverse_activity import (
     Activity,
     ranges_of,
-    used_values,
     written,
 )
+from pallasite.frontend.reverse_loop import Cotangents, ReverseLoop, live
 from pallasite.frontend.reverse_rules import accumulated, pull_back
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import (
     Access,
-    At,
     Block,
     Gather,
-    Kernel,
     Op,
-    Span,
     Value,
     Window,
     walk,
 )
-from pallasite.ir.rewrite import clone, dead_code, substitute
+from pallasite.ir.rewrite import clone
 from pallasite.passes.carry import VIEWS
 
-Cotangents = dict[Value, Value]
 # What a reverse leaves out when it runs code again.
 EFFECTS = ("store", "atomic_rmw", "atomic_cas", "debug_print", "debug_check", "delay")
 MOST_KEPT = 1 << 16  # steps of a loop whose carries may be kept on a stack
@@ -49,8 +45,11 @@ def reverse_program(
     seeds: Mapping[Value, Value],
     sizes: Sequence[int | None],
     constants: Iterable[Value] = (),
-) -> Block:
+    inputs: Iterable[Value] = (),
+) -> "Reversed":
     """The program's code followed by its reverse.
+
+    A ref may have a target and a seed: an operand that shares its memory with a result.
 
     Args:
         body: a program; its parameters are the grid indices.
@@ -58,11 +57,26 @@ def reverse_program(
         seeds: for each result with a cotangent, the ref that holds it.
         sizes: the grid.
         constants: values that count as independent of the operands.
+        inputs: the refs that hold something when the program starts.
 
     Raises:
         NoBackwardKernel: something in the program has no reverse.
     """
-    return _Reverse(body, targets, seeds, sizes, frozenset(constants)).run()
+    return _Reverse(
+        body, targets, seeds, sizes, frozenset(constants), frozenset(inputs)
+    ).run()
+
+
+@dataclass(frozen=True)
+class Reversed:
+    """What `reverse_program` made."""
+
+    body: Block
+    # Refs whose cotangent changes while the reverse runs: it starts as the seed and, if
+    # the ref has a target, ends as what the target gets.
+    changing: Mapping[Value, Value]
+    # Stand-ins for memory that is not there any more: the reverse must not need them.
+    lost: Mapping[Value, Op]
 
 
 @dataclass
@@ -72,29 +86,73 @@ class _Reverse:
     seeds: Mapping[Value, Value]
     sizes: Sequence[int | None]
     constants: frozenset[Value]
+    inputs: frozenset[Value]
     # refs and views by their primal twin
-    memory: dict[Value, Value] = field(default_factory=dict)
-    copied: set[Value] = field(default_factory=set)  # results whose seed is a copy
+    memory: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    copied: set[Value] = field(default_factory=set[Value])  # their seed is a copy
+    changing: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    lost_loads: dict[Value, Op] = field(default_factory=dict[Value, Op])
+    stand_ins: dict[Value, Op] = field(default_factory=dict[Value, Op])
 
     def __post_init__(self) -> None:
         self.activity = Activity(self.body, self.targets, self.constants)
         self.ranges = ranges_of(self.body, self.sizes)
         self.memory |= self.targets
+        self.scratch = {op.result for op in walk(self.body) if op.name == "alloc"}
 
-    def run(self) -> Block:
+    def run(self) -> Reversed:
         b = Builder()
-        b.ops += self.forward()
+        self.find_lost(self.body, set())
+        b.ops += self.again(self.body.ops, first=True)
         self.open_scratch(b)
         self.open_seeds(b)
         self.backward(b, self.body.ops, {})
-        return Block(self.body.params, tuple(b.ops))
+        lost = {op.operands[0]: self.lost_loads[v] for v, op in self.stand_ins.items()}
+        return Reversed(Block(self.body.params, tuple(b.ops)), self.changing, lost)
 
     # --- what runs forward ---
 
-    def forward(self) -> tuple[Op, ...]:
-        """The program without its results: what scratch gets is kept."""
-        private = {op.result for op in walk(self.body) if op.name == "alloc"}
-        return _without_effects(self.body.ops, private, self.activity)
+    def find_lost(self, block: Block, stored: set[Value]) -> None:
+        """Loads of results' memory that may see what this program stored there.
+
+        `stored`: roots that may have been stored to; grows.
+        """
+        for op in block.ops:
+            if op.name in ("for", "while"):
+                inside = (r for o in walk(Block((), (op,))) for r in written(o))
+                stored.update(map(self.activity.root, inside))
+            for region in op.regions:
+                self.find_lost(region, stored)
+            stored.update(map(self.activity.root, written(op)))
+            if op.name == "load":
+                root = self.activity.root(op.operands[0])
+                if root in self.seeds and (root in stored or root not in self.inputs):
+                    self.lost_loads[op.result] = op
+                    self.stand_ins[op.result] = _stand_in(op)
+
+    def again(self, ops: Sequence[Op], first: bool = False) -> tuple[Op, ...]:
+        """Ops without what they do to the world; the `first` time, scratch counts
+        as their own."""
+        kept = []
+        for op in ops:
+            if op.name in EFFECTS and not (first and self.is_private(op)):
+                continue
+            if op.name == "load" and op.result in self.stand_ins:
+                op = self.stand_ins[op.result]
+            if op.regions:
+                regions = [
+                    Block(r.params, self.again(r.ops, first), r.yields)
+                    for r in op.regions
+                ]
+                op = op.with_(regions=tuple(regions))
+            kept.append(op)
+        return tuple(kept)
+
+    def is_private(self, op: Op) -> bool:
+        """Whether an op does something to scratch, and to nothing else."""
+        if not op.operands or not op.operands[0].is_ref:
+            return False
+        return self.activity.root(op.operands[0]) in self.scratch
 
     def open_scratch(self, b: Builder) -> None:
         """Cotangents of scratch that depends on something, zero to begin with."""
@@ -111,21 +169,19 @@ class _Reverse:
     def open_seeds(self, b: Builder) -> None:
         """Cotangents of results; as copies where several stores may overlap."""
         for result, seed in self.seeds.items():
-            if result in self.activity.loaded:
-                raise NoBackwardKernel(
-                    f"{result.name} is read back in parts", at=self.where(result)
-                )
-            if self.is_written_once(result):
+            if result in self.inputs or result in self.activity.loaded:
+                self.change_seed(result, seed)
+            elif self.is_written_once(result):
                 self.memory[result] = seed
-            else:
-                self.copy_seed(b, result, seed)
+            elif not self.copy_seed(b, result, seed):
+                self.change_seed(result, seed)
 
-    def where(self, root: Value) -> object:
-        uses = (op for op in walk(self.body) if self.touches(op, root))
-        return next((op.loc for op in uses if op.loc is not None), None)
-
-    def touches(self, op: Op, root: Value) -> bool:
-        return any(v.is_ref and self.activity.root(v) is root for v in op.operands)
+    def change_seed(self, result: Value, seed: Value) -> None:
+        """Let the reverse change the whole cotangent as the program did the memory."""
+        dtype = accumulated(seed.ref.dtype)
+        self.changing[result] = Value(replace(seed.ref, dtype=dtype), seed.name)
+        self.memory[result] = self.changing[result]
+        self.copied.add(result)
 
     def is_written_once(self, result: Value) -> bool:
         """Whether one store writes the result, in no loop that might repeat it."""
@@ -146,17 +202,17 @@ class _Reverse:
         index = loop.regions[0].params[0]
         return view is None or index not in view.operands[1:]
 
-    def copy_seed(self, b: Builder, result: Value, seed: Value) -> None:
-        """A block of the seed that stores can take from, and leave zero behind."""
+    def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
+        """A block of the seed that stores can take from, and leave zero behind.
+
+        Only where one block is all the program sees of the result.
+        """
         views = [
             op for op in walk(self.body) if op.operands[:1] == (result,) and op.results
         ]
         opened = [op for op in self.body.ops if op.name == "block_view" and op in views]
         if len(views) != 1 or opened != views:
-            raise NoBackwardKernel(
-                f"several steps of a loop may write one block of {result.name}",
-                at=self.where(result),
-            )
+            return False
         (view,) = views
         source = self.same_view(b, view, seed)
         ref = replace(source.ref, dtype=accumulated(source.ref.dtype), space="vmem")
@@ -164,6 +220,7 @@ class _Reverse:
         b.store(copy, b.cast(b.load(source), ref.dtype))
         self.memory[view.result] = copy
         self.copied.add(result)
+        return True
 
     # --- refs ---
 
@@ -187,7 +244,8 @@ class _Reverse:
     def twin_window(self, window: Window, ref: Value) -> Window:
         if ref in self.seeds.values():
             return replace(window, mode="in", fill=0)
-        return replace(window, mode="out", fill=None)
+        fill = 0 if ref in self.changing.values() else None
+        return replace(window, mode="out", fill=fill)
 
     # --- going backwards ---
 
@@ -307,7 +365,7 @@ class _Reverse:
             for value, cotangent in zip(region.yields, cotangents, strict=True):
                 if cotangent is not None:
                     self.add(inner, found, value, cotangent)
-            inner.ops += _without_effects(region.ops)
+            inner.ops += self.again(region.ops)
             self.backward(inner, region.ops, found)
             inside.append((inner, found))
         moved = [v for v in captured if any(v in found for _, found in inside)]
@@ -321,7 +379,7 @@ class _Reverse:
 
     def finished(self, region: Block) -> Block:
         """A region of the reverse, with values of its own and no more than it needs."""
-        region = _live(region)
+        region = live(region)
         self.check_memory(region)
         return clone(region)
 
@@ -330,9 +388,10 @@ class _Reverse:
         for op in walk(region):
             if op.name != "load":
                 continue
-            if self.activity.root(op.operands[0]) in self.activity.written:
+            root = self.activity.root(op.operands[0])
+            if root in self.scratch and root in self.activity.written:
                 raise NoBackwardKernel(
-                    "a loop or branch reads memory that the program writes", at=op.loc
+                    "a loop or branch reads scratch that the program writes", at=op.loc
                 )
 
     def at_while(self, b: Builder, op: Op, ct: Cotangents) -> None:
@@ -343,7 +402,7 @@ class _Reverse:
 
     def at_for(self, b: Builder, op: Op, ct: Cotangents) -> None:
         if self.is_live(op, ct):
-            _ReverseLoop(self, b, op, ct).emit()
+            ReverseLoop(self, b, op, ct).emit()
 
     def most_steps(self, op: Op) -> int:
         first, limit, step = (self.ranges.of(v) for v in op.operands[:3])
@@ -356,133 +415,10 @@ class _Reverse:
         return max(bound, 1)
 
 
-class _ReverseLoop:
-    """The reverse of one `for`."""
-
-    def __init__(self, outer: _Reverse, b: Builder, op: Op, ct: Cotangents):
-        self.outer, self.b, self.op, self.ct = outer, b, op, ct
-        (self.body,) = op.regions
-        self.index, *self.params = self.body.params
-        self.inner = Builder(op.loc)
-
-    def emit(self) -> None:
-        activity = self.outer.activity
-        moving = [n for n, p in enumerate(self.params) if p in activity.varied]
-        given = [_like(self.params[n]) for n in moving]
-        found: Cotangents = {}
-        for n, param in zip(moving, given, strict=True):
-            self.outer.add(self.inner, found, self.body.yields[n], param)
-        self.inner.ops += _without_effects(self.body.ops)
-        self.outer.backward(self.inner, self.body.ops, found)
-        yields = [self.cotangent(found, self.params[n]) for n in moving]
-        captured = [v for v in activity.captured(self.body) if v in found]
-        sums = [_like(v) for v in captured]
-        for total, value in zip(sums, captured, strict=True):
-            yields.append(self.inner.add(total, found[value]))
-        block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
-        inits = [self.result_cotangent(n) for n in moving]
-        inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
-        results = self.emit_loop(_live(block), inits)
-        for n, cotangent in zip(moving, results, strict=False):
-            self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
-        for value, total in zip(captured, results[len(moving) :], strict=True):
-            self.ct[value] = total
-
-    def cotangent(self, found: Cotangents, value: Value) -> Value:
-        # The same value may stand for a captured one: its share is taken once.
-        return found.pop(value, None) or self.inner.constant(0, value.tile)
-
-    def result_cotangent(self, n: int) -> Value:
-        result = self.op.results[n]
-        return self.ct.pop(result, None) or self.b.constant(0, result.tile)
-
-    def emit_loop(self, block: Block, inits: list[Value]) -> Sequence[Value]:
-        needed = [n for n, p in enumerate(self.params) if p in used_values(block)]
-        if not needed and self.is_free(block):
-            region = Block((self.index, *block.params), block.ops, block.yields)
-            self.outer.check_memory(region)
-            bounds = self.op.operands[:3]
-            return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
-        stacks = self.keep(needed)
-        count = self.count()
-        counter = Value(T.INDEX, "back")
-        head = Builder(self.op.loc)
-        one = head.index(1)
-        position = head.sub(head.sub(count, one), counter)
-        first, _, step = self.op.operands[:3]
-        moved = head.mul(head.cast(position, first.tile.dtype), step)
-        known = {self.index: head.add(first, moved)}
-        for n, stack in stacks.items():
-            known[self.params[n]] = _at(head, stack, position)
-        block = substitute(block, known)
-        region = Block((counter, *block.params), (*head.ops, *block.ops), block.yields)
-        self.outer.check_memory(region)
-        bounds = (self.b.index(0), count, self.b.index(1))
-        return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
-
-    def is_free(self, block: Block) -> bool:
-        """Whether the steps may be taken in any order: they only add to sums."""
-        moving = sum(p in self.outer.activity.varied for p in self.params)
-        carried = zip(block.params[:moving], block.yields[:moving], strict=True)
-        stores = any(op.name == "store" for op in walk(block))
-        return all(p is y for p, y in carried) and not stores
-
-    def count(self) -> Value:
-        """How many steps the loop takes."""
-        first, limit, step = self.op.operands[:3]
-        b = self.b
-        one = b.like(1, first)
-        steps = b.add(b.div(b.sub(b.sub(limit, first), one), step), one)
-        steps = b.select(b.op("lt", first, limit), steps, b.like(0, steps))
-        return b.cast(steps, T.I32)
-
-    def keep(self, needed: list[int]) -> dict[int, Value]:
-        """Make the forward loop keep these of its carries, one entry per step."""
-        if not needed:
-            return {}
-        depth = self.outer.most_steps(self.op)
-        # The op there may lack effects of this one, and so be another object.
-        place = next(
-            i for i, op in enumerate(self.b.ops) if op.results == self.op.results
-        )
-        there = self.b.ops[place]
-        before, head = Builder(self.op.loc), Builder(self.op.loc)
-        first, _, step = self.op.operands[:3]
-        position = head.div(head.sub(self.index, first), step)
-        stacks = {}
-        for n in needed:
-            tile = self.params[n].tile
-            type_ = T.RefType((depth, *tile.shape), tile.dtype, "vmem")
-            stacks[n] = before.op("alloc", type=type_)
-            index = (At(None), *(Span(0, size) for size in tile.shape))
-            head.store(stacks[n], self.params[n], index, [position])
-        forward = Block(
-            self.body.params,
-            (*head.ops, *there.regions[0].ops),
-            self.body.yields,
-        )
-        kept = there.with_(regions=(forward,))
-        self.b.ops[place : place + 1] = [*before.ops, kept]
-        return stacks
-
-
-def _at(b: Builder, stack: Value, position: Value) -> Value:
-    index = (At(None), *(Span(0, size) for size in stack.ref.shape[1:]))
-    return b.load(stack, index, [position])
-
-
-def _like(value: Value) -> Value:
-    return Value(value.tile, f"d_{value.name}" if value.name else "")
-
-
 def _zeroed(b: Builder, ref: T.RefType) -> Value:
     made = b.op("alloc", type=ref)
     b.store(made, b.constant(0, ref.tile))
     return made
-
-
-def _live(block: Block) -> Block:
-    return dead_code(Kernel("reverse", (), block, 0)).body
 
 
 def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...] = ()):
@@ -495,31 +431,13 @@ def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...]
             yield from _stores(region, activity, root, inner)
 
 
-def _without_effects(
-    ops: Sequence[Op],
-    private: set[Value] | None = None,
-    activity: Activity | None = None,
-) -> tuple[Op, ...]:
-    """Ops without what they do to the world, except to `private` memory."""
-    kept = []
-    for op in ops:
-        if op.name in EFFECTS and op.name not in ("debug_print", "debug_check"):
-            mine = activity is not None and activity.root(op.operands[0]) in (
-                private or ()
-            )
-            if not mine:
-                continue
-        elif op.name in EFFECTS:
-            continue
-        if op.regions:
-            regions = [
-                Block(r.params, _without_effects(r.ops, private, activity), r.yields)
-                for r in op.regions
-            ]
-            if any(a.ops != b.ops for a, b in zip(regions, op.regions, strict=True)):
-                op = op.with_(regions=tuple(regions))
-        kept.append(op)
-    return tuple(kept)
+def _stand_in(op: Op) -> Op:
+    """A load from nowhere of the same type; nothing should need it in the end."""
+    tile = op.result.tile
+    nowhere = Value(T.RefType(tile.shape, tile.dtype, "any"), "lost")
+    b = Builder(op.loc)
+    b.load(nowhere)
+    return b.ops[0].with_(results=op.results)
 
 
 def _widest(b: Builder, value: Value, limit: T.DType) -> Value:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pallasite.errors import NoBackwardKernel
 from pallasite.frontend.op_derivative import vjp_ops
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -23,7 +24,13 @@ def pull_back(
         (x,) = op.operands
         both_float = x.tile.dtype.is_float and op.result.tile.dtype.is_float
         return [b.cast(cotangents[0], x.tile.dtype) if both_float else None]
-    return vjp_ops(b, op, op.operands, op.results, cotangents, wanted)
+    try:
+        return vjp_ops(b, op, op.operands, op.results, cotangents, wanted)
+    except (NotImplementedError, TypeError) as error:
+        # JAX has no rule, or the rule needs what the language does not have.
+        reason = str(error).splitlines()[0]
+        what = f"{op.name} has no derivative here: {reason}"
+        raise NoBackwardKernel(what, at=op.loc) from error
 
 
 def accumulated(dtype: T.DType) -> T.DType:

@@ -388,6 +388,29 @@ def test_blocks_nobody_reads_have_zero_cotangents():
     check(run, reference, normal(0, 32))
 
 
+def test_block_numbers_past_the_last_block():
+    """Programs 1 to 3 all see the last block, which hangs over the edge."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.log(x_ref[...]) * (1 + pl.program_id(0))
+
+    run = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((4, 5), jnp.float32),
+        grid=(4,),
+        in_specs=[pl.BlockSpec((5,), lambda i: (i,))],
+        out_specs=pl.BlockSpec((None, 5), lambda i: (i, 0)),
+    )
+
+    def reference(x):
+        y = jnp.log(x)
+        rows = [y[:5]] + [(1 + i) * jnp.pad(y[5:], (0, 2)) for i in (1, 2, 3)]
+        return jnp.stack(rows)
+
+    # The two elements past the edge count for nothing.
+    check(run, reference, 1 + jnp.arange(8.0))
+
+
 def test_rows_picked_by_prefetched_indices():
     def kernel(rows_ref, table_ref, o_ref):
         o_ref[...] = jnp.exp(table_ref[...])
