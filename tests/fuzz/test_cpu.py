@@ -23,9 +23,9 @@ HOSTS = (None, target.AVX2, target.SSE)
 # Batches per family and type width; families with little code have more.
 PARTS = {
     "elementwise": (35, 15),
-    "tiles": (100, 30),
-    "memory": (150, 50),
-    "control": (140, 40),
+    "tiles": (60, 20),
+    "memory": (170, 55),
+    "control": (160, 45),
     "grids": (90, 30),
     "edges": (25, 10),
 }

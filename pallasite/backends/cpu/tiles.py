@@ -121,10 +121,21 @@ class Tile:
         True if nothing here comes from the target's memory, or only from the very
         element that is being replaced.
         """
+        known: dict[Tile, bool] = {}
+        self._reaches(target.root, known)
         return all(
-            target.root not in tile.reads() or tile._is_in_place(target)
-            for tile in self._sources()
+            tile._is_in_place(target) for tile, reached in known.items() if reached
         )
+
+    def _reaches(self, root: Root | None, known: dict["Tile", bool]) -> bool:
+        """Do its elements come from that memory? `known`: the same of what it is of."""
+        if self not in known:
+            if isinstance(self.source, Buffer):
+                known[self] = root is not None and self.source.root is root
+            else:
+                found = [tile._reaches(root, known) for tile in self.source.operands]
+                known[self] = any(found)
+        return known[self]
 
     def _is_in_place(self, target: Buffer) -> bool:
         if isinstance(self.source, Formula):

@@ -67,8 +67,8 @@ class Guarded(Memory):
         self._blocks[address] = (start, inside + 2 * page)
         return address
 
-    def allocate(self, size: int) -> Pointer:
-        """As malloc; the arena, which is moved up to a multiple of 64, fits exactly."""
+    def arena(self, size: int) -> Pointer:
+        """As malloc; what is moved up to a multiple of 64 there fits exactly."""
         wanted = size - handler.ALIGNMENT
         if not self.after or wanted % handler.ALIGNMENT:
             return self.room(size)
@@ -178,7 +178,7 @@ class Code:
         library.add_object_img(object_code).add_current_process()
         compiler.import_python(library)
         if isinstance(self.memory, Guarded):
-            self._hooks = [_Allocate(self.memory.allocate), _Free(self.memory.free)]
+            self._hooks = [_Allocate(self._allocate), _Free(self.memory.free)]
             for name, hook in zip(("malloc", "free"), self._hooks, strict=True):
                 library.import_symbol(name, ctypes.cast(hook, c_void_p).value)
         library.export_symbol("handler")
@@ -186,6 +186,11 @@ class Code:
         return library.link(compiler._jit(), f"direct_{Code._number}")
 
     _number = 0
+
+    def _allocate(self, size: int) -> Pointer:
+        assert isinstance(self.memory, Guarded)
+        job = threads.OPERANDS + 8 * len(self.kernel.params)
+        return self.memory.room(size) if size == job else self.memory.arena(size)
 
     def __call__(self, *arrays: np.ndarray, pool: int = 1) -> list[np.ndarray]:
         """The results; raises KernelError where the code reports an error."""

@@ -19,7 +19,9 @@ from pallasite.ir.verify import verify
 from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.cpu.running import region
 from tests.fuzz.agreement import run_numpy, same
-from tests.ir.kernels import emit_pipeline, main_ref
+from tests.fuzz.choices import Seeded
+from tests.fuzz.generate import FAMILIES, random_kernel
+from tests.ir.kernels import emit_pipeline, flash_attention, main_ref, matmul
 
 SHAPE = (7, 9)
 COUNT = 6  # indices a kernel gets
@@ -419,12 +421,34 @@ def attack(kernel: Kernel, rng: np.random.Generator, optimise: bool = True) -> N
             assert same(got, want).all(), f"indices {where}: {got} is not {want}"
 
 
+def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
+    """Kernels that mean no harm: matrix products of odd sizes, and random ones."""
+    rng = np.random.default_rng(1)
+    for kernel in (
+        matmul(30, 20, 24, (16, 16, 8)),
+        matmul(70, 45, 130, (33, 45, 65)),
+        flash_attention(48, 64, 8, 16),
+    ):
+        shapes = [param.ref.shape for param in kernel.inputs]
+        yield kernel.name, kernel, [rng.normal(size=s).astype("f4") for s in shapes]
+    for family, seed in itertools.product((*FAMILIES, "edges"), range(6)):
+        case = random_kernel(Seeded(seed), family)
+        yield f"{family} {seed}", case.kernel, case.arrays
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     count = 0
     for name, kernel in kernels():
         print(name, flush=True)
         attack(kernel, rng)
+        count += 1
+    for name, kernel, arrays in ordinary():
+        print(name, flush=True)
+        memory = Guarded()
+        code = Code(kernel, optimise=False, memory=memory)
+        for memory.after in (True, False):
+            code(*arrays, pool=2)
         count += 1
     print(f"{count} kernels stayed inside")
 
