@@ -149,7 +149,7 @@ def test_groups_in_both_directions(dtype, layout: str):
 
 
 def product_kernel(dtype, size: int = 64):
-    result = F32 if dtype == BF16_NP else I32
+    result = I32 if dtype == np.int8 else F32
     x = numbers(1, (size, size), dtype)
     return tiles_kernel(lambda b, v: dot(b, v, v, result, ((1,), (0,))), [x])
 
@@ -314,3 +314,21 @@ def test_features_decide_the_host():
     with target.using(target.SSE):
         assert target.host() is target.SSE
     assert target.host() is not target.SSE
+
+
+def test_neon_code_for_an_arm_machine():
+    from llvmlite import binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        arm = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    except RuntimeError:
+        pytest.skip("this LLVM has no AArch64 target")
+    with on("neon"):
+        text = llvm_of(product_kernel(np.float32, 48))
+    module = llvm.parse_assembly(text)
+    module.triple = "aarch64-unknown-linux-gnu"
+    module.verify()
+    assembly = arm.create_target_machine(opt=2).emit_assembly(module)
+    assert "fmla\tv" in assembly and ".4s" in assembly
