@@ -27,6 +27,7 @@ TILE_BYTES = 64 * SIDE
 PANEL = 2 * SIDE
 SUMS, ROWS, COLUMNS = 0, 4, 6  # first tile register of each role
 
+_SIGNS = integer(0x80808080 - (1 << 32), "i32")  # of four bytes
 _INSTRUCTIONS = {
     (BF16, BF16): "tdpbf16ps",
     (I8, I8): "tdpbssd",
@@ -83,14 +84,7 @@ class TileScheme:
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
     ) -> None:
-        dtype = operand.dtype
-        along = direction(dtype, dtype, operand.width, operand.depth)
-        packing = TilePacking(dtype, is_rows, place.valid, along)
-        if not f.module.defines(packing.name):
-            _emit_packing(f.module, packing)
-        strides = operand.width, operand.depth
-        rest = place.target, place.panels, place.depth
-        call_defined(f, packing.name, place.source, *strides, *rest)
+        pack_tiles(f, operand, place, is_rows)
 
     def multiply(self, f: Function, call: PanelProduct) -> None:
         name = f"tiles_{self.row_dtype}_{self.column_dtype}"
@@ -220,6 +214,24 @@ def _add_edge(
 # --- packing ---
 
 
+def pack_tiles(
+    f: Function,
+    operand: Operand,
+    place: PanelPlace,
+    is_rows: bool,
+    is_flipped: bool = False,
+) -> None:
+    """Pack panels of tiles; `is_flipped`: of bytes plus 128."""
+    dtype = operand.dtype
+    along = direction(dtype, dtype, operand.width, operand.depth)
+    packing = TilePacking(dtype, is_rows, place.valid, along, is_flipped)
+    if not f.module.defines(packing.name):
+        _emit_packing(f.module, packing)
+    strides = operand.width, operand.depth
+    rest = place.target, place.panels, place.depth
+    call_defined(f, packing.name, place.source, *strides, *rest)
+
+
 @dataclass(frozen=True)
 class TilePacking:
     """Panels of two tiles per step of k, of which `valid` rows or columns exist."""
@@ -228,11 +240,13 @@ class TilePacking:
     is_rows: bool
     valid: int
     along: str
+    is_flipped: bool = False
 
     @property
     def name(self) -> str:
         side = "rows" if self.is_rows else "columns"
-        return f"pack_tiles_{self.dtype}_{side}_{self.valid}_{self.along}"
+        flipped = "_flipped" if self.is_flipped else ""
+        return f"pack_tiles_{self.dtype}_{side}_{self.valid}_{self.along}{flipped}"
 
     @property
     def group(self) -> int:
@@ -298,6 +312,8 @@ def _pack_tiles(
         start = f.add(f.mul(step, integer(2 * TILE_BYTES)), integer(tile * TILE_BYTES))
         there = f.element(target, "i8", start)
         for n, word in enumerate(words):
+            if packing.is_flipped:
+                word = f.binary("xor", word, vec.splat(f, _SIGNS, SIDE))
             vec.store(f, word, f.element(there, "i8", integer(64 * n)), 64)
 
 
@@ -357,6 +373,8 @@ def _pack_elements(
         where = f.add(f.mul(w, across), f.mul(f.least(k, last), down))
         raw = f.load(element, vec.offset(f, source, element, where))
         raw = f.select(f.compare("icmp slt", k, depth), raw, zero)
+        if packing.is_flipped:
+            raw = f.binary("xor", raw, integer(-128, element))
         tile, i = (f.binary(op, w, integer(SIDE)) for op in ("udiv", "urem"))
         if packing.is_rows:
             inside = f.add(f.mul(i, integer(packing.step)), kk)

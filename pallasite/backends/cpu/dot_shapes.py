@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from pallasite import target
-from pallasite.backends.cpu import dot_amx
+from pallasite.backends.cpu import dot_amx, dot_groups
 from pallasite.backends.cpu.dot_scheme import RowsAt, Scheme, Sizes, VectorScheme
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
@@ -40,8 +40,11 @@ def scheme_for(
 ) -> Scheme:
     """The best way this CPU has for operands of these types."""
     host = target.host()
-    tiled = dot_amx.scheme_for(host, lhs, rhs, sums, sizes)
-    return tiled or VectorScheme.of(host, sums, sizes, rows_at)
+    for special in (dot_amx.scheme_for, dot_groups.scheme_for):
+        scheme = special(host, lhs, rhs, sums, sizes)
+        if scheme is not None:
+            return scheme
+    return VectorScheme.of(host, sums, sizes, rows_at)
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:

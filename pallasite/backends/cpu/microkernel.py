@@ -96,7 +96,8 @@ def _emit(module: Module, micro: Micro) -> None:
     rest = f.binary("urem", depth, integer(UNROLL))
     with f.loop(rest, loop.carries) as loop:
         loop.carries = _steps(f, micro, loop.carries, 1)
-    _finish(f, micro, places, loop.carries[2:], fresh)
+    totals = loop.carries[2:]
+    store_sums(f, micro.dtype, micro.lanes, micro.columns, places, totals, fresh)
     f.line("ret void")
 
 
@@ -142,30 +143,45 @@ def multiply_add(f: Function, fused: bool, a: Val, b: Val, total: Val) -> Val:
     return f.call(name, a.type, a, b, total, pure=True)
 
 
-def _finish(
-    f: Function, micro: Micro, places: list[Val], totals: list[Val], fresh: Val
+def store_sums(
+    f: Function,
+    dtype: DType,
+    lanes: int,
+    columns: int,
+    places: list[Val],
+    totals: list[Val],
+    fresh: Val,
 ) -> None:
-    """Store the sums where they are the first, else add them to what is there."""
+    """Store the sums where they are the first, else add them to what is there.
+
+    `places` has one address per row, `totals` the vectors of one row after the other.
+    """
     first, more, done = f.labels("first", "more", "done")
     f.branch_if(fresh, first, more)
+    each = len(totals) // len(places)
     for label, adds in ((first, False), (more, True)):
         f.label(label)
         for i, place in enumerate(places):
-            row = totals[i * micro.vectors : (i + 1) * micro.vectors]
-            _store_row(f, micro, place, row, adds)
+            row = totals[i * each : (i + 1) * each]
+            _store_row(f, dtype, lanes, columns, place, row, adds)
         f.branch(done)
     f.label(done)
 
 
 def _store_row(
-    f: Function, micro: Micro, place: Val, row: list[Val], adds: bool
+    f: Function,
+    dtype: DType,
+    lanes: int,
+    columns: int,
+    place: Val,
+    row: list[Val],
+    adds: bool,
 ) -> None:
-    element, lanes = scalars.memory(micro.dtype), micro.lanes
-    plus = "fadd" if micro.dtype.is_float else "add"
-    size = micro.dtype.bytes
+    element, size = scalars.memory(dtype), dtype.bytes
+    plus = "fadd" if dtype.is_float else "add"
     for j, total in enumerate(row):
         here = vec.offset(f, place, element, j * lanes)
-        count = min(lanes, micro.columns - j * lanes)
+        count = min(lanes, columns - j * lanes)
         if count < lanes:
             total = vec.shuffle(f, total, total, range(count))
         if adds:

@@ -16,6 +16,9 @@ BF16_NP = ml_dtypes.bfloat16
 HOSTS = {
     "this": None,
     "avx512": target.Host(64, 32, frozenset({"avx512f", "fma"})),
+    "groups": target.Host(
+        64, 32, frozenset({"avx512f", "fma", "avx512bf16", "avx512vnni"})
+    ),
     "avx2": target.AVX2,
     "neon": target.NEON,
     "sse": target.SSE,
@@ -117,10 +120,38 @@ def test_narrow_types_in_every_layout(sizes, dtype, layout: str):
     check(rows, columns, depth, layout, dtype, F32 if dtype == BF16_NP else I32)
 
 
-def test_mixed_signs_of_bytes():
-    x, y = numbers(1, (33, 65), np.uint8), numbers(2, (65, 35), np.int8)
-    got = compute(lambda b, v, w: dot(b, v, w, I32, ((1,), (0,))), x, y)
+def needs(host: str) -> None:
+    chosen, here = HOSTS[host], target.host()
+    if chosen is not None and not chosen.features <= here.features:
+        pytest.skip(f"this CPU has no {sorted(chosen.features - here.features)}")
+
+
+@pytest.mark.parametrize("host", ["this", "groups", "avx2"])
+@pytest.mark.parametrize("left", [np.uint8, np.int8])
+@pytest.mark.parametrize("right", [np.uint8, np.int8])
+def test_signs_of_bytes(host: str, left, right):
+    needs(host)
+    x, y = numbers(1, (33, 69), left), numbers(2, (69, 35), right)
+    x[0], y[:, 0] = np.iinfo(left).min, np.iinfo(right).max
+    with on(host):
+        got = compute(lambda b, v, w: dot(b, v, w, I32, ((1,), (0,))), x, y)
     np.testing.assert_array_equal(got, x.astype(np.int64) @ y.astype(np.int64))
+
+
+@pytest.mark.parametrize("layout", ["nt", "tn"])
+@pytest.mark.parametrize("dtype", [BF16_NP, np.int8])
+def test_groups_in_both_directions(dtype, layout: str):
+    needs("groups")
+    with on("groups"):
+        check(29, 40, 600, layout, dtype, F32 if dtype == BF16_NP else I32)
+        text = llvm_of(product_kernel(dtype))
+    assert ("dpbf16ps.512" if dtype == BF16_NP else "vpdpbusd.512") in text
+
+
+def product_kernel(dtype, size: int = 64):
+    result = I32 if dtype == np.int8 else F32
+    x = numbers(1, (size, size), dtype)
+    return tiles_kernel(lambda b, v: dot(b, v, v, result, ((1,), (0,))), [x])
 
 
 @settings(max_examples=25, deadline=None)
@@ -283,3 +314,21 @@ def test_features_decide_the_host():
     with target.using(target.SSE):
         assert target.host() is target.SSE
     assert target.host() is not target.SSE
+
+
+def test_neon_code_for_an_arm_machine():
+    from llvmlite import binding as llvm
+
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    try:
+        arm = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    except RuntimeError:
+        pytest.skip("this LLVM has no AArch64 target")
+    with on("neon"):
+        text = llvm_of(product_kernel(np.float32, 48))
+    module = llvm.parse_assembly(text)
+    module.triple = "aarch64-unknown-linux-gnu"
+    module.verify()
+    assembly = arm.create_target_machine(opt=2).emit_assembly(module)
+    assert "fmla\tv" in assembly and ".4s" in assembly
