@@ -85,8 +85,7 @@ def without_copies(kernel: Kernel) -> Kernel:
 
     def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
         if op.name == "copy_start" and len(op.operands) <= 3:
-            source, target = op.operands[:2]
-            builder.store(target, builder.load(source))
+            builder.store(op.operands[1], builder.load(op.operands[0]))
             return []
         waits = op.name == "copy_wait" and len(op.operands) <= 3
         return [] if waits or op.name in ("sem_signal", "sem_wait") else None
