@@ -84,10 +84,11 @@ def without_copies(kernel: Kernel) -> Kernel:
     """Async copies as loads and stores: a copy may happen when it is started."""
 
     def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
-        if op.name == "copy_start" and len(op.operands) <= 3:
-            builder.store(op.operands[1], builder.load(op.operands[0]))
+        refs = list(op.operands)
+        if op.name == "copy_start" and len(refs) <= 3:
+            builder.store(refs[1], builder.load(refs[0]))
             return []
-        waits = op.name == "copy_wait" and len(op.operands) <= 3
+        waits = op.name == "copy_wait" and len(refs) <= 3
         return [] if waits or op.name in ("sem_signal", "sem_wait") else None
 
     return map_ops(kernel, rewrite)
