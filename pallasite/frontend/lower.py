@@ -43,7 +43,8 @@ class Lowered:
 
         Returns:
             Texts in order: "import" (the IR as traced), one per pass, then the
-            backend's; for "cpu" those are "ir", "llvm" and "asm".
+            backend's; for "cpu" those are "ir", "scheduled", "llvm" and
+            "asm".
 
         Raises:
             UnsupportedError: the backend cannot compile the kernel.

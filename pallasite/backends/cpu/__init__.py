@@ -14,6 +14,7 @@ from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, with_own_inputs
+from pallasite.backends.cpu.sharing import sharing_text
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
 from pallasite.passes.legalize import legalize
@@ -33,6 +34,7 @@ class CpuBackend:
         stages: dict[str, Stage] = {"ir": lambda kernel: kernel.text}
         if options.debug or config.get("dump"):
             # To be read; otherwise written only where no object code is at hand.
+            stages["scheduled"] = lambda _: scheduled_text(kernel)
             stages["llvm"] = lambda _: llvm()
             stages["asm"] = compiler.make_assembly
         stages["object"] = lambda _: compiler.make_object(_identity(kernel), llvm)
@@ -61,9 +63,19 @@ class CpuBackend:
         return f"cpu 1, {compiler.version()}"
 
 
+def _legal(kernel: Kernel) -> Kernel:
+    return legalize(with_own_inputs(kernel), NATIVE, "cpu")
+
+
+def scheduled_text(kernel: Kernel) -> str:
+    """What is translated: how threads share the kernel, and it in native ops."""
+    kernel = _legal(kernel)
+    return "\n".join([sharing_text(kernel), print_kernel(kernel, locs=True)])
+
+
 def llvm_text(kernel: Kernel) -> str:
     """The LLVM module of any kernel."""
-    return emit_kernel(legalize(with_own_inputs(kernel), NATIVE, "cpu"))
+    return emit_kernel(_legal(kernel))
 
 
 def _identity(kernel: Kernel) -> str:

@@ -95,6 +95,18 @@ def _prints(op: Op) -> bool:
     return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
 
 
+def sharing_text(kernel: Kernel) -> str:
+    """The decision as a line to read."""
+    sharing = sharing_of(kernel)
+    if sharing is None:
+        return "threads: one"
+    count = "so many" if sharing.units is None else sharing.units
+    return (
+        f"threads: axes {sharing.parallel} in units, axes {sharing.sequential} inside "
+        f"one; {count} units of about {sharing.unit_ns} ns"
+    )
+
+
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
