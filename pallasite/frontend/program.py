@@ -75,6 +75,8 @@ def program_of(kernel: Kernel) -> Program:
     sizes = pipeline.attrs["grid"]
     if 0 in sizes:
         raise NoBackwardKernel("the grid is empty", at=kernel.loc)
+    if any(0 in p.ref.shape for p in kernel.params):
+        raise NoBackwardKernel("an array is empty", at=kernel.loc)
     return Program(kernel.name, Block(body.params, ops), sizes, kernel.loc)
 
 
