@@ -227,9 +227,7 @@ for _name, _fn in {
 
 # --- choice and conversion ---
 _row("select_n", None, m.select_n, dtypes=ALL, rule=_select, domain=None)
-_row(
-    "stop_gradient", 1, m.stop_gradient, dtypes=ALL, doc="the operand, held constant"
-)
+_row("stop_gradient", 1, m.stop_gradient, dtypes=ALL, doc="the operand, held constant")
 _row("cast", 1, m.cast, dtypes=ALL, rule=_cast, attrs=("dtype",), jax="")
 _row(
     "bitcast",

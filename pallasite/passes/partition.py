@@ -15,6 +15,7 @@ import numpy as np
 
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.drop_rules import drop_rules
 from pallasite.passes.grid import GridInfo, analyze, evaluate_map, find_pipeline
 from pallasite.passes.sums import Sums, find_sums
 
@@ -101,7 +102,7 @@ class PartitionRule:
 @lru_cache(maxsize=256)
 def derive(kernel: Kernel) -> PartitionRule:
     """The partitioning rule of a kernel whose body is one pipeline."""
-    return _Derivation(canonicalize(kernel)).rule()
+    return _Derivation(canonicalize(drop_rules(kernel))).rule()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pallasite import config
 from pallasite.ir.nodes import Kernel
-from pallasite.ir.rewrite import map_ops
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.drop_rules import drop_rules
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,8 @@ class Step:
     changed: bool
 
 
-def drop_stop_gradient(kernel: Kernel) -> Kernel:
-    """Without what only derivatives see, and they are taken before any pass."""
-    return map_ops(
-        kernel, lambda op, b: op.operands[0] if op.name == "stop_gradient" else None
-    )
-
-
 DEFAULT: tuple[Pass, ...] = (
-    Pass("drop_stop_gradient", drop_stop_gradient),
+    Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
 )
 

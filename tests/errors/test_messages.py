@@ -49,6 +49,15 @@ def call(k=copy, args=(x,), **kw):
     return pl.pallas_call(k, **kw)(*args)
 
 
+def scaled_by_closure(scale):
+    @jax.custom_jvp
+    def scaled(x):
+        return x * scale
+
+    scaled.defjvp(lambda p, t: (scaled(*p), t[0] * scale))
+    return call(lambda x_ref, o_ref: o_ref.__setitem__(..., scaled(x_ref[...]))).sum()
+
+
 BAD = {
     "block rank": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8,), lambda i: (i,))], out_specs=spec
@@ -308,7 +317,7 @@ BAD = {
     "cost": lambda: call(cost_estimate=3),
     "metadata": lambda: call(metadata="fast"),
     "grid traced float": lambda: jax.jit(lambda n: call(grid=(n,)))(2.0),
-    "grad": lambda: jax.grad(lambda v: call(args=(v,)).sum())(x),
+    "rule with a closure": lambda: jax.grad(scaled_by_closure)(jnp.float32(2)),
     "backend platform": lambda: call(interpret=False, backend="triton"),
     "pipeline arity": lambda: call(
         lambda x_ref, o_ref: pltpu.emit_pipeline(

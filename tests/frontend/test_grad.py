@@ -15,6 +15,8 @@ import pallasite.tpu as pltpu
 from pallasite.frontend.derivative import tangent_p
 from pallasite.frontend.primitive import call_p, kernels_in
 from pallasite.frontend.tangent import tangent_kernel
+from pallasite.ir.parse import parse_kernel
+from pallasite.ir.verify import verify
 
 ROWS, ROW = (
     pl.BlockSpec((4, 8), lambda i: (i, 0)),
@@ -153,6 +155,94 @@ def test_stop_gradient_holds_in_a_kernel():
 
     agree(jax.jvp(straight_through, (X,), (X,)), (jnp.round(X), X))
     agree(jax.grad(lambda x: jnp.sum(straight_through(x)))(X), jnp.ones_like(X))
+
+
+def test_known_tangents_are_left_out_of_a_transpose():
+    def push(t):
+        return jax.jvp(gate, (X, W), (t, jnp.zeros_like(W)))[1]
+
+    (got,) = jax.linear_transpose(push, X)(X)
+    agree(got, jax.vjp(lambda x: gate_reference(x, W), X)[1](X)[0])
+
+
+def test_empty_arrays():
+    def double(x):
+        return pl.pallas_call(lambda x_ref, o_ref: None, out_shape=x)(x)
+
+    empty = jnp.zeros((0, 8))
+    assert jax.grad(lambda x: jnp.sum(double(x)))(empty).shape == (0, 8)
+
+
+# --- functions with rules of their own ---
+
+
+@jax.custom_jvp
+def own_jvp(x):
+    return jnp.sin(x)
+
+
+@own_jvp.defjvp
+def _(primals, tangents):
+    return own_jvp(*primals), 7 * tangents[0] * own_jvp(primals[0])
+
+
+@jax.custom_vjp
+def own_vjp(x, n):
+    return n * jnp.sin(x)
+
+
+own_vjp.defvjp(
+    lambda x, n: (own_vjp(x, n), (x, n)), lambda kept, d: (5 * d * kept[0], None)
+)
+
+OWN_RULES = {
+    "relu": jax.nn.relu,
+    "softplus": jax.nn.softplus,  # its body has no derivative at zero
+    "custom_jvp": own_jvp,
+    "in a loop": lambda x: jax.lax.fori_loop(
+        0, 3, lambda _, y: jax.nn.softplus(y) + jax.nn.relu(y) - jnp.log(2.0), x
+    ),
+    "custom_vjp": lambda x: own_vjp(x, 2),
+}
+
+
+def same_memory(aliases, function):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = function(x_ref[...])
+
+    return lambda x: pl.pallas_call(
+        kernel, out_shape=x, input_output_aliases={0: 0} if aliases else {}
+    )(x)
+
+
+@pytest.mark.parametrize("tier", ["kernel", "functional"])
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_rules_inside_a_kernel_hold(name, tier):
+    function = OWN_RULES[name]
+    run = same_memory(tier == "functional", function)
+    x = X.at[0].set(0)
+    report = pl.explain_grad(run)(x)
+    assert {o.tier for o in report.operands} == {tier}
+
+    def derivatives(f):
+        def slope(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
+        found = [jax.vjp(slope, x)[1](x)]
+        if name != "custom_vjp":
+            found.append(jax.jvp(f, (x,), (x,)))
+        return slope(x), found
+
+    got, want = (jax.jit(functools.partial(derivatives, f))() for f in (run, function))
+    agree(got, want)
+
+
+def test_tracing_a_rule_again_gives_the_same_kernel():
+    run = same_memory(False, lambda x: own_jvp(x) + own_vjp(x, 3))
+    first, second = kernels_in(run, X)[0], kernels_in(run, X)[0]
+    assert first == second and first.text.count("= custom ") == 2
+    verify(first)
+    assert parse_kernel(first.text).text == first.text
 
 
 # --- numerically, in double precision ---
