@@ -23,7 +23,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
-from pallasite.errors import NoBackwardKernel
+from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.frontend import backward, primitive
 from pallasite.frontend.activity import activity
 from pallasite.frontend.batching import batch_kernel
@@ -274,6 +274,15 @@ def _jvp_tangent(
 def _jvp_cotangent(
     operands: Sequence[Array], moved: Sequence[Any], **params: Any
 ) -> Any:
+    kernel = params["call"].kernel
+    if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
+        raise UnsupportedError(
+            "a second derivative, in reverse, of a kernel that has no backward kernel "
+            "cannot be taken in a shard_map that checks its types",
+            [("kernel", kernel.name)],
+            kernel.loc,
+            "give shard_map check_vma=False, or take it forward over forward",
+        )
     return _jvp_in_line(_cotangents(**params), operands, moved)
 
 

@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 
 import pallasite as pl
 import pallasite.tpu as pltpu
+from pallasite.errors import UnsupportedError
 from pallasite.frontend.derivative import tangent_p
 from pallasite.frontend.primitive import call_p, kernels_in
 from pallasite.frontend.tangent import tangent_kernel
@@ -359,6 +360,20 @@ def test_inside_shard_map():
 
     for transformed in (outside, inside, forward):
         agree(transformed(gate), transformed(gate_reference))
+
+
+def test_second_derivatives_in_a_checked_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x = jnp.tile(X, (4, 1))
+
+    def second(f):
+        slope = jax.grad(loss(sharded(f, mesh)))
+        return jax.jit(lambda x: jax.jvp(slope, (x, W), (x, W))[1])(x)
+
+    agree(second(gate), second(gate_reference))
+    in_place = functools.partial(gate, input_output_aliases={0: 0})
+    with pytest.raises(UnsupportedError, match="check_vma=False"):
+        second(in_place)
 
 
 # --- derivatives of the author's own ---
