@@ -106,6 +106,10 @@ def _moves(tangent: Any) -> bool:
     return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
 
 
+def _no_move(primal: Array) -> Any:
+    return ad.Zero(jaxcompat.aval_of(primal).to_tangent_aval())
+
+
 def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
     """The meaning of `tangent_p`: (operands, active tangents) to result tangents."""
     try:
@@ -263,7 +267,7 @@ def _jvp_tangent(
     primal_moves, tangent_moves = _split(moved, active)
     full = [_full(primals, tangents, n) for n in made.inputs]
     second = [
-        ad.Zero.from_primal_value(x) if tangent_moves[n] is None else tangent_moves[n]
+        _no_move(x) if tangent_moves[n] is None else tangent_moves[n]
         for n, x in zip(made.inputs, full, strict=True)
     ]
     again = replace(call, kernel=made.kernel, cost_estimate=None)
