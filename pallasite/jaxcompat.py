@@ -93,6 +93,21 @@ def lower_high_level(closed: Any) -> Any:
     return closed
 
 
+def equation_call(eqn: Any) -> Any:
+    """The function that an equation (of a primitive with several results) stands for,
+    its rules of differentiation included."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    return lambda *operands: eqn.primitive.bind(*operands, **params)
+
+
+def function_name(jaxpr: Any) -> str:
+    """The name of the function that a jaxpr was traced from, as an identifier."""
+    info = getattr(opened(jaxpr)[0], "debug_info", None)
+    name = str(getattr(info, "func_name", "") or "function").split(" ")[0]
+    name = name.rsplit(".", 1)[-1].strip("<>")
+    return name if name.isidentifier() else "function"
+
+
 def without_closure(fn: Any, *args: Any) -> tuple[Any, list[Any]]:
     """`fn` as a function of its arguments and of all traced values it closes over,
     and those values: `made(*args, *values) == fn(*args)`. Results come as a list."""

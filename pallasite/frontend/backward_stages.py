@@ -119,7 +119,7 @@ class _Slice:
     def is_cheap(self, values: Iterable[Value]) -> bool:
         """No loops, branches, products or memory that changes."""
         return not any(
-            op.regions
+            (op.regions and op.name != "custom")
             or op.name in ("alloc", "dot")
             or (op.name == "load" and op.operands[0] in self.stored)
             for op in self.closure(values)

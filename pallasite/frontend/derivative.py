@@ -200,13 +200,14 @@ def _transpose_tangent(
 ) -> list[Any]:
     """Cotangents of the tangents are those of the operands they belong to."""
     count = len(active)
-    primals, tangents = operands[:count], operands[count:]
-    assert all(map(ad.is_undefined_primal, tangents)), "a tangent that is known"
+    primals, tangents = _split(operands, active)
+    # A tangent that is known adds something fixed, which a transpose leaves out.
+    wanted = [t is not None and ad.is_undefined_primal(t) for t in tangents]
     full: list[Any] = [None] * call.kernel.num_outputs
     outputs = activity(call.kernel, active).outputs
     for position, cotangent in zip(outputs, cotangents, strict=True):
         full[position] = _instantiated(cotangent)
-    found = pull_back(call, primals, full, active)
+    found = pull_back(call, primals, full, wanted)
     return [*[None] * count, *(x for x, a in zip(found, active, strict=True) if a)]
 
 
@@ -231,8 +232,8 @@ def _transpose_cotangent(
     tangents: Sequence[Any], *operands: Any, call: Call, wanted: Flags, known: Flags
 ) -> list[Any]:
     """Backwards through a pull-back is a push-forward."""
-    primals, cotangents = operands[: len(wanted)], operands[len(wanted) :]
-    assert all(map(ad.is_undefined_primal, cotangents)), "a cotangent that is known"
+    primals, cotangents = operands[: len(wanted)], iter(operands[len(wanted) :])
+    asked = [k and ad.is_undefined_primal(next(cotangents)) for k in known]
     pending = iter(tangents)
     full = [next(pending) if w else None for w in wanted]
     active = tuple(t is not None and type(t) is not ad.Zero for t in full)
@@ -244,7 +245,9 @@ def _transpose_cotangent(
         found = tangent_p.bind(*operands, call=call, active=active)
         for position, tangent in zip(outputs, found, strict=True):
             moved[position] = tangent
-    return [*[None] * len(wanted), *(t for t, k in zip(moved, known, strict=True) if k)]
+    answers = [t if a else None for t, a in zip(moved, asked, strict=True)]
+    chosen = (t for t, k in zip(answers, known, strict=True) if k)
+    return [*[None] * len(wanted), *chosen]
 
 
 # --- once more ---
@@ -264,9 +267,9 @@ def _jvp_tangent(
     primal_moves, tangent_moves = _split(moved, active)
     full = [_full(primals, tangents, n) for n in made.inputs]
     second = [
-        _no_tangent(jaxcompat.aval_of(x))
-        if tangent_moves[n] is None
-        else tangent_moves[n]
+        tangent_moves[n]
+        if tangent_moves[n] is not None
+        else _no_tangent(jaxcompat.aval_of(x))
         for n, x in zip(made.inputs, full, strict=True)
     ]
     again = replace(call, kernel=made.kernel, cost_estimate=None)
@@ -279,10 +282,11 @@ def _jvp_cotangent(
 ) -> Any:
     if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
         raise UnsupportedError(
-            "no derivative of a kernel's gradient inside a shard_map that checks types",
+            "a second derivative, in reverse, of a kernel that has no backward kernel "
+            "cannot be taken in a shard_map that checks its types",
             [("kernel", call.kernel.name)],
             call.kernel.loc,
-            "jacfwd of jacfwd, or shard_map(..., check_vma=False)",
+            "give shard_map check_vma=False, or take it forward over forward",
         )
     return _jvp_in_line(_cotangents(call, **params), operands, moved)
 

@@ -19,6 +19,7 @@ from jax import lax
 from pallasite import jaxcompat
 from pallasite.backends.interpret import Walker
 from pallasite.backends.interpret.numbers import Picks
+from pallasite.frontend import custom_rules
 from pallasite.frontend.backward_loop import backward_loop
 from pallasite.frontend.emulate import (
     JaxNumbers,
@@ -30,7 +31,7 @@ from pallasite.frontend.emulate import (
 )
 from pallasite.ir.nodes import Block, Kernel, Op
 from pallasite.ir.types import RefType
-from pallasite.passes.canonicalize import simplify
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.ranges import Ranges, loop_range
 
 Array = Any
@@ -45,7 +46,7 @@ def emulate_smooth(kernel: Kernel) -> Callable[..., list[Array]]:
 
     def run(*operands: Array) -> list[Array]:
         with jaxcompat.kernel_tracing():
-            return Walker(kernel, SmoothNumbers()).run(list(operands))
+            return SmoothWalker(kernel, SmoothNumbers()).run(list(operands))
 
     return run
 
@@ -63,7 +64,7 @@ def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepared(kernel: Kernel) -> Kernel:
-    return simplify(kernel)
+    return canonicalize(kernel)
 
 
 class SmoothNumbers(JaxNumbers):
@@ -165,7 +166,14 @@ def _unbounded(total: Array, carry: list[Array], body: Callable) -> list[Array]:
     return backward_loop(go_on, step, [jnp.zeros_like(total), *carry])[1:]
 
 
-class ReverseWalker(Walker):
+class SmoothWalker(Walker):
+    """The walker, for functions with rules of their own calling those."""
+
+    def do_custom(self, op: Op) -> Sequence[Array]:
+        return custom_rules.function(op)(*(self.env[v] for v in op.operands))
+
+
+class ReverseWalker(SmoothWalker):
     """The walker, telling the numbers how long each loop can get."""
 
     def __init__(self, kernel: Kernel, numbers: ReverseNumbers):

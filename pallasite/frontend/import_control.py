@@ -7,6 +7,7 @@ import jax
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.frontend.custom_rules import register
 from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
 from pallasite.frontend.refs import positional_fields
 from pallasite.ir import types as T
@@ -34,9 +35,26 @@ def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
 
 
 @rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-def _custom_call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
-    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
-    return im.run(jaxpr, args)
+def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
+    """The function's code, with the name of its rule where that can matter."""
+    jaxpr = eqn.params["call_jaxpr"]
+    if not _has_derivative(eqn, args):
+        return im.run(jaxpr, args)
+    params = [Value(a.type) for a in args]
+    body = im.region(jaxpr, params, params)
+    return im.builder.emit("custom", *args, regions=[body], rule=register(eqn))
+
+
+def _has_derivative(eqn: Any, args: Sequence[Value]) -> bool:
+    """Whether it takes and gives arrays only, with floats among both."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    if any(jaxcompat.is_key_dtype(v.aval.dtype) for v in atoms):
+        return False
+    if any(a.is_ref for a in args):
+        return False
+    results = [tile_type(v.aval) for v in eqn.outvars]
+    given = any(a.tile.dtype.is_float for a in args)
+    return given and any(r.dtype.is_float for r in results)
 
 
 # --- branches ---

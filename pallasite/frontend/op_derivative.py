@@ -16,6 +16,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import UnsupportedError
+from pallasite.frontend import custom_rules
 from pallasite.frontend.emulate import JaxNumbers
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
 from pallasite.ir.build import Builder
@@ -31,12 +32,16 @@ MaybeValues = Sequence[Value | None]
 def is_pure(op: Op) -> bool:
     """Whether an op computes tiles from tiles and does nothing else."""
     row = table()[op.name]
+    if op.name == "custom":
+        return True
     tiles = not any(v.is_ref for v in (*op.operands, *op.results))
     return row.effect is Effect.PURE and tiles and not op.regions
 
 
 def meaning_of(op: Op) -> Callable[..., Sequence[Any]]:
     """A pure op as a JAX function of its operands; gives the list of its results."""
+    if op.name == "custom":
+        return custom_rules.function(op)
     row, numbers = table()[op.name], JaxNumbers()
 
     def run(*operands: Any) -> Sequence[Any]:

@@ -12,7 +12,6 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute
-from pallasite.passes.canonicalize import simplify
 from pallasite.passes.carry import VIEWS
 from pallasite.passes.grid import find_pipeline
 from pallasite.passes.promote import promote
@@ -62,7 +61,7 @@ def program_of(kernel: Kernel) -> Program:
     """
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
-    promoted = promote(without_copies(kernel), clean=simplify)
+    promoted = promote(without_copies(kernel))
     pipeline = find_pipeline(promoted)
     place = promoted.body.ops.index(pipeline)
     after = promoted.body.ops[place + 1 :]
@@ -77,6 +76,8 @@ def program_of(kernel: Kernel) -> Program:
     sizes = pipeline.attrs["grid"]
     if 0 in sizes:
         raise NoBackwardKernel("the grid is empty", at=kernel.loc)
+    if any(0 in p.ref.shape for p in kernel.params):
+        raise NoBackwardKernel("an array is empty", at=kernel.loc)
     return Program(kernel.name, body, sizes, kernel.loc)
 
 

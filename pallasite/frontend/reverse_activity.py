@@ -64,7 +64,8 @@ class Activity:
             for ref in written(op):
                 if any(map(self.depends, op.operands)) and ref.ref.dtype.is_float:
                     self.varied.add(self.root(ref))
-        if not op.regions and any(map(self.depends, op.operands)):
+        is_one = not op.regions or op.name == "custom"
+        if is_one and any(map(self.depends, op.operands)):
             moved = (r for r in op.results if not r.is_ref and is_float(r))
             self.varied.update(r for r in moved if r not in self.constants)
 

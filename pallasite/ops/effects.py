@@ -190,6 +190,13 @@ def _cond(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return result
 
 
+def _custom(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    (body,) = attrs["regions"]
+    result = tuple(y.type for y in body.yields)
+    _check_region(body, types, result)
+    return result
+
+
 def block_ref(ref: RefType, window: Window) -> RefType:
     """The ref a pipeline body sees through `window`."""
     if len(window.dims) != ref.rank:
@@ -294,6 +301,15 @@ _row("alloc", _alloc, 0, ("type",), doc="uninitialised memory until the block en
 _row("for", _for, None, (), regions=1, **_control)
 _row("while", _while, None, (), regions=2, **_control)
 _row("cond", _cond, 1, (), regions=None, **_control)
+_row(
+    "custom",
+    _custom,
+    None,
+    ("rule",),
+    regions=1,
+    doc="runs its body; derivatives are those of the named rule",
+    **_control,
+)
 _row(
     "pipeline",
     _pipeline,

@@ -22,17 +22,8 @@ from pallasite.passes.algebra import constant_of
 
 def canonicalize(kernel: Kernel) -> Kernel:
     """Patterns, sharing and dead code removal, until nothing changes."""
-    return _settled(kernel, PATTERNS)
-
-
-def simplify(kernel: Kernel) -> Kernel:
-    """The same for a kernel of which derivatives are still to be taken."""
-    return _settled(kernel, KEEPING_DERIVATIVES)
-
-
-def _settled(kernel: Kernel, patterns: Sequence[Pattern]) -> Kernel:
     while True:
-        new = dead_code(common_subexpressions(apply_patterns(kernel, patterns)))
+        new = dead_code(common_subexpressions(apply_patterns(kernel, PATTERNS)))
         if new is kernel:
             return kernel
         kernel = new
@@ -60,18 +51,9 @@ def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
     return None
 
 
-def drop_stop_gradient(op: Op, b: Rewriter) -> Value:
-    """Only derivatives see it."""
-    return op.operands[0]
-
-
-KEEPING_DERIVATIVES: tuple[Pattern, ...] = (
+PATTERNS: tuple[Pattern, ...] = (
     *algebra.PATTERNS,
     *views.PATTERNS,
     ("cond", known_branch),
     ("for", known_loop),
-)
-PATTERNS: tuple[Pattern, ...] = (
-    *KEEPING_DERIVATIVES,
-    ("stop_gradient", drop_stop_gradient),
 )

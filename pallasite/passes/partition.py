@@ -14,7 +14,7 @@ from math import lcm
 import numpy as np
 
 from pallasite.ir.nodes import Kernel, Op, Value
-from pallasite.passes.canonicalize import simplify
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.grid import GridInfo, analyze, evaluate_map, find_pipeline
 from pallasite.passes.sums import Sums, find_sums
 
@@ -100,7 +100,7 @@ class PartitionRule:
 @lru_cache(maxsize=256)
 def derive(kernel: Kernel) -> PartitionRule:
     """The partitioning rule of a kernel whose body is one pipeline."""
-    return _Derivation(simplify(kernel)).rule()
+    return _Derivation(canonicalize(kernel)).rule()
 
 
 def pull_back_rule(

@@ -17,6 +17,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.drop_rules import drop_rules
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,10 @@ class Step:
     changed: bool
 
 
-DEFAULT: tuple[Pass, ...] = (Pass("canonicalize", canonicalize),)
+DEFAULT: tuple[Pass, ...] = (
+    Pass("drop_rules", drop_rules),
+    Pass("canonicalize", canonicalize),
+)
 
 
 def run(

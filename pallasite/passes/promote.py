@@ -19,21 +19,16 @@ from pallasite.passes.hoist import hoist
 from pallasite.passes.loops import to_loops
 
 
-def promote(kernel: Kernel, clean: Callable[[Kernel], Kernel] = canonicalize) -> Kernel:
-    """Programs, loops and values instead of a pipeline over block refs.
-
-    Args:
-      kernel: a kernel whose body is one pipeline.
-      clean: what brings the result, and what it is made from, into simple form.
-    """
+def promote(kernel: Kernel) -> Kernel:
+    """Programs, loops and values instead of a pipeline over block refs."""
     info = analyze(kernel)
     programs = set(info.parallel)
     refs = find_pipeline(kernel).operands[-len(info.windows) :]
     pairs = zip(refs, info.windows, strict=True) if info.windows else ()
     exclusive = {ref for ref, window in pairs if programs <= window.own}
-    kernel = clean(to_loops(kernel, info))
+    kernel = canonicalize(to_loops(kernel, info))
     kernel = dead_code(promote_refs(kernel, exclusive))
-    return clean(hoist(kernel))
+    return canonicalize(hoist(kernel))
 
 
 def promote_refs(kernel: Kernel, exclusive: Iterable[Value] = ()) -> Kernel:

@@ -1,19 +1,19 @@
 """Drops what loops carry and scratch holds for nobody.
 
-After `simplify` has shared and removed code, a `for` may carry a value that never
+After canonicalize has shared and removed code, a `for` may carry a value that never
 changes, or that nothing but its own next step uses; scratch may be written and never
-read. `drop_unused` removes them and simplifies again until nothing changes.
+read. `drop_unused` removes them and canonicalizes again until nothing changes.
 """
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute, writes
-from pallasite.passes.canonicalize import simplify
+from pallasite.passes.canonicalize import canonicalize
 
 
 def drop_unused(kernel: Kernel) -> Kernel:
-    """Simplified, without carries and scratch that serve nothing."""
+    """Canonical form without carries and scratch that serve nothing."""
     while True:
-        kernel = simplify(kernel)
+        kernel = canonicalize(kernel)
         new = _drop_scratch(_drop_carries(kernel))
         if new is kernel:
             return kernel

@@ -52,10 +52,23 @@ def call(k=copy, args=(x,), **kw):
 def slope_on_a_mesh(v):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("d")
+
+    def by_rows(x_ref, o_ref):  # a store by an array of indices: no backward kernel
+        o_ref[jnp.arange(x_ref.shape[0])] = x_ref[...]
+
     run = jax.shard_map(
-        lambda a: call(args=(a,)), mesh=mesh, in_specs=rows, out_specs=rows
+        lambda a: call(by_rows, (a,)), mesh=mesh, in_specs=rows, out_specs=rows
     )
     return jax.grad(lambda a: (run(a) ** 2).sum())(v)
+
+
+def scaled_by_closure(scale):
+    @jax.custom_jvp
+    def scaled(x):
+        return x * scale
+
+    scaled.defjvp(lambda p, t: (scaled(*p), t[0] * scale))
+    return call(lambda x_ref, o_ref: o_ref.__setitem__(..., scaled(x_ref[...]))).sum()
 
 
 BAD = {
@@ -319,6 +332,7 @@ BAD = {
     "metadata": lambda: call(metadata="fast"),
     "grid traced float": lambda: jax.jit(lambda n: call(grid=(n,)))(2.0),
     "grad of grad on a mesh": lambda: jax.grad(lambda v: slope_on_a_mesh(v).sum())(x),
+    "rule with a closure": lambda: jax.grad(scaled_by_closure)(jnp.float32(2)),
     "backend platform": lambda: call(interpret=False, backend="triton"),
     "pipeline arity": lambda: call(
         lambda x_ref, o_ref: pltpu.emit_pipeline(

@@ -12,9 +12,12 @@ from jax.test_util import check_grads
 
 import pallasite as pl
 import pallasite.tpu as pltpu
+from pallasite.errors import UnsupportedError
 from pallasite.frontend.derivative import tangent_p
 from pallasite.frontend.primitive import call_p, kernels_in
 from pallasite.frontend.tangent import tangent_kernel
+from pallasite.ir.parse import parse_kernel
+from pallasite.ir.verify import verify
 
 ROWS, ROW = (
     pl.BlockSpec((4, 8), lambda i: (i, 0)),
@@ -155,6 +158,95 @@ def test_stop_gradient_holds_in_a_kernel():
     agree(jax.grad(lambda x: jnp.sum(straight_through(x)))(X), jnp.ones_like(X))
 
 
+def test_known_tangents_are_left_out_of_a_transpose():
+    def push(t):
+        return jax.jvp(gate, (X, W), (t, jnp.zeros_like(W)))[1]
+
+    (got,) = jax.linear_transpose(push, X)(X)
+    agree(got, jax.vjp(lambda x: gate_reference(x, W), X)[1](X)[0])
+
+
+def test_empty_arrays():
+    def double(x):
+        return pl.pallas_call(lambda x_ref, o_ref: None, out_shape=x)(x)
+
+    empty = jnp.zeros((0, 8))
+    assert jax.grad(lambda x: jnp.sum(double(x)))(empty).shape == (0, 8)
+
+
+# --- functions with rules of their own ---
+
+
+@jax.custom_jvp
+def own_jvp(x):
+    return jnp.sin(x)
+
+
+@own_jvp.defjvp
+def _(primals, tangents):
+    return own_jvp(*primals), 7 * tangents[0] * own_jvp(primals[0])
+
+
+@jax.custom_vjp
+def own_vjp(x, n):
+    return n * jnp.sin(x)
+
+
+own_vjp.defvjp(
+    lambda x, n: (own_vjp(x, n), (x, n)), lambda kept, d: (5 * d * kept[0], None)
+)
+
+OWN_RULES = {
+    "relu": jax.nn.relu,
+    "softplus": jax.nn.softplus,  # its body has no derivative at zero
+    "custom_jvp": own_jvp,
+    "in a loop": lambda x: jax.lax.fori_loop(
+        0, 3, lambda _, y: jax.nn.softplus(y) + jax.nn.relu(y) - jnp.log(2.0), x
+    ),
+    "custom_vjp": lambda x: own_vjp(x, 2),
+}
+
+
+def stored(by_rows, function):
+    """A store by an array of indices has no backward kernel."""
+
+    def kernel(x_ref, o_ref):
+        rows = jnp.arange(x_ref.shape[0]) if by_rows else slice(None)
+        o_ref[rows] = function(x_ref[...])
+
+    return lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+
+
+@pytest.mark.parametrize("tier", ["kernel", "functional"])
+@pytest.mark.parametrize("name", OWN_RULES)
+def test_rules_inside_a_kernel_hold(name, tier):
+    function = OWN_RULES[name]
+    run = stored(tier == "functional", function)
+    x = X.at[0].set(0)
+    report = pl.explain_grad(run)(x)
+    assert {o.tier for o in report.operands} == {tier}
+
+    def derivatives(f):
+        def slope(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))(x)
+
+        found = [jax.vjp(slope, x)[1](x)]
+        if name != "custom_vjp":
+            found.append(jax.jvp(f, (x,), (x,)))
+        return slope(x), found
+
+    got, want = (jax.jit(functools.partial(derivatives, f))() for f in (run, function))
+    agree(got, want)
+
+
+def test_tracing_a_rule_again_gives_the_same_kernel():
+    run = stored(False, lambda x: own_jvp(x) + own_vjp(x, 3))
+    first, second = kernels_in(run, X)[0], kernels_in(run, X)[0]
+    assert first == second and first.text.count("= custom ") == 2
+    verify(first)
+    assert parse_kernel(first.text).text == first.text
+
+
 # --- numerically, in double precision ---
 
 
@@ -269,6 +361,23 @@ def test_inside_shard_map():
 
     for transformed in (outside, inside, forward):
         agree(transformed(gate), transformed(gate_reference))
+
+
+def test_second_derivatives_in_a_checked_shard_map():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x = jnp.tile(X, (4, 1))
+
+    def second(f):
+        slope = jax.grad(loss(sharded(f, mesh)))
+        return jax.jit(lambda x: jax.jvp(slope, (x, W), (x, W))[1])(x)
+
+    agree(second(gate), second(gate_reference))
+
+    def without_backward_kernel(x, w):
+        return stored(True, jnp.sin)(gate(x, w))
+
+    with pytest.raises(UnsupportedError, match="check_vma=False"):
+        second(without_backward_kernel)
 
 
 # --- derivatives of the author's own ---

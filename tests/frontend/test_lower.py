@@ -25,7 +25,8 @@ def test_stages_for_cpu():
     lowered = pl.lower(twice)(SHAPE)
     assert [kernel.name for kernel in lowered.kernels] == ["double", "double"]
     stages = lowered.stages(backend="cpu")
-    assert list(stages) == ["import", "canonicalize", "ir", "scheduled", "llvm", "asm"]
+    passes = ["drop_rules", "canonicalize"]
+    assert list(stages) == ["import", *passes, "ir", "scheduled", "llvm", "asm"]
     assert "pipeline" in stages["import"] and "test_lower.py" in stages["import"]
     assert stages["scheduled"].startswith("threads: ")
     assert "@handler" in stages["llvm"] and "handler:" in stages["asm"]
@@ -48,5 +49,5 @@ def test_dump_writes_the_backends_stages(tmp_path):
         jax.jit(call).lower(jnp.zeros((8, 128)))
     names = sorted(path.name.split("-", 1)[1] for path in tmp_path.glob("double-*/*"))
     backend = ["cpu-asm", "cpu-ir", "cpu-llvm", "cpu-scheduled"]
-    want = ["canonicalize", *backend, "import"]
+    want = ["canonicalize", *backend, "drop_rules", "import"]
     assert names == [f"{name}.txt" for name in want]

@@ -114,6 +114,12 @@ def _for(b: Builder, x: Value) -> None:
     b.emit("for", zero, b.index(8), b.index(1), zero, start, regions=(region,))
 
 
+def _custom(b: Builder, x: Value) -> None:
+    body, i = Builder(), Value(INDEX, "i")
+    region = body.block((i,), (body.add(i, body.index(1)),))
+    b.emit("custom", b.index(0), regions=(region,), rule="next")
+
+
 def _while(b: Builder, x: Value) -> None:
     test, body = Builder(), Builder()
     i, j = Value(INDEX, "i"), Value(INDEX, "j")
@@ -239,6 +245,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "for": _for,
     "while": _while,
     "cond": _cond,
+    "custom": _custom,
     "pipeline": _pipeline,
     "copy_start": _copy("copy_start", priority=1),
     "copy_wait": _copy("copy_wait"),

@@ -356,6 +356,9 @@ class Walker:
         out = self.numbers.while_(go_on, run, self._pack(written, carry))
         return self._unpack(written, out)
 
+    def do_custom(self, op: Op) -> Sequence[Array]:
+        return self.block(op.regions[0], [self.env[v] for v in op.operands])
+
     def do_cond(self, op: Op) -> Sequence[Array]:
         which = self.env[op.operands[0]]
         if self.numbers.functional and self.roots.folds_into_selects(op):
