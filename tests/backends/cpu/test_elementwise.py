@@ -213,4 +213,5 @@ def test_integers_never_trap():
 
 def test_every_elementwise_row_is_native():
     names = {row.name for row in table().values() if row.elementwise}
-    assert names <= base.get("cpu").native
+    # It is gone before a backend sees the kernel (passes/drop_rules.py).
+    assert names - {"stop_gradient"} <= base.get("cpu").native
