@@ -140,6 +140,7 @@ class _Analysis:
         self.ids = self.body.params[: len(self.grid)]
         self.blocks = self.body.params[len(self.grid) :]
         self.everything = frozenset(range(len(self.grid)))
+        self.allocated = {op.results[0] for op in before if op.name == "alloc"}
         outer = Forms([])
         outer.add_ops(before)
         zeros = (0,) * len(self.grid)
@@ -163,7 +164,10 @@ class _Analysis:
     ) -> Axis:
         size, said = self.grid[axis], self.op.attrs["semantics"][axis]
         if said in PARALLEL:
-            return Axis(size, True, f"dimension_semantics says {said}")
+            state = self.written_scalars()
+            if state is None:
+                return Axis(size, True, f"dimension_semantics says {said}")
+            return Axis(size, False, f"steps hand values on in the operand {state}")
         if said == "sequential":
             return Axis(size, False, "dimension_semantics says sequential")
         if size == 1:
@@ -180,6 +184,18 @@ class _Analysis:
         if clash is not None:
             return Axis(size, False, clash)
         return Axis(size, True, "each step writes blocks of its own")
+
+    def written_scalars(self) -> str | None:
+        """An operand in scalar memory that the body writes.
+
+        A core of a TPU has its own copy of it, so kernels keep state there even along
+        axes they call parallel; here all steps see the same one.
+        """
+        for ref in self.shared():
+            given = ref.ref.space == "smem" and ref not in self.allocated
+            if given and self.is_written(ref):
+                return ref.name
+        return None
 
     def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
         """An output read as an operand, elsewhere than where it is written."""

@@ -133,6 +133,14 @@ def test_semantics_win():
     assert info.axes[2].reason == "dimension_semantics says parallel"
 
 
+def test_scalars_that_steps_write_are_shared_whatever_semantics_say():
+    said = '("parallel", "parallel", "parallel")'
+    body = "%n0: i32 = load %t[0]\nstore %t[1] = %n0\nstore %ob[:, :] = %z"
+    info = analyze(kernel("yield %i, %j", body, semantics=said))
+    assert info.parallel == ()
+    assert "steps hand values on in the operand t" in str(info)
+
+
 def test_dynamic_axis_is_parallel_where_it_is_the_only_term():
     text = kernel("yield %i, %j", before="%size: i32 = load %t[0]").text
     text = text.replace("grid=(2, 3, 4)", "grid=(None, 3, 4)")

@@ -64,6 +64,7 @@ class Emitter(Memory):
 
     def __init__(self, kernel: Kernel):
         super().__init__()
+        _check_inputs_are_kept(kernel)
         self.kernel = kernel
         self.fenced = _written_and_read(kernel)
 
@@ -331,6 +332,25 @@ STRUCTURED = frozenset(
     for name in dir(Emitter)
     if name.startswith("emit_") and name != "emit_elementwise"
 )
+
+
+def _check_inputs_are_kept(kernel: Kernel) -> None:
+    """XLA's operands must not change; there is no copy of them to write to yet."""
+    aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
+    root = {p: p for p in kernel.inputs if p not in aliased}
+    for op in walk(kernel.body):
+        if not op.operands or op.operands[0] not in root:
+            continue
+        written = root[op.operands[0]]
+        if op.name in VIEWS:
+            root[op.result] = written
+        elif op.name in ("store", "atomic_rmw", "atomic_cas"):
+            raise UnsupportedError(
+                f"backend 'triton' cannot write to the operand {written.name!r}",
+                [("kernel", kernel.name), ("operand", written.type)],
+                op.loc or kernel.loc,
+                "alias it to a result with input_output_aliases, or use interpret=True",
+            )
 
 
 def _written_and_read(kernel: Kernel) -> set[Value]:

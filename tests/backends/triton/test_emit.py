@@ -209,3 +209,19 @@ def test_block_too_large_for_triton_says_so():
     with pytest.raises(UnsupportedError, match="Triton's limit is 1048576") as error:
         compiled(vector_add(1 << 21, 1 << 21))
     assert "use smaller blocks" in str(error.value)
+
+
+def test_an_operand_is_not_written():
+    kernel = parse_kernel("""
+        kernel @k(%n: ref<i32[4] smem>, %o: ref<i32[4] any>) outputs 1 {
+          pipeline %o {grid=(2,), semantics=("arbitrary",), windows=(out[4],)}
+            map (%i: i32) { %z: i32 = constant {value=0, type=i32[]} yield %z }
+            body (%p: i32, %ob: ref<i32[4] block>) {
+              store %n[0] = %p
+              %t: i32[4] = load %n[:]
+              store %ob[:] = %t
+            }
+        }
+    """)
+    with pytest.raises(UnsupportedError, match="cannot write to the operand 'n'"):
+        compiled(kernel)
