@@ -89,6 +89,27 @@ def _view(ref: Any, idx: Any) -> Any:
     return ref if idx is None else ref.at[idx]
 
 
+def _masked_view(ref: Any, idx: Any) -> Any:
+    """The same with a mask: slices may end outside the ref.
+
+    JAX refuses those if it knows where they start, so it is not told.
+    """
+    try:
+        return _view(ref, idx)
+    except ValueError as error:
+        if "Out of bound slice" not in str(error):
+            raise
+        entries = idx if isinstance(idx, tuple) else (idx,)
+        return ref.at[tuple(map(_with_traced_start, entries))]
+
+
+def _with_traced_start(entry: Any) -> Any:
+    if isinstance(entry, type(ds(0, 1))) and isinstance(entry.start, int):
+        start = jax.lax.add(np.int32(entry.start), np.int32(0))
+        return ds(start, entry.size, entry.stride)
+    return entry
+
+
 def _picked(ref_aval: Any, transforms: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype a view shows."""
     shape, dtype = tuple(ref_aval.shape), ref_aval.dtype
@@ -150,7 +171,8 @@ atomic_cas_p = _access_primitive("atomic_cas", 2, writes=True)
 
 
 def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params):
-    root, transforms = jaxcompat.ref_and_transforms(_view(ref, idx))
+    view = _view(ref, idx) if mask is None else _masked_view(ref, idx)
+    root, transforms = jaxcompat.ref_and_transforms(view)
     shape, dtype = _picked(jaxcompat.aval_of(root), transforms)
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]

@@ -32,7 +32,8 @@ def simulator(monkeypatch):
     """Kernels called outside jit run on the simulator."""
 
     def run(*operands, call):
-        return [jnp.asarray(x) for x in simulated(call.kernel, operands)]
+        kernel = primitive.prepared(call)
+        return [jnp.asarray(x) for x in simulated(kernel, operands)]
 
     monkeypatch.setattr(primitive.call_p, "impl", run)
 
