@@ -104,7 +104,8 @@ def _masked_view(ref: Any, idx: Any) -> Any:
 
 
 def _with_traced_start(entry: Any) -> Any:
-    if isinstance(entry, type(ds(0, 1))) and isinstance(entry.start, int):
+    is_slice = hasattr(entry, "size") and hasattr(entry, "stride")
+    if is_slice and isinstance(entry.start, int):
         start = jax.lax.add(np.int32(entry.start), np.int32(0))
         return ds(start, entry.size, entry.stride)
     return entry
