@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from benchmarks.grad import dot, layernorm, rowwise, softmax
 from pallasite import tpu as pltpu
 from pallasite.frontend.backward import cotangents, plan
 from pallasite.frontend.primitive import calls_in
 
 MASKED = -1e30
-dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -60,34 +60,6 @@ def check(run, reference, *args, tol=2e-5, kernels=None):
 
 
 # --- rows ---
-
-
-def rowwise(function, block, x, *vectors):
-    def kernel(x_ref, *refs):
-        *inputs, o_ref = refs
-        result = function(x_ref[...], *(ref[...] for ref in inputs))
-        o_ref[...] = result.astype(o_ref.dtype)
-
-    spec = pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
-    whole = pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
-    return pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(pl.cdiv(x.shape[0], block),),
-        in_specs=[spec, *(whole if v.shape[0] == 1 else spec for v in vectors)],
-        out_specs=spec,
-    )(x, *vectors)
-
-
-def softmax(x):
-    e = jnp.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def layernorm(x, scale, bias):
-    centred = x - x.mean(-1, keepdims=True)
-    variance = (centred * centred).mean(-1, keepdims=True)
-    return centred * lax.rsqrt(variance + 1e-5) * scale + bias
 
 
 def rmsnorm(x, scale):

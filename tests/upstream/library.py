@@ -58,28 +58,23 @@ def softmax_of_rows_that_are_no_power_of_two() -> None:
     assert_close(softmax(x), jax.nn.softmax(x))
 
 
+def check_norm(norm: Callable[..., Any], plain: Callable[..., Any]) -> None:
+    arguments = normal(2, 64, 96), normal(96, seed=1), normal(96, seed=2)
+    assert_close(gradients(norm, *arguments), gradients(plain, *arguments), 1e-2)
+
+
 @case
 def layer_norm() -> None:
     from jax.experimental.pallas.ops.gpu import layer_norm as library
 
-    arguments = normal(2, 64, 96), normal(96, seed=1), normal(96, seed=2)
-    assert_close(
-        gradients(library.layer_norm, *arguments),
-        gradients(library.layer_norm_reference, *arguments),
-        1e-2,
-    )
+    check_norm(library.layer_norm, library.layer_norm_reference)
 
 
 @case
 def rms_norm() -> None:
     from jax.experimental.pallas.ops.gpu import rms_norm as library
 
-    arguments = normal(2, 64, 96), normal(96, seed=1), normal(96, seed=2)
-    assert_close(
-        gradients(library.rms_norm, *arguments),
-        gradients(library.rms_norm_reference, *arguments),
-        1e-2,
-    )
+    check_norm(library.rms_norm, library.rms_norm_reference)
 
 
 @case

@@ -18,7 +18,8 @@ from pallasite.backends.cpu.dot_scheme import (
     call_defined,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
-from pallasite.backends.cpu.packing import direction
+from pallasite.backends.cpu.microkernel import product_function
+from pallasite.backends.cpu.packing import direction, packing_function
 from pallasite.ir.types import BF16, F32, I8, I32, U8, DType
 from pallasite.target import Host
 
@@ -102,16 +103,7 @@ class TileScheme:
 def _emit_product(
     module: Module, name: str, scheme: TileScheme, rows: int, columns: int
 ) -> None:
-    params = [
-        ("ptr noalias", "rows"),
-        ("ptr noalias", "columns"),
-        ("ptr noalias", "sums"),
-        ("i64", "depth"),
-        ("i64", "stride"),
-        ("i1", "fresh"),
-    ]
-    attributes = "noinline nounwind"
-    f = Function(module, name, params, linkage="internal", attributes=attributes)
+    f = product_function(module, name)
     _, _, sums, depth, stride, fresh = f.params
     used = [(i, j) for i in range(-(-rows // SIDE)) for j in range(-(-columns // SIDE))]
     if rows % SIDE == columns % SIDE == 0:
@@ -262,18 +254,7 @@ class TilePacking:
 
 
 def _emit_packing(module: Module, packing: TilePacking) -> None:
-    params = [
-        ("ptr noalias readonly", "source"),
-        ("i64", "width_stride"),
-        ("i64", "depth_stride"),
-        ("ptr noalias", "target"),
-        ("i64", "panels"),
-        ("i64", "depth"),
-    ]
-    attributes = "noinline nounwind"
-    f = Function(
-        module, packing.name, params, linkage="internal", attributes=attributes
-    )
+    f = packing_function(module, packing.name)
     source, across, _, target, panels, depth = f.params
     step = integer(packing.step)
     steps = f.binary("udiv", f.add(depth, integer(packing.step - 1)), step)

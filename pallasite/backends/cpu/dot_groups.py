@@ -20,7 +20,7 @@ from pallasite.backends.cpu.dot_scheme import (
     call_defined,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
-from pallasite.backends.cpu.microkernel import store_sums
+from pallasite.backends.cpu.microkernel import product_function, store_sums
 from pallasite.ir.types import BF16, F32, I8, I32, U8, DType
 from pallasite.target import Host
 
@@ -116,16 +116,7 @@ class _RowBlock:
 
 
 def _emit_block(module: Module, block: _RowBlock) -> None:
-    params = [
-        ("ptr noalias", "rows"),
-        ("ptr noalias", "columns"),
-        ("ptr noalias", "sums"),
-        ("i64", "depth"),
-        ("i64", "stride"),
-        ("i1", "fresh"),
-    ]
-    attributes = "noinline nounwind"
-    f = Function(module, block.name, params, linkage="internal", attributes=attributes)
+    f = product_function(module, block.name)
     rows, columns, sums, depth, stride, fresh = f.params
     scheme, element = block.scheme, scalars.memory(block.scheme.sums)
     step = integer(scheme.depth_step)

@@ -68,7 +68,8 @@ def microkernel(module: Module, micro: Micro) -> str:
     return micro.name
 
 
-def _emit(module: Module, micro: Micro) -> None:
+def product_function(module: Module, name: str) -> Function:
+    """A function with the parameters every scheme's products have."""
     params = [
         ("ptr noalias", "rows"),
         ("ptr noalias", "columns"),
@@ -77,9 +78,12 @@ def _emit(module: Module, micro: Micro) -> None:
         ("i64", "stride"),
         ("i1", "fresh"),
     ]
-    f = Function(
-        module, micro.name, params, linkage="internal", attributes="noinline nounwind"
-    )
+    attributes = "noinline nounwind"
+    return Function(module, name, params, linkage="internal", attributes=attributes)
+
+
+def _emit(module: Module, micro: Micro) -> None:
+    f = product_function(module, micro.name)
     rows, columns, sums, depth, stride, fresh = f.params
     element = scalars.memory(micro.dtype)
     places = [

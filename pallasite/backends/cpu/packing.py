@@ -54,7 +54,8 @@ def packer(module: Module, packing: Packing) -> str:
     return packing.name
 
 
-def _emit(module: Module, packing: Packing) -> None:
+def packing_function(module: Module, name: str) -> Function:
+    """A function with the parameters every scheme's packing has."""
     params = [
         ("ptr noalias readonly", "source"),
         ("i64", "width_stride"),
@@ -63,9 +64,12 @@ def _emit(module: Module, packing: Packing) -> None:
         ("i64", "panels"),
         ("i64", "depth"),
     ]
-    f = Function(
-        module, packing.name, params, linkage="internal", attributes="noinline nounwind"
-    )
+    attributes = "noinline nounwind"
+    return Function(module, name, params, linkage="internal", attributes=attributes)
+
+
+def _emit(module: Module, packing: Packing) -> None:
+    f = packing_function(module, packing.name)
     source, across, down, target, panels, depth = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     if packing.pitch:

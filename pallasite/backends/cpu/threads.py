@@ -126,11 +126,22 @@ def _preparation(module: Module, parts: int, operands: str) -> str:
         call void @prepare({operands}i64 %part)
         %parts.before = atomicrmw add ptr %done.parts, i64 1 release
         br label %take
+        {_wait(module, "take", "%done.parts", parts, "prepared")}
+        prepared:
+    """
+
+
+def _wait(module: Module, before: str, counter: str, count: object, after: str) -> str:
+    """The block `wait`, reached from `before`: on to `after` once a counter is there.
+
+    A thread spins for a while and then lets others run.
+    """
+    return f"""
         wait:
-        %spins = phi i64 [ 0, %take ], [ %spins.next, %pause ], [ 0, %yield ]
-        %parts = load atomic i64, ptr %done.parts acquire, align 8
-        %ready = icmp sge i64 %parts, {parts}
-        br i1 %ready, label %prepared, label %idle
+        %spins = phi i64 [ 0, %{before} ], [ %spins.next, %pause ], [ 0, %yield ]
+        %counted = load atomic i64, ptr {counter} acquire, align 8
+        %reached = icmp sge i64 %counted, {count}
+        br i1 %reached, label %{after}, label %idle
         idle:
         %tired = icmp sge i64 %spins, {SPINS}
         br i1 %tired, label %yield, label %pause
@@ -141,7 +152,6 @@ def _preparation(module: Module, parts: int, operands: str) -> str:
         yield:
         %ignored = call i32 @sched_yield()
         br label %wait
-        prepared:
     """
 
 
@@ -229,21 +239,7 @@ def _emit_run(module: Module) -> None:
         work:
         call void @work(ptr %job)
         br label %wait
-        wait:
-        %spins = phi i64 [ 0, %work ], [ %spins.next, %pause ], [ 0, %yield ]
-        %finished = load atomic i64, ptr %done acquire, align 8
-        %over = icmp sge i64 %finished, %units
-        br i1 %over, label %leave, label %idle
-        idle:
-        %tired = icmp sge i64 %spins, {SPINS}
-        br i1 %tired, label %yield, label %pause
-        pause:
-        {_pause(module)}
-        %spins.next = add i64 %spins, 1
-        br label %wait
-        yield:
-        %ignored = call i32 @sched_yield()
-        br label %wait
+        {_wait(module, "work", "%done", "%units", "leave")}
         leave:
         %message = load atomic ptr, ptr %message.at monotonic, align 8
         call void @drop(ptr %job)

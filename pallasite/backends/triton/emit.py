@@ -7,7 +7,7 @@ are in the classes this one inherits; `emit_<op>` or a row of `NATIVE` emits an 
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -64,9 +64,10 @@ class Emitter(Memory):
 
     def __init__(self, kernel: Kernel):
         super().__init__()
-        _check_inputs_are_kept(kernel)
         self.kernel = kernel
-        self.fenced = _written_and_read(kernel)
+        accesses = _accesses(kernel)
+        _check_inputs_are_kept(kernel, accesses)
+        self.fenced = _written_and_read(accesses)
 
     def module(self) -> str:
         kernel = self.kernel
@@ -334,30 +335,11 @@ STRUCTURED = frozenset(
 )
 
 
-def _check_inputs_are_kept(kernel: Kernel) -> None:
-    """XLA's operands must not change; there is no copy of them to write to yet."""
-    aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
-    root = {p: p for p in kernel.inputs if p not in aliased}
-    for op in walk(kernel.body):
-        if not op.operands or op.operands[0] not in root:
-            continue
-        written = root[op.operands[0]]
-        if op.name in VIEWS:
-            root[op.result] = written
-        elif op.name in ("store", "atomic_rmw", "atomic_cas"):
-            raise UnsupportedError(
-                f"backend 'triton' cannot write to the operand {written.name!r}",
-                [("kernel", kernel.name), ("operand", written.type)],
-                op.loc or kernel.loc,
-                "alias it to a result with input_output_aliases, or use interpret=True",
-            )
-
-
-def _written_and_read(kernel: Kernel) -> set[Value]:
-    """Memory some threads of a program may access after others have written it."""
+def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:
+    """The ops that use each memory; an operand that is a result is that result."""
     same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
     root = {p: same.get(p, p) for p in kernel.params}
-    accesses: dict[Value, list[str]] = {}
+    accesses: dict[Value, list[Op]] = {}
     for op in walk(kernel.body):
         if op.name == "alloc":
             root[op.result] = op.result
@@ -365,9 +347,28 @@ def _written_and_read(kernel: Kernel) -> set[Value]:
             if value in root and op.name in VIEWS:
                 root[op.result] = root[value]
             elif value in root:
-                accesses.setdefault(root[value], []).append(op.name)
+                accesses.setdefault(root[value], []).append(op)
+    return accesses
+
+
+def _check_inputs_are_kept(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> None:
+    """XLA's operands must not change; there is no copy of them to write to yet."""
+    for operand in kernel.inputs:
+        for op in accesses.get(operand, ()):
+            if op.name in ("store", "atomic_rmw", "atomic_cas"):
+                raise UnsupportedError(
+                    f"backend 'triton' cannot write to the operand {operand.name!r}",
+                    [("kernel", kernel.name), ("operand", operand.type)],
+                    op.loc or kernel.loc,
+                    "alias it to a result with input_output_aliases, or use "
+                    "interpret=True",
+                )
+
+
+def _written_and_read(accesses: Mapping[Value, list[Op]]) -> set[Value]:
+    """Memory some threads of a program may access after others have written it."""
     return {
         memory
-        for memory, names in accesses.items()
-        if any(n != "load" for n in names) and len(names) > 1
+        for memory, ops in accesses.items()
+        if any(op.name != "load" for op in ops) and len(ops) > 1
     }
