@@ -23,6 +23,7 @@ from pallasite.passes.carry import VIEWS, carried_from
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
+_USES = {"load": "r", "store": "w", "atomic_rmw": "w", "atomic_cas": "w"}
 _TABULATED = 1 << 16  # grids up to this many steps are checked step by step
 
 
@@ -164,10 +165,10 @@ class _Analysis:
     ) -> Axis:
         size, said = self.grid[axis], self.op.attrs["semantics"][axis]
         if said in PARALLEL:
-            state = self.written_scalars()
-            if state is None:
+            state = self.written_scalars() or self.resting_block(axis, windows)
+            if state is None or size == 1:
                 return Axis(size, True, f"dimension_semantics says {said}")
-            return Axis(size, False, f"steps hand values on in the operand {state}")
+            return Axis(size, False, f"steps hand values on in {state}")
         if said == "sequential":
             return Axis(size, False, "dimension_semantics says sequential")
         if size == 1:
@@ -194,7 +195,19 @@ class _Analysis:
         for ref in self.shared():
             given = ref.ref.space == "smem" and ref not in self.allocated
             if given and self.is_written(ref):
-                return ref.name
+                return f"the operand {ref.name}"
+        return None
+
+    def resting_block(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
+        """A block that steps along an axis read and write, and that does not move.
+
+        A core of a TPU has its own copy of this too: kernels use such outputs as
+        scratch.
+        """
+        for window, block in zip(windows, self.blocks, strict=True):
+            rests = axis not in window.axes and axis not in window.own
+            if window.written and rests and self.is_read(block):
+                return f"the block of {window.name}"
         return None
 
     def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
@@ -309,6 +322,13 @@ class _Analysis:
                 yield Carry(name, self.everything - own)
 
     def is_written(self, ref: Value) -> bool:
+        return any("w" in use for use in self.uses(ref))
+
+    def is_read(self, ref: Value) -> bool:
+        return any("r" in use for use in self.uses(ref))
+
+    def uses(self, ref: Value) -> Iterable[str]:
+        """What each op does with a ref or a view of it, "r" and "w"."""
         views = {ref}
         for op in walk(self.body):
             mine = [v in views for v in op.operands]
@@ -317,19 +337,14 @@ class _Analysis:
             if op.name in VIEWS:
                 views.add(op.result)
             elif op.name in ("copy_start", "copy_wait"):
-                if any(mine[1:]):
-                    return True
+                yield ("r" if mine[0] else "") + ("w" if any(mine[1:]) else "")
             elif op.name == "pipeline":
-                windows = op.attrs["windows"]
-                modes = [w.mode for w in windows]
+                modes = [w.mode for w in op.attrs["windows"]]
                 modes = ["in"] * (len(mine) - len(modes)) + modes
-                if any(
-                    m and mode == "out" for m, mode in zip(mine, modes, strict=True)
-                ):
-                    return True
-            elif op.name != "load":
-                return True
-        return False
+                touched = {mode for m, mode in zip(mine, modes, strict=True) if m}
+                yield ("r" if "in" in touched else "") + "w" * ("out" in touched)
+            else:
+                yield _USES.get(op.name, "rw")
 
 
 def _is_known(form: Form) -> bool:

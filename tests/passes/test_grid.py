@@ -141,6 +141,15 @@ def test_scalars_that_steps_write_are_shared_whatever_semantics_say():
     assert "steps hand values on in the operand t" in str(info)
 
 
+def test_blocks_that_rest_and_are_read_back_are_shared_whatever_semantics_say():
+    said = '("parallel", "parallel", "parallel")'
+    body = "%a: f32[8,8] = load %ob[:, :]\nstore %ob[:, :] = %a"
+    info = analyze(kernel("yield %i, %j", body, semantics=said))
+    assert info.parallel == (0, 1)
+    assert info.axes[2].reason == "steps hand values on in the block of o"
+    assert analyze(kernel("yield %i, %j", semantics=said)).parallel == (0, 1, 2)
+
+
 def test_dynamic_axis_is_parallel_where_it_is_the_only_term():
     text = kernel("yield %i, %j", before="%size: i32 = load %t[0]").text
     text = text.replace("grid=(2, 3, 4)", "grid=(None, 3, 4)")
