@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 
+_INDEX_BITS = 32  # of grid indices and of what index maps yield
 Sizes = Sequence[int | None]  # per axis; None: known only when the kernel runs
 
 
@@ -135,7 +136,7 @@ class Forms:
         integer = all(
             isinstance(r.type, TileType) and r.type.dtype.is_integer for r in op.results
         )
-        form = rule(operands) if rule and integer else None
+        form = rule(operands) if rule and integer and not _narrows(op) else None
         if form is None and all(f.affine and not f.spread for f in operands):
             form = self._folded(op, operands)
         return form or self._opaque(axes)
@@ -152,6 +153,14 @@ class Forms:
         numbers = [f.affine.number if f.affine else None for f in operands]
         result = fold_scalar(op, numbers)
         return None if result is None else self.fixed(int(result))
+
+
+def _narrows(op: Op) -> bool:
+    """Whether a cast may lose bits, so that far numbers become the same."""
+    if op.name != "cast":
+        return False
+    before, after = op.operands[0].tile.dtype, op.result.tile.dtype
+    return not before.is_integer or after.bits < min(before.bits, _INDEX_BITS)
 
 
 def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | None:

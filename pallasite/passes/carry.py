@@ -8,7 +8,7 @@ crosses into that step, so only those last axes carry. Used by `grid.py`.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
 from pallasite.passes.affine import Sizes, fold_scalar
 
 VIEWS = ("subview", "block_view", "reshape_view", "bitcast_view", "transpose_view")
@@ -37,6 +37,16 @@ def is_overwritten(ops: Sequence[Op], ref: Value, known: Known) -> bool:
     state = _State()
     reader = _Reader({ref}, dict(known))
     return not reader.may_read_old(Block((), tuple(ops)), state) and state.whole
+
+
+def reads_unwritten(body: Block, ref: Value, ids: Sequence[Value], axis: int) -> bool:
+    """Whether the first step at position 1 along an axis reads a ref as it finds it.
+
+    It does where only the step at 0 fills the ref. False also where it may not: a
+    branch that is not known to be taken, a write that may come first.
+    """
+    known: Known = {i: int(a == axis) for a, i in enumerate(ids)}
+    return _Reader({ref}, known).first_use(body) == "r"
 
 
 @dataclass
@@ -112,16 +122,19 @@ class _Reader:
         return False
 
     def at_cond(self, op: Op, state: _State) -> bool:
-        which = self.known.get(op.operands[0])
-        if which is not None:
-            taken = op.regions[min(max(int(which), 0), len(op.regions) - 1)]
-            return self.may_read_old(taken, state)
+        if op.operands[0] in self.known:
+            return self.may_read_old(self.taken(op), state)
         states = [state.copy() for _ in op.regions]
         if any(map(self.may_read_old, op.regions, states)):
             return True
         parts = set.intersection(*(s.parts for s in states))
         state.become(_State(all(s.whole for s in states), parts))
         return False
+
+    def taken(self, op: Op) -> Block:
+        """The branch of a cond whose number is known."""
+        which = int(self.known[op.operands[0]])
+        return op.regions[min(max(which, 0), len(op.regions) - 1)]
 
     def at_for(self, op: Op, state: _State) -> bool:
         (body,) = op.regions
@@ -146,8 +159,15 @@ class _Reader:
     def at_pipeline(self, op: Op, state: _State) -> bool:
         windows = op.attrs["windows"]
         refs = op.operands[len(op.operands) - len(windows) :]
-        for ref, window in zip(refs, windows, strict=True):
-            if ref in self.refs and window.mode == "in" and not state.whole:
+        body = op.regions[-1]
+        count = len(body.params) - len(windows)
+        ids, blocks = body.params[:count], body.params[count:]
+        for ref, window, block in zip(refs, windows, blocks, strict=True):
+            if ref not in self.refs or state.whole:
+                continue
+            # What one step leaves in a block is not what the next finds in another.
+            fresh = carried_from(body, block, ids, op.attrs["grid"]) == count
+            if window.mode == "in" or not fresh:
                 return True
         return any(self.may_read_old(region, state.copy()) for region in op.regions)
 
@@ -162,7 +182,33 @@ class _Reader:
     def at_copy_wait(self, op: Op, state: _State) -> bool:
         return any(s in self.refs for s in op.operands[2:]) and not state.whole
 
+    def at_sem_read(self, op: Op, state: _State) -> bool:
+        return op.operands[0] in self.refs  # a signal adds to what was there
+
     def at_sem_signal(self, op: Op, state: _State) -> bool:
         if op.operands[0] is self.ref:
             state.whole = True
         return False
+
+    # --- the first op that surely uses the ref ---
+
+    def first_use(self, block: Block) -> str | None:
+        """ "r" if the block surely reads the ref first, "w" if it may write it."""
+        for op in block.ops:
+            use = self.use(op)
+            if use is not None:
+                return use
+        return None
+
+    def use(self, op: Op) -> str | None:
+        if op.name == "cond" and op.operands[0] in self.known:
+            return self.first_use(self.taken(op))
+        if op.regions:
+            inside = (v for r in op.regions for o in walk(r) for v in o.operands)
+            touched = any(v in self.refs for v in (*op.operands, *inside))
+            return "w" if touched else None
+        if op.name != "load" or op.operands[0] not in self.refs:
+            is_use = op.name not in VIEWS and any(v in self.refs for v in op.operands)
+            self.step(op, _State(whole=True))
+            return "w" if is_use else None
+        return "r"

@@ -14,17 +14,34 @@ from math import inf, prod
 import numpy as np
 
 from pallasite.errors import InternalError
-from pallasite.ir.nodes import Access, At, Block, Gather, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Gather,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    walk,
+)
 from pallasite.ir.nodes import Window as WindowAttr
 from pallasite.ir.opdef import table
 from pallasite.ir.types import TileType
 from pallasite.passes.affine import Affine, Form, Forms, recoverable
-from pallasite.passes.carry import VIEWS, carried_from
+from pallasite.passes.carry import (
+    VIEWS,
+    carried_from,
+    is_overwritten,
+    reads_unwritten,
+)
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
 _USES = {"load": "r", "store": "w", "atomic_rmw": "w", "atomic_cas": "w"}
 _TABULATED = 1 << 16  # grids up to this many steps are checked step by step
+Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,7 @@ class Axis:
     size: int | None  # None: known only when the kernel runs
     parallel: bool
     reason: str
+    most: int | None = None  # it is parallel only up to this size
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,8 @@ class WindowMoves:
     axes: frozenset[int]  # it may show another block at another step along these
     own: frozenset[int]  # steps that differ along these never touch the same elements
     written: bool  # an output, or an operand whose block the body writes
+    apart: frozenset[int] = frozenset()  # ... and never even see the same block
+    certain: bool = False  # along all other axes, some steps do see the same block
 
 
 @dataclass(frozen=True)
@@ -151,6 +171,7 @@ class _Analysis:
         }
         self.forms = Forms(self.ids, self.outer)
         self.forms.add_ops(self.body.ops)
+        self.most: dict[int, int] = {}  # sizes up to which blocks are not clamped
 
     def result(self) -> GridInfo:
         windows = tuple(map(self.window, range(len(self.maps))))
@@ -165,8 +186,8 @@ class _Analysis:
     ) -> Axis:
         size, said = self.grid[axis], self.op.attrs["semantics"][axis]
         if said in PARALLEL:
-            state = self.written_scalars() or self.resting_block(axis, windows)
-            if state is None or size == 1:
+            state = None if size == 1 else self.handed_on(axis, windows)
+            if state is None:
                 return Axis(size, True, f"dimension_semantics says {said}")
             return Axis(size, False, f"steps hand values on in {state}")
         if said == "sequential":
@@ -184,7 +205,20 @@ class _Analysis:
         clash = self.aliased_read(windows)
         if clash is not None:
             return Axis(size, False, clash)
-        return Axis(size, True, "each step writes blocks of its own")
+        most = self.most.get(axis) if size is None else None
+        return Axis(size, True, "each step writes blocks of its own", most)
+
+    def handed_on(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
+        """What surely makes steps along an axis depend on each other, if anything.
+
+        The author's word stands where this is only possible, not where it is plain:
+        kernels that were only ever run on one core of a TPU say parallel lightly.
+        """
+        return (
+            self.written_scalars()
+            or self.shared_block(axis, windows)
+            or self.inherited(axis)
+        )
 
     def written_scalars(self) -> str | None:
         """An operand in scalar memory that the body writes.
@@ -198,16 +232,34 @@ class _Analysis:
                 return f"the operand {ref.name}"
         return None
 
-    def resting_block(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
-        """A block that steps along an axis read and write, and that does not move.
+    def shared_block(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
+        """A block that several steps along an axis read and write, or write whole.
 
         A core of a TPU has its own copy of this too: kernels use such outputs as
-        scratch.
+        scratch, or leave them to the last step.
         """
         for window, block in zip(windows, self.blocks, strict=True):
-            rests = axis not in window.axes and axis not in window.own
-            if window.written and rests and self.is_read(block):
-                return f"the block of {window.name}"
+            again = axis not in window.own | window.apart
+            again &= window.certain or axis not in window.axes
+            if window.written and again:
+                if self.is_read(block) or self.is_overwritten(block, axis):
+                    return f"the block of {window.name}"
+        return None
+
+    def is_overwritten(self, block: Value, axis: int) -> bool:
+        """Whether the first two steps along an axis surely write all of a block."""
+        positions = (
+            {i: n * (a == axis) for a, i in enumerate(self.ids)} for n in (0, 1)
+        )
+        return all(is_overwritten(self.body.ops, block, at) for at in positions)
+
+    def inherited(self, axis: int) -> str | None:
+        """Scratch that a step reads and only steps elsewhere along an axis fill."""
+        for ref in self.shared():
+            if ref in self.allocated and reads_unwritten(
+                self.body, ref, self.ids, axis
+            ):
+                return f"the scratch {ref.name}"
         return None
 
     def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
@@ -216,9 +268,12 @@ class _Analysis:
         for ref in self.shared():
             if ref in self.same or (ref in results and not self.is_written(ref)):
                 return f"{ref.name} shares its memory with an operand and has no window"
+        direct = {self.memory(r) for r in self.shared() if self.is_written(r)}
         for i, ref in enumerate(self.refs):
             if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
                 continue
+            if self.memory(ref) in direct:
+                return f"{windows[i].name} shares its memory with one without a window"
             for o, out in enumerate(self.refs):
                 apart = o == i or self.memory(ref) is not self.memory(out)
                 if apart or not windows[o].written:
@@ -245,25 +300,77 @@ class _Analysis:
         forms.add_ops(region.ops, loads_vary=False)
         found = tuple(map(forms.of, region.yields))
         moves = frozenset[int]().union(*(f.axes for f in found))
-        own = frozenset[int]()
+        own = apart = frozenset[int]()
+        certain = False
         written = attr.mode == "out" or self.is_written(self.blocks[number])
         if written:
-            own = self.own_axes(number, found)
+            parts = list(self.block_parts(number, found))
+            apart, certain = self.apart_axes(number, parts, moves)
+            own = apart | self.own_axes(number, parts)
         name = self.refs[number].name or f"window {number}"
-        return WindowMoves(name, attr.mode, found, moves, own, written)
+        return WindowMoves(name, attr.mode, found, moves, own, written, apart, certain)
 
-    def own_axes(self, number: int, found: tuple[Form, ...]) -> frozenset[int]:
+    def apart_axes(
+        self, number: int, parts: Sequence[Part], moves: frozenset[int]
+    ) -> tuple[frozenset[int], bool]:
+        """Axes along which blocks differ; and whether along others they surely do not.
+
+        The table of all steps is for maps that are no sums, and for clamped blocks.
+        """
+        apart = recoverable(parts, self.grid)
+        if moves <= apart:
+            return apart, True
+        window, shape = self.window_attrs[number], self.refs[number].ref.shape
+        table = _tabulated(self.maps[number], window, shape, self.grid)
+        return (apart, False) if table is None else (apart | table, True)
+
+    def own_axes(self, number: int, parts: Sequence[Part]) -> frozenset[int]:
         """Axes along which an output's blocks, or what is written of them, differ."""
-        attr = self.window_attrs[number]
-        parts = list(_block_parts(attr, found))
-        if all(d.kind in ("blocked", "squeezed") for d in attr.dims):
-            parts += self.access_parts(self.blocks[number])
-        own = recoverable(parts, self.grid)
-        if own != self.everything and any(f.affine is None for f in found):
-            own |= _tabulated(self.maps[number], attr, self.grid)
-        return own
+        if any(
+            d.kind not in ("blocked", "squeezed")
+            for d in self.window_attrs[number].dims
+        ):
+            return frozenset()
+        inside = self.access_parts(self.blocks[number])
+        return recoverable([*parts, *inside], self.grid)
 
-    def access_parts(self, ref: Value) -> list[tuple[Affine | None, int]]:
+    def block_parts(self, number: int, forms: Sequence[Form]) -> Iterable[Part]:
+        """What an index map yields, with how far blocks of neighbouring numbers overlap.
+
+        A number that is no block's is moved to the nearest one that is: then it names no
+        block of its own.
+        """
+        window, shape = self.window_attrs[number], self.refs[number].ref.shape
+        pending = iter(forms)
+        for dim, n in zip(window.dims, shape, strict=True):
+            overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
+            affine = next(pending).affine
+            yield affine if self.never_clamped(affine, _last(dim, n)) else None, overlap
+            if dim.kind == "bounded":
+                next(pending)
+
+    def never_clamped(self, affine: Affine | None, last: int) -> bool:
+        """Whether all numbers are in [0, last], given the sizes noted in `most`.
+
+        An offset that only the run knows is taken to be a good one.
+        """
+        if affine is None or affine.const is None:
+            return affine is not None
+        dynamic = [a for a, c in enumerate(affine.coeffs) if c and self.grid[a] is None]
+        if len(dynamic) > 1:
+            return False
+        sizes = [1 if n is None else n for n in self.grid]
+        low, high = affine.range(sizes)
+        if low < 0 or high > last:
+            return False
+        for axis in dynamic:
+            if affine.coeffs[axis] < 0:
+                return False
+            most = 1 + int(last - high) // affine.coeffs[axis]
+            self.most[axis] = min(most, self.most.get(axis, most))
+        return True
+
+    def access_parts(self, ref: Value) -> list[Part]:
         """Positions inside `ref` that every access has in common, per dimension."""
         uses = [op for op in walk(self.body) if ref in op.operands]
         if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
@@ -276,10 +383,10 @@ class _Analysis:
         # Two unknown offsets look the same and need not be.
         return [(a, reach) for a, reach in common if a and a.const is not None]
 
-    def picks(self, op: Op) -> list[tuple[Affine | None, int]]:
+    def picks(self, op: Op) -> list[Part]:
         """First element and reach past it of an access, per dimension of its ref."""
         access = Access.of(op)
-        result: list[tuple[Affine | None, int]] = []
+        result: list[Part] = []
         shape = access.ref.ref.shape
         for n, (entry, operand) in zip(shape, access.split_index(), strict=True):
             start = 0 if isinstance(entry, Gather) else entry.start
@@ -310,11 +417,14 @@ class _Analysis:
         return [v for v in dict.fromkeys(used) if v not in inside]
 
     def carries(self) -> Iterable[Carry]:
+        mapped = {v for region in self.maps for op in walk(region) for v in op.operands}
         for number, ref in enumerate(self.shared()):
             name = ref.name or f"shared {number}"
             if not self.is_written(ref) and not ref.ref.is_semaphore:
                 continue
-            if ref in self.outer or ref.ref.space not in ("any", "hbm", "host"):
+            if ref in mapped:
+                yield Carry(name, self.everything)
+            elif ref in self.outer or ref.ref.space not in ("any", "hbm", "host"):
                 start = carried_from(self.body, ref, self.ids, self.grid)
                 yield Carry(name, frozenset(range(start, len(self.grid))))
             else:
@@ -322,60 +432,69 @@ class _Analysis:
                 yield Carry(name, self.everything - own)
 
     def is_written(self, ref: Value) -> bool:
-        return any("w" in use for use in self.uses(ref))
+        return any("w" in use for use in _uses(self.body, ref))
 
     def is_read(self, ref: Value) -> bool:
-        return any("r" in use for use in self.uses(ref))
+        return any("r" in use for use in _uses(self.body, ref))
 
-    def uses(self, ref: Value) -> Iterable[str]:
-        """What each op does with a ref or a view of it, "r" and "w"."""
-        views = {ref}
-        for op in walk(self.body):
-            mine = [v in views for v in op.operands]
-            if not any(mine):
-                continue
-            if op.name in VIEWS:
-                views.add(op.result)
-            elif op.name in ("copy_start", "copy_wait"):
-                yield ("r" if mine[0] else "") + ("w" if any(mine[1:]) else "")
-            elif op.name == "pipeline":
-                modes = [w.mode for w in op.attrs["windows"]]
-                modes = ["in"] * (len(mine) - len(modes)) + modes
-                touched = {mode for m, mode in zip(mine, modes, strict=True) if m}
-                yield ("r" if "in" in touched else "") + "w" * ("out" in touched)
-            else:
-                yield _USES.get(op.name, "rw")
+
+def _uses(block: Block, ref: Value) -> Iterable[str]:
+    """What each op of a block does with a ref or a view of it, "r" and "w"."""
+    views = {ref}
+    for op in walk(block):
+        mine = [v in views for v in op.operands]
+        if not any(mine):
+            continue
+        if op.name in VIEWS:
+            views.add(op.result)
+        elif op.name in ("copy_start", "copy_wait"):
+            yield ("r" if mine[0] else "") + ("w" if any(mine[1:]) else "")
+        elif op.name == "pipeline":
+            yield from _uses_of_windows(op, mine)
+        else:
+            yield _USES.get(op.name, "rw")
+
+
+def _uses_of_windows(op: Op, mine: Sequence[bool]) -> Iterable[str]:
+    """What a pipeline does with those of its operands that are `mine`."""
+    windows, body = op.attrs["windows"], op.regions[-1]
+    first = len(mine) - len(windows)
+    blocks = body.params[len(body.params) - len(windows) :]
+    for is_mine, window, block in zip(mine[first:], windows, blocks, strict=True):
+        if is_mine:
+            yield "w" if window.mode == "out" else "r"
+            yield from _uses(body, block)
 
 
 def _is_known(form: Form) -> bool:
     return form.affine is not None and form.affine.const is not None
 
 
-def _block_parts(
-    window: WindowAttr, forms: Sequence[Form]
-) -> Iterable[tuple[Affine | None, int]]:
-    """What an index map yields, with how far blocks of neighbouring numbers overlap."""
-    pending = iter(forms)
-    for dim in window.dims:
-        overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
-        yield next(pending).affine, overlap
-        if dim.kind == "bounded":
-            next(pending)
+def _last(dim: BlockDim, n: int) -> int:
+    """The greatest number along a dimension that an index map may give."""
+    if dim.kind == "blocked":
+        return -(-n // max(dim.size, 1)) - 1
+    return n + sum(dim.padding) - 1
 
 
 def _tabulated(
-    index_map: Block, window: WindowAttr, grid: Sequence[int | None]
-) -> frozenset[int]:
+    index_map: Block,
+    window: WindowAttr,
+    shape: Sequence[int],
+    grid: Sequence[int | None],
+) -> frozenset[int] | None:
     """Axes told from the block indices, by trying every step of a small grid."""
     sizes = [n for n in grid if n is not None]
     whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
     if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _TABULATED:
-        return frozenset()
+        return None
     steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
     indices = evaluate_map(index_map, steps)
     if indices is None:
-        return frozenset()
-    _, block = np.unique(np.stack(indices), axis=1, return_inverse=True)
+        return None
+    dims = zip(indices, window.dims, shape, strict=True)
+    clamped = [np.clip(i, 0, max(_last(dim, n), 0)) for i, dim, n in dims]
+    _, block = np.unique(np.stack(clamped), axis=1, return_inverse=True)
     block = block.ravel()
     count = int(block.max()) + 1
     return frozenset(

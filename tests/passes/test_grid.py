@@ -125,10 +125,15 @@ def test_block_number_from_memory_makes_its_axis_sequential():
     assert "out o  (f(i0), i1)  moves along i0 i1; own along i1" in str(info)
 
 
+FIRST_ROW = """
+    %row: f32[8] = constant {value=0.0, type=f32[8]}
+    store %ob[0, :] = %row
+"""
+
+
 def test_semantics_win():
-    info = analyze(
-        kernel("yield %i, %j", semantics='("arbitrary", "sequential", "parallel")')
-    )
+    said = '("arbitrary", "sequential", "parallel")'
+    info = analyze(kernel("yield %i, %j", FIRST_ROW, semantics=said))
     assert info.parallel == (0, 2)
     assert info.axes[2].reason == "dimension_semantics says parallel"
 
@@ -147,7 +152,24 @@ def test_blocks_that_rest_and_are_read_back_are_shared_whatever_semantics_say():
     info = analyze(kernel("yield %i, %j", body, semantics=said))
     assert info.parallel == (0, 1)
     assert info.axes[2].reason == "steps hand values on in the block of o"
-    assert analyze(kernel("yield %i, %j", semantics=said)).parallel == (0, 1, 2)
+    part = analyze(kernel("yield %i, %j", FIRST_ROW, semantics=said))
+    assert part.parallel == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "out_map", ["yield %i, %j", "%h: i32 = min %k, %j yield %i, %h"]
+)
+def test_blocks_that_all_steps_write_whole_are_shared_whatever_semantics_say(out_map):
+    info = analyze(kernel(out_map, semantics='("parallel", "arbitrary", "parallel")'))
+    assert info.axes[2].reason == "steps hand values on in the block of o"
+
+
+def test_scratch_that_only_the_first_step_fills_is_shared_whatever_semantics_say():
+    said = '("parallel", "parallel", "parallel")'
+    body = RESET.format(id="%pk") + FIRST_ROW
+    info = analyze(kernel("yield %i, %j", body, before=ACC, semantics=said))
+    assert info.parallel == (0, 1)
+    assert info.axes[2].reason == "steps hand values on in the scratch acc"
 
 
 def test_dynamic_axis_is_parallel_where_it_is_the_only_term():

@@ -153,7 +153,10 @@ def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, 
 
 
 def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
-    """Add `@units`: how many there are where the grid's sizes are operands."""
+    """Add `@units`: how many there are where the grid's sizes are operands.
+
+    As a negative number if they must not run at once.
+    """
     params = [*_pointer_params(kernel, sharing), ("ptr", "arena")]
     f = Function(module, "units", params, "i64", "internal")
     refs = _operand_refs(kernel, f.params)
@@ -161,7 +164,8 @@ def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
     before = [op for op in kernel.body.ops[:-1] if op.name != "alloc"]
     sizes = [v for v in sharing.op.operands if not v.is_ref]
     with emitter.block(Block((), tuple(before), tuple(sizes)), ()):
-        f.line(f"ret {count_units(emitter, sharing)}")
+        units, at_once = count_units(emitter, sharing)
+        f.line(f"ret {f.select(at_once, units, f.sub(integer(0), units))}")
 
 
 def _aliases(kernel: Kernel) -> list[tuple[int, int]]:

@@ -114,8 +114,9 @@ def _share(
     f: Function, frame: Val, sharing: Sharing, pointers: list[Val], memory: _Memory
 ) -> tuple[Val, Val]:
     """Run all units, on as many threads as pay; the memory's block and the message."""
-    units = _count_units(f, sharing, pointers)
-    chunk, workers = _split(f, frame, sharing, units, memory.arena_bytes)
+    counted = _count_units(f, sharing, pointers)
+    chunk, workers = _split(f, frame, sharing, counted, memory.arena_bytes)
+    units = f.greatest(counted, f.sub(integer(0), counted))
     block, pointers, arenas = memory.allocate(f, frame, pointers, workers)
     threads.emit_jobs(f.module, len(pointers), memory.parts)
     alone, together, joined = f.labels("alone", "together", "joined")
@@ -147,6 +148,7 @@ def _share(
 
 
 def _count_units(f: Function, sharing: Sharing, pointers: list[Val]) -> Val:
+    """How many units there are; negative if one thread must take them in order."""
     if sharing.units is not None:
         return integer(sharing.units)
     listed = ", ".join(map(str, [*pointers, NULL]))

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu.llvm import Val, integer
+from pallasite.backends.cpu.llvm import TRUE, Val, integer
 from pallasite.backends.cpu.uses import flattened_refs
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Op, Window, walk
-from pallasite.passes.affine import Affine, recoverable
 from pallasite.passes.cost import cost
-from pallasite.passes.grid import GridInfo, WindowMoves, analyze, find_pipeline
+from pallasite.passes.grid import GridInfo, analyze, find_pipeline
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -39,6 +38,7 @@ class Sharing:
     sequential: tuple[int, ...]
     unit_ns: int  # what one unit takes, by estimate; at least 1
     has_atomics: bool  # programs that run at once may change the same elements
+    most: tuple[int | None, ...]  # sizes of parallel axes up to which it holds
 
     @property
     def units(self) -> int | None:
@@ -70,6 +70,7 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     grid = op.attrs["grid"]
     ruled_out = _axes_of_shared_copies(op, info)
     parallel = tuple(a for a in info.parallel if a not in ruled_out and grid[a] != 1)
+    parallel = _safe_if_too_large(parallel, info)
     if not parallel:
         return None
     sequential = tuple(a for a in range(len(grid)) if a not in parallel)
@@ -77,10 +78,23 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     units = prod(n for a in parallel if (n := grid[a]) is not None)
     unit_ns = max(1, round(_nanoseconds(kernel, steps) / max(units, 1)))
     has_atomics = any(o.name.startswith("atomic") for o in walk(op.regions[-1]))
-    sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics)
+    most = tuple(info.axes[a].most for a in parallel)
+    sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics, most)
     if sharing.units is not None and sharing.units < sharing.least_units:
         return None
     return sharing
+
+
+def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, ...]:
+    """The axes, less those that the run may find too large to be parallel.
+
+    One thread then takes unit after unit. That is the order of the grid, and those axes
+    may stay, where all sequential axes come after the parallel ones.
+    """
+    before = range(max(parallel, default=0))
+    if all(a in parallel or info.axes[a].size == 1 for a in before):
+        return parallel
+    return tuple(a for a in parallel if info.axes[a].most is None)
 
 
 def _has_hidden_atomics(op: Op) -> bool:
@@ -134,7 +148,7 @@ def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
     ):
         is_view = _fits(window, array.ref.shape) and block not in regrouped
         if moves.written and not is_view:
-            found |= everything - recoverable(_block_numbers(window, moves), grid)
+            found |= everything - moves.apart
     return found
 
 
@@ -145,20 +159,6 @@ def _fits(window: Window, shape: Sequence[int]) -> bool:
         or (dim.kind == "blocked" and dim.size > 0 and n % dim.size == 0)
         for dim, n in zip(window.dims, shape, strict=True)
     )
-
-
-def _block_numbers(
-    window: Window, moves: WindowMoves
-) -> list[tuple[Affine | None, int]]:
-    """What the index map yields per dimension, and how far neighbours overlap."""
-    pending = iter(moves.forms)
-    parts = []
-    for dim in window.dims:
-        overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
-        parts.append((next(pending).affine, overlap))
-        if dim.kind == "bounded":
-            next(pending)
-    return parts
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,21 @@ def each_program(e: "Emitter", op: Op, grid: Sequence[Val]) -> Iterator[Sequence
             yield [found[axis] for axis in range(len(grid))]
 
 
-def count_units(e: "Emitter", sharing: Sharing) -> Val:
-    """The number of units, from the grid sizes that the kernel's operands hold."""
+def count_units(e: "Emitter", sharing: Sharing) -> tuple[Val, Val]:
+    """The number of units, from the grid sizes that the kernel's operands hold.
+
+    And whether they may run at once: no axis is larger than it may be for that.
+    """
     f, op = e.f, sharing.op
     sizes = iter(op.operands)
     grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
-    total = integer(1)
-    for axis in sharing.parallel:
+    total, at_once = integer(1), TRUE
+    for axis, most_steps in zip(sharing.parallel, sharing.most, strict=True):
         size = f.greatest(grid[axis], integer(0))
+        if most_steps is not None:
+            fits = f.compare("icmp sle", size, integer(most_steps))
+            at_once = f.both(at_once, fits)
         # More than this never end; the product must not wrap around.
         most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
         total = f.mul(f.least(total, most), size)
-    return total
+    return total, at_once
