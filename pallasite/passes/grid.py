@@ -9,16 +9,12 @@ of every output, and nothing is carried in scratch; or if the author says so.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
-
-import numpy as np
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import (
     Access,
     At,
     Block,
-    BlockDim,
     Gather,
     Kernel,
     Op,
@@ -27,9 +23,8 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.nodes import Window as WindowAttr
-from pallasite.ir.opdef import table
-from pallasite.ir.types import TileType
 from pallasite.passes.affine import Affine, Form, Forms, recoverable
+from pallasite.passes.block_table import last_number, told_apart
 from pallasite.passes.carry import (
     VIEWS,
     carried_from,
@@ -40,7 +35,6 @@ from pallasite.passes.carry import (
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
 _USES = {"load": "r", "store": "w", "atomic_rmw": "w", "atomic_cas": "w"}
-_TABULATED = 1 << 16  # grids up to this many steps are checked step by step
 Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
 
 
@@ -241,12 +235,13 @@ class _Analysis:
         for window, block in zip(windows, self.blocks, strict=True):
             again = axis not in window.own | window.apart
             again &= window.certain or axis not in window.axes
-            if window.written and again:
-                if self.is_read(block) or self.is_overwritten(block, axis):
-                    return f"the block of {window.name}"
+            if not (window.written and again):
+                continue
+            if self.is_read(block) or self.is_rewritten(block, axis):
+                return f"the block of {window.name}"
         return None
 
-    def is_overwritten(self, block: Value, axis: int) -> bool:
+    def is_rewritten(self, block: Value, axis: int) -> bool:
         """Whether the first two steps along an axis surely write all of a block."""
         positions = (
             {i: n * (a == axis) for a, i in enumerate(self.ids)} for n in (0, 1)
@@ -321,7 +316,7 @@ class _Analysis:
         if moves <= apart:
             return apart, True
         window, shape = self.window_attrs[number], self.refs[number].ref.shape
-        table = _tabulated(self.maps[number], window, shape, self.grid)
+        table = told_apart(self.maps[number], window, shape, self.grid)
         return (apart, False) if table is None else (apart | table, True)
 
     def own_axes(self, number: int, parts: Sequence[Part]) -> frozenset[int]:
@@ -335,17 +330,20 @@ class _Analysis:
         return recoverable([*parts, *inside], self.grid)
 
     def block_parts(self, number: int, forms: Sequence[Form]) -> Iterable[Part]:
-        """What an index map yields, with how far blocks of neighbouring numbers overlap.
+        """What an index map yields, with how far neighbouring blocks overlap.
 
-        A number that is no block's is moved to the nearest one that is: then it names no
-        block of its own.
+        A number that is no block's is moved to the nearest one that is: then it names
+        no block of its own.
         """
         window, shape = self.window_attrs[number], self.refs[number].ref.shape
         pending = iter(forms)
         for dim, n in zip(window.dims, shape, strict=True):
             overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
             affine = next(pending).affine
-            yield affine if self.never_clamped(affine, _last(dim, n)) else None, overlap
+            yield (
+                affine if self.never_clamped(affine, last_number(dim, n)) else None,
+                overlap,
+            )
             if dim.kind == "bounded":
                 next(pending)
 
@@ -468,64 +466,3 @@ def _uses_of_windows(op: Op, mine: Sequence[bool]) -> Iterable[str]:
 
 def _is_known(form: Form) -> bool:
     return form.affine is not None and form.affine.const is not None
-
-
-def _last(dim: BlockDim, n: int) -> int:
-    """The greatest number along a dimension that an index map may give."""
-    if dim.kind == "blocked":
-        return -(-n // max(dim.size, 1)) - 1
-    return n + sum(dim.padding) - 1
-
-
-def _tabulated(
-    index_map: Block,
-    window: WindowAttr,
-    shape: Sequence[int],
-    grid: Sequence[int | None],
-) -> frozenset[int] | None:
-    """Axes told from the block indices, by trying every step of a small grid."""
-    sizes = [n for n in grid if n is not None]
-    whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
-    if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _TABULATED:
-        return None
-    steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
-    indices = evaluate_map(index_map, steps)
-    if indices is None:
-        return None
-    dims = zip(indices, window.dims, shape, strict=True)
-    clamped = [np.clip(i, 0, max(_last(dim, n), 0)) for i, dim, n in dims]
-    _, block = np.unique(np.stack(clamped), axis=1, return_inverse=True)
-    block = block.ravel()
-    count = int(block.max()) + 1
-    return frozenset(
-        axis for axis, position in enumerate(steps) if _tells(block, position, count)
-    )
-
-
-def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
-    """Whether all steps that share a block are at one position along an axis."""
-    low = np.full(count, inf)
-    high = np.full(count, -inf)
-    np.minimum.at(low, block, position)
-    np.maximum.at(high, block, position)
-    return bool(np.all(low == high))
-
-
-def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
-    """The block indices at all steps, if the map is plain integer arithmetic."""
-    values = dict(zip(index_map.params, steps, strict=True))
-    for op in index_map.ops:
-        row = table()[op.name]
-        if op.name == "constant":
-            tile: TileType = op.attrs["type"]
-            full = np.full(steps.shape[1], op.attrs["value"], tile.dtype.np)
-            values[op.result] = full
-        elif row.elementwise and row.meaning and all(v in values for v in op.operands):
-            with np.errstate(all="ignore"):
-                result = row.meaning(*(values[v] for v in op.operands), **op.attrs)
-            values[op.result] = result
-        else:
-            return None
-    if any(v not in values for v in index_map.yields):
-        return None
-    return [np.asarray(values[v]) for v in index_map.yields]

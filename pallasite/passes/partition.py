@@ -14,8 +14,9 @@ from math import lcm
 import numpy as np
 
 from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.passes.block_table import evaluate_map
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.grid import GridInfo, analyze, evaluate_map, find_pipeline
+from pallasite.passes.grid import GridInfo, analyze, find_pipeline
 from pallasite.passes.sums import Sums, find_sums
 
 OWN, SUM, WHOLE = "own", "sum", "whole"

@@ -177,7 +177,22 @@ def test_dynamic_axis_is_parallel_where_it_is_the_only_term():
     text = text.replace("grid=(2, 3, 4)", "grid=(None, 3, 4)")
     info = analyze(parse_kernel(text.replace("pipeline %x", "pipeline %size, %x")))
     assert info.axes[0].size is None
+    assert info.axes[0].most == 8  # blocks of the output: more are clamped
     assert info.parallel == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "out_map",
+    [
+        "yield %i, %j",
+        "%c1: i32 = constant {value=1, type=i32[]}\n%s: i32 = xor %i, %c1 yield %s, %j",
+        "%c: i32 = cast %i {dtype=i8}\n%s: i32 = cast %c {dtype=i32} yield %s, %j",
+    ],
+)
+def test_clamped_blocks_are_not_a_steps_own(out_map):
+    assert analyze(kernel(out_map, grid="(8, 3, 4)")).axes[0].parallel
+    info = analyze(kernel(out_map, grid="(9, 3, 4)"))
+    assert info.axes[0].reason == "several steps may write a block of o"
 
 
 def test_scratch_reset_at_the_first_inner_step_carries_along_it_only():

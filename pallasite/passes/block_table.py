@@ -1,0 +1,77 @@
+"""Which block an index map shows at each step, by trying all of them.
+
+`told_apart` is for maps that are no sums of grid indices, and for blocks that are
+clamped. Used by `grid.py` and, for the numbers themselves, by `partition.py`.
+"""
+
+from collections.abc import Sequence
+from math import inf, prod
+
+import numpy as np
+
+from pallasite.ir.nodes import Block, BlockDim, Window
+from pallasite.ir.opdef import table
+from pallasite.ir.types import TileType
+
+_MOST_STEPS = 1 << 16  # of grids that are tried step by step
+
+
+def last_number(dim: BlockDim, n: int) -> int:
+    """The greatest number along a dimension that an index map may give."""
+    if dim.kind == "blocked":
+        return -(-n // max(dim.size, 1)) - 1
+    return n + sum(dim.padding) - 1
+
+
+def told_apart(
+    index_map: Block,
+    window: Window,
+    shape: Sequence[int],
+    grid: Sequence[int | None],
+) -> frozenset[int] | None:
+    """Axes told from the block indices, by trying every step of a small grid."""
+    sizes = [n for n in grid if n is not None]
+    whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
+    if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _MOST_STEPS:
+        return None
+    steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
+    indices = evaluate_map(index_map, steps)
+    if indices is None:
+        return None
+    dims = zip(indices, window.dims, shape, strict=True)
+    clamped = [np.clip(i, 0, max(last_number(dim, n), 0)) for i, dim, n in dims]
+    _, block = np.unique(np.stack(clamped), axis=1, return_inverse=True)
+    block = block.ravel()
+    count = int(block.max()) + 1
+    return frozenset(
+        axis for axis, position in enumerate(steps) if _tells(block, position, count)
+    )
+
+
+def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:
+    """Whether all steps that share a block are at one position along an axis."""
+    low = np.full(count, inf)
+    high = np.full(count, -inf)
+    np.minimum.at(low, block, position)
+    np.maximum.at(high, block, position)
+    return bool(np.all(low == high))
+
+
+def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None:
+    """The block indices at all steps, if the map is plain integer arithmetic."""
+    values = dict(zip(index_map.params, steps, strict=True))
+    for op in index_map.ops:
+        row = table()[op.name]
+        if op.name == "constant":
+            tile: TileType = op.attrs["type"]
+            full = np.full(steps.shape[1], op.attrs["value"], tile.dtype.np)
+            values[op.result] = full
+        elif row.elementwise and row.meaning and all(v in values for v in op.operands):
+            with np.errstate(all="ignore"):
+                result = row.meaning(*(values[v] for v in op.operands), **op.attrs)
+            values[op.result] = result
+        else:
+            return None
+    if any(v not in values for v in index_map.yields):
+        return None
+    return [np.asarray(values[v]) for v in index_map.yields]
