@@ -282,8 +282,10 @@ def load_rules() -> None:
     """Register all import rules (on first use)."""
     from pallasite.frontend import (  # noqa: F401
         import_control,
+        import_linalg,
         import_memory,
         import_random,
         import_tile,
+        import_windows,
         inside_rules,
     )
