@@ -127,6 +127,17 @@ def empty_like(x: Any, **_: Any) -> Any:
     return jax.tree.map(lambda leaf: empty(leaf.shape, leaf.dtype), x)
 
 
+def empty_ref_like(x: Any) -> Any:
+    """A new ref with the shape and dtype of `x`, to be overwritten."""
+    return jax.new_ref(empty(x.shape, x.dtype))
+
+
+def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:
+    """`1 / x`; exactly, whatever the chip could do faster with less."""
+    del approx, full_range
+    return 1 / x
+
+
 def run_state(f: Callable[..., None]) -> Callable[..., Any]:
     """Turn a function of refs into a function of values: the refs' final contents.
 

@@ -83,6 +83,7 @@ class Importer:
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
+        self.hidden: dict[str, Value] = {}
         table()
 
     # --- environment ---
@@ -112,6 +113,10 @@ class Importer:
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
         return self.builder.load(self.captures.ref(value))
+
+    def hidden_scratch(self, name: str, type_: T.RefType) -> Value:
+        """Scratch of the whole kernel that the author did not ask for, by its name."""
+        return self.hidden.setdefault(name, Value(type_, name))
 
     @property
     def where(self) -> Loc | None:
@@ -288,4 +293,5 @@ def load_rules() -> None:
         import_tile,
         import_windows,
         inside_rules,
+        seeded_random,
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -187,7 +188,7 @@ def _convolve(x: Any, w: Any, dtype: Any, p: Any) -> Any:
         )
         total = part if total is None else total + part
     total = total.reshape(total.shape[0], -1, *total.shape[3:]).astype(dtype)
-    return jnp.transpose(total, np.argsort(numbers.out_spec))
+    return jnp.transpose(total, np.argsort(numbers.out_spec).tolist())
 
 
 @rule("ragged_dot_general")
