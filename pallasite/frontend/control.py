@@ -147,6 +147,8 @@ def run_state(f: Callable[..., None]) -> Callable[..., Any]:
         pl.run_state(double)(jnp.ones(3))  # 2, 2, 2
     """
 
+    # Staged, for views: JAX's concrete refs have no `.at` before 0.12.
+    @jax.jit
     def run(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         refs = [jax.new_ref(jnp.asarray(leaf)) for leaf in leaves]

@@ -203,7 +203,7 @@ BAD = {
         lambda x_ref, o_ref: pl.when(x_ref[...] > 0)(lambda: None)
     ),
     "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
-    "missing name": lambda: pltpu.prng_seed(0),
+    "missing name": lambda: pltpu.to_pallas_key(0),
     "params": lambda: call(compiler_params=3),
     "kernel mesh": lambda: pl.kernel(copy, out)(x),
     "bounded no ds": lambda: call(
