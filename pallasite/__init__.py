@@ -8,10 +8,13 @@ from pallasite.frontend.call import pallas_call as pallas_call
 from pallasite.frontend.control import align_to as align_to
 from pallasite.frontend.control import broadcast_to as broadcast_to
 from pallasite.frontend.control import cdiv as cdiv
+from pallasite.frontend.control import debug_checks_enabled as debug_checks_enabled
+from pallasite.frontend.control import dot as dot
 from pallasite.frontend.control import empty as empty
 from pallasite.frontend.control import empty_like as empty_like
 from pallasite.frontend.control import empty_ref_like as empty_ref_like
 from pallasite.frontend.control import loop as loop
+from pallasite.frontend.control import max_contiguous as max_contiguous
 from pallasite.frontend.control import next_power_of_2 as next_power_of_2
 from pallasite.frontend.control import reciprocal as reciprocal
 from pallasite.frontend.control import run_state as run_state

@@ -44,6 +44,7 @@ CMEM = MemorySpace.CMEM
 VMEM_SHARED = MemorySpace.VMEM_SHARED
 HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
+semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
 TensorCoreMesh = CoreMesh
 
@@ -196,7 +197,7 @@ __getattr__ = missing.names(
     "pallasite.tpu",
     {
         **missing.hints(
-            "async_remote_copy make_async_remote_copy core_barrier "
+            "DeviceIdType async_remote_copy make_async_remote_copy core_barrier "
             "get_barrier_semaphore",
             _REMOTE,
         ),

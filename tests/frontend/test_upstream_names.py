@@ -121,6 +121,14 @@ def test_scoped_memory_as_a_decorator_comes_after_the_arguments():
     np.testing.assert_allclose(got, 1 / (-X - 1), rtol=1e-6)
 
 
+def test_dot_of_transposed_tiles():
+    def kernel(x_ref, o_ref):
+        x = pl.max_contiguous(x_ref[...], 8)
+        o_ref[...] = pl.dot(x, x, trans_b=True, allow_tf32=False)
+
+    np.testing.assert_allclose(in_every_mode(kernel, S((4, 4), f32), X), X @ X.T)
+
+
 def test_elements_packed_into_words_come_out_again():
     def kernel(x_ref, o_ref):
         parts = [x_ref[n].astype(jnp.int32) - 9 for n in range(4)]
