@@ -8,16 +8,22 @@ from pallasite.frontend.call import pallas_call as pallas_call
 from pallasite.frontend.control import align_to as align_to
 from pallasite.frontend.control import broadcast_to as broadcast_to
 from pallasite.frontend.control import cdiv as cdiv
+from pallasite.frontend.control import debug_checks_enabled as debug_checks_enabled
+from pallasite.frontend.control import dot as dot
 from pallasite.frontend.control import empty as empty
 from pallasite.frontend.control import empty_like as empty_like
+from pallasite.frontend.control import empty_ref_like as empty_ref_like
 from pallasite.frontend.control import loop as loop
+from pallasite.frontend.control import max_contiguous as max_contiguous
 from pallasite.frontend.control import next_power_of_2 as next_power_of_2
+from pallasite.frontend.control import reciprocal as reciprocal
 from pallasite.frontend.control import run_state as run_state
 from pallasite.frontend.control import strides_from_shape as strides_from_shape
 from pallasite.frontend.control import when as when
 from pallasite.frontend.estimate import estimate_cost as estimate_cost
 from pallasite.frontend.explain_grad import explain_grad as explain_grad
 from pallasite.frontend.lower import lower as lower
+from pallasite.frontend.mesh import core_map as core_map
 from pallasite.frontend.mesh import kernel as kernel
 from pallasite.frontend.partition_rule import Partition as Partition
 from pallasite.frontend.primitive import Checked as Checked
@@ -46,6 +52,7 @@ from pallasite.frontend.refs import semaphore_signal as semaphore_signal
 from pallasite.frontend.refs import semaphore_wait as semaphore_wait
 from pallasite.frontend.refs import store as store
 from pallasite.frontend.refs import swap as swap
+from pallasite.frontend.refs import with_scoped as with_scoped
 from pallasite.frontend.spaces import MemoryRef as MemoryRef
 from pallasite.frontend.spaces import MemorySpace as MemorySpace
 from pallasite.frontend.spec import Blocked as Blocked
@@ -70,13 +77,11 @@ __getattr__ = _missing.names(
     "pallasite",
     {
         **_missing.hints(
-            "Indirect RevisitMode core_map DeviceIdType select_ref with_scoped "
-            "lower_as_mlir pallas_call_p pallas_export_experimental empty_ref_like "
-            "BlockDim CompilerParams",
+            "Indirect RevisitMode DeviceIdType select_ref lower_as_mlir "
+            "pallas_call_p pallas_export_experimental BlockDim CompilerParams",
             "not part of this release; see docs/compat.md",
         ),
         "enable_debug_checks": "pl.debug_check is always on",
         "enable_poison_buffers": "interpret=True poisons, pl.Checked() reports",
-        "reciprocal": "write 1 / x",
     },
 )

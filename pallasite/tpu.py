@@ -1,16 +1,22 @@
 """The names of upstream's `pltpu`: `from pallasite import tpu as pltpu`."""
 
+import contextlib
 import enum
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallasite import missing
+from pallasite import config, missing
+from pallasite.frontend.control import reciprocal as reciprocal
 from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
 from pallasite.frontend.mesh import CoreMesh
 from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
+from pallasite.frontend.packing import pack_elementwise as pack_elementwise
+from pallasite.frontend.packing import stochastic_round as stochastic_round
+from pallasite.frontend.packing import unpack_elementwise as unpack_elementwise
 from pallasite.frontend.refs import async_copy as async_copy
 from pallasite.frontend.refs import delay as delay
 from pallasite.frontend.refs import load as load
@@ -20,6 +26,12 @@ from pallasite.frontend.refs import semaphore_signal as semaphore_signal
 from pallasite.frontend.refs import semaphore_wait as semaphore_wait
 from pallasite.frontend.refs import store as store
 from pallasite.frontend.refs import sync_copy as sync_copy
+from pallasite.frontend.seeded_random import prng_random_bits as prng_random_bits
+from pallasite.frontend.seeded_random import prng_seed as prng_seed
+from pallasite.frontend.seeded_random import stateful_bernoulli as stateful_bernoulli
+from pallasite.frontend.seeded_random import stateful_bits as stateful_bits
+from pallasite.frontend.seeded_random import stateful_normal as stateful_normal
+from pallasite.frontend.seeded_random import stateful_uniform as stateful_uniform
 from pallasite.frontend.spaces import MemorySpace as MemorySpace
 from pallasite.frontend.spaces import SemaphoreType as SemaphoreType
 from pallasite.frontend.spec import PrefetchScalarGridSpec as PrefetchScalarGridSpec
@@ -32,6 +44,7 @@ CMEM = MemorySpace.CMEM
 VMEM_SHARED = MemorySpace.VMEM_SHARED
 HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
+semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
 TensorCoreMesh = CoreMesh
 
@@ -132,6 +145,37 @@ def bitcast(x: Any, ty: Any) -> jax.Array:
     return _bitcast_rows(x, source, T.TileType(tuple(shape), after))
 
 
+def touch(ref: Any) -> None:
+    """A promise of a use; results do not depend on it."""
+    del ref
+
+
+def trace_value(label: str, value: Any) -> None:
+    """A mark in a TPU's profile; results do not depend on it."""
+    del label, value
+
+
+def is_tpu_device() -> bool:
+    """Whether calls run on a TPU when nothing else is said."""
+    return jax.default_backend() == "tpu"
+
+
+def force_tpu_interpret_mode(params: Any = None) -> contextlib.AbstractContextManager:
+    """Emulate every call of a `with` block, as `interpret=True` does for one."""
+    del params
+    return config.override(interpret="1")
+
+
+def set_tpu_interpret_mode(params: Any = None) -> None:
+    """Emulate every call from now on, as `interpret=True` does for one."""
+    del params
+    os.environ[config.KNOBS["interpret"].env] = "1"
+
+
+def reset_tpu_interpret_mode_state() -> None:
+    """The emulation keeps nothing between calls: there is nothing to reset."""
+
+
 def with_memory_space_constraint(x: Any, memory_space: Any) -> Any:
     """A hint where an operand should live; results do not depend on it."""
     del memory_space
@@ -153,25 +197,21 @@ __getattr__ = missing.names(
     "pallasite.tpu",
     {
         **missing.hints(
-            "async_remote_copy make_async_remote_copy core_barrier "
+            "DeviceIdType async_remote_copy make_async_remote_copy core_barrier "
             "get_barrier_semaphore",
             _REMOTE,
         ),
         **missing.hints(
-            "prng_random_bits prng_seed sample_block stateful_bernoulli stateful_bits "
-            "stateful_normal stateful_uniform to_pallas_key stochastic_round",
+            "sample_block to_pallas_key",
             _PRNG,
         ),
         **missing.hints(
             "ACC BufferType BufferedRef BufferedRefBase ChipVersion CoreType "
             "LoweringException PipelineStep SideEffectType Tiling TpuInfo annotate "
             "conv core dma_semaphore einshape emit_pipeline_with_allocations "
-            "emit_pipeline_with_async_prefetch force_tpu_interpret_mode get_tpu_info "
-            "get_tpu_info_for_chip has_memory_space is_tpu_device join_bits "
-            "matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo "
-            "matmul_push_rhs pack_elementwise pack_fp6 reciprocal "
-            "reset_tpu_interpret_mode_state set_tpu_interpret_mode split_bits touch "
-            "trace_value unpack_elementwise unpack_fp6",
+            "emit_pipeline_with_async_prefetch get_tpu_info get_tpu_info_for_chip "
+            "has_memory_space join_bits matmul_acc_lhs matmul_lhs_fifo matmul_pop "
+            "matmul_pop_fifo matmul_push_rhs pack_fp6 split_bits unpack_fp6",
             _TPU_ONLY,
         ),
     },

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import missing
+from pallasite.frontend.control import dot as dot
+from pallasite.frontend.control import max_contiguous as max_contiguous
 from pallasite.frontend.refs import atomic_add as atomic_add
 from pallasite.frontend.refs import atomic_and as atomic_and
 from pallasite.frontend.refs import atomic_cas as atomic_cas
@@ -35,21 +37,6 @@ TritonCompilerParams = CompilerParams
 def approx_tanh(x: Any) -> jax.Array:
     """`jnp.tanh`; the exact function, which is what every backend has."""
     return jnp.tanh(x)
-
-
-def dot(a: Any, b: Any, trans_a: bool = False, trans_b: bool = False, **kw: Any):
-    """A matrix product of two tiles, accumulated in float32 (int32 for integers)."""
-    a, b = (a.T if trans_a else a), (b.T if trans_b else b)
-    integer = jnp.issubdtype(a.dtype, jnp.integer)
-    accumulate = jnp.int32 if integer else jnp.promote_types(a.dtype, jnp.float32)
-    precision = kw.get("precision")
-    return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)
-
-
-def max_contiguous(x: Any, values: Any) -> Any:
-    """A promise about contiguous runs; results do not depend on it."""
-    del values
-    return x
 
 
 def debug_barrier() -> None:

@@ -113,7 +113,7 @@ def test_unknown_names_are_attribute_errors():
 
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         pl.nonsense
-    assert "missing" in repr(pl.core_map)
+    assert "missing" in repr(pl.Indirect)
 
 
 def test_upstream_names_are_all_here_or_missing_with_a_hint():

@@ -36,7 +36,7 @@ from pallasite.frontend.trace import (
     user_location,
 )
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Kernel, Loc, Value
+from pallasite.ir.nodes import Kernel, Loc, Op, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -548,6 +548,8 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
         request.axis_names,
     )
     captured = _captured_params(im)
+    for ref in im.hidden.values():
+        im.builder.ops.insert(0, Op("alloc", (), (ref,), {"type": ref.ref}))
     params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
     shift = len(size_refs)
     aliases = tuple((i + shift, o) for i, o in request.aliases)

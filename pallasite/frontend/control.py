@@ -127,6 +127,48 @@ def empty_like(x: Any, **_: Any) -> Any:
     return jax.tree.map(lambda leaf: empty(leaf.shape, leaf.dtype), x)
 
 
+def empty_ref_like(x: Any) -> Any:
+    """A new ref with the shape and dtype of `x`, to be overwritten."""
+    return jax.new_ref(empty(x.shape, x.dtype))
+
+
+def dot(
+    a: Any,
+    b: Any,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    allow_tf32: bool | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """A matrix product of two tiles, accumulated in float32 (int32 for integers).
+
+    Without `precision`, `allow_tf32=False` asks for full products.
+    """
+    a, b = (a.T if trans_a else a), (b.T if trans_b else b)
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    accumulate = jnp.int32 if integer else jnp.promote_types(a.dtype, jnp.float32)
+    if precision is None and allow_tf32 is False:
+        precision = jax.lax.Precision.HIGHEST
+    return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)
+
+
+def max_contiguous(x: Any, values: Any) -> Any:
+    """A promise about contiguous runs; results do not depend on it."""
+    del values
+    return x
+
+
+def debug_checks_enabled() -> bool:
+    """Whether `pl.debug_check` checks: it always does."""
+    return True
+
+
+def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:
+    """`1 / x`; exactly, whatever the chip could do faster with less."""
+    del approx, full_range
+    return 1 / x
+
+
 def run_state(f: Callable[..., None]) -> Callable[..., Any]:
     """Turn a function of refs into a function of values: the refs' final contents.
 
@@ -136,6 +178,8 @@ def run_state(f: Callable[..., None]) -> Callable[..., Any]:
         pl.run_state(double)(jnp.ones(3))  # 2, 2, 2
     """
 
+    # Staged, for views: JAX's concrete refs have no `.at` before 0.12.
+    @jax.jit
     def run(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         refs = [jax.new_ref(jnp.asarray(leaf)) for leaf in leaves]

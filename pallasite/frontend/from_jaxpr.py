@@ -83,6 +83,7 @@ class Importer:
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
+        self.hidden: dict[str, Value] = {}
         table()
 
     # --- environment ---
@@ -112,6 +113,10 @@ class Importer:
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
         return self.builder.load(self.captures.ref(value))
+
+    def hidden_scratch(self, name: str, type_: T.RefType) -> Value:
+        """Scratch of the whole kernel that the author did not ask for, by its name."""
+        return self.hidden.setdefault(name, Value(type_, name))
 
     @property
     def where(self) -> Loc | None:
@@ -282,8 +287,11 @@ def load_rules() -> None:
     """Register all import rules (on first use)."""
     from pallasite.frontend import (  # noqa: F401
         import_control,
+        import_linalg,
         import_memory,
         import_random,
         import_tile,
+        import_windows,
         inside_rules,
+        seeded_random,
     )

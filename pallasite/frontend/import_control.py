@@ -12,7 +12,7 @@ from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
 from pallasite.frontend.refs import positional_fields
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
-from pallasite.ir.rewrite import substitute
+from pallasite.ir.rewrite import substitute, writes
 
 # --- calls are inlined ---
 
@@ -103,19 +103,65 @@ def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     p = eqn.params
     split = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     cond_consts, body_consts = args[: split[0]], args[split[0] : split[1]]
+
+    def goes_on(carried: Sequence[Value]) -> Value:
+        return im.run(p["cond_jaxpr"], [*cond_consts, *carried])[0]
+
     carry = Carry(args[split[1] :])
     with im.nested() as builder:
-        (go_on,) = im.run(p["cond_jaxpr"], [*cond_consts, *carry.inside()])
-        condition = builder.block(carry.params, [go_on])
+        condition = builder.block(carry.params, [_any(im, goes_on(carry.inside()))])
     body_carry = Carry(args[split[1] :])
     with im.nested() as builder:
-        results = im.run(p["body_jaxpr"], [*body_consts, *body_carry.inside()])
+        before = body_carry.inside()
+        going = goes_on(before) if eqn.params["cond_jaxpr"].out_avals[0].shape else None
+        results = im.run(p["body_jaxpr"], [*body_consts, *before])
+        if going is not None:
+            _refuse_writes(im, builder.ops)
+            results = _where_going(im, going, results, before)
         body = builder.block(body_carry.params, body_carry.yielded(im, results))
     counted = _as_counted_loop(im, carry.carried, condition, body)
     if counted is not None:
         return carry.merge(counted)
     results = im.builder.emit("while", *carry.carried, regions=(condition, body))
     return carry.merge(results)
+
+
+# vmap gives a loop one condition per mapped element, in front of every carried value:
+# the loop runs while any of them holds, and an element that is done stays as it is.
+
+
+def _any(im: Importer, conditions: Value) -> Value:
+    if not conditions.tile.rank:
+        return conditions
+    axes = tuple(range(conditions.tile.rank))
+    return im.builder.op("reduce", conditions, kind="or", axes=axes)
+
+
+def _where_going(
+    im: Importer, going: Value, after: Sequence[Value], before: Sequence[Value]
+) -> list[Value]:
+    def choose(new: Value, old: Value) -> Value:
+        if new.is_ref:
+            return new
+        dims = tuple(range(going.tile.rank))
+        return im.builder.select(
+            im.builder.broadcast(going, new.tile.shape, dims), new, old
+        )
+
+    return [choose(*pair) for pair in zip(after, before, strict=True)]
+
+
+def _refuse_writes(im: Importer, ops: Sequence[Op]) -> None:
+    """A finished element must not store again, and a store cannot be half undone."""
+    if any(writes(op) for op in ops):
+        raise UnsupportedError(
+            "under vmap, a while_loop whose condition differs between the mapped "
+            "elements cannot write to a ref",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "loop over the elements with lax.fori_loop, or carry the values and store "
+            "them after the loop",
+        )
 
 
 def _as_counted_loop(

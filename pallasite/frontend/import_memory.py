@@ -389,7 +389,9 @@ def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
                 ("destination", target.type),
             ],
             im.where,
-            "slice both with .at[...]",
+            "slice both with .at[...]"
+            if source.ref.shape != target.ref.shape
+            else "a copy converts nothing: load, convert with .astype and store",
         )
     if eqn.params["action"] == "start":
         im.builder.emit("copy_start", source, target, semaphore, priority=0)

@@ -263,8 +263,30 @@ def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
 @rule("top_k")
 def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     """Sort with positions, largest first; equal values keep their order."""
-    k, axis = eqn.params["k"], eqn.params.get("axis", -1) % x.tile.rank
-    index = tile_type(eqn.outvars[1].aval).dtype
+    axis = eqn.params.get("axis", -1) % x.tile.rank
+    return im.splice(_largest(eqn, axis), [x])
+
+
+@rule("approx_top_k")
+def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    """The exact answer is a fine approximation."""
+    p = eqn.params
+    axis = p["reduction_dimension"] % x.tile.rank
+    if not p["aggregate_to_topk"]:
+        raise im.unsupported(eqn, "aggregate_to_topk=False leaves a size to the chip")
+    if p["is_max_k"]:
+        return im.splice(_largest(eqn, axis), [x])
+
+    def smallest(v: Any) -> Any:
+        values, order = _largest(eqn, axis)(-v)
+        return -values, order
+
+    return im.splice(smallest, [x])
+
+
+def _largest(eqn: Any, axis: int) -> Any:
+    """The function of an array to its k largest elements and their positions."""
+    k, index = eqn.params["k"], tile_type(eqn.outvars[1].aval).dtype
 
     def descending(v: Any) -> Any:
         order = jax.lax.broadcasted_iota(index.np, v.shape, axis)
@@ -277,7 +299,7 @@ def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
         take[axis] = slice(0, k)
         return jnp.flip(keys, axis)[tuple(take)], jnp.flip(order, axis)[tuple(take)]
 
-    return im.splice(descending, [x])
+    return descending
 
 
 @rule("gather")
@@ -390,6 +412,26 @@ def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     return result
 
 
+@rule("mulhi")
+def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
+    """The upper half of the whole product, from the products of half words."""
+    signed, bits = x.tile.dtype.is_signed_int, x.tile.dtype.bits
+    word = np.dtype(f"uint{bits}")
+    half, low = word.type(bits // 2), word.type(2 ** (bits // 2) - 1)
+
+    def upper(a: Any, b: Any) -> Any:
+        u, v = a.astype(word), b.astype(word)
+        u0, u1, v0, v1 = u & low, u >> half, v & low, v >> half
+        middle = u1 * v0 + ((u0 * v0) >> half)
+        other = u0 * v1 + (middle & low)
+        result = u1 * v1 + (middle >> half) + (other >> half)
+        if signed:  # a negative word stands for itself less 2**bits
+            result = result - jnp.where(a < 0, v, 0) - jnp.where(b < 0, u, 0)
+        return result.astype(a.dtype)
+
+    return im.splice(upper, [x, y])
+
+
 @rule("erf_inv_p", "polynomial")
 def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value:
     """Horner's rule, highest coefficient first."""
@@ -400,11 +442,6 @@ def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value
     for c in coefficients[1:]:
         result = b.add(b.mul(result, x), b.broadcast(c, x.tile.shape))
     return result
-
-
-@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def _reduce_window(im: Importer, eqn: Any, x: Value) -> Value:
-    raise im.unsupported(eqn, "sliding windows: use shifted slices and add them")
 
 
 @rule("platform_index")

@@ -1,14 +1,19 @@
-"""pl.kernel: a kernel over a mesh of cores, its operands whole in main memory."""
+"""pl.kernel and pl.core_map: code over a mesh of cores, arrays whole in main memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.core
+
+from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.call import pallas_call
+from pallasite.frontend.refs import run_scoped
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec
-from pallasite.frontend.trace import user_location
+from pallasite.frontend.trace import name_of, storing, trace, user_location
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ def kernel(
     name: str | None = None,
     metadata: Mapping[str, str] | None = None,
     backend: str | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel that runs once per core of a mesh.
 
@@ -60,21 +66,14 @@ def kernel(
         out_shape: shape and dtype of the results (`out_type` is the newer spelling).
         mesh: from `pltpu.create_tensorcore_mesh`.
         scratch_shapes: memory per core (`scratch_types` is the newer spelling).
-        compiler_params, interpret, cost_estimate, debug, name, metadata, backend: as
-            for `pallas_call`.
+        compiler_params, interpret, cost_estimate, debug, name, metadata, backend,
+            input_output_aliases: as for `pallas_call`.
 
     Returns:
         A function from arrays to arrays.
     """
     at = user_location()
-    shape = mesh.shape if mesh is not None and hasattr(mesh, "shape") else None
-    if not isinstance(shape, Mapping):
-        raise SpecError(
-            "pl.kernel needs a mesh of cores",
-            [("mesh", repr(mesh))],
-            at,
-            'mesh=pltpu.create_tensorcore_mesh("core")',
-        )
+    shape = _axes(mesh, "kernel", at)
 
     def decorate(fn: Callable[..., None]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -97,6 +96,7 @@ def kernel(
                 metadata=metadata,
                 backend=backend,
                 axis_names=tuple(shape),
+                input_output_aliases=input_output_aliases or {},
             )
             return call_(*args)
 
@@ -107,9 +107,65 @@ def kernel(
     return decorate if body is None else decorate(body)
 
 
-def _like(tree: Any, spec: BlockSpec) -> Any:
-    import jax
+def core_map(
+    mesh: Any, *, scratch_shapes: Any = (), **call: Any
+) -> Callable[[Callable[..., None]], None]:
+    """Run a function of no arguments at once, on every core of a mesh.
 
+    It reads and writes the refs that it closes over (`jax.new_ref`, or those of
+    `pl.run_state`), whole in main memory. `pl.kernel` says the same with arguments.
+
+    Args:
+        mesh: from `pltpu.create_tensorcore_mesh`.
+        scratch_shapes: memory per core, given to the function as arguments.
+        call: `compiler_params`, `interpret`, `cost_estimate`, `debug`, `name` and
+            `metadata`, as for `pl.kernel`.
+    """
+    at = user_location()
+    shape = _axes(mesh, "core_map", at)
+
+    def run(fn: Callable[..., None]) -> None:
+        body = storing(lambda: run_scoped(fn, *scratch_shapes), name_of(fn), at)
+        traced = trace(body, jax.tree.structure(((), {})), (), fn, tuple(shape.items()))
+        refs = [c for c in traced.captured if jaxcompat.is_ref(c)]
+
+        def with_own_refs(*mine: Any) -> None:
+            """The function's code, with the call's refs for those closed over."""
+            outputs = iter(mine[len(refs) :])
+            consts = [
+                next(outputs) if jaxcompat.is_ref(c) else c for c in traced.captured
+            ]
+            jax.core.eval_jaxpr(traced.jaxpr, consts)
+
+        values = [ref[...] for ref in refs]
+        types = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        aliases = {n: n for n in range(len(refs))}
+        results = kernel(
+            with_own_refs,
+            types,
+            mesh=mesh,
+            input_output_aliases=aliases,
+            **{"name": name_of(fn), **call},
+        )(*values)
+        for ref, result in zip(refs, results, strict=True):
+            ref[...] = result
+
+    return run
+
+
+def _axes(mesh: Any, name: str, at: Any) -> Mapping[str, int]:
+    shape = mesh.shape if mesh is not None and hasattr(mesh, "shape") else None
+    if not isinstance(shape, Mapping):
+        raise SpecError(
+            f"pl.{name} needs a mesh of cores",
+            [("mesh", repr(mesh))],
+            at,
+            'mesh=pltpu.create_tensorcore_mesh("core")',
+        )
+    return shape
+
+
+def _like(tree: Any, spec: BlockSpec) -> Any:
     is_shape = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
     return jax.tree.map(lambda _: spec, tree, is_leaf=is_shape)
 

@@ -5,8 +5,9 @@ are the others: program ids, masked and atomic access, async copies, semaphores,
 Each primitive stages into the kernel's jaxpr; `from_jaxpr.py` gives them meaning.
 """
 
+import functools
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ Slice: Any = type(jax.ds(0, 1))
 _INT32 = jax.core.ShapedArray((), np.dtype("int32"))
 
 
-def _primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive:
+def kernel_primitive(name: str, multiple_results: bool = False) -> jaxcompat.Primitive:
+    """A primitive that means something inside a kernel only."""
     primitive = jaxcompat.Primitive(f"pallasite_{name}")
     primitive.multiple_results = multiple_results
 
@@ -50,8 +52,8 @@ def _outside(name: str) -> KernelTypeError:
 
 # --- where in the grid a program is ---
 
-program_id_p = _primitive("program_id")
-num_programs_p = _primitive("num_programs")
+program_id_p = kernel_primitive("program_id")
+num_programs_p = kernel_primitive("num_programs")
 program_id_p.def_abstract_eval(lambda *, axis: _INT32)
 num_programs_p.def_abstract_eval(lambda *, axis: _INT32)
 
@@ -139,7 +141,7 @@ def transformed(t: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
 
 def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Primitive:
     """A primitive on (ref, values..., flattened (transforms, mask, other))."""
-    primitive = _primitive(name)
+    primitive = kernel_primitive(name)
 
     def abstract(ref: Any, *flat: Any, tree: Any, **params: Any) -> Any:
         transforms, _, other = jax.tree.unflatten(tree, flat[num_values:])
@@ -286,11 +288,11 @@ def atomic_cas(ref: Any, cmp: Any, val: Any, idx: Any = None) -> jax.Array:
 
 # --- promises and debugging ---
 
-multiple_of_p = _primitive("multiple_of")
+multiple_of_p = kernel_primitive("multiple_of")
 multiple_of_p.def_abstract_eval(lambda x, *, multiple: x)
-debug_print_p = _primitive("debug_print", multiple_results=True)
-debug_check_p = _primitive("debug_check", multiple_results=True)
-delay_p = _primitive("delay", multiple_results=True)
+debug_print_p = kernel_primitive("debug_print", multiple_results=True)
+debug_check_p = kernel_primitive("debug_check", multiple_results=True)
+delay_p = kernel_primitive("delay", multiple_results=True)
 for _p in (debug_print_p, debug_check_p, delay_p):
     _p.def_effectful_abstract_eval(
         lambda *avals, **params: ([], {jaxcompat.debug_effect()})
@@ -372,10 +374,10 @@ def delay(nanos: Any) -> None:
 
 # --- async copies and semaphores: operands are flattened views ---
 
-copy_p = _primitive("copy", multiple_results=True)
-sem_signal_p = _primitive("semaphore_signal", multiple_results=True)
-sem_wait_p = _primitive("semaphore_wait", multiple_results=True)
-sem_read_p = _primitive("semaphore_read")
+copy_p = kernel_primitive("copy", multiple_results=True)
+sem_signal_p = kernel_primitive("semaphore_signal", multiple_results=True)
+sem_wait_p = kernel_primitive("semaphore_wait", multiple_results=True)
+sem_read_p = kernel_primitive("semaphore_read")
 
 
 def _ref_effects(args: tuple[Any, ...]) -> set[Any]:
@@ -501,6 +503,19 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     for ref in refs:
         jax.ref.free_ref(ref)
     return result
+
+
+def with_scoped(*types: Any, **kw_types: Any) -> Callable[..., Callable[..., Any]]:
+    """`run_scoped` as a decorator: the memory comes after the caller's arguments."""
+
+    def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def call(*args: Any) -> Any:
+            return run_scoped(functools.partial(f, *args), *types, **kw_types)
+
+        return call
+
+    return decorate
 
 
 def _is_memory(x: Any) -> bool:

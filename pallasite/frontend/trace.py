@@ -78,12 +78,22 @@ def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
         if result is not None:
             raise KernelTypeError(
                 "a kernel must not return a value",
-                [("kernel", name), ("returned", jax.tree.structure(result))],
+                [("kernel", name), ("returned", _kinds(result))],
                 at,
                 "store results into the output refs: o_ref[...] = value",
             )
 
     return body
+
+
+def _kinds(result: Any) -> str:
+    """What a kernel returned, as one would say it: types of arrays, else of objects."""
+
+    def kind(leaf: Any) -> str:
+        aval = jaxcompat.aval_of(leaf) if isinstance(leaf, jax.Array) else None
+        return type(leaf).__name__ if aval is None else aval.str_short()
+
+    return ", ".join(kind(leaf) for leaf in jax.tree.leaves(result))
 
 
 def check_signature(
@@ -214,7 +224,21 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             "arrays (no lists), one ...; no None",
         )
     error.add_note(f"while tracing the kernel {name_of(fn)}, at {at}")
+    for kind, fix in _CONCRETE_FIXES.items():
+        if isinstance(error, kind):
+            error.add_note(f"fix: {fix}")
+            break
     return None
+
+
+# Python asks for a number where there is none yet; the most special class comes first.
+_CONCRETE_FIXES: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "decide at run time with pl.when, "
+    "jax.lax.cond or jnp.where instead of `if`, `while`, `and` and `or`",
+    jax.errors.TracerIntegerConversionError: "loop at run time with "
+    "jax.lax.fori_loop or pl.loop instead of range()",
+    jax.errors.TracerArrayConversionError: "use jax.numpy instead of numpy",
+}
 
 
 def _swap_problem(text: str) -> str:

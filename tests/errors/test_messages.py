@@ -129,13 +129,8 @@ BAD = {
     ),
     "dtype operand": lambda: call(args=(x.astype(jnp.complex64),)),
     "key operand": lambda: call(args=(jax.random.key(0),)),
-    "conv": lambda: call(
-        lambda x_ref, o_ref: o_ref.__setitem__(
-            ...,
-            jax.lax.conv(
-                x_ref[...][None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME"
-            )[0, 0],
-        )
+    "primitive": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.linalg.qr(x_ref[...])[1])
     ),
     "fft": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.fft.fft(x_ref[...]).real)
@@ -208,7 +203,7 @@ BAD = {
         lambda x_ref, o_ref: pl.when(x_ref[...] > 0)(lambda: None)
     ),
     "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
-    "missing name": lambda: pltpu.prng_seed(0),
+    "missing name": lambda: pltpu.to_pallas_key(0),
     "params": lambda: call(compiler_params=3),
     "kernel mesh": lambda: pl.kernel(copy, out)(x),
     "bounded no ds": lambda: call(

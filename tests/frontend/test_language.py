@@ -292,6 +292,38 @@ def test_vmap_of_atomics_promises_and_checks_inside_a_kernel():
     agrees(kernel, want, X)
 
 
+def collatz_steps(n):
+    def body(state):
+        n, steps = state
+        return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), steps + 1
+
+    return lax.while_loop(lambda state: state[0] > 1, body, (n, jnp.int32(0)))[1]
+
+
+def test_vmap_of_a_while_loop_that_ends_at_another_time_for_each_element():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jax.vmap(jax.vmap(collatz_steps))(x_ref[...])
+
+    starts = np.array([[1, 2, 3], [7, 6, 27]], np.int32)
+    want = np.array([[0, 1, 7], [16, 8, 111]], np.int32)
+    agrees(kernel, want, starts, out=S((2, 3), i32), modes=(*MODES, False))
+
+
+def test_vmap_of_a_while_loop_that_writes_is_refused():
+    def kernel(x_ref, o_ref):
+        def count(n):
+            def body(i):
+                pl.atomic_add(o_ref, (0, 0), 1.0)
+                return i + 1
+
+            return lax.while_loop(lambda i: i < n, body, 0)
+
+        jax.vmap(count)(jnp.array([1, 2]))
+
+    with pytest.raises(NotImplementedError, match="cannot write to a ref"):
+        pl.pallas_call(kernel, out_shape=OUT, interpret=True)(X)
+
+
 def test_grad_inside_a_kernel():
     def kernel(x_ref, o_ref):
         def loss(v):

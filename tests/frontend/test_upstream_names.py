@@ -1,0 +1,170 @@
+"""Names that kernels written for TPUs use: emulated, checked and on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import CheckError, KernelTypeError
+
+S = jax.ShapeDtypeStruct
+f32 = jnp.float32
+X = np.arange(32, dtype=np.float32).reshape(4, 8)
+MODES = (True, False, pl.Checked())
+
+
+def in_every_mode(kernel, out, *args, **kw):
+    """The result of one call, which is the same in each mode."""
+    first, *others = [
+        np.asarray(pl.pallas_call(kernel, out_shape=out, interpret=mode, **kw)(*args))
+        for mode in MODES
+    ]
+    rounding = 1e-6 if np.issubdtype(first.dtype, np.floating) else 0
+    for other in others:
+        np.testing.assert_allclose(other, first, rtol=rounding)
+    return first
+
+
+# --- a generator that programs seed ---
+
+
+def words_kernel(o_ref):
+    """Draws before a loop and in it, seeded anew in every other program."""
+    program = pl.program_id(0)
+
+    @pl.when(program % 2 == 0)
+    def _():
+        pltpu.prng_seed(3, program // 2)
+
+    o_ref[0] = pltpu.prng_random_bits((16,))
+
+    def draw(i, carry):
+        o_ref[i] = pltpu.prng_random_bits((16,))
+        return carry
+
+    lax.fori_loop(1, 4, draw, 0)
+
+
+def test_a_seeded_generator_goes_on_through_loops_and_programs():
+    rows = pl.BlockSpec((4, 16), lambda i: (i, 0))
+    words = in_every_mode(words_kernel, S((16, 16), jnp.int32), grid=4, out_specs=rows)
+    assert len(np.unique(words)) == words.size
+
+
+def test_one_seed_gives_the_same_numbers_again():
+    def kernel(o_ref):
+        for n in range(2):
+            pltpu.prng_seed(jnp.int32(-5))
+            o_ref[n] = pltpu.stateful_uniform((8,), minval=1.0, maxval=2.0)
+        o_ref[2] = pltpu.stateful_normal((8,))
+        o_ref[3] = pltpu.stateful_bernoulli(0.5, (8,)).astype(f32)
+
+    first, second, normal, coins = in_every_mode(kernel, S((4, 8), f32))
+    np.testing.assert_array_equal(first, second)
+    assert ((first >= 1) & (first < 2)).all()
+    assert (normal < 0).any()
+    assert set(coins) == {0.0, 1.0}
+
+
+def test_seeds_are_integers_and_checked_mode_finds_a_missing_one():
+    def floating(o_ref):
+        pltpu.prng_seed(0.5)
+
+    def unseeded(o_ref):
+        o_ref[...] = pltpu.prng_random_bits((8,))
+
+    out = S((8,), jnp.int32)
+    with pytest.raises(KernelTypeError, match="prng_seed takes integers, got float32"):
+        pl.pallas_call(floating, out_shape=out)()
+    with pytest.raises(CheckError, match="random_state"):
+        pl.pallas_call(unseeded, out_shape=out, interpret=pl.Checked())()
+
+
+# --- cores, memory, words ---
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["emulated", "cpu", "checked"])
+def test_core_map_works_on_the_refs_it_closes_over(mode):
+    mesh = pltpu.create_tensorcore_mesh("core", num_cores=2)
+    offset = jnp.float32(1)
+
+    @pl.run_state
+    def triple(refs):
+        x_ref, o_ref = refs
+
+        @pl.core_map(mesh, interpret=mode, scratch_shapes=[pltpu.VMEM((2, 8), f32)])
+        def _(buffer_ref):
+            mine = pl.ds(2 * lax.axis_index("core"), 2)
+            pltpu.sync_copy(x_ref.at[mine], buffer_ref)
+            buffer_ref[...] = 3 * buffer_ref[...] + offset
+            pltpu.sync_copy(buffer_ref, o_ref.at[mine])
+
+    x, out = triple((X, jnp.zeros_like(X)))
+    np.testing.assert_array_equal(x, X)
+    np.testing.assert_array_equal(out, 3 * X + 1)
+
+
+def test_scoped_memory_as_a_decorator_comes_after_the_arguments():
+    def kernel(x_ref, o_ref):
+        @pl.with_scoped(pltpu.VMEM((4, 8), f32), other=pltpu.VMEM((8,), f32))
+        def negate(source_ref, memory_ref, other):
+            pltpu.touch(other)
+            memory_ref[...] = -source_ref[...]
+            return memory_ref[...]
+
+        o_ref[...] = pltpu.reciprocal(negate(x_ref) - 1, approx=True)
+
+    got = in_every_mode(kernel, S((4, 8), f32), X)
+    np.testing.assert_allclose(got, 1 / (-X - 1), rtol=1e-6)
+
+
+def test_dot_of_transposed_tiles():
+    def kernel(x_ref, o_ref):
+        x = pl.max_contiguous(x_ref[...], 8)
+        o_ref[...] = pl.dot(x, x, trans_b=True, allow_tf32=False)
+
+    np.testing.assert_allclose(in_every_mode(kernel, S((4, 4), f32), X), X @ X.T)
+
+
+def test_elements_packed_into_words_come_out_again():
+    def kernel(x_ref, o_ref):
+        parts = [x_ref[n].astype(jnp.int32) - 9 for n in range(4)]
+        packed = pltpu.pack_elementwise(parts, packed_dtype=jnp.int8)
+        halves = pltpu.pack_elementwise([x_ref[0], x_ref[1]], packed_dtype=jnp.bfloat16)
+        assert packed.dtype == halves.dtype == jnp.uint32
+        kinds = dict(packed_dtype=jnp.int8, unpacked_dtype=f32)
+        for n in range(4):
+            o_ref[n] = pltpu.unpack_elementwise(packed, index=n, **kinds)
+        o_ref[4] = pltpu.unpack_elementwise(
+            halves, index=1, packed_dtype=jnp.bfloat16, unpacked_dtype=f32
+        )
+
+    got = in_every_mode(kernel, S((5, 8), f32), X)
+    np.testing.assert_array_equal(got, [*(X - 9), X[1]])
+    with pytest.raises(KernelTypeError, match="pack 2 arrays together"):
+        pltpu.pack_elementwise([jnp.zeros(3)], packed_dtype=jnp.bfloat16)
+
+
+def test_stochastic_rounding_goes_either_way_and_keeps_what_is_exact():
+    value = np.float32(1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
+    bits = jnp.arange(0, 2**16, 16, dtype=jnp.uint32)
+    x = jnp.full(bits.shape, value).at[0].set(jnp.inf).at[1].set(2.0)
+    got = pltpu.stochastic_round(x, bits, target_dtype=jnp.bfloat16).astype(f32)
+    assert got[0] == np.inf
+    assert got[1] == 2
+    assert set(np.unique(got[2:])) == {1.0, 1 + 2**-7}
+    np.testing.assert_allclose((got[2:] > 1).mean(), 0.25, atol=1e-3)
+
+
+def test_interpret_mode_for_a_block_of_calls():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    call = lambda x: pl.pallas_call(kernel, out_shape=S((4, 8), f32))(x)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        emulated = jax.jit(call).lower(X).as_text()
+    assert "custom_call" not in emulated
+    assert "custom_call" in jax.jit(lambda x: call(x)).lower(X).as_text()
