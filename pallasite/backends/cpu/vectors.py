@@ -12,6 +12,8 @@ from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.backends.cpu.values import Lanes, vector
 from pallasite.target import host
 
+SHORT = 4  # vectors in a row are written out without a loop
+
 Body = Callable[[list[Val]], None]
 
 
@@ -101,7 +103,9 @@ class Fold:
 
     def _vectors(self, full: int, count: int) -> list[Val]:
         f = self.f
-        beside = min(self.side_by_side, full)
+        if full <= SHORT:
+            return [self._lanes(integer(k * count), count) for k in range(full)]
+        beside = self.side_by_side
         rounds, left = divmod(full, beside)
         start = f.splat(self.start, count)
         with f.loop(integer(rounds), [start] * beside) as loop:
