@@ -1,12 +1,14 @@
 """Units of work on XLA's own threads: `@run_job` and what it needs, as LLVM IR.
 
-The caller schedules helpers and works itself; all claim chunks of units from one atomic
-counter. It waits only for chunks that a thread has already begun, never for a helper
-that has not started, so it cannot deadlock even where the caller occupies the pool's
-only thread. A helper that starts too late finds nothing to claim; the job's memory is
-freed by whoever is last to let go of it. Nothing here is global or outlives the job.
-Chunks are claimed from the last one down: where programs differ (causal attention), it
-is mostly the later ones that take longer, and the short ones then fill the gaps.
+The caller schedules helpers and works itself. The units are cut into as many runs of
+neighbours as there may be threads; each thread claims chunks of its own run, whose data
+its caches know, and then of the others'. The caller waits only for chunks that a thread
+has already begun, never for a helper that has not started, so it cannot deadlock even
+where it occupies the pool's only thread. A helper that starts too late finds nothing to
+claim; the job's memory is freed by whoever is last to let go of it. Nothing here is
+global or outlives the job. Chunks are claimed from the last one down: where programs
+differ (causal attention), it is mostly the later ones that take longer, and the short
+ones then fill the gaps.
 """
 
 import platform
@@ -14,17 +16,24 @@ import platform
 from pallasite.backends.cpu.llvm import Function, Module
 
 # Byte offsets in a job. The counters that all threads write have their own lines; of
-# two in one line, the second is at rest when the first is used.
-NEXT, NEXT_PART, DONE, DONE_PARTS, REFS, WORKERS = 0, 8, 64, 72, 128, 136
-COUNTERS = (NEXT, NEXT_PART, DONE, DONE_PARTS, WORKERS)
-UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE = 144, 152, 160, 168, 176
+# two in one line, the second is at rest when the first is used. After the operands each
+# run of units has a line with the counter of what is claimed of it.
+NEXT_PART, DONE, DONE_PARTS, REFS, WORKERS = 0, 64, 72, 128, 136
+COUNTERS = (NEXT_PART, DONE, DONE_PARTS, WORKERS)
+UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE, RUNS = 144, 152, 160, 168, 176, 184
 OPERANDS = 192
+LINE = 64
 
 # Byte offsets in XLA_FFI_CallFrame and XLA_FFI_Api.
 FRAME_API, FRAME_CONTEXT = 16, 24
 API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
 SPINS = 2000  # looks at the counter before the waiting caller offers its core
+
+
+def runs_offset(operands: int) -> int:
+    """Where in a job the runs' counters begin."""
+    return -(-(OPERANDS + 8 * operands) // LINE) * LINE
 
 
 def emit_jobs(module: Module, operands: int, parts: int = 0) -> None:
@@ -63,6 +72,7 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         for n in range(operands)
     )
     listed = "".join(f"ptr {pointer}, " for pointer in pointers)
+    before = "%prepared" if parts else "%entry"
     _write(
         f,
         f"""
@@ -72,6 +82,8 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         {_at("arena.at", ARENA)}
         {_at("stride.at", ARENA_STRIDE)}
         {_at("message.at", MESSAGE)}
+        {_at("runs.at", RUNS)}
+        {_at("counters", runs_offset(operands))}
         {_at("done", DONE)}
         {loads}
         %id = atomicrmw add ptr %workers, i64 1 monotonic
@@ -82,16 +94,35 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         %offset = mul i64 %id, %stride
         %arena = getelementptr inbounds i8, ptr %arenas, i64 %offset
         {_preparation(module, parts, listed) if parts else ""}
+        %runs = load i64, ptr %runs.at
+        %up = add i64 %units, %runs
+        %rounded = sub i64 %up, 1
+        %length = sdiv i64 %rounded, %runs
+        br label %run.next
+        run.next:
+        %tried = phi i64 [ 0, {before} ], [ %tried.next, %run.over ]
+        %number = add i64 %id, %tried
+        %which = urem i64 %number, %runs
+        %line = mul i64 %which, {LINE}
+        %counter = getelementptr inbounds i8, ptr %counters, i64 %line
+        %low = mul i64 %which, %length
+        %end = add i64 %low, %length
+        %past = icmp sgt i64 %end, %units
+        %high = select i1 %past, i64 %units, i64 %end
         br label %claim
+        run.over:
+        %tried.next = add i64 %tried, 1
+        %others = icmp slt i64 %tried.next, %runs
+        br i1 %others, label %run.next, label %leave
         claim:
-        %claimed = atomicrmw add ptr %job, i64 %chunk monotonic
-        %last = sub i64 %units, %claimed
-        %some = icmp sgt i64 %last, 0
-        br i1 %some, label %look, label %leave
+        %claimed = atomicrmw add ptr %counter, i64 %chunk monotonic
+        %last = sub i64 %high, %claimed
+        %some = icmp sgt i64 %last, %low
+        br i1 %some, label %look, label %run.over
         look:
         %start = sub i64 %last, %chunk
-        %over = icmp slt i64 %start, 0
-        %first = select i1 %over, i64 0, i64 %start
+        %over = icmp slt i64 %start, %low
+        %first = select i1 %over, i64 %low, i64 %start
         %earlier = load atomic ptr, ptr %message.at monotonic, align 8
         %fine = icmp eq ptr %earlier, null
         br i1 %fine, label %run, label %finish
