@@ -141,7 +141,9 @@ def _share(
         _set_field(f, job, offset, value)
     with f.loop(workers) as loop:
         line = f.add(integer(runs), f.mul(loop.index, integer(threads.LINE)))
-        f.store(integer(0), f.element(job, "i8", line))
+        for counter in (threads.CLAIMED, threads.CLAIMED_PARTS):
+            place = f.add(line, integer(counter))
+            f.store(integer(0), f.element(job, "i8", place))
     helpers = f.sub(workers, integer(1))
     listed = ", ".join(map(str, [frame, job, helpers]))
     first = f.value("ptr", f"call ptr @run_job({listed})")
