@@ -54,7 +54,7 @@ class PackedWindow:
 
     @property
     def parts(self) -> int:
-        """Calls of `@prepare` that pack it."""
+        """Pieces that it is packed in."""
         return prod(self.counts) * self.layout.regions
 
     @property
@@ -71,7 +71,8 @@ class AllAhead:
 
     @property
     def parts(self) -> int:
-        return sum(each.parts for each in self.windows)
+        """Calls of `@prepare`; each packs its share of every window."""
+        return max((each.parts for each in self.windows), default=0)
 
     @property
     def bytes(self) -> int:
@@ -209,12 +210,15 @@ def emit_prepare(module: Module, kernel: Kernel, ahead: AllAhead) -> None:
     params += [("ptr", "shared"), ("i64", "part")]
     f = Function(module, "prepare", params, linkage="internal")
     *pointers, shared, part = f.params
-    first = 0
     for each in ahead.windows:
-        here = f.sub(part, integer(first))
-        with f.when(f.compare("icmp ult", here, integer(each.parts))):
-            _emit_part(f, kernel, ahead, each, pointers[each.array], shared, here)
-        first += each.parts
+        # Neighbouring parts of all windows together: whoever packs them uses them.
+        share = lambda n, each=each: f.binary(
+            "udiv", f.mul(n, integer(each.parts)), integer(ahead.parts)
+        )
+        first = share(part)
+        with f.loop(f.sub(share(f.add(part, integer(1))), first)) as loop:
+            here, pointer = f.add(first, loop.index), pointers[each.array]
+            _emit_part(f, kernel, ahead, each, pointer, shared, here)
     f.line("ret void")
 
 

@@ -81,6 +81,7 @@ def _decomposition(name: str, dtype: DType) -> Block:
 # exp(r) = 1 + r + r^2 (...), |r| <= log(2)/2; from the highest power.
 _EXP = (0.001381355, 0.008365171, 0.04166773, 0.16666547, 0.5)
 _LOG2_E, _LN2 = 1.4426950408889634, 0.6931471805599453
+_ROUNDS = 1.5 * 2.0**23
 _LN2_HIGH = 0.693359375  # few bits: products with n are exact
 _LN2_LOW = _LN2 - _LN2_HIGH
 
@@ -95,7 +96,9 @@ def _exp_by_scaling(f: Function, x: Val, in_twos: bool) -> Val:
         n = f.intrinsic("roundeven", x)
         r = f.binary("fmul", f.binary("fsub", x, n), number(_LN2))
     else:
-        n = f.intrinsic("roundeven", f.binary("fmul", x, number(_LOG2_E)))
+        # Adding and taking away a number without binary places rounds.
+        n = f.intrinsic("fma", x, number(_LOG2_E), number(_ROUNDS))
+        n = f.binary("fsub", n, number(_ROUNDS))
         r = f.intrinsic("fma", n, number(-_LN2_HIGH), x)
         r = f.intrinsic("fma", n, number(-_LN2_LOW), r)
     return _scaled(f, _horner(f, r, (*_EXP, 1.0, 1.0)), n)

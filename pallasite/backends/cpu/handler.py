@@ -127,17 +127,24 @@ def _share(
     end_alone = f.block
     f.branch(joined)
     f.label(together)
-    job = f.call("malloc", "ptr", integer(threads.OPERANDS + 8 * len(pointers)))
+    runs = threads.runs_offset(len(pointers))
+    size = f.add(integer(runs), f.mul(workers, integer(threads.LINE)))
+    job = f.call("malloc", "ptr", size)
     exists = f.compare("icmp ne", job, NULL)
     _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, "no memory for a job", block)
     fields = [(threads.REFS, integer(1)), (threads.UNITS, units)]
-    fields += [(threads.CHUNK, chunk), (threads.MESSAGE, NULL)]
+    fields += [(threads.CHUNK, chunk), (threads.RUNS, workers), (threads.MESSAGE, NULL)]
     stride = integer(memory.arena_bytes)
     fields += [(threads.ARENA, arenas), (threads.ARENA_STRIDE, stride)]
     fields += [(counter, integer(0)) for counter in threads.COUNTERS]
     fields += [(threads.OPERANDS + 8 * n, a) for n, a in enumerate(pointers)]
     for offset, value in fields:
         _set_field(f, job, offset, value)
+    with f.loop(workers) as loop:
+        line = f.add(integer(runs), f.mul(loop.index, integer(threads.LINE)))
+        for counter in (threads.CLAIMED, threads.CLAIMED_PARTS):
+            place = f.add(line, integer(counter))
+            f.store(integer(0), f.element(job, "i8", place))
     helpers = f.sub(workers, integer(1))
     listed = ", ".join(map(str, [frame, job, helpers]))
     first = f.value("ptr", f"call ptr @run_job({listed})")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
 _MANY_ROWS = 128  # so many are walked in memory order instead of column by column
+_SHORT_ROW = 16  # vectors, up to which their last steps are worth taking together
 _COMBINE = {"sum": "add", "prod": "mul"}  # the others are named as their op
 
 
@@ -117,7 +118,9 @@ class _Reduction:
             address = buffer.address(f, running, indices)
             scalars.store(f, running, self.at(indices), address)
 
-        if self.along in self.axes or self.along is None:
+        if self._has_short_rows(shape):
+            self._fill_many(buffer, shape)
+        elif self.along in self.axes or self.along is None:
             with f.nest(shape) as indices:
                 body(indices)
         elif prod(self.tile.shape[d] for d in self.axes) <= _MANY_ROWS:
@@ -126,6 +129,34 @@ class _Reduction:
             start = identity(self.kind, running)
             e.fill(buffer, tiles.splat(shape, running, start))
             vectors.each(f, self.tile.shape, lambda i: self._update(buffer, i))
+
+    def _has_short_rows(self, shape: tuple[int, ...]) -> bool:
+        """Does reducing the lanes of a vector at a time take longer than the rest?"""
+        if self.axes != (self.along,) or 0 in self.tile.shape:
+            return False
+        full, rest = divmod(self.tile.shape[self.along], vectors.width())
+        whole = full and not rest and shape[-1] % vectors.width() == 0
+        return bool(whole) and full <= _SHORT_ROW
+
+    def _fill_many(self, buffer: Buffer, shape: tuple[int, ...]) -> None:
+        """Store all results, a vector of them at a time."""
+        e, f, running, count = self.e, self.e.f, self.running, vectors.width()
+        assert self.along is not None
+        full = self.tile.shape[self.along] // count
+        type = vectors.vector(scalars.register(running), count)
+        room = e.temporary((count, count), running).pointer
+        with f.nest([*shape[:-1], shape[-1] // count]) as (*outer, group):
+            first = f.mul(group, integer(count))
+            with f.loop(integer(count)) as loop:
+                row = [*outer, f.add(first, loop.index)]
+                places = dict(zip(self.kept, row, strict=True))
+                lanes = self._fold(places).lanes_of(full)
+                f.store(lanes, f.element(room, type, loop.index))
+            rows = [f.load(type, f.element(room, type, integer(k))) for k in range(count)]
+            total = vectors.reduce_each(f, rows, self._joined)
+            total = self._joined(f.splat(identity(self.kind, running), count), total)
+            address = buffer.address(f, running, [*outer, vectors.Lanes(first, count)])
+            scalars.store(f, running, total, address)
 
     def _update(self, buffer: Buffer, indices: Indices) -> None:
         f, running = self.e.f, self.running
@@ -156,15 +187,16 @@ class _Reduction:
     def _along_lanes(self, places: dict[int, Val]) -> Val:
         """The reduction along the dimension of lanes; those after it have one index."""
         assert self.along is not None
+        return self._fold(places).over(self.tile.shape[self.along])
 
+    def _fold(self, places: dict[int, Val]) -> vectors.Fold:
         def value(lanes: Val) -> Val:
             at = {**places, self.along: lanes}
             rank = len(self.tile.shape)
             return self._element([at.get(d, integer(0)) for d in range(rank)])
 
         start = identity(self.kind, self.running)
-        fold = vectors.Fold(self.e.f, value, self._joined, start, self.side_by_side)
-        return fold.over(self.tile.shape[self.along])
+        return vectors.Fold(self.e.f, value, self._joined, start, self.side_by_side)
 
     def _element(self, indices: Indices) -> Val:
         f, tile = self.e.f, self.tile

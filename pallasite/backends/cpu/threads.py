@@ -1,30 +1,41 @@
 """Units of work on XLA's own threads: `@run_job` and what it needs, as LLVM IR.
 
-The caller schedules helpers and works itself; all claim chunks of units from one atomic
-counter. It waits only for chunks that a thread has already begun, never for a helper
-that has not started, so it cannot deadlock even where the caller occupies the pool's
-only thread. A helper that starts too late finds nothing to claim; the job's memory is
-freed by whoever is last to let go of it. Nothing here is global or outlives the job.
-Chunks are claimed from the last one down: where programs differ (causal attention), it
-is mostly the later ones that take longer, and the short ones then fill the gaps.
+The caller schedules helpers and works itself. The units are cut into as many runs of
+neighbours as there may be threads; each thread claims chunks of its own run, whose data
+its caches know, and then of the others'. So it is with the parts of what is prepared. The caller waits only for chunks that a thread
+has already begun, never for a helper that has not started, so it cannot deadlock even
+where it occupies the pool's only thread. A helper that starts too late finds nothing to
+claim; the job's memory is freed by whoever is last to let go of it. Nothing here is
+global or outlives the job. Chunks are claimed from the last one down: where programs
+differ (causal attention), it is mostly the later ones that take longer, and the short
+ones then fill the gaps.
 """
 
 import platform
+import re
 
 from pallasite.backends.cpu.llvm import Function, Module
 
 # Byte offsets in a job. The counters that all threads write have their own lines; of
-# two in one line, the second is at rest when the first is used.
-NEXT, NEXT_PART, DONE, DONE_PARTS, REFS, WORKERS = 0, 8, 64, 72, 128, 136
-COUNTERS = (NEXT, NEXT_PART, DONE, DONE_PARTS, WORKERS)
-UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE = 144, 152, 160, 168, 176
+# two in one line, the second is at rest when the first is used. After the operands each
+# run has a line with counters of what is claimed of it.
+DONE, DONE_PARTS, REFS, WORKERS = 0, 8, 64, 136
+COUNTERS = (DONE, DONE_PARTS, WORKERS)
+UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE, RUNS = 144, 152, 160, 168, 176, 184
 OPERANDS = 192
+LINE = 64
+CLAIMED, CLAIMED_PARTS = 0, 8  # in a run's line
 
 # Byte offsets in XLA_FFI_CallFrame and XLA_FFI_Api.
 FRAME_API, FRAME_CONTEXT = 16, 24
 API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 
 SPINS = 2000  # looks at the counter before the waiting caller offers its core
+
+
+def runs_offset(operands: int) -> int:
+    """Where in a job the runs' counters begin."""
+    return -(-(OPERANDS + 8 * operands) // LINE) * LINE
 
 
 def emit_jobs(module: Module, operands: int, parts: int = 0) -> None:
@@ -63,6 +74,7 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         for n in range(operands)
     )
     listed = "".join(f"ptr {pointer}, " for pointer in pointers)
+    before = "prepared" if parts else "entry"
     _write(
         f,
         f"""
@@ -72,6 +84,8 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         {_at("arena.at", ARENA)}
         {_at("stride.at", ARENA_STRIDE)}
         {_at("message.at", MESSAGE)}
+        {_at("runs.at", RUNS)}
+        {_at("counters", runs_offset(operands))}
         {_at("done", DONE)}
         {loads}
         %id = atomicrmw add ptr %workers, i64 1 monotonic
@@ -81,52 +95,86 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         %stride = load i64, ptr %stride.at
         %offset = mul i64 %id, %stride
         %arena = getelementptr inbounds i8, ptr %arenas, i64 %offset
+        %runs = load i64, ptr %runs.at
         {_preparation(module, parts, listed) if parts else ""}
-        br label %claim
-        claim:
-        %claimed = atomicrmw add ptr %job, i64 %chunk monotonic
-        %last = sub i64 %units, %claimed
-        %some = icmp sgt i64 %last, 0
-        br i1 %some, label %look, label %leave
-        look:
-        %start = sub i64 %last, %chunk
-        %over = icmp slt i64 %start, 0
-        %first = select i1 %over, i64 0, i64 %start
+        {_claims("unit", CLAIMED, "%units", "%chunk", before)}
+        unit.claimed:
         %earlier = load atomic ptr, ptr %message.at monotonic, align 8
         %fine = icmp eq ptr %earlier, null
         br i1 %fine, label %run, label %finish
         run:
-        %message = call ptr @kernel({listed}i64 %first, i64 %last, ptr %arena)
+        %message = call ptr @kernel({listed}i64 %unit.first, i64 %unit.last, ptr %arena)
         %good = icmp eq ptr %message, null
         br i1 %good, label %finish, label %report
         report:
         %swapped = cmpxchg ptr %message.at, ptr null, ptr %message monotonic monotonic
         br label %finish
         finish:
-        %count = sub i64 %last, %first
+        %count = sub i64 %unit.last, %unit.first
         %total = atomicrmw add ptr %done, i64 %count release
-        br label %claim
-        leave:
+        br label %unit.claim
+        unit.none:
         ret void
         """,
     )
 
 
+def _claims(kind: str, counter: int, count: object, chunk: object, before: str) -> str:
+    """Code after block `before` that gives out all of `count`, run by run.
+
+    It goes to `kind.claimed` with `kind.first` and `kind.last`, from there the code
+    around it comes back to `kind.claim`; when nothing is left, to `kind.none`.
+    """
+    lines = f"""
+        %up = add i64 {count}, %runs
+        %rounded = sub i64 %up, 1
+        %length = sdiv i64 %rounded, %runs
+        br label %run
+        run:
+        %tried = phi i64 [ 0, %{before} ], [ %tried.next, %next ]
+        %number = add i64 %id, %tried
+        %which = urem i64 %number, %runs
+        %line = mul i64 %which, {LINE}
+        %place = add i64 %line, {counter}
+        %counter = getelementptr inbounds i8, ptr %counters, i64 %place
+        %low = mul i64 %which, %length
+        %end = add i64 %low, %length
+        %past = icmp sgt i64 %end, {count}
+        %high = select i1 %past, i64 {count}, i64 %end
+        br label %claim
+        claim:
+        %before = atomicrmw add ptr %counter, i64 {chunk} monotonic
+        %last = sub i64 %high, %before
+        %some = icmp sgt i64 %last, %low
+        br i1 %some, label %found, label %next
+        found:
+        %start = sub i64 %last, {chunk}
+        %over = icmp slt i64 %start, %low
+        %first = select i1 %over, i64 %low, i64 %start
+        br label %claimed
+        next:
+        %tried.next = add i64 %tried, 1
+        %more = icmp slt i64 %tried.next, %runs
+        br i1 %more, label %run, label %none
+    """
+    outside = {"%runs", "%id", "%counters", f"%{before}", str(count), str(chunk)}
+    rename = lambda name: name if name in outside else f"%{kind}.{name[1:]}"
+    named = re.sub(r"%[a-z.]+", lambda match: rename(match[0]), lines)
+    return re.sub(r"^( *)([a-z]+):", rf"\1{kind}.\2:", named, flags=re.MULTILINE)
+
+
 def _preparation(module: Module, parts: int, operands: str) -> str:
     """Take parts until none is left, then wait for those that others have begun."""
     return f"""
-        {_at("next.part", NEXT_PART)}
         {_at("done.parts", DONE_PARTS)}
-        br label %take
-        take:
-        %part = atomicrmw add ptr %next.part, i64 1 monotonic
-        %more = icmp slt i64 %part, {parts}
-        br i1 %more, label %prepare, label %wait
-        prepare:
-        call void @prepare({operands}i64 %part)
+        {_claims("part", CLAIMED_PARTS, parts, 1, "entry")}
+        part.claimed:
+        call void @prepare({operands}i64 %part.first)
         %parts.before = atomicrmw add ptr %done.parts, i64 1 release
-        br label %take
-        {_wait(module, "take", "%done.parts", parts, "prepared")}
+        br label %part.claim
+        part.none:
+        br label %wait
+        {_wait(module, "part.none", "%done.parts", parts, "prepared")}
         prepared:
     """
 

@@ -12,6 +12,8 @@ from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.backends.cpu.values import Lanes, vector
 from pallasite.target import host
 
+SHORT = 4  # vectors in a row are written out without a loop
+
 Body = Callable[[list[Val]], None]
 
 
@@ -89,8 +91,7 @@ class Fold:
         """The reduction of elements 0 up to n, as a scalar."""
         count = width()
         full, rest = divmod(n, count)
-        running = self._vectors(full, count) if full else []
-        total = self.horizontal(self._joined(running)) if running else self.start
+        total = self.horizontal(self.lanes_of(full)) if full else self.start
         if rest:
             with last_lanes(self.f, full * count, rest) as lanes:
                 last = self.value(lanes)
@@ -99,9 +100,15 @@ class Fold:
             total = self.combine(total, self.horizontal(last, max(lanes.count, 1)))
         return total
 
+    def lanes_of(self, full: int) -> Val:
+        """The reductions of every so manieth element, in so many full vectors."""
+        return self._joined(self._vectors(full, width()))
+
     def _vectors(self, full: int, count: int) -> list[Val]:
         f = self.f
-        beside = min(self.side_by_side, full)
+        if full <= SHORT:
+            return [self._lanes(integer(k * count), count) for k in range(full)]
+        beside = self.side_by_side
         rounds, left = divmod(full, beside)
         start = f.splat(self.start, count)
         with f.loop(integer(rounds), [start] * beside) as loop:
@@ -134,6 +141,29 @@ class Fold:
             half = x.count // 2
             x = self.combine(*(_part(self.f, x, k * half, half) for k in range(2)))
         return self.f.lane(x, 0)
+
+
+def reduce_each(
+    f: Function, vectors: list[Val], combine: Callable[[Val, Val], Val]
+) -> Val:
+    """The reductions of as many vectors as they have lanes, as the lanes of one.
+
+    Two vectors become one that holds the halves' reductions side by side, and so on.
+    """
+    size = vectors[0].count
+    while len(vectors) > 1:
+        size //= 2
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        halves = [[_halves(f, *pair, size, k) for k in range(2)] for pair in pairs]
+        vectors = [combine(*both) for both in halves]
+    return vectors[0]
+
+
+def _halves(f: Function, a: Val, b: Val, size: int, which: int) -> Val:
+    """The first or second `size` of every 2 * `size` lanes of two vectors."""
+    lanes = [n for n in range(2 * a.count) if n // size % 2 == which]
+    mask = f"<{a.count} x i32> <{', '.join(f'i32 {n}' for n in lanes)}>"
+    return f.pure(a.type, f"shufflevector {a}, {b}, {mask}")
 
 
 def _part(f: Function, x: Val, first: int, count: int) -> Val:
