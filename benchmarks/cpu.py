@@ -127,15 +127,16 @@ def attention(q, k, v):
     return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores, -1), v)
 
 
-def absorb(state, q, k, v, row, column):
+def absorb(state, q, k, v, diagonal: bool):
     """One block of keys into the running softmax."""
     highest, total, out = state
     scores = jax.lax.dot_general(
         q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    rows = row + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
-    columns = column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    scores = jnp.where(rows >= columns, scores * q.shape[-1] ** -0.5, MASKED)
+    if diagonal:
+        rows = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        columns = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(rows >= columns, scores, MASKED)
     new = jnp.maximum(highest, scores.max(1, keepdims=True))
     p = jnp.exp(scores - new)
     shrink = jnp.exp(highest - new)
@@ -143,58 +144,63 @@ def absorb(state, q, k, v, row, column):
     return new, total * shrink + p.sum(1, keepdims=True), out
 
 
-def flash_scratch(q, k, v, block: int = 128):
+def flash_scratch(q, k, v, block: int = 64):
     pl = pallasite
     heads, n, width = q.shape
 
-    def kernel(q_ref, k_ref, v_ref, o_ref, *state):
+    def kernel(q_ref, k_ref, v_ref, o_ref, scaled_ref, *state):
         i, j = pl.program_id(1), pl.program_id(2)
 
         @pl.when(j == 0)
         def _():
+            scaled_ref[...] = q_ref[...] * width**-0.5
             state[0][...] = jnp.full_like(state[0], MASKED)
             state[1][...] = jnp.zeros_like(state[1])
             state[2][...] = jnp.zeros_like(state[2])
 
-        @pl.when(j <= i)
-        def _():
+        def step(diagonal: bool):
             old = tuple(ref[...] for ref in state)
-            args = (q_ref[...], k_ref[...], v_ref[...], i * block, j * block)
-            for ref, value in zip(state, absorb(old, *args), strict=True):
+            new = absorb(old, scaled_ref[...], k_ref[...], v_ref[...], diagonal)
+            for ref, value in zip(state, new, strict=True):
                 ref[...] = value
 
-        @pl.when(j == pl.num_programs(2) - 1)
+        pl.when(j < i)(lambda: step(diagonal=False))
+
+        @pl.when(j == i)
         def _():
+            step(diagonal=True)
             o_ref[...] = (state[2][...] / state[1][...]).astype(o_ref.dtype)
 
     query = pl.BlockSpec((None, block, width), lambda h, i, j: (h, i, 0))
     key = pl.BlockSpec((None, block, width), lambda h, i, j: (h, j, 0))
     column = pltpu.VMEM((block, 1), jnp.float32)
+    rows = pltpu.VMEM((block, width), jnp.float32)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(heads, n // block, n // block),
         in_specs=[query, key, key],
         out_specs=query,
-        scratch_shapes=[column, column, pltpu.VMEM((block, width), jnp.float32)],
+        scratch_shapes=[rows, column, column, rows],
     )(q, k, v)
 
 
-def flash_fori(q, k, v, block: int = 128):
+def flash_fori(q, k, v, block: int = 64):
     pl = pallasite
     heads, n, width = q.shape
 
     def kernel(q_ref, k_ref, v_ref, o_ref):
         i = pl.program_id(1)
-        q = q_ref[...]
+        q = q_ref[...] * width**-0.5
 
-        def step(j, state):
+        def step(j, state, diagonal: bool = False):
             keys = pl.ds(j * block, block)
-            return absorb(state, q, k_ref[keys], v_ref[keys], i * block, j * block)
+            return absorb(state, q, k_ref[keys], v_ref[keys], diagonal)
 
         column = jnp.zeros((block, 1), jnp.float32)
         start = (column + MASKED, column, jnp.zeros((block, width), jnp.float32))
-        _, total, out = jax.lax.fori_loop(0, i + 1, step, start)
+        state = jax.lax.fori_loop(0, i, step, start)
+        _, total, out = step(i, state, diagonal=True)
         o_ref[...] = (out / total).astype(o_ref.dtype)
 
     query = pl.BlockSpec((None, block, width), lambda h, i: (h, i, 0))

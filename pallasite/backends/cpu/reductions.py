@@ -152,7 +152,9 @@ class _Reduction:
                 places = dict(zip(self.kept, row, strict=True))
                 lanes = self._fold(places).lanes_of(full)
                 f.store(lanes, f.element(room, type, loop.index))
-            rows = [f.load(type, f.element(room, type, integer(k))) for k in range(count)]
+            rows = [
+                f.load(type, f.element(room, type, integer(k))) for k in range(count)
+            ]
             total = vectors.reduce_each(f, rows, self._joined)
             total = self._joined(f.splat(identity(self.kind, running), count), total)
             address = buffer.address(f, running, [*outer, vectors.Lanes(first, count)])

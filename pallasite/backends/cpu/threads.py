@@ -2,13 +2,14 @@
 
 The caller schedules helpers and works itself. The units are cut into as many runs of
 neighbours as there may be threads; each thread claims chunks of its own run, whose data
-its caches know, and then of the others'. So it is with the parts of what is prepared. The caller waits only for chunks that a thread
-has already begun, never for a helper that has not started, so it cannot deadlock even
-where it occupies the pool's only thread. A helper that starts too late finds nothing to
-claim; the job's memory is freed by whoever is last to let go of it. Nothing here is
-global or outlives the job. Chunks are claimed from the last one down: where programs
-differ (causal attention), it is mostly the later ones that take longer, and the short
-ones then fill the gaps.
+its caches know, and then of the others'. So it is with the parts of what is prepared
+for all units. The caller waits only for chunks that a thread has already begun, never
+for a helper that has not started, so it cannot deadlock even where it occupies the
+pool's only thread. A helper that starts too late finds nothing to claim; the job's
+memory is freed by whoever is last to let go of it. Nothing here is global or outlives
+the job. Chunks are claimed from the last one down: where programs differ (causal
+attention), it is mostly the later ones that take longer, and the short ones then fill
+the gaps.
 """
 
 import platform

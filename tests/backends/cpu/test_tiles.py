@@ -283,7 +283,9 @@ def test_a_shared_tile_is_computed_once():
         return b.add(b.mul(e, e), b.reshape(b.reshape(e, shape=(64,)), shape=(8, 8)))
 
     x = normal(8, 8)
-    assert llvm_of(tiles_kernel(emit, [x])).count("@llvm.roundeven.") == 2
+    # exp limits its operand by selects; nothing else here has any.
+    once = llvm_of(tiles_kernel(lambda b, v: b.exp(v), [x])).count(" select ")
+    assert llvm_of(tiles_kernel(emit, [x])).count(" select ") == once > 0
     np.testing.assert_allclose(compute(emit, x), np.exp(x) ** 2 + np.exp(x), rtol=1e-5)
 
 
