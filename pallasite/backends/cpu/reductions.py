@@ -144,7 +144,8 @@ class _Reduction:
         assert self.along is not None
         full = self.tile.shape[self.along] // count
         type = vectors.vector(scalars.register(running), count)
-        room = e.temporary((count, count), running).pointer
+        held = F32 if scalars.is_narrow(running) else running  # as in registers
+        room = e.temporary((count, count), held).pointer
         with f.nest([*shape[:-1], shape[-1] // count]) as (*outer, group):
             first = f.mul(group, integer(count))
             with f.loop(integer(count)) as loop:

@@ -160,6 +160,20 @@ def test_nan_passes_through_reductions(width, place: int):
         assert np.isnan(y).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("name", ["f32", "bf16", "f16", "f64", "i8", "u32", "bool"])
+def test_short_rows_are_reduced_together(width, name: str):
+    """As many rows as a vector has lanes, and more: their last steps are shared."""
+    dtype = DTYPES[name].np
+    low = 0 if name in ("bool", "u32") else -3
+    x = np.random.default_rng(5).integers(low, 2, (2, 48, 64)).astype(dtype)
+    kinds = ("max", "min", "or") if name == "bool" else ("max", "min", "sum")
+    got = compute(lambda b, v: [reduce(b, v, kind, 2) for kind in kinds], x)
+    wide = x.astype(np.float64)
+    for kind, values in zip(kinds, got, strict=True):
+        want = getattr(wide, {"or": "max"}.get(kind, kind))(2)
+        np.testing.assert_array_equal(values.astype(np.float64), want.astype(dtype))
+
+
 def test_infinities_reduce(width):
     x = np.full((2, 33), -np.inf, np.float32)
     x[1, 5] = np.inf
