@@ -132,7 +132,7 @@ class _Reduction:
 
     def _has_short_rows(self, shape: tuple[int, ...]) -> bool:
         """Does reducing the lanes of a vector at a time take longer than the rest?"""
-        if self.axes != (self.along,) or 0 in self.tile.shape:
+        if self.along is None or self.axes != (self.along,) or 0 in self.tile.shape:
             return False
         full, rest = divmod(self.tile.shape[self.along], vectors.width())
         whole = full and not rest and shape[-1] % vectors.width() == 0
