@@ -65,7 +65,12 @@ def pull_back(
     primals, pending = operands[: len(primals)], iter(operands[len(primals) :])
     cotangents = [next(pending) if k else None for k in known]
     try:
-        return backward.cotangents(call, primals, cotangents, wanted)
+        made = backward.cotangents(call, primals, cotangents, wanted)
+        return [
+            # Its type must be that of what it belongs to, also on explicit mesh axes.
+            c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
+            for c, p in zip(made, primals, strict=True)
+        ]
     except NoBackwardKernel:  # the functional form serves every kernel
         found = iter(
             cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
@@ -86,10 +91,7 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
     """Tangents of the call's results, some of them symbolic zeros."""
     active = tuple(map(_moves, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
-    moved = [
-        _no_tangent(jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np))
-        for p in call.kernel.outputs
-    ]
+    moved = [_no_tangent(aval) for aval in primitive.result_types(call, avals)]
     outputs = activity(call.kernel, active).outputs
     if outputs:
         given = [t for t, a in zip(tangents, active, strict=True) if a]
@@ -216,7 +218,7 @@ def _transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> li
     is the same everywhere, so it is taken at zero."""
     linear = tuple(map(ad.is_undefined_primal, operands))
     primals = [
-        jnp.zeros(x.aval.shape, x.aval.dtype) if f else x
+        jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x
         for x, f in zip(operands, linear, strict=True)
     ]
     return pull_back(call, primals, [_instantiated(c) for c in cotangents], linear)
@@ -372,16 +374,19 @@ def _lead(
 
 @tangent_p.def_abstract_eval
 def _tangent_types(*avals: Any, call: Call, active: Flags) -> list[Any]:
-    outputs = [
-        call.kernel.outputs[n].ref for n in activity(call.kernel, active).outputs
-    ]
-    return [jaxcompat.out_aval_like(avals, r.shape, r.dtype.np) for r in outputs]
+    results = primitive.result_types(call, avals[: len(active)], avals)
+    return [results[n] for n in activity(call.kernel, active).outputs]
 
 
 @cotangent_p.def_abstract_eval
 def _cotangent_types(*avals: Any, call: Call, wanted: Flags, known: Flags) -> list[Any]:
-    chosen = [p.ref for p, w in zip(call.kernel.inputs, wanted, strict=True) if w]
-    return [jaxcompat.out_aval_like(avals, r.shape, r.dtype.np) for r in chosen]
+    return [
+        jaxcompat.out_aval_like(
+            avals, aval.shape, aval.dtype, jaxcompat.explicit_spec(aval)
+        )
+        for aval, w in zip(avals, wanted, strict=False)
+        if w
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
