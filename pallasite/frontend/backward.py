@@ -25,6 +25,7 @@ from pallasite.frontend.backward_windows import (
     place,
 )
 from pallasite.frontend.edges import harmless_edges
+from pallasite.frontend.partition_rule import Partition, inherit
 from pallasite.frontend.program import Program, main_refs, program_of, written_refs
 from pallasite.frontend.reverse import Reversed, reverse_program
 from pallasite.frontend.reverse_rules import accumulated
@@ -74,8 +75,9 @@ def cotangents(
         if start is None:
             start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
         arrays[ref] = start.astype(ref.ref.dtype.np)
+    names = _names(call.partition, made)
     for step in made.steps:
-        arrays |= _run(call, step, arrays)
+        arrays |= _run(call, step, arrays, names)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
@@ -83,10 +85,28 @@ def cotangents(
     return found
 
 
-def _run(call: Any, step: Built, arrays: dict[Value, Any]) -> dict[Value, Any]:
+def _names(rule: bool | Partition | None, made: Plan) -> dict[Value, Sequence[str]]:
+    """What the author calls the dimensions of arrays and of their cotangents."""
+    if not isinstance(rule, Partition):
+        return {}
+    return {
+        **dict(zip(made.primals, rule.operands, strict=True)),
+        **{ref: rule.operands[n] for n, ref in made.targets.items()},
+        **{ref: rule.results[n] for n, ref in (made.seeds | made.changing).items()},
+    }
+
+
+def _run(
+    call: Any,
+    step: Built,
+    arrays: dict[Value, Any],
+    names: dict[Value, Sequence[str]],
+) -> dict[Value, Any]:
     from pallasite.frontend.primitive import bind_call
 
-    options = replace(call, kernel=step.kernel, cost_estimate=None)
+    known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
+    rule = inherit(call.partition, step.kernel, known)
+    options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     results = bind_call(options, [arrays[ref] for ref in step.operands])
     whole = [
         x if parts == 1 else jnp.sum(x, axis=0)
@@ -243,5 +263,7 @@ def cut_into_parts(
     axis = rest[0]
     taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
     most = min(MOST_PARTS, budget // max(taken, 1))
-    count = max((d for d in range(1, most + 1) if sizes[axis] % d == 0), default=1)
+    counts = [d for d in range(1, most + 1) if sizes[axis] % d == 0]
+    # Devices come in powers of two, and each is to have whole parts.
+    count = max(counts, key=lambda d: (d & -d, d), default=1)
     return Parts(axis, count) if count > 1 else None

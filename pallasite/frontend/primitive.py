@@ -339,12 +339,17 @@ def _batch(
     ]
     mapped = [d is not None for d in dims]
     moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
-    kernel = batch_kernel(call.kernel, tuple(mapped), size)
+    results = call_p.bind(*moved, call=batched(call, mapped, size))
+    return results, [0] * len(results)
+
+
+def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
+    """The call with one more leading grid axis, which the mapped operands follow."""
     rule = call.partition
     if isinstance(rule, Partition):
-        rule = rule.batched(mapped) if rule.fits(call.kernel) else None
-    results = call_p.bind(*moved, call=replace(call, kernel=kernel, partition=rule))
-    return results, [0] * len(results)
+        rule = rule.batched(mapped)
+    kernel = batch_kernel(call.kernel, tuple(mapped), size)
+    return replace(call, kernel=kernel, partition=rule)
 
 
 def _batch_symbolic(

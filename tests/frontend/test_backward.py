@@ -325,6 +325,39 @@ def test_flash_attention(is_causal, dtype):
     check(run, reference, *args, tol=tol, kernels=1)
 
 
+def test_statistics_kept_over_several_lanes():
+    """A TPU idiom: a column in scratch that is 8 wide, read as its first column."""
+    rows, columns = 8, 16
+
+    def kernel(x_ref, o_ref, highest_ref, total_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            highest_ref[...] = jnp.full_like(highest_ref, MASKED)
+            total_ref[...] = jnp.zeros_like(total_ref)
+
+        x, old = x_ref[...], highest_ref[:, :1]
+        new = jnp.maximum(old, x.max(-1, keepdims=True))
+        sums = jnp.exp(x - new).sum(-1, keepdims=True)
+        total = total_ref[:, :1] * jnp.exp(old - new) + sums
+        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+        highest_ref[...] = jnp.broadcast_to(new, highest_ref.shape)
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            o_ref[...] = highest_ref[:, :1] + jnp.log(total_ref[:, :1])
+
+    run = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((2 * rows, 1), jnp.float32),
+        grid=(2, 3),
+        in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((rows, 8), jnp.float32)] * 2,
+    )
+    reference = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
+    check(run, reference, normal(0, 2 * rows, 3 * columns))
+
+
 # --- shared blocks, prefetched indices, overlapping windows ---
 
 
