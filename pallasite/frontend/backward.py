@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallasite.errors import NoBackwardKernel
+from pallasite.frontend.backward_axes import split_axes
 from pallasite.frontend.backward_stages import Stages, split
 from pallasite.frontend.backward_windows import (
     Built,
@@ -34,6 +35,7 @@ from pallasite.ir.nodes import Kernel, Value
 
 ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is cut into parts
 MOST_PARTS = 16
+LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,11 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     for n, ref in changing.items():
         if shared.get(n) in targets:
             targets[shared[n]] = ref
-    stages = _stages(replace(program, body=made.body), made)
+    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
+    program = split_axes(replace(program, body=made.body), results)
+    stages = _stages(program, made)
     # Partial sums are for small operands, as the weights of a norm are.
     budget = sum(_bytes(ref) for ref in kernel.inputs) // 4
-    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     steps: list[Built] = []
     for stage in stages.programs:
         refs = [*results, *stages.saved]
@@ -266,4 +269,5 @@ def cut_into_parts(
     counts = [d for d in range(1, most + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each is to have whole parts.
     count = max(counts, key=lambda d: (d & -d, d), default=1)
-    return Parts(axis, count) if count > 1 else None
+    enough = count >= LEAST_PARTS or count == sizes[axis]
+    return Parts(axis, count) if enough else None

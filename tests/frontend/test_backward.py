@@ -13,6 +13,7 @@ from benchmarks.grad import dot, layernorm, rowwise, softmax
 from pallasite import tpu as pltpu
 from pallasite.frontend.backward import cotangents, plan
 from pallasite.frontend.primitive import calls_in
+from pallasite.ir.nodes import walk
 
 MASKED = -1e30
 
@@ -378,7 +379,13 @@ def test_blocks_shared_by_a_quotient_of_an_index():
         out_specs=pl.BlockSpec((1, 8), lambda i: (i, 0)),
     )
     reference = lambda x, y: x * jnp.sin(jnp.repeat(y, 3, axis=0))
-    check(run, reference, normal(0, 6, 8), normal(1, 2, 8))
+    args = normal(0, 6, 8), normal(1, 2, 8)
+    check(run, reference, *args)
+    # Each group of programs has a block of its own, so groups run in parallel.
+    (kernel_made,) = pl.explain_grad(run)(*args).kernels
+    (pipeline,) = (op for op in walk(kernel_made.body) if op.name == "pipeline")
+    assert pipeline.attrs["grid"] == (2, 3)
+    assert pipeline.attrs["semantics"] == ("parallel", "sequential")
 
 
 def test_blocks_nobody_reads_have_zero_cotangents():

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from benchmarks.partitioning import (
+    attention,
     cases,
     collectives,
     matmul,
@@ -172,6 +173,16 @@ def test_partial_sums_of_a_backward_kernel_do_not_keep_rows_together():
     for got, wanted in zip(jax.jit(gradient)(placed, w), want, strict=True):
         check(got, wanted, 1e-4)
     assert collectives(gradient, placed, w) == {"all-reduce": 1}
+
+
+def test_gradients_of_heads_that_share_keys_stay_where_the_heads_are():
+    """Two heads of q share one of k and v, and a device has whole groups."""
+    q, k, v = normal(22, 8, 16, 8), normal(23, 4, 16, 8), normal(24, 4, 16, 8)
+    gradient = jax.grad(lambda *qkv: jnp.sum(attention(*qkv) ** 2), argnums=(0, 1, 2))
+    placed = [put(x, mesh(4), "a") for x in (q, k, v)]
+    for got, want in zip(jax.jit(gradient)(*placed), gradient(q, k, v), strict=True):
+        check(got, want, 1e-5)
+    assert collectives(gradient, *placed) == {}
 
 
 @pytest.mark.filterwarnings("ignore::pallasite.errors.PartitionWarning")
