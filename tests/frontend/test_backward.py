@@ -504,6 +504,26 @@ def test_loops_that_keep_their_carries():
     check(run, both, normal(0, 6, 16), kernels=1)
 
 
+def test_a_carry_that_starts_as_a_value_the_loop_uses():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = lax.fori_loop(0, 3, lambda _, power: power * x, x)
+
+    run = lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+    check(run, lambda x: x * x * x * x, normal(0, 4, 8), kernels=1)
+
+
+def test_a_while_loop_that_counts_is_a_loop_with_a_bound():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        step = lambda state: (state[0] + 1, state[1] * x)
+        _, power = lax.while_loop(lambda state: state[0] < 3, step, (0, x))
+        o_ref[...] = power
+
+    run = lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+    check(run, lambda x: x * x * x * x, normal(0, 4, 8), kernels=1)
+
+
 def test_a_cotangent_that_is_not_known():
     """Results without a cotangent take no part."""
 
