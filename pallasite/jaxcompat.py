@@ -211,6 +211,13 @@ def explicit_spec(aval: Any) -> tuple[tuple[str, ...], ...]:
     )
 
 
+def lying_as(x: Any, aval: Any) -> Any:
+    """A value laid out on explicit mesh axes as a type says."""
+    if explicit_spec(aval_of(x)) == explicit_spec(aval):
+        return x
+    return jax.reshard(x, aval.sharding)
+
+
 def mesh_sizes(aval: Any) -> dict[str, int]:
     """Names and sizes of the axes of a type's mesh."""
     return dict(aval.sharding.mesh.shape)

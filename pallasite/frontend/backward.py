@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallasite.errors import NoBackwardKernel
+from pallasite.frontend.backward_axes import split_axes
 from pallasite.frontend.backward_stages import Stages, split
 from pallasite.frontend.backward_windows import (
     Built,
@@ -25,6 +26,7 @@ from pallasite.frontend.backward_windows import (
     place,
 )
 from pallasite.frontend.edges import harmless_edges
+from pallasite.frontend.partition_rule import Partition, inherit
 from pallasite.frontend.program import Program, main_refs, program_of, written_refs
 from pallasite.frontend.reverse import Reversed, reverse_program
 from pallasite.frontend.reverse_rules import accumulated
@@ -33,6 +35,7 @@ from pallasite.ir.nodes import Kernel, Value
 
 ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is cut into parts
 MOST_PARTS = 16
+LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,9 @@ def cotangents(
         if start is None:
             start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
         arrays[ref] = start.astype(ref.ref.dtype.np)
+    names = _names(call.partition, made)
     for step in made.steps:
-        arrays |= _run(call, step, arrays)
+        arrays |= _run(call, step, arrays, names)
     found: list[Any] = [None] * len(primals)
     for n, ref in made.targets.items():
         if ref in arrays:
@@ -83,10 +87,28 @@ def cotangents(
     return found
 
 
-def _run(call: Any, step: Built, arrays: dict[Value, Any]) -> dict[Value, Any]:
+def _names(rule: bool | Partition | None, made: Plan) -> dict[Value, Sequence[str]]:
+    """What the author calls the dimensions of arrays and of their cotangents."""
+    if not isinstance(rule, Partition):
+        return {}
+    return {
+        **dict(zip(made.primals, rule.operands, strict=True)),
+        **{ref: rule.operands[n] for n, ref in made.targets.items()},
+        **{ref: rule.results[n] for n, ref in (made.seeds | made.changing).items()},
+    }
+
+
+def _run(
+    call: Any,
+    step: Built,
+    arrays: dict[Value, Any],
+    names: dict[Value, Sequence[str]],
+) -> dict[Value, Any]:
     from pallasite.frontend.primitive import bind_call
 
-    options = replace(call, kernel=step.kernel, cost_estimate=None)
+    known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
+    rule = inherit(call.partition, step.kernel, known)
+    options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
     results = bind_call(options, [arrays[ref] for ref in step.operands])
     whole = [
         x if parts == 1 else jnp.sum(x, axis=0)
@@ -131,10 +153,11 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     for n, ref in changing.items():
         if shared.get(n) in targets:
             targets[shared[n]] = ref
-    stages = _stages(replace(program, body=made.body), made)
+    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
+    program = split_axes(replace(program, body=made.body), results)
+    stages = _stages(program, made)
     # Partial sums are for small operands, as the weights of a norm are.
     budget = sum(_bytes(ref) for ref in kernel.inputs) // 4
-    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     steps: list[Built] = []
     for stage in stages.programs:
         refs = [*results, *stages.saved]
@@ -243,5 +266,8 @@ def cut_into_parts(
     axis = rest[0]
     taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
     most = min(MOST_PARTS, budget // max(taken, 1))
-    count = max((d for d in range(1, most + 1) if sizes[axis] % d == 0), default=1)
-    return Parts(axis, count) if count > 1 else None
+    counts = [d for d in range(1, most + 1) if sizes[axis] % d == 0]
+    # Devices come in powers of two, and each is to have whole parts.
+    count = max(counts, key=lambda d: (d & -d, d), default=1)
+    enough = count >= LEAST_PARTS or count == sizes[axis]
+    return Parts(axis, count) if enough else None

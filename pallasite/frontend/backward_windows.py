@@ -8,6 +8,8 @@ programs may share it, or a loop moves over it) are shown whole.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 from pallasite.errors import NoBackwardKernel
 from pallasite.frontend.backward_sums import Sum, spell_sums
@@ -27,6 +29,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.text import attr_text
+from pallasite.passes.affine import Forms
 from pallasite.passes.grid import find_pipeline
 from pallasite.passes.unused import drop_unused
 
@@ -38,7 +41,7 @@ class Placement:
     """How one result of a program lies over its grid."""
 
     ref: Value
-    kept: tuple[bool, ...]  # dimensions cut into blocks, each by one grid index
+    kept: tuple[bool, ...]  # dimensions cut into blocks by grid indices
     own: frozenset[int]  # those grid axes: other steps touch other blocks
     changes: bool = False  # it starts as something, rather than as zero
 
@@ -55,6 +58,7 @@ class IndexCode:
     """Block indices as functions of the grid indices alone."""
 
     def __init__(self, body: Block):
+        self.body = body
         self.ids = {value: axis for axis, value in enumerate(body.params)}
         self.made = producers_of(body)
         self.keys: dict[Value, Key | None] = {}
@@ -82,10 +86,29 @@ class IndexCode:
         attrs = tuple((k, attr_text(op.attrs[k])) for k in sorted(op.attrs))
         return (op.name, attrs, *operands)
 
-    def axis(self, value: Value) -> int | None:
-        """The axis whose grid index the value is."""
-        key = self.key(value)
-        return key[1] if key is not None and key[0] == "id" else None  # type: ignore[return-value]
+    @cached_property
+    def forms(self) -> Forms:
+        forms = Forms(self.body.params)
+        forms.add_ops(self.body.ops)
+        return forms
+
+    def digits(self, value: Value, sizes: Sequence[int]) -> list[int]:
+        """The axes whose grid indices are the digits of the value, or nothing.
+
+        An axis has one digit; two, as `backward_axes.py` makes them, count as
+        `outer * sizes[inner] + inner`.
+        """
+        form = self.forms.of(value)
+        if self.key(value) is None or form.affine is None or form.affine.const != 0:
+            return []
+        coeffs = form.affine.coeffs
+        axes = sorted(form.axes, key=lambda a: -coeffs[a])
+        unit = 1
+        for axis in reversed(axes):
+            if coeffs[axis] != unit:
+                return []
+            unit *= sizes[axis]
+        return axes
 
     def is_zero(self, value: Value) -> bool:
         op = self.made.get(value)
@@ -114,15 +137,16 @@ def place(program: Program, ref: Value) -> Placement:
     for d in range(rank):
         dims = {op.attrs["window"].dims[d] for op in views}
         keys = {code.key(op.operands[1 + d]) for op in views}
-        axis = code.axis(views[0].operands[1 + d])
+        axes = code.digits(views[0].operands[1 + d], program.sizes)
         dim = views[0].attrs["window"].dims[d]
         blocks = _blocks(dim, ref.ref.shape[d])
         alone = len(dims) == len(keys) == 1 and blocks is not None
-        by_axis = axis is not None and axis not in own and program.sizes[axis] == blocks
+        count = prod(program.sizes[a] for a in axes)
+        by_axes = bool(axes) and not own & set(axes) and count == blocks
         single = blocks == 1 and code.is_zero(views[0].operands[1 + d])
-        kept.append(alone and (by_axis or single))
-        if kept[-1] and by_axis and axis is not None:
-            own.add(axis)
+        kept.append(alone and (by_axes or single))
+        if kept[-1] and by_axes:
+            own.update(axes)
     return Placement(ref, tuple(kept), frozenset(own))
 
 

@@ -26,12 +26,12 @@ from pallasite import jaxcompat
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.frontend import backward, primitive
 from pallasite.frontend.activity import activity
-from pallasite.frontend.batching import batch_kernel
 from pallasite.frontend.emulate_reverse import emulate_reverse, emulate_smooth
 from pallasite.frontend.partition import Task, call_key, lower_partitioned
+from pallasite.frontend.partition_rule import Partition, inherit, local_of, rule_of
 from pallasite.frontend.primitive import Call, call_p
-from pallasite.frontend.tangent import NoTangentKernel, tangent_kernel
-from pallasite.passes.partition import derive, pull_back_rule
+from pallasite.frontend.tangent import NoTangentKernel, TangentKernel, tangent_kernel
+from pallasite.passes.partition import pull_back_rule
 from pallasite.passes.shard import shard
 
 Array = Any
@@ -65,7 +65,14 @@ def pull_back(
     primals, pending = operands[: len(primals)], iter(operands[len(primals) :])
     cotangents = [next(pending) if k else None for k in known]
     try:
-        return backward.cotangents(call, primals, cotangents, wanted)
+        if local_of(call) is not None:
+            raise NoBackwardKernel("the author says what one device runs")
+        made = backward.cotangents(call, primals, cotangents, wanted)
+        return [
+            # Its type must be that of what it belongs to, also on explicit mesh axes.
+            c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
+            for c, p in zip(made, primals, strict=True)
+        ]
     except NoBackwardKernel:  # the functional form serves every kernel
         found = iter(
             cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
@@ -86,10 +93,7 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
     """Tangents of the call's results, some of them symbolic zeros."""
     active = tuple(map(_moves, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
-    moved = [
-        _no_tangent(jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np))
-        for p in call.kernel.outputs
-    ]
+    moved = [_no_tangent(aval) for aval in primitive.result_types(call, avals)]
     outputs = activity(call.kernel, active).outputs
     if outputs:
         given = [t for t, a in zip(tangents, active, strict=True) if a]
@@ -116,15 +120,24 @@ def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
         made = tangent_kernel(call.kernel, active)
     except NoTangentKernel as error:
         _announce(call, error)
-        return _tangents_by_emulation(call, active)
+        return _tangents_of(emulate_smooth(call.kernel), call, active)
 
     def run(*operands: Array) -> list[Array]:
         primals, tangents = _split(operands, active)
         full = [_full(primals, tangents, n) for n in made.inputs]
-        again = replace(call, kernel=made.kernel, cost_estimate=None)
-        return call_p.bind(*primals, *full, call=again)[made.skipped :]
+        return call_p.bind(*primals, *full, call=_moving(call, made))[made.skipped :]
 
     return run
+
+
+def _moving(call: Call, made: TangentKernel) -> Call:
+    """The call of a tangent kernel."""
+    rule = call.partition
+    if isinstance(rule, Partition):
+        moving = [rule.operands[n] for n in made.inputs]
+        results = [*[()] * made.skipped, *(rule.results[n] for n in made.outputs)]
+        rule = inherit(rule, made.kernel, [*rule.operands, *moving, *results])
+    return replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
 
 
 def _full(primals: Sequence[Array], tangents: Sequence[Any], n: int) -> Array:
@@ -139,12 +152,13 @@ def _split(
     return primals, [next(given) if a else None for a in active]
 
 
-def _tangents_by_emulation(call: Call, active: Flags) -> Callable[..., list[Array]]:
+def _tangents_of(fn: Callable, call: Call, active: Flags) -> Callable[..., list[Array]]:
+    """The same by JAX, of a function that computes what the call does."""
     outputs = activity(call.kernel, active).outputs
 
     def run(*operands: Array) -> list[Array]:
         primals, tangents = _split(operands, active)
-        run, moving = _of_active(emulate_smooth(call.kernel), primals, active)
+        run, moving = _of_active(fn, primals, active)
         given = [t for t in tangents if t is not None]
         _, found = jax.jvp(run, tuple(moving), tuple(given))
         return [found[n] for n in outputs]
@@ -175,10 +189,31 @@ def _announce(call: Call, error: Exception) -> None:
 
 def _cotangents(call: Call, wanted: Flags, known: Flags) -> Callable[..., list[Array]]:
     """The meaning of `cotangent_p`: (operands, known cotangents) to those wanted."""
+    if local_of(call) is None:
+        return _cotangents_of(emulate_reverse(call.kernel), wanted, known)
+    whole = replace(call, partition=None)
 
     def run(*operands: Array) -> list[Array]:
         primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
-        run, moving = _of_active(emulate_reverse(call.kernel), primals, wanted)
+        cotangents = [next(given) if k else None for k in known]
+        found = pull_back(whole, primals, cotangents, wanted)
+        return [
+            jnp.zeros_like(p) if c is None else c
+            for c, p, w in zip(found, primals, wanted, strict=True)
+            if w
+        ]
+
+    return run
+
+
+def _cotangents_of(
+    fn: Callable, wanted: Flags, known: Flags
+) -> Callable[..., list[Array]]:
+    """The same by JAX, of a function that computes what the call does."""
+
+    def run(*operands: Array) -> list[Array]:
+        primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
+        run, moving = _of_active(fn, primals, wanted)
         results, pull = jax.vjp(run, *moving)
         full = [
             next(given) if k else _zero_cotangent(r)
@@ -216,7 +251,7 @@ def _transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> li
     is the same everywhere, so it is taken at zero."""
     linear = tuple(map(ad.is_undefined_primal, operands))
     primals = [
-        jnp.zeros(x.aval.shape, x.aval.dtype) if f else x
+        jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x
         for x, f in zip(operands, linear, strict=True)
     ]
     return pull_back(call, primals, [_instantiated(c) for c in cotangents], linear)
@@ -261,7 +296,7 @@ def _jvp_tangent(
     try:
         made = tangent_kernel(call.kernel, active)
     except NoTangentKernel:
-        fn = _tangents_by_emulation(call, active)
+        fn = _tangents_of(emulate_smooth(call.kernel), call, active)
         return results, _jvp_in_line(fn, operands, moved)[1]
     primals, tangents = _split(operands, active)
     primal_moves, tangent_moves = _split(moved, active)
@@ -272,8 +307,7 @@ def _jvp_tangent(
         else _no_tangent(jaxcompat.aval_of(x))
         for n, x in zip(made.inputs, full, strict=True)
     ]
-    again = replace(call, kernel=made.kernel, cost_estimate=None)
-    found = _push(again, [*primals, *full], [*primal_moves, *second])
+    found = _push(_moving(call, made), [*primals, *full], [*primal_moves, *second])
     return results, found[made.skipped :]
 
 
@@ -315,7 +349,7 @@ def _batch_tangent(
     needed = _with_aliased(call, needed)
     flags = [*needed, *(n for n, a in zip(needed, active, strict=True) if a)]
     moved = _lead(operands, dims, flags, size)
-    batched = replace(call, kernel=batch_kernel(call.kernel, needed, size))
+    batched = primitive.batched(call, needed, size)
     results = tangent_p.bind(*moved, call=batched, active=active)
     return results, [0] * len(results)
 
@@ -334,7 +368,7 @@ def _batch_cotangent(
     needed = _with_aliased(call, needed)
     flags = [*needed, *[True] * sum(known)]
     moved = _lead(operands, dims, flags, size)
-    batched = replace(call, kernel=batch_kernel(call.kernel, needed, size))
+    batched = primitive.batched(call, needed, size)
     results = cotangent_p.bind(*moved, call=batched, wanted=wanted, known=known)
     return results, [0] * len(results)
 
@@ -372,16 +406,19 @@ def _lead(
 
 @tangent_p.def_abstract_eval
 def _tangent_types(*avals: Any, call: Call, active: Flags) -> list[Any]:
-    outputs = [
-        call.kernel.outputs[n].ref for n in activity(call.kernel, active).outputs
-    ]
-    return [jaxcompat.out_aval_like(avals, r.shape, r.dtype.np) for r in outputs]
+    results = primitive.result_types(call, avals[: len(active)], avals)
+    return [results[n] for n in activity(call.kernel, active).outputs]
 
 
 @cotangent_p.def_abstract_eval
 def _cotangent_types(*avals: Any, call: Call, wanted: Flags, known: Flags) -> list[Any]:
-    chosen = [p.ref for p, w in zip(call.kernel.inputs, wanted, strict=True) if w]
-    return [jaxcompat.out_aval_like(avals, r.shape, r.dtype.np) for r in chosen]
+    return [
+        jaxcompat.out_aval_like(
+            avals, aval.shape, aval.dtype, jaxcompat.explicit_spec(aval)
+        )
+        for aval, w in zip(avals, wanted, strict=False)
+        if w
+    ]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -391,7 +428,10 @@ def _jitted(which: Any, params: tuple[tuple[str, Any], ...]) -> Callable:
 
 def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
     """Cotangents of a call as something to be cut: by the rule of the call itself."""
-    rule = derive(call.kernel)
+    rule, local = rule_of(call), local_of(call)
+
+    def of_local(cuts: Mapping[int, int]) -> Any:
+        return _cotangents_of(_leaves_of(local), wanted, known), ()
 
     def compute(cuts: Mapping[int, int]) -> Any:
         part = shard(rule, cuts)
@@ -408,7 +448,30 @@ def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
 
     key = repr((call_key(call), "cotangents", wanted, known))
     pulled = pull_back_rule(rule, wanted, known)
-    return Task(call.kernel.name, key, pulled, compute, call.kernel.loc)
+    made = compute if local is None else of_local
+    return Task(call.kernel.name, key, pulled, made, call.kernel.loc)
+
+
+def _tangent_task(call: Call, active: Flags) -> Task:
+    """Tangents of a call for which the author says what one device runs."""
+    rule, local = rule_of(call), local_of(call)
+    outputs = activity(call.kernel, active).outputs
+    moving = [a for a, f in zip(rule.inputs, active, strict=True) if f]
+    pushed = replace(
+        rule,
+        inputs=(*rule.inputs, *moving),
+        outputs=tuple(rule.outputs[n] for n in outputs),
+    )
+
+    def compute(cuts: Mapping[int, int]) -> Any:
+        return _tangents_of(_leaves_of(local), call, active), ()
+
+    key = repr((call_key(call), "tangents", active))
+    return Task(call.kernel.name, key, pushed, compute, call.kernel.loc)
+
+
+def _leaves_of(local: Any) -> Callable[..., list[Array]]:
+    return lambda *parts: jax.tree.leaves(local(*parts))
 
 
 def _register(which: Any, meaning: Callable[..., Callable]) -> None:
@@ -417,8 +480,11 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
             return _jitted(which, tuple(sorted(params.items())))(*operands)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if which is cotangent_p and primitive.partitions(ctx, params["call"]):
-            return lower_partitioned(ctx, operands, _cotangent_task(**params))
+        if primitive.partitions(ctx, params["call"]):
+            if which is cotangent_p:
+                return lower_partitioned(ctx, operands, _cotangent_task(**params))
+            if local_of(params["call"]) is not None:
+                return lower_partitioned(ctx, operands, _tangent_task(**params))
         plain = ctx.replace(
             avals_in=jaxcompat.plain_avals(ctx.avals_in),
             avals_out=jaxcompat.plain_avals(ctx.avals_out),

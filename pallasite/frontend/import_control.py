@@ -168,20 +168,19 @@ def _as_counted_loop(
     im: Importer, carried: Sequence[Value], condition: Block, body: Block
 ) -> list[Value] | None:
     """`while i < n` with n fixed and i = i + 1 is a `for` (a fori_loop's shape)."""
-    match condition.ops:
-        case (Op(name="lt", operands=(i, n), results=(r,)),):
-            pass
-        case _:
+    *before, test = condition.ops or (None,)
+    if test is None or any(op.name != "constant" for op in before):
+        return None
+    if test.name != "lt" or condition.yields != test.results:
+        return None
+    i, n = test.operands
+    if i not in condition.params:
+        return None
+    at, limit = condition.params.index(i), None
+    if n in condition.params:
+        limit = condition.params.index(n)
+        if at == limit or body.yields[limit] is not body.params[limit]:
             return None
-    if (
-        condition.yields != (r,)
-        or i not in condition.params
-        or n not in condition.params
-    ):
-        return None
-    at, limit = condition.params.index(i), condition.params.index(n)
-    if at == limit or body.yields[limit] is not body.params[limit]:
-        return None
     makers = {v: op for op in body.ops for v in op.results}
     step = makers.get(body.yields[at])
     if step is None or step.name != "add" or step.operands[0] is not body.params[at]:
@@ -195,8 +194,13 @@ def _as_counted_loop(
         body.ops,
         tuple(body.yields[k] for k in rest),
     )
-    block = substitute(block, {body.params[limit]: carried[limit]})
-    first, last = carried[at], carried[limit]
+    numbers = {op.result: op.attrs["value"] for op in before}
+    first = carried[at]
+    if limit is not None:
+        last = carried[limit]
+        block = substitute(block, {body.params[limit]: last})
+    else:  # a number, or a value from outside the loop
+        last = im.builder.like(numbers[n], first) if n in numbers else n
     unit = im.builder.like(1, first)
     results = im.builder.emit(
         "for", first, last, unit, *(carried[k] for k in rest), regions=(block,)

@@ -71,13 +71,32 @@ class Partition:
             local = _Mapped(local, tuple(0 if m else None for m in mapped))
         return replace(self, rule=_text(operands, results), local=local)
 
-    def fits(self, kernel: Kernel) -> bool:
-        """Whether the rule is about these arrays (not about a derivative's, say)."""
-        ranks = [len(names) for names in (*self.operands, *self.results)]
-        return (
-            ranks == [len(p.ref.shape) for p in kernel.params]
-            and len(self.results) == kernel.num_outputs
-        )
+
+@dataclass(frozen=True)
+class Inherited(Partition):
+    """The rule of a kernel made from the author's, as a derivative is: dimensions keep
+    their names, and those along which this kernel cannot be cut stay whole."""
+
+
+def inherit(
+    given: bool | Partition | None, kernel: Kernel, names: Sequence[Sequence[str]]
+) -> bool | Partition | None:
+    """`partition=` of a kernel made from the author's.
+
+    Args:
+        given: the author's. A function for one device says nothing about this kernel,
+            which is then cut as its own grid allows.
+        kernel: the kernel that was made.
+        names: those of the last dimensions of each of its arrays.
+    """
+    if not isinstance(given, Partition):
+        return given
+    if given.local is not None:
+        return None
+    pairs = zip(kernel.params, names, strict=True)
+    full = [(*[FREE] * (p.ref.rank - len(own)), *own) for p, own in pairs]
+    count = len(kernel.inputs)
+    return Inherited(_text(full[:count], full[count:]))
 
 
 # Classes, not closures: equal calls must compare equal to share what is compiled.
@@ -176,14 +195,13 @@ def _check_ranks(
 def local_of(call: Any) -> Callable[..., Any] | None:
     """The author's function for one device, if the call has one."""
     given = call.partition
-    fits = isinstance(given, Partition) and given.fits(call.kernel)
-    return given.local if fits else None
+    return given.local if isinstance(given, Partition) else None
 
 
 def rule_of(call: Any) -> PartitionRule:
     """The rule a call is cut by: the author's, or what its kernel shows."""
     given = call.partition
-    if isinstance(given, Partition) and given.fits(call.kernel):
+    if isinstance(given, Partition):
         return _resolve(given, call.kernel, call.kernel.loc)
     return derive(call.kernel)
 
@@ -197,6 +215,8 @@ def _resolve(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
 
 def _restricted(given: Partition, rule: PartitionRule, at: Any) -> PartitionRule:
     """The derived rule with only the axes that the author names."""
+    if isinstance(given, Inherited):
+        return _with_axes(rule, _named_axes(given, rule))
     axis_of: dict[str, int] = {}
     for number, names in enumerate((*given.operands, *given.results)):
         for dim, name in enumerate(names):
@@ -222,7 +242,18 @@ def _restricted(given: Partition, rule: PartitionRule, at: Any) -> PartitionRule
                     at,
                     "give dimensions that follow different grid axes different names",
                 )
-    allowed = set(axis_of.values())
+    return _with_axes(rule, set(axis_of.values()))
+
+
+def _named_axes(given: Partition, rule: PartitionRule) -> set[int]:
+    """Grid axes that some dimension with a name follows."""
+    every = zip((*given.operands, *given.results), rule.arrays, strict=True)
+    pairs = [pair for n, a in every for pair in zip(n, a.axes, strict=True)]
+    return {axis for name, axis in pairs if name != FREE and axis is not None}
+
+
+def _with_axes(rule: PartitionRule, allowed: set[int]) -> PartitionRule:
+    """The rule with only these axes to cut."""
     reason = "partition= keeps it whole"
     axes = tuple(
         axis if a in allowed else replace(axis, kind=WHOLE, reason=reason)
@@ -242,6 +273,14 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
             [("rule", repr(given.rule))],
             at,
         )
+    for name in names:
+        if name not in given.sums and any(name not in r for r in given.results):
+            raise SpecError(
+                f"a result does not have {name!r}, along which the operands are cut",
+                [("rule", repr(given.rule)), ("sums", given.sums)],
+                at,
+                f"sums=({name!r},) adds up what the devices give; * keeps it whole",
+            )
     shapes = [p.ref.shape for p in kernel.params]
 
     def size(name: str) -> int:

@@ -123,12 +123,24 @@ def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
 
 @call_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
-    specs = result_specs(call, avals)
-    outputs = [
-        jaxcompat.out_aval_like(avals, p.ref.shape, p.ref.dtype.np, spec)
-        for p, spec in zip(call.kernel.outputs, specs, strict=True)
-    ]
+    outputs = result_types(call, avals)
     return outputs, {jaxcompat.debug_effect()} if _prints(call.kernel) else set()
+
+
+def result_types(
+    call: Call, avals: Sequence[Any], varying: Sequence[Any] | None = None
+) -> list[Any]:
+    """The types of a call's results, with their places on the mesh.
+
+    Args:
+        call: the call.
+        avals: the types of its operands.
+        varying: types whose manual mesh axes the results vary over; default: `avals`.
+    """
+    return [
+        jaxcompat.out_aval_like(varying or avals, p.ref.shape, p.ref.dtype.np, spec)
+        for p, spec in zip(call.kernel.outputs, result_specs(call, avals), strict=True)
+    ]
 
 
 def _prints(kernel: Kernel) -> bool:
@@ -327,12 +339,17 @@ def _batch(
     ]
     mapped = [d is not None for d in dims]
     moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
-    kernel = batch_kernel(call.kernel, tuple(mapped), size)
+    results = call_p.bind(*moved, call=batched(call, mapped, size))
+    return results, [0] * len(results)
+
+
+def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
+    """The call with one more leading grid axis, which the mapped operands follow."""
     rule = call.partition
     if isinstance(rule, Partition):
-        rule = rule.batched(mapped) if rule.fits(call.kernel) else None
-    results = call_p.bind(*moved, call=replace(call, kernel=kernel, partition=rule))
-    return results, [0] * len(results)
+        rule = rule.batched(mapped)
+    kernel = batch_kernel(call.kernel, tuple(mapped), size)
+    return replace(call, kernel=kernel, partition=rule)
 
 
 def _batch_symbolic(

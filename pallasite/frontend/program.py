@@ -61,7 +61,7 @@ def program_of(kernel: Kernel) -> Program:
     """
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
-    promoted = promote(without_copies(kernel))
+    promoted = promote(without_copies(kernel), in_parts=True)
     pipeline = find_pipeline(promoted)
     place = promoted.body.ops.index(pipeline)
     after = promoted.body.ops[place + 1 :]

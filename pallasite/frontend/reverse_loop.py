@@ -56,10 +56,11 @@ class ReverseLoop:
         inits = [self.result_cotangent(n) for n in moving]
         inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
         results = self.emit_loop(live(block), inits)
-        for n, cotangent in zip(moving, results, strict=False):
-            self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
         for value, total in zip(captured, results[len(moving) :], strict=True):
             self.ct[value] = total
+        # After the sums, which would hide them: a carry may start as a captured value.
+        for n, cotangent in zip(moving, results, strict=False):
+            self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
 
     def cotangent(self, found: Cotangents, value: Value) -> Value:
         # The same value may stand for a captured one: its share is taken once.

@@ -6,7 +6,7 @@ array which dimension follows which axis; and for the rest why not. `shard.py` m
 kernel that one device runs. `docs/sharding.md` shows the printed form.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
@@ -14,6 +14,7 @@ from math import lcm
 import numpy as np
 
 from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.passes.affine import Affine
 from pallasite.passes.block_table import evaluate_map
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.grid import GridInfo, analyze, find_pipeline
@@ -126,10 +127,12 @@ def pull_back_rule(
 
 @dataclass(frozen=True)
 class _Follows:
-    """A dimension moves one block every `granule` steps of `axis`."""
+    """A dimension moves one block every `granule` steps of `axis`, or as many blocks
+    in each step of it as the axis `within` has steps."""
 
     axis: int
     granule: int = 1
+    within: int | None = None
 
 
 class _Derivation:
@@ -194,6 +197,8 @@ class _Derivation:
     ) -> _Follows | None:
         """Whether a dimension's blocks are those of an axis, in order and no more."""
         form = self.info.windows[number].forms[position]
+        if len(form.axes) == 2 and form.affine is not None and size % block == 0:
+            return self.match_two(form.axes, form.affine, size // block)
         if len(form.axes) != 1:
             return None
         (axis,) = form.axes
@@ -215,6 +220,18 @@ class _Derivation:
             return None
         return _Follows(axis, granule)
 
+    def match_two(
+        self, axes: Iterable[int], affine: Affine, blocks: int
+    ) -> _Follows | None:
+        """Whether two axes count the blocks as two digits do."""
+        inner, outer = sorted(axes, key=lambda a: affine.coeffs[a])
+        high, low = self.grid[outer], self.grid[inner]
+        if high is None or low is None or affine.const != 0 or high * low != blocks:
+            return None
+        if affine.coeffs[inner] != 1 or affine.coeffs[outer] != low:
+            return None
+        return _Follows(outer, within=inner)
+
     # --- axes ---
 
     def axis(
@@ -225,6 +242,10 @@ class _Derivation:
             return AxisRule(size, WHOLE, "its size is known only when the kernel runs")
         if size < 2:
             return AxisRule(size, WHOLE, "it has one step")
+        for f in (f for fs in follows.values() for f in fs):
+            if f is not None and f.within == axis:
+                reason = f"blocks along it stay together, one step of axis {f.axis}"
+                return AxisRule(size, WHOLE, reason)
         steps = [
             f.granule for fs in follows.values() for f in fs if f and f.axis == axis
         ]

@@ -3,14 +3,15 @@
 In: a kernel after `to_loops`. Out: the same kernel in which scratch refs, and output
 blocks that are read back, are ordinary values carried through loops and branches; an
 output is then stored once, where its view ends. Refs used in part (or atomically, or by
-copies) stay in memory. `promote` is the whole path from a pipeline; backends without
-addressable on-chip memory (Triton) call it.
+copies) stay in memory, but scratch of which fixed parts are used can be promoted too.
+`promote` is the whole path from a pipeline; backends without addressable on-chip memory
+(Triton) call it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
+from pallasite.ir.nodes import Access, At, Block, Index, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import dead_code
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.carry import Known, covers_whole, is_overwritten
@@ -19,19 +20,27 @@ from pallasite.passes.hoist import hoist
 from pallasite.passes.loops import to_loops
 
 
-def promote(kernel: Kernel) -> Kernel:
-    """Programs, loops and values instead of a pipeline over block refs."""
+def promote(kernel: Kernel, in_parts: bool = False) -> Kernel:
+    """Programs, loops and values instead of a pipeline over block refs.
+
+    Args:
+        kernel: what to rewrite.
+        in_parts: promote scratch also where fixed parts of it are used; they become
+            slices, which not every backend has.
+    """
     info = analyze(kernel)
     programs = set(info.parallel)
     refs = find_pipeline(kernel).operands[-len(info.windows) :]
     pairs = zip(refs, info.windows, strict=True) if info.windows else ()
     exclusive = {ref for ref, window in pairs if programs <= window.own}
     kernel = canonicalize(to_loops(kernel, info))
-    kernel = dead_code(promote_refs(kernel, exclusive))
+    kernel = dead_code(promote_refs(kernel, exclusive, in_parts))
     return canonicalize(hoist(kernel))
 
 
-def promote_refs(kernel: Kernel, exclusive: Iterable[Value] = ()) -> Kernel:
+def promote_refs(
+    kernel: Kernel, exclusive: Iterable[Value] = (), in_parts: bool = False
+) -> Kernel:
     """Promote every ref that can be.
 
     Args:
@@ -39,18 +48,22 @@ def promote_refs(kernel: Kernel, exclusive: Iterable[Value] = ()) -> Kernel:
       exclusive: main-memory refs of which each program writes a part of its own. A
         block of another ref is promoted only if it is overwritten in any case, since
         writing it back unchanged could undo another program's write.
+      in_parts: as for `promote`.
     """
-    found = _Candidates(kernel)
+    found = _Candidates(kernel, in_parts)
     promotion = _Promotion(found.result(), frozenset(exclusive))
     body = promotion.block(kernel.body)
     return kernel.with_(body=body)
 
 
 class _Candidates:
-    """Finds the refs whose every use is a load or store of the whole."""
+    """Finds the refs whose every use is a load or store of the whole.
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    With `in_parts`, uses of fixed parts of scratch are as good.
+    """
+
+    def __init__(self, kernel: Kernel, in_parts: bool):
+        self.kernel, self.in_parts = kernel, in_parts
         self.uses: dict[Value, list[Op]] = {}
         self.refused: set[Value] = set()
         self.defined: dict[Value, Op] = {}
@@ -58,20 +71,26 @@ class _Candidates:
 
     def visit(self, block: Block, in_test: bool) -> None:
         for op in block.ops:
+            if op.name in ("alloc", "block_view"):
+                self.defined[op.result] = op
             for value in op.operands:
                 if value.is_ref:
                     self.uses.setdefault(value, []).append(op)
-                    if not self.is_whole(op, value) or (in_test and op.name == "store"):
+                    if not self.is_value(op, value) or (in_test and op.name == "store"):
                         self.refused.add(value)
-            if op.name in ("alloc", "block_view"):
-                self.defined[op.result] = op
             for number, region in enumerate(op.regions):
                 self.visit(region, in_test or (op.name == "while" and number == 0))
 
-    def is_whole(self, op: Op, ref: Value) -> bool:
+    def is_value(self, op: Op, ref: Value) -> bool:
+        """Whether a use of a ref can be one of its value."""
         if op.name not in ("load", "store") or op.operands[0] is not ref:
             return False
-        return covers_whole(ref.ref.shape, op.attrs["index"])
+        index, shape = op.attrs["index"], ref.ref.shape
+        if covers_whole(shape, index):
+            return True
+        defined = self.defined.get(ref)
+        is_scratch = defined is not None and defined.name == "alloc"
+        return self.in_parts and is_scratch and fixed_part(index, shape) is not None
 
     def result(self) -> frozenset[Value]:
         return frozenset(ref for ref, op in self.defined.items() if self.can(ref, op))
@@ -175,17 +194,21 @@ class _Promotion:
         access = Access.of(op)
         mask = None if access.mask is None else self.new(access.mask)
         value = self.current[access.ref]
+        part = fixed_part(access.index, access.ref.ref.shape)
+        assert part is not None
         if access.value is None:
-            result = _reshaped(builder, value, op.result.tile.shape)
+            seen = _part_of(builder, value, part)
+            result = _reshaped(builder, seen, op.result.tile.shape)
             if mask is not None and access.other is not None:
                 result = builder.select(mask, result, self.new(access.other))
             self.replaced[op.result] = result
             return
         stored = self.new(access.value)
         if mask is not None:
-            old = _reshaped(builder, value, stored.tile.shape)
+            old = _reshaped(builder, _part_of(builder, value, part), stored.tile.shape)
             stored = builder.select(mask, stored, old)
-        self.current[access.ref] = _reshaped(builder, stored, access.ref.ref.shape)
+        stored = _reshaped(builder, stored, tuple(stop - start for start, stop in part))
+        self.current[access.ref] = _with_part(builder, value, part, stored)
 
     def with_regions(self, op: Op) -> Op:
         modified = [r for r in self.current if _is_stored(r, op.regions)]
@@ -233,6 +256,59 @@ class _Promotion:
             results=(*op.results, *results),
             regions=tuple(regions),
         )
+
+
+Part = Sequence[tuple[int, int]]  # first element and end, per dimension
+
+
+def fixed_part(index: Index, shape: Sequence[int]) -> Part | None:
+    """The box that an index picks, if it is the same at every step."""
+    part: list[tuple[int, int]] = []
+    for entry, n in zip(index, shape, strict=True):
+        size = entry.size if isinstance(entry, Span) else 1
+        if isinstance(entry, (At, Span)) and size == n:
+            part.append((0, n))  # starts are clamped to fit
+        elif isinstance(entry, At) and entry.start is not None:
+            part.append((entry.start, entry.start + 1))
+        elif isinstance(entry, Span) and entry.start is not None and entry.stride == 1:
+            part.append((entry.start, entry.start + size))
+        else:
+            return None
+    inside = all(0 <= a <= b <= n for (a, b), n in zip(part, shape, strict=True))
+    return part if inside else None
+
+
+def _part_of(builder: Builder, value: Value, part: Part) -> Value:
+    starts, limits = [a for a, _ in part], [b for _, b in part]
+    if all(b - a == n for (a, b), n in zip(part, value.tile.shape, strict=True)):
+        return value
+    ones = (1,) * len(part)
+    return builder.op(
+        "slice", value, starts=tuple(starts), limits=tuple(limits), strides=ones
+    )
+
+
+def _with_part(
+    builder: Builder, value: Value, part: Part, new: Value, dim: int = 0
+) -> Value:
+    """The value with a box of it replaced."""
+    shape = value.tile.shape
+    while dim < len(part) and part[dim] == (0, shape[dim]):
+        dim += 1
+    if dim == len(part):
+        return new
+    start, stop = part[dim]
+    whole = [(0, n) for n in shape]
+
+    def between(a: int, b: int) -> Value:
+        return _part_of(builder, value, [*whole[:dim], (a, b), *whole[dim + 1 :]])
+
+    inner = [*part[:dim], (0, stop - start), *part[dim + 1 :]]
+    middle = _with_part(builder, between(start, stop), inner, new, dim + 1)
+    ends = [between(0, start)] if start else []
+    tail = [between(stop, shape[dim])] if stop < shape[dim] else []
+    pieces = [*ends, middle, *tail]
+    return builder.op("concatenate", *pieces, axis=dim)
 
 
 def _fresh(refs: Sequence[Value]) -> tuple[Value, ...]:

@@ -363,6 +363,7 @@ BAD = {
         partition="m m -> m m",
     ),
     "partition sums": lambda: call(partition=pl.Partition("m n -> m n", copy, ("k",))),
+    "partition without sums": lambda: call(partition=pl.Partition("m n -> * n", copy)),
     "print field": lambda: call(
         lambda x_ref, o_ref: pl.debug_print("x is {x}", x_ref[0, 0])
     ),

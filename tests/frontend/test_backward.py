@@ -13,6 +13,7 @@ from benchmarks.grad import dot, layernorm, rowwise, softmax
 from pallasite import tpu as pltpu
 from pallasite.frontend.backward import cotangents, plan
 from pallasite.frontend.primitive import calls_in
+from pallasite.ir.nodes import walk
 
 MASKED = -1e30
 
@@ -325,6 +326,39 @@ def test_flash_attention(is_causal, dtype):
     check(run, reference, *args, tol=tol, kernels=1)
 
 
+def test_statistics_kept_over_several_lanes():
+    """A TPU idiom: a column in scratch that is 8 wide, read as its first column."""
+    rows, columns = 8, 16
+
+    def kernel(x_ref, o_ref, highest_ref, total_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            highest_ref[...] = jnp.full_like(highest_ref, MASKED)
+            total_ref[...] = jnp.zeros_like(total_ref)
+
+        x, old = x_ref[...], highest_ref[:, :1]
+        new = jnp.maximum(old, x.max(-1, keepdims=True))
+        sums = jnp.exp(x - new).sum(-1, keepdims=True)
+        total = total_ref[:, :1] * jnp.exp(old - new) + sums
+        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+        highest_ref[...] = jnp.broadcast_to(new, highest_ref.shape)
+
+        @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+        def _():
+            o_ref[...] = highest_ref[:, :1] + jnp.log(total_ref[:, :1])
+
+    run = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((2 * rows, 1), jnp.float32),
+        grid=(2, 3),
+        in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((rows, 1), lambda i, j: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((rows, 8), jnp.float32)] * 2,
+    )
+    reference = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
+    check(run, reference, normal(0, 2 * rows, 3 * columns))
+
+
 # --- shared blocks, prefetched indices, overlapping windows ---
 
 
@@ -345,7 +379,13 @@ def test_blocks_shared_by_a_quotient_of_an_index():
         out_specs=pl.BlockSpec((1, 8), lambda i: (i, 0)),
     )
     reference = lambda x, y: x * jnp.sin(jnp.repeat(y, 3, axis=0))
-    check(run, reference, normal(0, 6, 8), normal(1, 2, 8))
+    args = normal(0, 6, 8), normal(1, 2, 8)
+    check(run, reference, *args)
+    # Each group of programs has a block of its own, so groups run in parallel.
+    (kernel_made,) = pl.explain_grad(run)(*args).kernels
+    (pipeline,) = (op for op in walk(kernel_made.body) if op.name == "pipeline")
+    assert pipeline.attrs["grid"] == (2, 3)
+    assert pipeline.attrs["semantics"] == ("parallel", "sequential")
 
 
 def test_blocks_nobody_reads_have_zero_cotangents():
@@ -462,6 +502,26 @@ def test_loops_that_keep_their_carries():
     )
     both = lambda x: jnp.concatenate([reference(x[:, :8]), reference(x[:, 8:])], 1)
     check(run, both, normal(0, 6, 16), kernels=1)
+
+
+def test_a_carry_that_starts_as_a_value_the_loop_uses():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = lax.fori_loop(0, 3, lambda _, power: power * x, x)
+
+    run = lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+    check(run, lambda x: x * x * x * x, normal(0, 4, 8), kernels=1)
+
+
+def test_a_while_loop_that_counts_is_a_loop_with_a_bound():
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        step = lambda state: (state[0] + 1, state[1] * x)
+        _, power = lax.while_loop(lambda state: state[0] < 3, step, (0, x))
+        o_ref[...] = power
+
+    run = lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+    check(run, lambda x: x * x * x * x, normal(0, 4, 8), kernels=1)
 
 
 def test_a_cotangent_that_is_not_known():

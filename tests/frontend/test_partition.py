@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from benchmarks.partitioning import (
+    attention,
     cases,
     collectives,
     matmul,
@@ -144,6 +145,44 @@ def test_explicit_mesh_types_show_the_result():
         assert jax.typeof(got).sharding.spec == P("a", "b")
         check(got, X @ Y)
         assert collectives(matmul, x, y) == {}
+
+
+def test_explicit_mesh_types_of_derivatives():
+    """Tangents and cotangents lie as what they belong to."""
+    loss = lambda f: lambda x, y: jnp.sum(jnp.sin(f(x, y)))
+    want = jax.grad(loss(jnp.matmul), argnums=(0, 1))(X, Y)
+    with jax.set_mesh(mesh(4, 2, kind=AxisType.Explicit)):
+        x, y = jax.device_put(X, P("a", None)), jax.device_put(Y, P(None, "b"))
+        gradient = jax.grad(loss(matmul), argnums=(0, 1))
+        got = jax.jit(gradient)(x, y)
+        assert [jax.typeof(g) for g in got] == [jax.typeof(x), jax.typeof(y)]
+        assert collectives(gradient, x, y) == {"all-reduce": 2}
+        value, tangent = jax.jvp(matmul, (x, y), (x, y))
+        assert jax.typeof(value) == jax.typeof(tangent)
+    check(got[0], want[0], 1e-4)
+    check(got[1], want[1], 1e-4)
+
+
+def test_partial_sums_of_a_backward_kernel_do_not_keep_rows_together():
+    """So many rows that the weights' gradient is summed in parts."""
+    x, w = normal(19, 384, 16), normal(20, 1, 16)
+    loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w)))
+    gradient = jax.grad(loss(rms_norm), argnums=(0, 1))
+    placed = put(x, mesh(8), "a")
+    want = jax.grad(loss(rms_norm_reference), argnums=(0, 1))(x, w)
+    for got, wanted in zip(jax.jit(gradient)(placed, w), want, strict=True):
+        check(got, wanted, 1e-4)
+    assert collectives(gradient, placed, w) == {"all-reduce": 1}
+
+
+def test_gradients_of_heads_that_share_keys_stay_where_the_heads_are():
+    """Two heads of q share one of k and v, and a device has whole groups."""
+    q, k, v = normal(22, 8, 16, 8), normal(23, 4, 16, 8), normal(24, 4, 16, 8)
+    gradient = jax.grad(lambda *qkv: jnp.sum(attention(*qkv) ** 2), argnums=(0, 1, 2))
+    placed = [put(x, mesh(4), "a") for x in (q, k, v)]
+    for got, want in zip(jax.jit(gradient)(*placed), gradient(q, k, v), strict=True):
+        check(got, want, 1e-5)
+    assert collectives(gradient, *placed) == {}
 
 
 @pytest.mark.filterwarnings("ignore::pallasite.errors.PartitionWarning")
@@ -339,6 +378,37 @@ def test_partition_with_a_function_of_its_own():
     assert collectives(jax.vmap(whole_sum), batched) == {}
 
 
+SQUARE = normal(21, 32, 32)
+ONE_DEVICE = lambda x, y: matmul(x, y, partition=False)
+
+
+@pytest.mark.filterwarnings("ignore::pallasite.errors.PartitionWarning")
+@pytest.mark.parametrize(
+    ("rule", "kinds"),
+    [
+        ("m *, * * -> m *", {"all-gather": 1, "all-reduce": 1}),
+        (
+            pl.Partition("m k, k n -> m n", ONE_DEVICE, ("k",)),
+            {"all-reduce": 2},
+        ),
+    ],
+    ids=["names", "function"],
+)
+def test_partition_rules_of_derivatives(rule, kinds):
+    """Square operands: nothing but the rule tells a derivative's arrays apart."""
+    where = mesh(4, 2)
+    operands = put(SQUARE, where, "a"), put(SQUARE, where, None, "b")
+    f = lambda x, y: matmul(x, y, partition=rule)
+    loss = lambda f: lambda x, y: jnp.sum(jnp.sin(f(x, y)))
+    gradient = lambda f: jax.grad(loss(f), argnums=(0, 1))
+    again = lambda f: lambda x, y: jax.jvp(gradient(f), (x, y), (x, y))[1]
+    for order in (gradient, again, lambda f: lambda x, y: jax.jvp(f, (x, y), (x, y))):
+        got, want = jax.jit(order(f))(*operands), order(jnp.matmul)(SQUARE, SQUARE)
+        for mine, wanted in zip(got, want, strict=True):
+            check(mine, wanted, 2e-3)
+    assert collectives(gradient(f), *operands) == kinds
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -348,6 +418,7 @@ def test_partition_with_a_function_of_its_own():
         ("m k, n n -> m n", "'n' stands for grid axes 2 and 1"),
         (3, "must be None, False or a pl.Partition"),
         (pl.Partition("m k, k n -> m n", matmul, ("q",)), "sums names 'q'"),
+        (pl.Partition("m k, k n -> m n", matmul), "a result does not have 'k'"),
     ],
 )
 def test_wrong_partition_rules_are_refused(rule, message):

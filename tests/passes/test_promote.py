@@ -2,6 +2,10 @@
 
 import textwrap
 
+import numpy as np
+
+from pallasite.backends.interpret import Walker
+from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
@@ -196,6 +200,27 @@ def test_scratch_used_in_part_stays_in_memory():
     """
     text = promoted(SCAN.format(rows=32, index="%i1", body=body))
     assert "%acc: ref<f32[8,8] vmem> = alloc" in text
+
+
+def test_fixed_parts_of_scratch_become_slices_where_asked():
+    body = """
+      %v: f32[8,8] = load %xb[:, :]
+      store %acc[:, :] = %v
+      %row: f32[8] = load %acc[1, :]
+      store %acc[:, 3] = %row
+      %w: f32[8,8] = load %acc[:, :]
+      store %ob[:, :] = %w
+    """
+    kernel = parse_kernel(SCAN.format(rows=32, index="%i1", body=body))
+    made = promote(canonicalize(kernel), in_parts=True)
+    verify(made)
+    names = {op.name for op in walk(made.body)}
+    assert "alloc" not in names and {"slice", "concatenate"} <= names
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype("f4")
+    want = x.reshape(4, 8, 8).copy()
+    want[:, :, 3] = want[:, 1, :]
+    (got,) = Walker(made, NumpyNumbers()).run([x])
+    np.testing.assert_array_equal(got, want.reshape(32, 8))
 
 
 def test_output_written_now_and_then_is_loaded_first():
