@@ -138,6 +138,7 @@ class PanelProduct(NamedTuple):
     fresh: Val
     valid_rows: int
     valid_columns: int
+    soon: Val  # packed rows that are multiplied next; a scheme may fetch some
 
 
 @dataclass(frozen=True)
@@ -154,22 +155,17 @@ class VectorScheme:
     panel_bytes: int = 32 << 10
     row_pitch: int = 0
     rows_in_place: bool = False
-    rows_stay: bool = False
-    # With more work per packed element than this, it does not matter when it is packed,
-    # and what this core has packed is nearest.
-    ahead_below: int = 256
+    # The next sums are then neighbours in memory, often in the same page.
+    rows_stay: bool = True
+    ahead_below: int = 1 << 20
 
     @staticmethod
     def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
         scheme = VectorScheme(host, dtype, dtype, rows, columns, lanes)
-        if rows_at.along != "depth":
-            return scheme
         if rows_at.can_stay(sizes, dtype):
             return replace(scheme, row_pitch=rows_at.stride, rows_in_place=True)
-        # Rows are read along k as they are; one vector more keeps them in other sets
-        # of the cache.
-        return replace(scheme, row_pitch=depth_blocks(scheme, sizes).block + lanes)
+        return scheme
 
     def begin(self, f: Function) -> None:
         pass
@@ -183,10 +179,7 @@ class VectorScheme:
         target = self.row_dtype
         along = direction(operand.dtype, target, operand.width, operand.depth)
         width = self.rows if is_rows else self.columns
-        pitch = self.row_pitch if is_rows else 0
-        packing = Packing(
-            operand.dtype, target, self.lanes, width, place.valid, along, pitch
-        )
+        packing = Packing(operand.dtype, target, self.lanes, width, place.valid, along)
         call_defined(
             f,
             packer(f.module, packing),
@@ -218,6 +211,7 @@ class VectorScheme:
             call.depth,
             call.stride,
             call.fresh,
+            call.soon,
         )
 
 
@@ -266,6 +260,11 @@ class Blocks:
 
 
 def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
-    deepest = scheme.panel_bytes // (scheme.columns * scheme.column_dtype.bytes)
+    """Cuts of k, so that a panel of the side that stays fits the nearest cache."""
+    if scheme.rows_stay:
+        step_bytes = scheme.rows * scheme.row_dtype.bytes
+    else:
+        step_bytes = scheme.columns * scheme.column_dtype.bytes
+    deepest = scheme.panel_bytes // step_bytes
     step = max(scheme.depth_step, 4)
     return Blocks.of(sizes.depth, step, max(step, deepest))

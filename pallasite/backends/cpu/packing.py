@@ -25,12 +25,11 @@ class Packing:
     width: int
     valid: int
     along: str
-    pitch: int = 0  # if not 0, panels are [width][pitch] with k in the last dimension
 
     @property
     def name(self) -> str:
         types = f"{self.source}_{self.target}_{self.lanes}"
-        sizes = f"{self.valid}in{self.width}_{self.pitch}"
+        sizes = f"{self.valid}in{self.width}"
         return f"pack_{types}_{sizes}_{self.along}"
 
 
@@ -72,10 +71,6 @@ def _emit(module: Module, packing: Packing) -> None:
     f = packing_function(module, packing.name)
     source, across, down, target, panels, depth = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    if packing.pitch:
-        _copy_lines(f, packing)
-        f.line("ret void")
-        return
     with f.loop(panels) as loop:
         first = f.mul(loop.index, integer(packing.width))
         here = vec.offset(f, source, read, f.mul(first, across))
@@ -88,30 +83,6 @@ def _emit(module: Module, packing: Packing) -> None:
                 done = _turn_squares(f, packing, here, across, there, depth)
             _copy_elements(f, packing, here, across, down, there, done, depth)
     f.line("ret void")
-
-
-def _copy_lines(f: Function, packing: Packing) -> None:
-    """Pack rows along k as they are, one after the other."""
-    source, across, down, target, panels, depth = f.params
-    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    lanes = packing.lanes
-    whole = f.binary("udiv", depth, integer(lanes))
-    done = f.mul(whole, integer(lanes))
-    with f.nest([panels, packing.valid]) as (panel, row):
-        number = f.add(f.mul(panel, integer(packing.width)), row)
-        here = vec.offset(f, source, read, f.mul(number, across))
-        there = vec.offset(f, target, write, f.mul(number, integer(packing.pitch)))
-        with f.loop(whole) as loop:
-            k = f.mul(loop.index, integer(lanes))
-            some = _read(f, packing, vec.offset(f, here, read, k), lanes)
-            vec.store(f, some, vec.offset(f, there, write, k), packing.target.bytes)
-        with f.loop(f.sub(depth, done)) as loop:
-            k = f.add(done, loop.index)
-            place = vec.offset(f, here, read, f.mul(k, down))
-            value = scalars.load(f, packing.source, place)
-            value = scalars.cast(f, value, packing.source, packing.target)
-            place = vec.offset(f, there, write, k)
-            scalars.store(f, packing.target, value, place)
 
 
 def _copy_rows(
