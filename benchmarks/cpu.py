@@ -47,7 +47,12 @@ class Row:
 # --- kernels, in the form of any module that has the names of Pallas ---
 
 
-def matmul(size: int, block: int, pl: Any = pallasite, **how: Any) -> Callable:
+def matmul(
+    size: int, block: int, pl: Any = pallasite, *, depth: int = 0, **how: Any
+) -> Callable:
+    """Square blocks of the result, `depth` (or also `block`) of k at a time."""
+    depth = depth or block
+
     def kernel(x_ref, y_ref, o_ref):
         @pl.when(pl.program_id(2) == 0)
         def _():
@@ -61,10 +66,10 @@ def matmul(size: int, block: int, pl: Any = pallasite, **how: Any) -> Callable:
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((size, size), jnp.float32),
-        grid=(steps, steps, steps),
+        grid=(steps, steps, size // depth),
         in_specs=[
-            pl.BlockSpec((block, block), lambda i, j, k: (i, k)),
-            pl.BlockSpec((block, block), lambda i, j, k: (k, j)),
+            pl.BlockSpec((block, depth), lambda i, j, k: (i, k)),
+            pl.BlockSpec((depth, block), lambda i, j, k: (k, j)),
         ],
         out_specs=pl.BlockSpec((block, block), lambda i, j, k: (i, j)),
         **how,
@@ -257,7 +262,7 @@ def matmul_rows(quick: bool) -> Iterator[Row]:
             x, y = normal(size, size, dtype=dtype), normal(size, size, dtype=dtype)
             plain = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
             runs = {
-                "ours": jitted(matmul(size, min(size // 2, 512)), x, y),
+                "ours": jitted(matmul(size, min(size // 2, 512), depth=512), x, y),
                 "xla": jitted(plain, x, y),
                 **torch_run(lambda torch, a, b: a @ b, x, y),
             }
@@ -365,7 +370,8 @@ def measure(row: Row, seconds: float) -> dict[str, float]:
                 start = time.perf_counter()
                 run()
                 best[name] = min(best[name], time.perf_counter() - start)
-            time.sleep(0.002)  # threads that spin for more work come to rest
+            # OpenMP's threads spin for more work some 15 ms before they come to rest.
+            time.sleep(0.02)
             if name == "interpret" and best[name] > seconds:
                 return {n: 1e3 * t for n, t in best.items()}
     return {name: 1e3 * t for name, t in best.items()}

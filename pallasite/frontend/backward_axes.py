@@ -16,7 +16,7 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.rewrite import map_ops, substitute
-from pallasite.passes.grid import evaluate_map
+from pallasite.passes.block_table import evaluate_map
 
 
 def split_axes(program: Program, results: Iterable[Value]) -> Program:

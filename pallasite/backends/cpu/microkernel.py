@@ -70,9 +70,7 @@ def microkernel(module: Module, micro: Micro) -> str:
     return micro.name
 
 
-def product_function(
-    module: Module, name: str, *more: tuple[str, str]
-) -> Function:
+def product_function(module: Module, name: str, *more: tuple[str, str]) -> Function:
     """A function with the parameters every scheme's products have, and its own."""
     params = [
         ("ptr noalias", "rows"),
