@@ -180,14 +180,14 @@ class _Analysis:
     ) -> Axis:
         size, said = self.grid[axis], self.op.attrs["semantics"][axis]
         if said in PARALLEL:
-            state = None if size == 1 else self.handed_on(axis, windows)
+            state = None if size in (0, 1) else self.handed_on(axis, windows)
             if state is None:
                 return Axis(size, True, f"dimension_semantics says {said}")
             return Axis(size, False, f"steps hand values on in {state}")
         if said == "sequential":
             return Axis(size, False, "dimension_semantics says sequential")
-        if size == 1:
-            return Axis(size, True, "it has one step")
+        if size in (0, 1):
+            return Axis(size, True, "it has one step" if size else "it has no step")
         for window in windows:
             if window.written and axis not in window.own:
                 return Axis(
