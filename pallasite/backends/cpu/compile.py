@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pallasite import target
+from pallasite.backends.cpu import spare
 from pallasite.backends.cpu.debugging import PRINT, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
@@ -130,9 +131,10 @@ def _link(key: str, object_code: bytes) -> tuple[int, Any]:
 
 
 def import_python(library: Any) -> None:
-    """Name the functions of this process that machine code calls."""
+    """Name what machine code uses of this process."""
     address = ctypes.cast(printer(), ctypes.c_void_p).value
     library.import_symbol(PRINT, address)
+    library.import_symbol(spare.SLOT, ctypes.addressof(spare.slot))
 
 
 @cache

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pallasite.backends.cpu.pipeline import OpenWindow
 
 USES = 2  # on average, of a packed block, from which packing ahead pays
-MOST_BYTES = 30 << 20  # malloc keeps this much between calls, and its pages
+MOST_BYTES = 64 << 20  # in all, which stays with the process (`spare.py`)
 
 # An operand of a dot: its value, whether it is rows, and its dimensions by role.
 Groups = tuple[tuple[int, ...], ...]

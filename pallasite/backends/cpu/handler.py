@@ -9,7 +9,7 @@ are those of XLA's C header `xla/ffi/api/c_api.h`.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallasite.backends.cpu import threads
+from pallasite.backends.cpu import spare, threads
 from pallasite.backends.cpu.arena import ALIGNMENT
 from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.sharing import Sharing
@@ -72,8 +72,7 @@ def emit_handler(
         message = _call_kernel(f, [*pointers, arena])
     else:
         block, message = _share(f, frame, sharing, pointers, memory)
-    if block != NULL:
-        f.call("free", "void", block)
+    memory.release(f, block)
     succeeded = f.compare("icmp eq", message, NULL)
     _fail_unless(f, frame, succeeded, FAILED_PRECONDITION, message)
     f.line("ret ptr null")
@@ -96,11 +95,17 @@ class _Memory(NamedTuple):
         """The block to free, the pointers with the shared memory's, the arenas."""
         arenas = f.mul(workers, integer(self.arena_bytes))
         size = f.add(arenas, integer(self.shared_bytes))
-        block, start = _allocate(f, frame, size)
+        block, start = _allocate(f, frame, size, is_kept=self.parts > 0)
         if not self.parts:
             return block, pointers, start
         arena = f.element(start, "i8", integer(self.shared_bytes))
         return block, [*pointers, start], arena
+
+    def release(self, f: Function, block: Val) -> None:
+        if self.parts:
+            spare.put_back(f, block)
+        elif block != NULL:
+            f.call("free", "void", block)
 
     def prepare(self, f: Function, pointers: list[Val]) -> None:
         """Fill the shared memory, without help."""
@@ -220,19 +225,21 @@ def _buffers(f: Function, frame: Val, offset: int, count: int) -> list[Val]:
     return [_field(f, buffer, BUFFER_DATA, "ptr") for buffer in buffers]
 
 
-def _allocate(f: Function, frame: Val, size: Val) -> tuple[Val, Val]:
-    """The block to free and the aligned address inside it."""
+def _allocate(f: Function, frame: Val, size: Val, is_kept: bool) -> tuple[Val, Val]:
+    """The block to release and the aligned address inside it."""
     if size.constant == 0:
         return NULL, NULL
-    block = f.call("malloc", "ptr", f.add(size, integer(ALIGNMENT)))
+    room = f.add(size, integer(ALIGNMENT))
+    block = spare.take(f, room) if is_kept else f.call("malloc", "ptr", room)
     exists = f.compare("icmp ne", block, NULL)
     amount = "" if size.constant is None else f" ({size.constant} bytes)"
     message = f"no memory for the kernel's temporaries{amount}"
     _fail_unless(f, frame, exists, RESOURCE_EXHAUSTED, message)
-    address = f.convert("ptrtoint", block, "i64")
+    begin = f.element(block, "i8", integer(spare.HEADER)) if is_kept else block
+    address = f.convert("ptrtoint", begin, "i64")
     missing = f.binary("sub", integer(0), address)
     missing = f.binary("and", missing, integer(ALIGNMENT - 1))
-    return block, f.element(block, "i8", missing)
+    return block, f.element(begin, "i8", missing)
 
 
 def _fail_unless(

@@ -37,6 +37,7 @@ class Module:
         self._declared: dict[str, str] = {}
         self._texts: dict[str, str] = {}
         self._constants: dict[str, str] = {}
+        self._externals: dict[str, str] = {}
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
@@ -55,15 +56,26 @@ class Module:
         self._constants[name] = value
         return Val("ptr", f"@{name}")
 
+    def external(self, name: str, type: str) -> None:
+        """A variable of this process, which `@name` is the address of."""
+        self._externals[name] = type
+
     @property
     def text(self) -> str:
-        constants = [
-            f"@{name} = private unnamed_addr constant {value}"
-            for name, value in self._constants.items()
-        ] + [
-            f"{name} = private unnamed_addr constant {_c_string(text)}"
-            for text, name in self._texts.items()
-        ]
+        constants = (
+            [
+                f"@{name} = external global {type}"
+                for name, type in self._externals.items()
+            ]
+            + [
+                f"@{name} = private unnamed_addr constant {value}"
+                for name, value in self._constants.items()
+            ]
+            + [
+                f"{name} = private unnamed_addr constant {_c_string(text)}"
+                for text, name in self._texts.items()
+            ]
+        )
         declared = [self._declared[name] for name in sorted(self._declared)]
         bodies = [function.text for function in self.functions]
         return (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu import handler, llvm_text, threads
+from pallasite.backends.cpu import handler, llvm_text, spare, threads
 from pallasite.backends.cpu.emit import with_own_inputs
 from pallasite.ir.nodes import Kernel
 
@@ -70,6 +70,8 @@ class Guarded(Memory):
     def arena(self, size: int) -> Pointer:
         """As malloc; what is moved up to a multiple of 64 there fits exactly."""
         wanted = size - handler.ALIGNMENT
+        if self.after and wanted % handler.ALIGNMENT == spare.HEADER:
+            return self.room(wanted)
         if not self.after or wanted % handler.ALIGNMENT:
             return self.room(size)
         address = self.room(wanted)
@@ -204,6 +206,9 @@ class Code:
             for n, out in enumerate(self.kernel.outputs)
         ]
         frame = _frame(api, arguments, results)
+        outside = spare.slot.value
+        if isinstance(self.memory, Guarded):
+            spare.slot.value = None  # guarded memory comes new for each call
         failed = self.handler(ctypes.addressof(frame[0]))
         api.finish()
         found = [np.array(r) for r in results[: self.num_outputs]]
@@ -214,6 +219,7 @@ class Code:
         ]
         if isinstance(self.memory, Guarded):
             self.memory.release()
+            spare.slot.value = outside
         if failed:
             raise KernelError(api.messages[0])
         assert all(old == new for old, new in unchanged), "an operand was changed"

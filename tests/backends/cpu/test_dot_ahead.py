@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallasite import target
+from pallasite.backends.cpu import spare
 from pallasite.backends.cpu.dot_ahead import find_ahead
 from pallasite.backends.cpu.dot_fusion import fuse_addends
 from pallasite.ir.build import Builder
@@ -84,6 +85,19 @@ def test_threads_pack_together():
     assert find_ahead(kernel).parts > 16
     for _ in range(8):
         check(kernel, np.float32)
+
+
+def test_memory_for_packed_operands_is_used_again():
+    small, large = (
+        product((96, 96, 96), (48, 48, 48)),
+        product((256, 256, 512), (64,) * 3),
+    )
+    check(large, np.float32)
+    kept = spare.slot.value
+    assert kept is not None
+    for kernel in (small, large):
+        check(kernel, np.float32)
+        assert spare.slot.value == kept
 
 
 def test_flash_attention_packs_keys_and_values():
