@@ -395,7 +395,7 @@ print(1e3 * (time.perf_counter() - start))
 
 
 def compile_times() -> dict[str, float]:
-    """Trace to machine code of the flash kernel: cold, then warm from disk; best of 3."""
+    """The flash kernel from trace to machine code, cold and from disk: best of 3."""
     program = COMPILE.format(folder=str(Path(__file__).resolve().parent))
     times = {}
     with tempfile.TemporaryDirectory() as folder:
