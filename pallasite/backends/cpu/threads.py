@@ -13,7 +13,6 @@ the gaps.
 """
 
 import platform
-import re
 
 from pallasite.backends.cpu.llvm import Function, Module
 
@@ -126,42 +125,39 @@ def _claims(kind: str, counter: int, count: object, chunk: object, before: str) 
     It goes to `kind.claimed` with `kind.first` and `kind.last`, from there the code
     around it comes back to `kind.claim`; when nothing is left, to `kind.none`.
     """
-    lines = f"""
-        %up = add i64 {count}, %runs
-        %rounded = sub i64 %up, 1
-        %length = sdiv i64 %rounded, %runs
-        br label %run
-        run:
-        %tried = phi i64 [ 0, %{before} ], [ %tried.next, %next ]
-        %number = add i64 %id, %tried
-        %which = urem i64 %number, %runs
-        %line = mul i64 %which, {LINE}
-        %place = add i64 %line, {counter}
-        %counter = getelementptr inbounds i8, ptr %counters, i64 %place
-        %low = mul i64 %which, %length
-        %end = add i64 %low, %length
-        %past = icmp sgt i64 %end, {count}
-        %high = select i1 %past, i64 {count}, i64 %end
-        br label %claim
-        claim:
-        %before = atomicrmw add ptr %counter, i64 {chunk} monotonic
-        %last = sub i64 %high, %before
-        %some = icmp sgt i64 %last, %low
-        br i1 %some, label %found, label %next
-        found:
-        %start = sub i64 %last, {chunk}
-        %over = icmp slt i64 %start, %low
-        %first = select i1 %over, i64 %low, i64 %start
-        br label %claimed
-        next:
-        %tried.next = add i64 %tried, 1
-        %more = icmp slt i64 %tried.next, %runs
-        br i1 %more, label %run, label %none
+    k = kind
+    return f"""
+        %{k}.up = add i64 {count}, %runs
+        %{k}.rounded = sub i64 %{k}.up, 1
+        %{k}.length = sdiv i64 %{k}.rounded, %runs
+        br label %{k}.run
+        {k}.run:
+        %{k}.tried = phi i64 [ 0, %{before} ], [ %{k}.tried.next, %{k}.next ]
+        %{k}.number = add i64 %id, %{k}.tried
+        %{k}.which = urem i64 %{k}.number, %runs
+        %{k}.line = mul i64 %{k}.which, {LINE}
+        %{k}.place = add i64 %{k}.line, {counter}
+        %{k}.counter = getelementptr inbounds i8, ptr %counters, i64 %{k}.place
+        %{k}.low = mul i64 %{k}.which, %{k}.length
+        %{k}.end = add i64 %{k}.low, %{k}.length
+        %{k}.past = icmp sgt i64 %{k}.end, {count}
+        %{k}.high = select i1 %{k}.past, i64 {count}, i64 %{k}.end
+        br label %{k}.claim
+        {k}.claim:
+        %{k}.before = atomicrmw add ptr %{k}.counter, i64 {chunk} monotonic
+        %{k}.last = sub i64 %{k}.high, %{k}.before
+        %{k}.some = icmp sgt i64 %{k}.last, %{k}.low
+        br i1 %{k}.some, label %{k}.found, label %{k}.next
+        {k}.found:
+        %{k}.start = sub i64 %{k}.last, {chunk}
+        %{k}.over = icmp slt i64 %{k}.start, %{k}.low
+        %{k}.first = select i1 %{k}.over, i64 %{k}.low, i64 %{k}.start
+        br label %{k}.claimed
+        {k}.next:
+        %{k}.tried.next = add i64 %{k}.tried, 1
+        %{k}.more = icmp slt i64 %{k}.tried.next, %runs
+        br i1 %{k}.more, label %{k}.run, label %{k}.none
     """
-    outside = {"%runs", "%id", "%counters", f"%{before}", str(count), str(chunk)}
-    rename = lambda name: name if name in outside else f"%{kind}.{name[1:]}"
-    named = re.sub(r"%[a-z.]+", lambda match: rename(match[0]), lines)
-    return re.sub(r"^( *)([a-z]+):", rf"\1{kind}.\2:", named, flags=re.MULTILINE)
 
 
 def _preparation(module: Module, parts: int, operands: str) -> str:
