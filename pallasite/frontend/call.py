@@ -397,6 +397,12 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
             raise UnsupportedError(
                 f"result {k} has dtype {shape.dtype}, which kernels do not have", at=at
             )
+        if jax.dtypes.canonicalize_dtype(shape.dtype) != shape.dtype:
+            raise KernelTypeError(
+                f"result {k} has dtype {shape.dtype}, and 64-bit types are switched off",
+                at=at,
+                fix="jax.config.update('jax_enable_x64', True), or a 32-bit dtype",
+            )
         name = names[len(flat) + k]
         operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
         if isinstance(shape, MemoryRef) and s.memory_space is None:

@@ -321,6 +321,7 @@ BAD = {
     ),
     "alias list": lambda: call(input_output_aliases=[(0, 0)]),
     "alias text": lambda: call(input_output_aliases={"x": 0}),
+    "out_shape of 64 bits": lambda: call(out_shape=S((16, 128), jnp.float64)),
     "out_shape negative": lambda: call(out_shape=S((-1, 128), jnp.float32)),
     "scratch negative": lambda: call(scratch_shapes=[pltpu.VMEM((-1,), jnp.float32)]),
     "cost": lambda: call(cost_estimate=3),
