@@ -399,7 +399,8 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
             )
         if jax.dtypes.canonicalize_dtype(shape.dtype) != shape.dtype:
             raise KernelTypeError(
-                f"result {k} has dtype {shape.dtype}, and 64-bit types are switched off",
+                f"result {k} has dtype {shape.dtype}, "
+                "and 64-bit types are switched off",
                 at=at,
                 fix="jax.config.update('jax_enable_x64', True), or a 32-bit dtype",
             )
