@@ -21,13 +21,8 @@ def check_batches(
 ) -> int:
     """Check `count` batches; how many different kernels there were."""
     seen: set[str] = set()
-    size = batch * BYTES
 
-    @hypothesis.seed(part)
-    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
-    @hypothesis.given(st.binary(min_size=size, max_size=size))
-    def check_batch(data: bytes) -> None:
-        streams = [data[n : n + BYTES] for n in range(0, size, BYTES)]
+    def check_batch(streams: list[bytes]) -> None:
         cases = [random_kernel(Stream(s), family, wide) for s in streams]
         try:
             check_all(cases)
@@ -36,8 +31,26 @@ def check_batches(
             raise
         seen.update(case.kernel.text for case in cases)
 
-    check_batch()
+    each_batch(check_batch, part, count, batch, BYTES)
     return len(seen)
+
+
+def each_batch(
+    check: Callable[[list[bytes]], None], part: int, count: int, batch: int, size: int
+) -> None:
+    """Call `check` with `count` lists of `batch` random streams, each of `size` bytes.
+
+    The same ones each time; other ones for another `part`.
+    """
+    total = batch * size
+
+    @hypothesis.seed(part)
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(st.binary(min_size=total, max_size=total))
+    def check_streams(data: bytes) -> None:
+        check([data[n : n + size] for n in range(0, total, size)])
+
+    check_streams()
 
 
 def _raise_simplest(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pallasite.frontend.primitive import Call, bind_call
 from tests.fuzz.agreement import expected, mismatch
+from tests.fuzz.batches import each_batch
 from tests.fuzz.choices import Stream, chance
 from tests.fuzz.generate import BYTES as KERNEL_BYTES
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
@@ -36,17 +37,11 @@ def compiled(function: Any, *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("part", range(4))
 def test_python_kernels_and_their_vmap(part: int):
-    size = BATCH * BYTES
-
-    @hypothesis.seed(part)
-    @hypothesis.settings(max_examples=CALLS, phases=[hypothesis.Phase.generate])
-    @hypothesis.given(st.binary(min_size=size, max_size=size))
-    def check(data: bytes) -> None:
-        streams = [data[n : n + BYTES] for n in range(0, size, BYTES)]
+    def check(streams: list[bytes]) -> None:
         calls = [random_call(Stream(s)) for s in streams]
         check_calls(calls, [s[-1] for s in streams], interpret=part % 2 == 0)
 
-    check()
+    each_batch(check, part, CALLS, BATCH, BYTES)
 
 
 def check_calls(

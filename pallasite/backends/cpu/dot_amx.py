@@ -14,6 +14,7 @@ from pallasite.backends.cpu.dot_scheme import (
     Operand,
     PanelPlace,
     PanelProduct,
+    Scheme,
     Sizes,
     call_defined,
 )
@@ -53,7 +54,7 @@ def scheme_for(
 
 
 @dataclass(frozen=True)
-class TileScheme:
+class TileScheme(Scheme):
     """The scheme of `dot_scheme.py` for tile registers."""
 
     row_dtype: DType
@@ -61,12 +62,6 @@ class TileScheme:
     sums: DType
     rows: int = PANEL
     columns: int = PANEL
-    panel_bytes: int = 32 << 10
-    row_pitch: int = 0
-    rows_in_place: bool = False
-    # The next sums are then neighbours in memory, often in the same page.
-    rows_stay: bool = True
-    ahead_below: int = 1 << 20
 
     @property
     def depth_step(self) -> int:

@@ -79,7 +79,7 @@ class Layout:
     is_rows: bool
     dtype: DType
     panel: int
-    pitch: int  # elements from row to row, 0: a panel is width times depth
+    pitch: int  # elements from row to row where rows are not packed, else 0
     step: int  # packed depths are multiples of it
     batch: int
     width: int
@@ -92,7 +92,7 @@ class Layout:
     def room(self, width: int) -> int:
         """Elements for that many rows or columns, and what stores may run over."""
         panels = -(-width // self.panel)
-        return panels * self.panel * (self.pitch or self.depth.block) + 64
+        return panels * self.panel * self.depth.block + 64
 
     @property
     def region_bytes(self) -> int:

@@ -16,6 +16,7 @@ from pallasite.backends.cpu.dot_scheme import (
     Operand,
     PanelPlace,
     PanelProduct,
+    Scheme,
     Sizes,
     call_defined,
 )
@@ -43,7 +44,7 @@ def scheme_for(
 
 
 @dataclass(frozen=True)
-class GroupScheme:
+class GroupScheme(Scheme):
     """The scheme of `dot_scheme.py` for groups."""
 
     row_dtype: DType
@@ -51,9 +52,6 @@ class GroupScheme:
     sums: DType
     rows: int = PANEL
     columns: int = PANEL
-    panel_bytes: int = 32 << 10
-    row_pitch: int = 0
-    rows_in_place: bool = False
     rows_stay: bool = False
     ahead_below: int = 256
 
@@ -65,12 +63,6 @@ class GroupScheme:
     def is_flipped(self) -> bool:
         """Are rows packed plus 128?"""
         return self.row_dtype == self.column_dtype == I8
-
-    def begin(self, f: Function) -> None:
-        pass
-
-    def end(self, f: Function) -> None:
-        pass
 
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool

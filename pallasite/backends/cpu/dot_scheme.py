@@ -1,12 +1,14 @@
 """What the loops of dot are made of: operands, schemes of packing, cuts for the caches.
 
 A `Scheme` says how operands are packed into panels and how two panels are multiplied:
-`VectorScheme` here with vector registers, `dot_amx.py` with tiles. `dot_driver.py` has
-the loops around them, `microkernel.py` and `packing.py` the code inside.
+`VectorScheme` here with vector registers, `dot_amx.py` with tiles, `dot_groups.py` with
+groups of k. `dot_driver.py` has the loops around them, `microkernel.py` and
+`packing.py` the code inside.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pallasite.backends.cpu.llvm import TRUE, Function, Val, integer
 from pallasite.backends.cpu.microkernel import (
@@ -19,6 +21,7 @@ from pallasite.backends.cpu.packing import Packing, direction, packer
 from pallasite.ir.types import DType
 from pallasite.target import Host
 
+PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
 IN_PLACE_BYTES = 1 << 20  # of rows that are multiplied from where they are
 
 
@@ -48,52 +51,46 @@ class Sizes(NamedTuple):
     depth: int
 
 
-class Scheme(Protocol):
-    """A way to pack operands into panels and to multiply two of them."""
+class Scheme(ABC):
+    """A way to pack operands into panels and to multiply two of them.
+
+    What is set here holds unless a scheme says otherwise.
+    """
+
+    row_dtype: DType  # of packed elements
+    column_dtype: DType
+    rows: int  # of a panel
+    columns: int
+    row_pitch: int = 0  # elements from row to row where rows are not packed at all
+    # A panel of rows stays near and columns stream past it: the next sums are then
+    # neighbours in memory, often in the same page.
+    rows_stay: bool = True
+    ahead_below: int = 1 << 20  # width of the other side: then pack ahead
 
     @property
-    def rows(self) -> int: ...  # of a panel
+    def rows_in_place(self) -> bool:
+        return self.row_pitch > 0
 
     @property
-    def columns(self) -> int: ...
+    def depth_step(self) -> int:
+        """Packed depths are multiples of it."""
+        return 1
 
-    @property
-    def depth_step(self) -> int: ...  # packed depths are multiples of it
+    def begin(self, f: Function) -> None:  # noqa: B027 (most need nothing)
+        """What comes before the first product."""
 
-    @property
-    def row_dtype(self) -> DType: ...  # of packed elements
+    def end(self, f: Function) -> None:  # noqa: B027
+        """What comes after the last."""
 
-    @property
-    def column_dtype(self) -> DType: ...
-
-    @property
-    def row_pitch(self) -> int: ...  # elements from row to row, 0: width times depth
-
-    @property
-    def rows_in_place(self) -> bool: ...  # rows are not packed at all
-
-    @property
-    def ahead_below(self) -> int: ...  # width of the other side: then pack ahead
-
-    @property
-    def panel_bytes(self) -> int: ...  # of a panel that stays in the nearest cache
-
-    @property
-    def rows_stay(self) -> bool: ...  # it is one of rows, and columns stream past it
-
-    def begin(self, f: Function) -> None: ...
-
-    def end(self, f: Function) -> None: ...
-
+    @abstractmethod
     def pack(
-        self,
-        f: Function,
-        operand: Operand,
-        place: "PanelPlace",
-        is_rows: bool,
-    ) -> None: ...
+        self, f: Function, operand: Operand, place: "PanelPlace", is_rows: bool
+    ) -> None:
+        """Pack panels of rows or columns."""
 
-    def multiply(self, f: Function, call: "PanelProduct") -> None: ...
+    @abstractmethod
+    def multiply(self, f: Function, call: "PanelProduct") -> None:
+        """Multiply a panel of rows with one of columns."""
 
 
 class RowsAt(NamedTuple):
@@ -142,7 +139,7 @@ class PanelProduct(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VectorScheme:
+class VectorScheme(Scheme):
     """Multiply-adds of vector registers, in the type of the sums."""
 
     host: Host
@@ -151,27 +148,13 @@ class VectorScheme:
     rows: int
     columns: int
     lanes: int
-    depth_step: int = 1
-    panel_bytes: int = 32 << 10
     row_pitch: int = 0
-    rows_in_place: bool = False
-    # The next sums are then neighbours in memory, often in the same page.
-    rows_stay: bool = True
-    ahead_below: int = 1 << 20
 
     @staticmethod
     def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
-        scheme = VectorScheme(host, dtype, dtype, rows, columns, lanes)
-        if rows_at.can_stay(sizes, dtype):
-            return replace(scheme, row_pitch=rows_at.stride, rows_in_place=True)
-        return scheme
-
-    def begin(self, f: Function) -> None:
-        pass
-
-    def end(self, f: Function) -> None:
-        pass
+        pitch = rows_at.stride if rows_at.can_stay(sizes, dtype) else 0
+        return VectorScheme(host, dtype, dtype, rows, columns, lanes, pitch)
 
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
@@ -265,6 +248,6 @@ def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
         step_bytes = scheme.rows * scheme.row_dtype.bytes
     else:
         step_bytes = scheme.columns * scheme.column_dtype.bytes
-    deepest = scheme.panel_bytes // step_bytes
+    deepest = PANEL_BYTES // step_bytes
     step = max(scheme.depth_step, 4)
     return Blocks.of(sizes.depth, step, max(step, deepest))

@@ -271,14 +271,7 @@ def _emit_run(module: Module) -> None:
         scheduled:
         br label %more
         refused:
-        {_at("spoilt.extension", 8, "%spoilt")}
-        {_at("spoilt.error", 16, "%spoilt")}
-        store i64 24, ptr %spoilt
-        store ptr null, ptr %spoilt.extension
-        store ptr %error, ptr %spoilt.error
-        {_at("destroy.at", API_ERROR_DESTROY, "%api")}
-        %destroy = load ptr, ptr %destroy.at
-        call void %destroy(ptr %spoilt)
+        {_destroy_error()}
         call void @drop(ptr %job)
         br label %work
         work:
@@ -291,6 +284,20 @@ def _emit_run(module: Module) -> None:
         ret ptr %message
         """,
     )
+
+
+def _destroy_error() -> str:
+    """Give `%error` back to XLA, by way of the arguments in `%spoilt`."""
+    return f"""
+        {_at("spoilt.extension", 8, "%spoilt")}
+        {_at("spoilt.error", 16, "%spoilt")}
+        store i64 24, ptr %spoilt
+        store ptr null, ptr %spoilt.extension
+        store ptr %error, ptr %spoilt.error
+        {_at("destroy.at", API_ERROR_DESTROY, "%api")}
+        %destroy = load ptr, ptr %destroy.at
+        call void %destroy(ptr %spoilt)
+    """
 
 
 def _pause(module: Module) -> str:
@@ -332,14 +339,7 @@ def _emit_count_threads(module: Module) -> None:
         %known = icmp eq ptr %error, null
         br i1 %known, label %leave, label %refused
         refused:
-        {_at("spoilt.extension", 8, "%spoilt")}
-        {_at("spoilt.error", 16, "%spoilt")}
-        store i64 24, ptr %spoilt
-        store ptr null, ptr %spoilt.extension
-        store ptr %error, ptr %spoilt.error
-        {_at("destroy.at", API_ERROR_DESTROY, "%api")}
-        %destroy = load ptr, ptr %destroy.at
-        call void %destroy(ptr %spoilt)
+        {_destroy_error()}
         ret i64 1
         leave:
         %found = load i64, ptr %count
