@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pallasite.backends.cpu import memory, scalars, tiles
 from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.dot_scheme import Operand, RowsAt, Sizes, Sums
+from pallasite.backends.cpu.dot_scheme import Lies, Operand, Sizes, Sums
 from pallasite.backends.cpu.dot_shapes import (
     groups_of,
     is_small,
@@ -137,8 +137,8 @@ def _blocked(
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    rows_at = RowsAt.of(lhs.dtype, dtype, lhs.width, lhs.depth)
-    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, rows_at)
+    lies = [Lies.of(o.dtype, dtype, o.width, o.depth) for o in (lhs, rhs)]
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
     room = lambda count, kind: e.temporary((count,), kind).pointer
     plan = Plan.of(scheme, sizes)
     emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pallasite.backends.cpu import scalars, tiles
 from pallasite.backends.cpu.dot_driver import Ahead, Layout, Plan, emit_packing
 from pallasite.backends.cpu.dot_fusion import running_dtype
-from pallasite.backends.cpu.dot_scheme import Operand, RowsAt
+from pallasite.backends.cpu.dot_scheme import Lies, Operand
 from pallasite.backends.cpu.dot_shapes import groups_of, is_small, scheme_for, sizes_of
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
@@ -166,10 +166,11 @@ def _packed_window(
         return None
     lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
     running = running_dtype(lhs, rhs, result)
-    rows_at = RowsAt.of(lhs, running, *strides[1:]) if is_rows else RowsAt("none")
-    scheme = scheme_for(lhs, rhs, running, sizes, rows_at)
+    here = Lies.of(lhs if is_rows else rhs, running, *strides[1:])
+    lies = {"rows" if is_rows else "columns": here}
+    scheme = scheme_for(lhs, rhs, running, sizes, **lies)
     other = sizes.columns if is_rows else sizes.rows
-    if other >= scheme.ahead_below or (is_rows and scheme.rows_in_place):
+    if other >= scheme.ahead_below or scheme.pitch(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
     place, values = kernel.params.index(array), tuple(value for value, _ in uses)

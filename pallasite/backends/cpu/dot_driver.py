@@ -60,7 +60,7 @@ class Plan:
             is_rows,
             scheme.row_dtype if is_rows else scheme.column_dtype,
             scheme.rows if is_rows else scheme.columns,
-            scheme.row_pitch if is_rows else 0,
+            scheme.pitch(is_rows),
             scheme.depth_step,
             sizes.batch,
             sizes.rows if is_rows else sizes.columns,
@@ -79,7 +79,7 @@ class Layout:
     is_rows: bool
     dtype: DType
     panel: int
-    pitch: int  # elements from row to row where rows are not packed, else 0
+    pitch: int  # as the scheme has it; 0: packed
     step: int  # packed depths are multiples of it
     batch: int
     width: int
@@ -105,14 +105,15 @@ class Layout:
     def place(self, f: Function, base: Val, number: Val, depth: Val) -> Val:
         """Where a panel begins, counted from the first of its block of k."""
         if self.pitch:
-            depth = integer(self.pitch)
+            step = integer(self.pitch if self.is_rows else 1)
+        elif self.step > 1 and depth.constant is None:
+            up = f.add(depth, integer(self.step - 1))
+            step = f.sub(up, f.binary("urem", up, integer(self.step)))
         elif self.step > 1:
-            if depth.constant is not None:
-                depth = integer(-(-depth.constant // self.step) * self.step)
-            else:
-                up = f.add(depth, integer(self.step - 1))
-                depth = f.sub(up, f.binary("urem", up, integer(self.step)))
-        size = f.mul(integer(self.panel), depth)
+            step = integer(-(-depth.constant // self.step) * self.step)
+        else:
+            step = depth
+        size = f.mul(integer(self.panel), step)
         return vec.offset(f, base, scalars.memory(self.dtype), f.mul(number, size))
 
 
@@ -173,7 +174,7 @@ def emit_product(
         layout = plan.layout(is_rows)
         if packed is not None and packed.layout == layout:
             side = _Side(f, plan, operand, layout, blocks, packed.pointer, True)
-        elif is_rows and plan.scheme.rows_in_place:
+        elif layout.pitch:
             side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
         else:
             pointer = room(layout.room(blocks.block), layout.dtype)
@@ -207,7 +208,7 @@ class _Side(NamedTuple):
             panel = f.mul(number, integer(self.blocks.block // self.blocks.panel))
             return layout.place(f, base, panel, depth)
         start = f.mul(number, integer(self.blocks.block))
-        if layout.is_rows and self.plan.scheme.rows_in_place:
+        if layout.pitch:
             return self.source(batch, start, k)
         self.pack(self.target, batch, start, k, number, depth)
         return self.target

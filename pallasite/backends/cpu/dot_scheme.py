@@ -61,15 +61,17 @@ class Scheme(ABC):
     column_dtype: DType
     rows: int  # of a panel
     columns: int
-    row_pitch: int = 0  # elements from row to row where rows are not packed at all
+    # Elements from row to row, and from one k to the next of columns, where they are
+    # multiplied from where they lie and not packed at all.
+    row_pitch: int = 0
+    column_pitch: int = 0
     # A panel of rows stays near and columns stream past it: the next sums are then
     # neighbours in memory, often in the same page.
     rows_stay: bool = True
     ahead_below: int = 1 << 20  # width of the other side: then pack ahead
 
-    @property
-    def rows_in_place(self) -> bool:
-        return self.row_pitch > 0
+    def pitch(self, is_rows: bool) -> int:
+        return self.row_pitch if is_rows else self.column_pitch
 
     @property
     def depth_step(self) -> int:
@@ -93,25 +95,45 @@ class Scheme(ABC):
         """Multiply a panel of rows with one of columns."""
 
 
-class RowsAt(NamedTuple):
-    """How rows lie in memory before they are packed."""
+class Lies(NamedTuple):
+    """How rows or columns lie in memory before they are packed.
 
-    along: str  # the dimension to read along, see `direction`
-    stride: int = 0  # elements from row to row; 0: not known, or of another type
+    Elements from row to row if each row's neighbours are neighbours along k, and from
+    one k to the next if they are neighbours in the same k; 0 for all that is different,
+    not known or of another type.
+    """
+
+    rows_apart: int = 0
+    depths_apart: int = 0
 
     @staticmethod
-    def of(source: DType, target: DType, width: Val, depth: Val) -> "RowsAt":
-        stride = width.constant if source == target else None
-        return RowsAt(direction(source, target, width, depth), stride or 0)
+    def of(source: DType, target: DType, width: Val, depth: Val) -> "Lies":
+        if source != target:
+            return Lies()
+        along = direction(source, target, width, depth)
+        return Lies(
+            (width.constant or 0) if along == "depth" else 0,
+            (depth.constant or 0) if along == "width" else 0,
+        )
 
-    def can_stay(self, sizes: Sizes, dtype: DType) -> bool:
-        """Are rows read as fast from where they are, without packing?
+    def pitch_of_rows(self, sizes: Sizes, dtype: DType) -> int:
+        """From row to row, if rows are read as fast from where they are; else 0.
 
         They must lie close together, and not so that all fall into one set of a cache.
         """
-        step = self.stride * dtype.bytes
-        close = step * sizes.rows <= IN_PLACE_BYTES
-        return self.along == "depth" and step > 0 and step % 4096 != 0 and close
+        step = self.rows_apart * dtype.bytes
+        fine = step > 0 and step % 4096 != 0 and step * sizes.rows <= IN_PLACE_BYTES
+        return self.rows_apart if fine else 0
+
+    def pitch_of_columns(self, sizes: Sizes, dtype: DType, lanes: int) -> int:
+        """From one k to the next, if columns are read as fast from where they are.
+
+        Each panel of rows reads them again: with the gaps, they must fit the nearest
+        cache. Whole vectors are read: there must be no part of one at the end.
+        """
+        near = self.depths_apart * dtype.bytes * sizes.depth <= PANEL_BYTES
+        whole = sizes.columns % lanes == 0 and self.depths_apart >= sizes.columns
+        return self.depths_apart if near and whole else 0
 
 
 class PanelPlace(NamedTuple):
@@ -149,12 +171,18 @@ class VectorScheme(Scheme):
     columns: int
     lanes: int
     row_pitch: int = 0
+    column_pitch: int = 0
 
     @staticmethod
-    def of(host: Host, dtype: DType, sizes: Sizes, rows_at: RowsAt) -> "VectorScheme":
+    def of(
+        host: Host, dtype: DType, sizes: Sizes, lhs: Lies, rhs: Lies
+    ) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
-        pitch = rows_at.stride if rows_at.can_stay(sizes, dtype) else 0
-        return VectorScheme(host, dtype, dtype, rows, columns, lanes, pitch)
+        row_pitch = lhs.pitch_of_rows(sizes, dtype)
+        column_pitch = rhs.pitch_of_columns(sizes, dtype, lanes)
+        return VectorScheme(
+            host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
+        )
 
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
@@ -182,7 +210,7 @@ class VectorScheme(Scheme):
             call.valid_columns,
             self.row_pitch or 1,
             1 if self.row_pitch else self.rows,
-            self.columns,
+            self.column_pitch or self.columns,
             has_fused(self.host),
         )
         call_defined(

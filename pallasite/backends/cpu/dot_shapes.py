@@ -8,7 +8,7 @@ from math import prod
 
 from pallasite import target
 from pallasite.backends.cpu import dot_amx, dot_groups
-from pallasite.backends.cpu.dot_scheme import RowsAt, Scheme, Sizes, VectorScheme
+from pallasite.backends.cpu.dot_scheme import Lies, Scheme, Sizes, VectorScheme
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 
@@ -36,15 +36,20 @@ def sizes_of(op: Op) -> Sizes:
 
 
 def scheme_for(
-    lhs: DType, rhs: DType, sums: DType, sizes: Sizes, rows_at: RowsAt
+    lhs: DType,
+    rhs: DType,
+    sums: DType,
+    sizes: Sizes,
+    rows: Lies = Lies(),
+    columns: Lies = Lies(),
 ) -> Scheme:
-    """The best way this CPU has for operands of these types."""
+    """The best way this CPU has for operands of these types that lie so in memory."""
     host = target.host()
     for special in (dot_amx.scheme_for, dot_groups.scheme_for):
         scheme = special(host, lhs, rhs, sums, sizes)
         if scheme is not None:
             return scheme
-    return VectorScheme.of(host, sums, sizes, rows_at)
+    return VectorScheme.of(host, sums, sizes, rows, columns)
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:
