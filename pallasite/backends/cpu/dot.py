@@ -21,13 +21,13 @@ from pallasite.backends.cpu.dot_shapes import (
 )
 from pallasite.backends.cpu.llvm import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Root, Tile
-from pallasite.ir.nodes import Access, Op
+from pallasite.ir.nodes import Access, Op, Value
 from pallasite.ir.types import DType
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-Packed = tuple[Ahead | None, Ahead | None]  # rows and columns, where packed before
+Packed = tuple[Ahead | None, Ahead | None]  # of rows and columns
 
 
 def emit_dot(e: "Emitter", op: Op) -> None:
@@ -103,14 +103,16 @@ def _accumulate(
         _operand(e, _canonical(e, tile, groups, in_rows=False))
         for tile, groups in ((lhs, left), (rhs, right))
     )
-    roles = [
-        (value, is_rows, tuple(map(tuple, groups)))
-        for value, is_rows, groups in zip(
-            op.operands[:2], (True, False), (left, right), strict=True
-        )
-    ]
-    ahead = (e.packed.get(roles[0]), e.packed.get(roles[1]))
+    ahead = (
+        _ahead(e, op.operands[0], left, lhs),
+        _ahead(e, op.operands[1], right, rhs),
+    )
     _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead)
+
+
+def _ahead(e: "Emitter", value: Value, groups: list[Sequence[int]], t: Tile) -> Ahead:
+    named = tuple(tuple(group) for group in groups)
+    return lambda layout: e.ahead.find(e, value, named, t, layout)
 
 
 def _blocked(

@@ -1,168 +1,294 @@
-"""Operands of dot that are packed once per call, before the grid runs.
+"""Operands of dot that are packed once per call, by whoever needs them first.
 
-A window that stays where it is along an axis of the grid would be packed again at every
-step along it. `find_ahead` looks for blocks that are loaded whole, multiplied and seen
-at several steps; `emit_prepare` writes `@prepare`, which packs one part of their arrays
-into memory that all threads share; `bind` tells `dot.py` where the blocks of a step
-lie. What does not fit this mould is packed where it is used.
+A block that is multiplied at several steps of a grid, or in several rounds of a loop,
+would be packed again each time. `find_ahead` looks for boxes of the kernel's inputs,
+cut evenly, that dots read more than once; their packed form has a place in memory that
+all threads share. `AllAhead.find` writes what a dot does: it looks whether its box has
+been packed and packs it if not, together with other threads that wait for it. So a box
+is in the caches when it is used, and nobody waits for what is not needed yet. What does
+not fit this mould is packed where it is used.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from pallasite.backends.cpu import scalars, tiles
-from pallasite.backends.cpu.dot_driver import Ahead, Layout, Plan, emit_packing
+from pallasite.backends.cpu import threads, tiles
+from pallasite.backends.cpu.dot_driver import Layout, Plan, emit_packing
 from pallasite.backends.cpu.dot_fusion import running_dtype
 from pallasite.backends.cpu.dot_scheme import Lies, Operand
 from pallasite.backends.cpu.dot_shapes import groups_of, is_small, scheme_for, sizes_of
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.tiles import Tile
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
-from pallasite.errors import InternalError
-from pallasite.ir.nodes import Kernel, Op, Value, Window, full_index, walk
-from pallasite.passes.grid import find_pipeline
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, Window
+from pallasite.passes.facts import Facts
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
-    from pallasite.backends.cpu.pipeline import OpenWindow
 
-USES = 2  # on average, of a packed block, from which packing ahead pays
+USES = 2  # on average, of a packed box, from which keeping it pays
 MOST_BYTES = 64 << 20  # in all, which stays with the process (`spare.py`)
 
-# An operand of a dot: its value, whether it is rows, and its dimensions by role.
-Groups = tuple[tuple[int, ...], ...]
-Role = tuple[Value, bool, Groups]
+# A box has two counters: parts that some thread has begun to pack and, after it, parts
+# that are done.
+DONE, COUNTERS_BYTES = 8, 16
+
+Groups = tuple[tuple[int, ...], ...]  # dimensions by role
+
+
+class Role(NamedTuple):
+    """What a dot makes of a value: the layout it wants of it."""
+
+    value: Value
+    groups: Groups
+    layout: Layout
+
+
+class Cut(NamedTuple):
+    """A ref or a tile as one of the equal boxes that an array is cut into."""
+
+    array: Value  # one of the kernel's inputs
+    sizes: tuple[int, ...]  # of a box along each dimension of the array
+    kept: tuple[int, ...]  # the dimensions that the ref or tile has
+
+    @staticmethod
+    def whole(array: Value) -> "Cut":
+        shape = array.ref.shape
+        return Cut(array, tuple(shape), tuple(range(len(shape))))
+
+    @property
+    def count(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Boxes along each dimension."""
+        shape = self.array.ref.shape
+        return [n // size for n, size in zip(shape, self.sizes, strict=True)]
+
+    def smaller(self, sizes: Sequence[int | None]) -> "Cut | None":
+        """Boxes of this one; None for a dimension that disappears."""
+        new = list(self.sizes)
+        for d, size in zip(self.kept, sizes, strict=True):
+            new[d] = 1 if size is None else size
+            if not new[d] or self.sizes[d] % new[d]:
+                return None
+        pairs = zip(self.kept, sizes, strict=True)
+        return Cut(self.array, tuple(new), tuple(d for d, n in pairs if n is not None))
+
+    def number(self, f: Function, offset: Val) -> Val:
+        """Which box begins so many elements after the array does."""
+        number = integer(0)
+        shape, steps = self.array.ref.shape, tiles.row_major(self.array.ref.shape)
+        dims = zip(shape, steps, self.sizes, self.counts, strict=True)
+        for n, step, size, count in dims:
+            if count > 1:
+                place = f.binary("udiv", offset, step)
+                place = f.binary("urem", place, integer(n))
+                place = f.binary("udiv", place, integer(size))
+                number = f.add(f.mul(number, integer(count)), place)
+        return number
+
+    def strides(self, groups: Groups) -> list[Val] | None:
+        """Strides of batch, width and depth; None if they are not regular."""
+        unused = Function(Module(), "unused")
+        steps = tiles.row_major(self.array.ref.shape)
+        order = [self.kept[d] for group in groups for d in group]
+        old = [self.sizes[d] for d in order]
+        new = [prod(self.sizes[self.kept[d]] for d in group) for group in groups]
+        return tiles.reshape_strides(unused, old, [steps[d] for d in order], new)
 
 
 @dataclass(frozen=True)
-class PackedWindow:
-    """All blocks of an array, packed as rows or columns."""
+class Boxes:
+    """All boxes of an array, packed in one layout."""
 
-    window: int  # among the pipeline's
-    is_rows: bool
+    cut: Cut
     groups: Groups
-    values: tuple[Value, ...]  # what the body loads from that window to multiply so
-    array: int  # among the kernel's operands
-    counts: tuple[int, ...]  # blocks along each dimension of the array
-    plan: Plan
-    offset: int  # in the shared memory
-
-    @property
-    def layout(self) -> Layout:
-        return self.plan.layout(self.is_rows)
-
-    @property
-    def parts(self) -> int:
-        """Pieces that it is packed in."""
-        return prod(self.counts) * self.layout.regions
+    layout: Layout
+    plan: Plan = field(compare=False)  # of the first product that wants them so
+    # Where in the shared memory their counters are, and they themselves.
+    counters_at: int = 0
+    packed_at: int = 0
 
     @property
     def bytes(self) -> int:
-        return prod(self.counts) * self.layout.bytes
+        return self.cut.count * self.layout.bytes
+
+    @property
+    def counter_bytes(self) -> int:
+        return self.cut.count * COUNTERS_BYTES
 
 
 @dataclass(frozen=True)
 class AllAhead:
-    """What a kernel packs ahead; nothing, if `windows` is empty."""
+    """What a kernel keeps packed, and for which dots; maybe nothing."""
 
-    op: Op | None = None  # the pipeline
-    windows: tuple[PackedWindow, ...] = ()
+    boxes: tuple[Boxes, ...] = ()
+    roles: dict[Role, int] = field(default_factory=dict[Role, int])
 
     @property
-    def parts(self) -> int:
-        """Calls of `@prepare`; each packs its share of every window."""
-        return max((each.parts for each in self.windows), default=0)
+    def counter_bytes(self) -> int:
+        """At the start of the shared memory; zero before the kernel runs."""
+        return -(-sum(each.counter_bytes for each in self.boxes) // 64) * 64
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.windows)
+        return self.counter_bytes + sum(each.bytes for each in self.boxes)
 
-    def bind(self, e: "Emitter", op: Op, opened: Sequence["OpenWindow"]) -> None:
-        """Let dots find the packed blocks of this step."""
-        if op is not self.op:
-            return
-        f, shared = e.f, e.shared
-        for each in self.windows:
-            extents = opened[each.window].extents
-            number = integer(0)
-            for extent, count in zip(extents, each.counts, strict=True):
-                place = f.binary("udiv", extent.start, integer(extent.size))
-                number = f.add(f.mul(number, integer(count)), place)
-            offset = f.mul(number, integer(each.layout.bytes))
-            offset = f.add(integer(each.offset), offset)
-            packed = Ahead(f.element(shared, "i8", offset), each.layout)
-            for value in each.values:
-                e.packed[value, each.is_rows, each.groups] = packed
+    def find(
+        self, e: "Emitter", value: Value, groups: Groups, tile: Tile, layout: Layout
+    ) -> Val | None:
+        """Where the box that a dot reads lies packed, once it is; None if it is not."""
+        number = self.roles.get(Role(value, groups, layout))
+        if number is None or tile.buffer is None:
+            return None
+        f, each = e.f, self.boxes[number]
+        array = e.ref(each.cut.array)
+        if tile.buffer.root is not array.root:
+            return None
+        begin, here = (
+            f.convert("ptrtoint", b.pointer, "i64") for b in (array.buffer, tile.buffer)
+        )
+        size = integer(array.dtype.bytes)
+        box = each.cut.number(f, f.binary("udiv", f.sub(here, begin), size))
+        at = f.add(integer(each.counters_at), f.mul(box, integer(COUNTERS_BYTES)))
+        counters = f.element(e.shared, "i8", at)
+        at = f.add(integer(each.packed_at), f.mul(box, integer(layout.bytes)))
+        packed = f.element(e.shared, "i8", at)
+        done = f.element(counters, "i8", integer(DONE))
+        count = f.value("i64", f"load atomic i64, {done} acquire, align 8")
+        with f.when(f.compare("icmp ult", count, integer(layout.parts))):
+            name = _packer(f.module, each, number)
+            f.line(f"call void @{name}({tile.buffer.pointer}, {packed}, {counters})")
+        return packed
 
 
-# --- what to pack ahead ---
+# --- what to keep packed ---
 
 
 def find_ahead(kernel: Kernel) -> AllAhead:
-    try:
-        op = find_pipeline(kernel)
-    except InternalError:
-        return AllAhead()
-    if not op.attrs["grid"] or None in op.attrs["grid"]:
-        return AllAhead()
-    found: list[PackedWindow] = []
-    total = 0
-    for (window, is_rows, groups), uses in _roles(op).items():
-        each = _packed_window(kernel, op, window, is_rows, groups, uses, total)
-        if each is not None and total + each.bytes <= MOST_BYTES:
-            found.append(each)
-            total += each.bytes
-    return AllAhead(op, tuple(found))
+    uses: dict[Boxes, int] = {}
+    roles: dict[Role, Boxes] = {}
+    for use in _Search(kernel).uses(kernel.body, 1):
+        boxes = _boxes(use)
+        if boxes is not None:
+            roles[Role(use.value, boxes.groups, boxes.layout)] = boxes
+            uses[boxes] = uses.get(boxes, 0) + use.times
+    chosen: list[Boxes] = []
+    for boxes, times in uses.items():
+        total = sum(each.bytes for each in chosen) + boxes.bytes
+        if times >= USES * boxes.cut.count and total <= MOST_BYTES:
+            chosen.append(boxes)
+    numbers = {boxes: n for n, boxes in enumerate(chosen)}
+    named = {role: numbers[b] for role, b in roles.items() if b in numbers}
+    return AllAhead(tuple(_placed(chosen)), named)
 
 
-def _roles(op: Op) -> dict[tuple[int, bool, Groups], list[tuple[Value, Op]]]:
-    """Whole blocks in dots, by window, side and dimensions: their values and dots."""
-    *_, body = op.regions
-    windows = body.params[len(op.attrs["grid"]) :]
-    kept = set(windows) - written_refs(body) - flattened_refs(body)
-    loads = {
-        inner.result: windows.index(inner.operands[0])
-        for inner in walk(body)
-        if inner.name == "load" and inner.operands[0] in kept and _is_whole(inner)
-    }
-    found: dict[tuple[int, bool, Groups], list[tuple[Value, Op]]] = {}
-    for dot in walk(body):
-        if dot.name == "dot":
-            for side, value in enumerate(dot.operands[:2]):
-                if value in loads:
-                    groups = tuple(tuple(group) for group in groups_of(dot)[side])
-                    key = (loads[value], side == 0, groups)
-                    found.setdefault(key, []).append((value, dot))
-    return found
+def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
+    """Counters of all come first, then what is packed."""
+    counters_at, packed_at = 0, AllAhead(tuple(chosen)).counter_bytes
+    for boxes in chosen:
+        yield replace(boxes, counters_at=counters_at, packed_at=packed_at)
+        counters_at += boxes.counter_bytes
+        packed_at += boxes.bytes
 
 
-def _is_whole(load: Op) -> bool:
-    shape = load.operands[0].ref.shape
-    return load.attrs["index"] == full_index(shape) and len(load.operands) == 1
+class _Use(NamedTuple):
+    """A box that a dot reads, so many times in all, by estimate."""
+
+    value: Value
+    cut: Cut
+    dot: Op
+    side: int
+    times: int
 
 
-def _packed_window(
-    kernel: Kernel,
-    op: Op,
-    number: int,
-    is_rows: bool,
-    groups: Groups,
-    uses: list[tuple[Value, Op]],
-    offset: int,
-) -> PackedWindow | None:
-    """A window packed ahead, if that is possible and pays."""
-    window: Window = op.attrs["windows"][number]
-    array = op.operands[len(op.operands) - len(op.attrs["windows"]) + number]
-    aliased = {kernel.inputs[i] for i, _ in kernel.aliases}
-    counts = _block_counts(window, array.ref.shape)
-    if array not in kernel.inputs or array in aliased or counts is None:
-        return None
-    strides = _strides(array, window, groups)
-    dot = uses[0][1]
+class _Search:
+    """Walks a kernel's code for dots of boxes of its inputs."""
+
+    def __init__(self, kernel: Kernel):
+        changed = written_refs(kernel.body)
+        changed |= {kernel.inputs[i] for i, _ in kernel.aliases}
+        self.facts = Facts()
+        self.cuts = {v: Cut.whole(v) for v in kernel.inputs if v not in changed}
+        self.times: dict[Value, int] = {}  # of boxes, each time their code runs
+
+    def uses(self, block: Block, times: int) -> Iterator[_Use]:
+        """Uses in a block that runs so many times."""
+        for op in block.ops:
+            self.facts.note_op(op)
+            if op.name in ("load", "subview"):
+                self._pick(op)
+            elif op.name == "dot":
+                for side, value in enumerate(op.operands[:2]):
+                    if value in self.cuts:
+                        often = times * self.times.get(value, 1)
+                        yield _Use(value, self.cuts[value], op, side, often)
+            elif op.name == "pipeline":
+                self._open(op)
+                steps = prod(n for n in op.attrs["grid"] if n is not None)
+                yield from self.uses(op.regions[-1], times * steps)
+            else:
+                for region in op.regions:
+                    yield from self.uses(region, times)
+
+    def _open(self, pipeline: Op) -> None:
+        """Windows whose blocks divide their array are boxes of it."""
+        windows: Sequence[Window] = pipeline.attrs["windows"]
+        body, count = pipeline.regions[-1], len(windows)
+        copied = flattened_refs(body)
+        arrays = pipeline.operands[len(pipeline.operands) - count :]
+        blocks = body.params[len(body.params) - count :]
+        for window, array, block in zip(windows, arrays, blocks, strict=True):
+            kinds = {dim.kind for dim in window.dims}
+            if block in copied or not kinds <= {"blocked", "squeezed"}:
+                continue
+            if array in self.cuts:
+                sizes = [None if d.kind == "squeezed" else d.size for d in window.dims]
+                self._note(block, self.cuts[array].smaller(sizes))
+
+    def _pick(self, op: Op) -> None:
+        """A plain slice whose start is a multiple of its size is a box."""
+        access = Access.of(op)
+        cut = self.cuts.get(access.ref)
+        if cut is None or access.mask is not None:
+            return
+        sizes: list[int | None] = []
+        often = 1
+        for entry, start in access.split_index():
+            if isinstance(entry, At):
+                sizes.append(None)
+            elif isinstance(entry, Span) and entry.stride == 1 and entry.size:
+                multiple = entry.start if start is None else self._multiple(start)
+                if (multiple or 0) % entry.size:
+                    return
+                sizes.append(entry.size)
+            else:
+                return
+            if start is not None:  # a loop may well visit them all
+                d = cut.kept[len(sizes) - 1]
+                often *= max(1, cut.sizes[d] // (sizes[-1] or 1))
+        self._note(op.result, cut.smaller(sizes))
+        self.times[op.result] = often * self.times.get(access.ref, 1)
+
+    def _multiple(self, start: Value) -> int:
+        return self.facts.of(start).multiple
+
+    def _note(self, value: Value, cut: Cut | None) -> None:
+        if cut is not None:
+            self.cuts[value] = cut
+
+
+def _boxes(use: _Use) -> Boxes | None:
+    """The box that a dot reads in the layout it wants, if packing is of use at all."""
+    dot, is_rows = use.dot, use.side == 0
+    groups = tuple(tuple(group) for group in groups_of(dot)[use.side])
+    strides = use.cut.strides(groups)
     sizes = sizes_of(dot)
-    seldom = prod(op.attrs["grid"]) < USES * prod(counts)
-    if strides is None or seldom or is_small(sizes, in_rows=True):
+    if strides is None or is_small(sizes, in_rows=True):
         return None
     lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
     running = running_dtype(lhs, rhs, result)
@@ -173,82 +299,40 @@ def _packed_window(
     if other >= scheme.ahead_below or scheme.pitch(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
-    place, values = kernel.params.index(array), tuple(value for value, _ in uses)
-    return PackedWindow(number, is_rows, groups, values, place, counts, plan, offset)
-
-
-def _block_counts(window: Window, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Blocks along each dimension; None if they do not divide the array evenly."""
-    counts = []
-    for dim, n in zip(window.dims, shape, strict=True):
-        if dim.kind not in ("blocked", "squeezed") or not dim.size or n % dim.size:
-            return None
-        counts.append(n // dim.size)
-    return tuple(counts) if prod(counts) else None
-
-
-def _strides(array: Value, window: Window, groups: Groups) -> list[Val] | None:
-    """Strides of batch, width and depth in a block; None if they are not regular."""
-    unused = Function(Module(), "unused")
-    all_strides = tiles.row_major(array.ref.shape)
-    kept = [
-        stride
-        for dim, stride in zip(window.dims, all_strides, strict=True)
-        if dim.kind != "squeezed"
-    ]
-    order = [d for group in groups for d in group]
-    old = [window.block_shape[d] for d in order]
-    new = [prod(window.block_shape[d] for d in group) for group in groups]
-    return tiles.reshape_strides(unused, old, [kept[d] for d in order], new)
+    return Boxes(use.cut, groups, plan.layout(is_rows), plan)
 
 
 # --- packing it ---
 
 
-def emit_prepare(module: Module, kernel: Kernel, ahead: AllAhead) -> None:
-    """Add `@prepare(operands, shared, part)`."""
-    params = [("ptr", f"a{n}") for n in range(len(kernel.params))]
-    params += [("ptr", "shared"), ("i64", "part")]
-    f = Function(module, "prepare", params, linkage="internal")
-    *pointers, shared, part = f.params
-    for each in ahead.windows:
-        # Neighbouring parts of all windows together: whoever packs them uses them.
-        share = lambda n, each=each: f.binary(
-            "udiv", f.mul(n, integer(each.parts)), integer(ahead.parts)
-        )
-        first = share(part)
-        with f.loop(f.sub(share(f.add(part, integer(1))), first)) as loop:
-            here, pointer = f.add(first, loop.index), pointers[each.array]
-            _emit_part(f, kernel, ahead, each, pointer, shared, here)
-    f.line("ret void")
+def _packer(module: Module, boxes: Boxes, number: int) -> str:
+    """The name of a function that packs a box: source, target, counters.
 
-
-def _emit_part(
-    f: Function,
-    kernel: Kernel,
-    ahead: AllAhead,
-    each: PackedWindow,
-    pointer: Val,
-    shared: Val,
-    part: Val,
-) -> None:
-    assert ahead.op is not None
-    window: Window = ahead.op.attrs["windows"][each.window]
-    array, layout = kernel.params[each.array], each.layout
-    regions = integer(layout.regions)
-    block, region = (f.binary(name, part, regions) for name in ("udiv", "urem"))
-    rest, start = block, integer(0)
-    steps = tiles.row_major(array.ref.shape)
-    dims = zip(each.counts, window.dims, steps, strict=True)
-    for count, dim, step in reversed([*dims]):
-        place = f.binary("urem", rest, integer(count))
-        rest = f.binary("udiv", rest, integer(count))
-        start = f.add(start, f.mul(f.mul(place, integer(dim.size)), step))
-    dtype = array.ref.dtype
-    source = f.element(pointer, scalars.memory(dtype), start)
-    strides = _strides(array, window, each.groups)
+    Threads that want the same box take its parts in turn; each comes back when all are
+    done.
+    """
+    name = f"pack_box_{number}"
+    if module.defines(name):
+        return name
+    params = [("ptr", "source"), ("ptr", "target"), ("ptr", "counters")]
+    attributes = "noinline cold nounwind"
+    f = Function(module, name, params, linkage="internal", attributes=attributes)
+    source, target, counters = f.params
+    parts = integer(boxes.layout.parts)
+    done = f.element(counters, "i8", integer(DONE))
+    claim, pack, leave = f.labels("claim", "pack", "leave")
+    f.branch(claim)
+    f.label(claim)
+    part = f.value("i64", f"atomicrmw add {counters}, i64 1 monotonic")
+    f.branch_if(f.compare("icmp ult", part, parts), pack, leave)
+    f.label(pack)
+    strides = boxes.cut.strides(boxes.groups)
     assert strides is not None
-    offset = f.add(integer(each.offset), f.mul(block, integer(layout.bytes)))
-    target = f.element(shared, "i8", offset)
-    operand = Operand(dtype, source, *strides)
-    emit_packing(f, each.plan, operand, each.is_rows, region, target)
+    operand = Operand(boxes.cut.array.ref.dtype, source, *strides)
+    emit_packing(f, boxes.plan, operand, boxes.layout, part, target)
+    f.value("i64", f"atomicrmw add {done}, i64 1 release")
+    f.branch(claim)
+    f.label(leave)
+    threads.wait_for(f, done, parts)
+    f.line("ret void")
+    return name

@@ -1,7 +1,7 @@
 """Loops around the microkernels: cache blocks, packing, register blocks, edges.
 
 `emit_product` writes sums[batch, row, column] (or adds to them) for strided operands of
-any layout; `emit_packing` packs a whole operand ahead, for products that come later.
+any layout; `emit_packing` packs a whole operand, part by part, for several products.
 `dot.py` comes before, `dot_scheme.py` after.
 """
 
@@ -26,6 +26,7 @@ from pallasite.ir.types import DType
 
 # Bytes of packed operands in a block, which stay in L2.
 ROWS_BYTES, COLUMNS_BYTES = 512 << 10, 1 << 20
+PART_BYTES = 64 << 10  # of what one thread packs at a time where several may
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,21 @@ class Layout:
     def regions(self) -> int:
         return self.batch * self.depth.count
 
+    @property
+    def chunks(self) -> Blocks:
+        """Cuts of the width, each of about the bytes of a part."""
+        most = PART_BYTES // (self.depth.block * self.dtype.bytes)
+        return Blocks.of(self.width, self.panel, most)
+
+    @property
+    def parts(self) -> int:
+        """Pieces that the operand is packed in."""
+        return self.regions * self.chunks.count
+
     def room(self, width: int) -> int:
-        """Elements for that many rows or columns, and what stores may run over."""
+        """Elements for that many rows or columns."""
         panels = -(-width // self.panel)
-        return panels * self.panel * self.depth.block + 64
+        return panels * self.panel * self.depth.block
 
     @property
     def region_bytes(self) -> int:
@@ -106,44 +118,47 @@ class Layout:
         """Where a panel begins, counted from the first of its block of k."""
         if self.pitch:
             step = integer(self.pitch if self.is_rows else 1)
-        elif self.step > 1 and depth.constant is None:
-            up = f.add(depth, integer(self.step - 1))
-            step = f.sub(up, f.binary("urem", up, integer(self.step)))
         elif self.step > 1:
-            step = integer(-(-depth.constant // self.step) * self.step)
+            step = _rounded_up(f, depth, self.step)
         else:
             step = depth
         size = f.mul(integer(self.panel), step)
         return vec.offset(f, base, scalars.memory(self.dtype), f.mul(number, size))
 
 
-class Ahead(NamedTuple):
-    """An operand that has been packed already, and where."""
+def _rounded_up(f: Function, number: Val, step: int) -> Val:
+    if number.constant is not None:
+        return integer(-(-number.constant // step) * step)
+    up = f.add(number, integer(step - 1))
+    return f.sub(up, f.binary("urem", up, integer(step)))
 
-    pointer: Val
-    layout: Layout
+
+# Gives the address of an operand that is already packed in a layout; None: it is not.
+Ahead = Callable[[Layout], Val | None]
 
 
 def emit_packing(
-    f: Function, plan: Plan, operand: Operand, is_rows: bool, region: Val, target: Val
+    f: Function, plan: Plan, operand: Operand, layout: Layout, part: Val, target: Val
 ) -> None:
-    """Pack one region of an operand to where it belongs after `target`."""
-    layout = plan.layout(is_rows)
-    side = _Side(f, plan, operand, layout, _whole(layout), target, False)
-    batch, k_block = region, integer(0)
-    if layout.depth.count > 1:
-        count = integer(layout.depth.count)
-        batch, k_block = (f.binary(name, region, count) for name in ("udiv", "urem"))
-    offset = f.mul(region, integer(layout.region_bytes))
-    target = f.element(target, "i8", offset)
+    """Pack one part of an operand to where it belongs after `target`."""
+    chunks = layout.chunks
+    side = _Side(f, plan, operand, layout, chunks, target, False)
+    region, number = _split(f, part, chunks.count)
+    batch, k_block = _split(f, region, layout.depth.count)
+    region_at = f.element(target, "i8", f.mul(region, integer(layout.region_bytes)))
     k = f.mul(k_block, integer(layout.depth.block))
     depth = layout.depth.extent(f, k)
-    side.pack(target, batch, integer(0), k, integer(0), depth)
+    panel = f.mul(number, integer(chunks.block // chunks.panel))
+    there = layout.place(f, region_at, panel, depth)
+    side.pack(there, batch, f.mul(number, integer(chunks.block)), k, number, depth)
 
 
-def _whole(layout: Layout) -> Blocks:
-    panels = -(-layout.width // layout.panel)
-    return Blocks(layout.width, layout.panel, panels * layout.panel)
+def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
+    """Quotient and remainder."""
+    if count == 1:
+        return number, integer(0)
+    whole, rest = (f.binary(n, number, integer(count)) for n in ("udiv", "urem"))
+    return whole, rest
 
 
 def emit_product(
@@ -166,14 +181,15 @@ def emit_product(
       sums: where the product goes.
       fresh: what sums hold does not count.
       room: gives memory for so many elements.
-      ahead: the operands as they were packed before, where they were.
+      ahead: gives what is packed already of each operand.
     """
     sides = []
     rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
-    for (is_rows, operand, blocks), packed in zip((rows, columns), ahead, strict=True):
+    for (is_rows, operand, blocks), find in zip((rows, columns), ahead, strict=True):
         layout = plan.layout(is_rows)
-        if packed is not None and packed.layout == layout:
-            side = _Side(f, plan, operand, layout, blocks, packed.pointer, True)
+        packed = find(layout) if find else None
+        if packed is not None:
+            side = _Side(f, plan, operand, layout, blocks, packed, True)
         elif layout.pitch:
             side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
         else:

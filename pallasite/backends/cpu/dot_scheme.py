@@ -136,6 +136,9 @@ class Lies(NamedTuple):
         return self.depths_apart if near and whole else 0
 
 
+ANYHOW = Lies()
+
+
 class PanelPlace(NamedTuple):
     """Where panels come from and go to."""
 

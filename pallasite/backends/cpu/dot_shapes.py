@@ -8,7 +8,7 @@ from math import prod
 
 from pallasite import target
 from pallasite.backends.cpu import dot_amx, dot_groups
-from pallasite.backends.cpu.dot_scheme import Lies, Scheme, Sizes, VectorScheme
+from pallasite.backends.cpu.dot_scheme import ANYHOW, Lies, Scheme, Sizes, VectorScheme
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
 
@@ -40,8 +40,8 @@ def scheme_for(
     rhs: DType,
     sums: DType,
     sizes: Sizes,
-    rows: Lies = Lies(),
-    columns: Lies = Lies(),
+    rows: Lies = ANYHOW,
+    columns: Lies = ANYHOW,
 ) -> Scheme:
     """The best way this CPU has for operands of these types that lie so in memory."""
     host = target.host()

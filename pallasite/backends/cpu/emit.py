@@ -25,8 +25,7 @@ from pallasite.backends.cpu import (
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
-from pallasite.backends.cpu.dot_ahead import AllAhead, Role, emit_prepare, find_ahead
-from pallasite.backends.cpu.dot_driver import Ahead
+from pallasite.backends.cpu.dot_ahead import AllAhead, find_ahead
 from pallasite.backends.cpu.dot_fusion import fuse_addends
 from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.sharing import Share, Sharing, count_units, sharing_of
@@ -90,15 +89,14 @@ def emit_kernel(kernel: Kernel) -> str:
     module, sharing = Module(), sharing_of(kernel)
     ahead = find_ahead(kernel)
     params = _pointer_params(kernel, sharing)
-    more = [("ptr noalias readonly align 64", "shared")] if ahead.windows else []
+    more = [("ptr align 64", "shared")] if ahead.boxes else []
     units = [("i64", "first"), ("i64", "last")] if sharing else []
     arena_param = ("ptr noalias align 64", "arena")
     all_params = [*params, *more, *units, arena_param]
     f = Function(module, "kernel", all_params, "ptr", "internal")
     refs = _operand_refs(kernel, f.params)
     emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)))
-    if ahead.windows:
-        emit_prepare(module, kernel, ahead)
+    if ahead.boxes:
         emitter.ahead, emitter.shared = ahead, f.params[len(params)]
     if sharing:
         emitter.share = Share(sharing, *f.params[len(params) + len(more) : -1])
@@ -115,7 +113,7 @@ def emit_kernel(kernel: Kernel) -> str:
         results=kernel.num_outputs,
         arena_bytes=emitter.arena.size,
         shared_bytes=ahead.bytes,
-        parts=ahead.parts,
+        zero_bytes=ahead.counter_bytes,
         sharing=sharing,
     )
     return module.text
@@ -213,9 +211,8 @@ class Emitter:
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them
         self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
-        self.ahead = AllAhead()  # operands packed before the grid runs, in `shared`
+        self.ahead = AllAhead()  # operands of dots that are packed once, in `shared`
         self.shared = NULL
-        self.packed: dict[Role, Ahead] = {}
 
     # --- walking ---
 

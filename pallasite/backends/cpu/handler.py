@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pallasite.backends.cpu import spare, threads
 from pallasite.backends.cpu.arena import ALIGNMENT
-from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
+from pallasite.backends.cpu.llvm import FALSE, NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.sharing import Sharing
 
 # Byte offsets in XLA_FFI_CallFrame and what it points to (64-bit).
@@ -40,14 +40,14 @@ def emit_handler(
     results: int,
     arena_bytes: int,
     shared_bytes: int = 0,
-    parts: int = 0,
+    zero_bytes: int = 0,
     sharing: Sharing | None = None,
 ) -> None:
     """Add `@handler` for a `@kernel` with that many operand and result pointers.
 
-    With `parts`, `@prepare` fills that many parts of `shared_bytes` of memory first, of
-    which `@kernel` then takes the address. With a `sharing`, it also takes the first
-    unit and the one after the last.
+    With `shared_bytes`, it then takes the address of so much memory, which begins with
+    `zero_bytes` zeros and is the same for all threads. With a `sharing`, it also takes
+    the first unit and the one after the last.
     """
     _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
@@ -65,10 +65,9 @@ def emit_handler(
 
     pointers = _buffers(f, frame, FRAME_ARGS, arguments)
     pointers += _buffers(f, frame, FRAME_RESULTS, results)
-    memory = _Memory(arena_bytes, shared_bytes, parts)
+    memory = _Memory(arena_bytes, shared_bytes, zero_bytes)
     if sharing is None:
         block, pointers, arena = memory.allocate(f, frame, pointers, integer(1))
-        memory.prepare(f, pointers)
         message = _call_kernel(f, [*pointers, arena])
     else:
         block, message = _share(f, frame, sharing, pointers, memory)
@@ -87,7 +86,7 @@ class _Memory(NamedTuple):
 
     arena_bytes: int
     shared_bytes: int
-    parts: int
+    zero_bytes: int
 
     def allocate(
         self, f: Function, frame: Val, pointers: list[Val], workers: Val
@@ -95,24 +94,19 @@ class _Memory(NamedTuple):
         """The block to free, the pointers with the shared memory's, the arenas."""
         arenas = f.mul(workers, integer(self.arena_bytes))
         size = f.add(arenas, integer(self.shared_bytes))
-        block, start = _allocate(f, frame, size, is_kept=self.parts > 0)
-        if not self.parts:
+        block, start = _allocate(f, frame, size, is_kept=self.shared_bytes > 0)
+        if not self.shared_bytes:
             return block, pointers, start
+        zeros = [integer(0, "i8"), integer(self.zero_bytes), FALSE]
+        f.call("llvm.memset.p0.i64", "void", start, *zeros)
         arena = f.element(start, "i8", integer(self.shared_bytes))
         return block, [*pointers, start], arena
 
     def release(self, f: Function, block: Val) -> None:
-        if self.parts:
+        if self.shared_bytes:
             spare.put_back(f, block)
         elif block != NULL:
             f.call("free", "void", block)
-
-    def prepare(self, f: Function, pointers: list[Val]) -> None:
-        """Fill the shared memory, without help."""
-        if self.parts:
-            with f.loop(integer(self.parts)) as loop:
-                listed = ", ".join(map(str, [*pointers, loop.index]))
-                f.line(f"call void @prepare({listed})")
 
 
 def _share(
@@ -123,11 +117,10 @@ def _share(
     chunk, workers = _split(f, frame, sharing, counted, memory.arena_bytes)
     units = f.greatest(counted, f.sub(integer(0), counted))
     block, pointers, arenas = memory.allocate(f, frame, pointers, workers)
-    threads.emit_jobs(f.module, len(pointers), memory.parts)
+    threads.emit_jobs(f.module, len(pointers))
     alone, together, joined = f.labels("alone", "together", "joined")
     f.branch_if(f.compare("icmp eq", workers, integer(1)), alone, together)
     f.label(alone)
-    memory.prepare(f, pointers)
     message = _call_kernel(f, [*pointers, integer(0), units, arenas])
     end_alone = f.block
     f.branch(joined)
@@ -147,9 +140,7 @@ def _share(
         _set_field(f, job, offset, value)
     with f.loop(workers) as loop:
         line = f.add(integer(runs), f.mul(loop.index, integer(threads.LINE)))
-        for counter in (threads.CLAIMED, threads.CLAIMED_PARTS):
-            place = f.add(line, integer(counter))
-            f.store(integer(0), f.element(job, "i8", place))
+        f.store(integer(0), f.element(job, "i8", line))
     helpers = f.sub(workers, integer(1))
     listed = ", ".join(map(str, [frame, job, helpers]))
     first = f.value("ptr", f"call ptr @run_job({listed})")

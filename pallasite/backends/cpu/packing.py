@@ -46,7 +46,7 @@ def packer(module: Module, packing: Packing) -> str:
     """The name of the function, which is added to the module the first time.
 
     It takes source, stride of the width, stride of the depth, target, number of panels
-    and depth. It may write one vector past the last panel.
+    and depth.
     """
     if not module.defines(packing.name):
         _emit(module, packing)
@@ -110,8 +110,9 @@ def _turn_squares(
 ) -> Val:
     """Pack as many steps of k as fill whole vectors; gives how many.
 
-    A store reaches past a step's end where the width is no multiple of the lanes: into
-    the step, or the panel, that is written next.
+    Where the width is no multiple of the lanes, a store reaches past a step's end: into
+    the step that is written next, but never past the last one of a square, for what
+    comes then may be another thread's.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
@@ -134,7 +135,10 @@ def _turn_squares(
         for k in range(lanes):
             for n, columns in enumerate(groups):
                 place = vec.offset(f, there, write, k * width + n * lanes)
-                vec.store(f, columns[k], place, packing.target.bytes)
+                value, left = columns[k], width - n * lanes
+                if k == lanes - 1 and left < lanes:
+                    value = vec.shuffle(f, value, value, range(left))
+                vec.store(f, value, place, packing.target.bytes)
     return f.mul(squares, integer(lanes))
 
 

@@ -54,7 +54,6 @@ def emit_pipeline(e: "Emitter", op: Op) -> None:
         for plan in plans:
             twin = None if plan.twin is None else opened[plan.twin]
             opened.append(twin or open_window(e, plan, ids))
-        e.ahead.bind(e, op, opened)
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for plan, view in zip(plans, opened, strict=True):

@@ -2,29 +2,26 @@
 
 The caller schedules helpers and works itself. The units are cut into as many runs of
 neighbours as there may be threads; each thread claims chunks of its own run, whose data
-its caches know, and then of the others'. So it is with the parts of what is prepared
-for all units. The caller waits only for chunks that a thread has already begun, never
-for a helper that has not started, so it cannot deadlock even where it occupies the
-pool's only thread. A helper that starts too late finds nothing to claim; the job's
-memory is freed by whoever is last to let go of it. Nothing here is global or outlives
-the job. Chunks are claimed from the last one down: where programs differ (causal
-attention), it is mostly the later ones that take longer, and the short ones then fill
-the gaps.
+its caches know, and then of the others'. The caller waits only for chunks that a thread
+has already begun, never for a helper that has not started, so it cannot deadlock even
+where it occupies the pool's only thread. A helper that starts too late finds nothing to
+claim; the job's memory is freed by whoever is last to let go of it. Nothing here is
+global or outlives the job. Chunks are claimed from the last one down: where programs
+differ (causal attention), it is mostly the later ones that take longer, and the short
+ones then fill the gaps.
 """
 
 import platform
 
-from pallasite.backends.cpu.llvm import Function, Module
+from pallasite.backends.cpu.llvm import Function, Module, Val
 
-# Byte offsets in a job. The counters that all threads write have their own lines; of
-# two in one line, the second is at rest when the first is used. After the operands each
-# run has a line with counters of what is claimed of it.
-DONE, DONE_PARTS, REFS, WORKERS = 0, 8, 64, 136
-COUNTERS = (DONE, DONE_PARTS, WORKERS)
+# Byte offsets in a job. The counters that all threads write have their own lines. After
+# the operands each run has a line with a counter of what is claimed of it.
+DONE, REFS, WORKERS = 0, 64, 136
+COUNTERS = (DONE, WORKERS)
 UNITS, CHUNK, MESSAGE, ARENA, ARENA_STRIDE, RUNS = 144, 152, 160, 168, 176, 184
 OPERANDS = 192
 LINE = 64
-CLAIMED, CLAIMED_PARTS = 0, 8  # in a run's line
 
 # Byte offsets in XLA_FFI_CallFrame and XLA_FFI_Api.
 FRAME_API, FRAME_CONTEXT = 16, 24
@@ -38,16 +35,14 @@ def runs_offset(operands: int) -> int:
     return -(-(OPERANDS + 8 * operands) // LINE) * LINE
 
 
-def emit_jobs(module: Module, operands: int, parts: int = 0) -> None:
-    """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands.
-
-    `parts`: calls of `@prepare` that must all be done before the first unit.
-    """
-    module.declare("sched_yield", "i32", [])
+def emit_jobs(module: Module, operands: int) -> None:
+    """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands."""
     module.declare("free", "void", ["ptr"])
-    _emit_work(module, operands, parts)
+    _emit_work(module, operands)
     _emit_task(module)
     _emit_drop(module)
+    if not module.defines("wait_for"):
+        _emit_wait(module)
     _emit_run(module)
     _emit_count_threads(module)
 
@@ -65,8 +60,15 @@ def _at(name: str, offset: int, base: str = "%job") -> str:
     return f"%{name} = getelementptr inbounds i8, ptr {base}, i64 {offset}"
 
 
-def _emit_work(module: Module, operands: int, parts: int) -> None:
-    """`@work(job)`: prepare with the others, then run chunks until none is left."""
+def wait_for(f: Function, counter: Val, count: Val) -> None:
+    """Wait until other threads have brought a counter up to `count`."""
+    if not f.module.defines("wait_for"):
+        _emit_wait(f.module)
+    f.line(f"call void @wait_for({counter}, {count})")
+
+
+def _emit_work(module: Module, operands: int) -> None:
+    """`@work(job)`: run chunks until none is left."""
     f = Function(module, "work", [("ptr", "job")], "void", "internal")
     pointers = [f"%a{n}" for n in range(operands)]
     loads = "\n".join(
@@ -74,7 +76,6 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         for n in range(operands)
     )
     listed = "".join(f"ptr {pointer}, " for pointer in pointers)
-    before = "prepared" if parts else "entry"
     _write(
         f,
         f"""
@@ -96,97 +97,81 @@ def _emit_work(module: Module, operands: int, parts: int) -> None:
         %offset = mul i64 %id, %stride
         %arena = getelementptr inbounds i8, ptr %arenas, i64 %offset
         %runs = load i64, ptr %runs.at
-        {_preparation(module, parts, listed) if parts else ""}
-        {_claims("unit", CLAIMED, "%units", "%chunk", before)}
-        unit.claimed:
+        {_claims()}
+        claimed:
         %earlier = load atomic ptr, ptr %message.at monotonic, align 8
         %fine = icmp eq ptr %earlier, null
         br i1 %fine, label %run, label %finish
         run:
-        %message = call ptr @kernel({listed}i64 %unit.first, i64 %unit.last, ptr %arena)
+        %message = call ptr @kernel({listed}i64 %first, i64 %last, ptr %arena)
         %good = icmp eq ptr %message, null
         br i1 %good, label %finish, label %report
         report:
         %swapped = cmpxchg ptr %message.at, ptr null, ptr %message monotonic monotonic
         br label %finish
         finish:
-        %count = sub i64 %unit.last, %unit.first
+        %count = sub i64 %last, %first
         %total = atomicrmw add ptr %done, i64 %count release
-        br label %unit.claim
-        unit.none:
+        br label %claim
+        none:
         ret void
         """,
     )
 
 
-def _claims(kind: str, counter: int, count: object, chunk: object, before: str) -> str:
-    """Code after block `before` that gives out all of `count`, run by run.
+def _claims() -> str:
+    """Code that gives out all units, run by run.
 
-    It goes to `kind.claimed` with `kind.first` and `kind.last`, from there the code
-    around it comes back to `kind.claim`; when nothing is left, to `kind.none`.
+    It goes to `claimed` with `first` and `last`, from there the code around it comes
+    back to `claim`; when nothing is left, to `none`.
     """
-    k = kind
     return f"""
-        %{k}.up = add i64 {count}, %runs
-        %{k}.rounded = sub i64 %{k}.up, 1
-        %{k}.length = sdiv i64 %{k}.rounded, %runs
-        br label %{k}.run
-        {k}.run:
-        %{k}.tried = phi i64 [ 0, %{before} ], [ %{k}.tried.next, %{k}.next ]
-        %{k}.number = add i64 %id, %{k}.tried
-        %{k}.which = urem i64 %{k}.number, %runs
-        %{k}.line = mul i64 %{k}.which, {LINE}
-        %{k}.place = add i64 %{k}.line, {counter}
-        %{k}.counter = getelementptr inbounds i8, ptr %counters, i64 %{k}.place
-        %{k}.low = mul i64 %{k}.which, %{k}.length
-        %{k}.end = add i64 %{k}.low, %{k}.length
-        %{k}.past = icmp sgt i64 %{k}.end, {count}
-        %{k}.high = select i1 %{k}.past, i64 {count}, i64 %{k}.end
-        br label %{k}.claim
-        {k}.claim:
-        %{k}.before = atomicrmw add ptr %{k}.counter, i64 {chunk} monotonic
-        %{k}.last = sub i64 %{k}.high, %{k}.before
-        %{k}.some = icmp sgt i64 %{k}.last, %{k}.low
-        br i1 %{k}.some, label %{k}.found, label %{k}.next
-        {k}.found:
-        %{k}.start = sub i64 %{k}.last, {chunk}
-        %{k}.over = icmp slt i64 %{k}.start, %{k}.low
-        %{k}.first = select i1 %{k}.over, i64 %{k}.low, i64 %{k}.start
-        br label %{k}.claimed
-        {k}.next:
-        %{k}.tried.next = add i64 %{k}.tried, 1
-        %{k}.more = icmp slt i64 %{k}.tried.next, %runs
-        br i1 %{k}.more, label %{k}.run, label %{k}.none
+        %up = add i64 %units, %runs
+        %rounded = sub i64 %up, 1
+        %length = sdiv i64 %rounded, %runs
+        br label %run.begin
+        run.begin:
+        %tried = phi i64 [ 0, %entry ], [ %tried.next, %run.end ]
+        %number = add i64 %id, %tried
+        %which = urem i64 %number, %runs
+        %line = mul i64 %which, {LINE}
+        %counter = getelementptr inbounds i8, ptr %counters, i64 %line
+        %low = mul i64 %which, %length
+        %end = add i64 %low, %length
+        %past = icmp sgt i64 %end, %units
+        %high = select i1 %past, i64 %units, i64 %end
+        br label %claim
+        claim:
+        %before = atomicrmw add ptr %counter, i64 %chunk monotonic
+        %last = sub i64 %high, %before
+        %some = icmp sgt i64 %last, %low
+        br i1 %some, label %found, label %run.end
+        found:
+        %start = sub i64 %last, %chunk
+        %over = icmp slt i64 %start, %low
+        %first = select i1 %over, i64 %low, i64 %start
+        br label %claimed
+        run.end:
+        %tried.next = add i64 %tried, 1
+        %more = icmp slt i64 %tried.next, %runs
+        br i1 %more, label %run.begin, label %none
     """
 
 
-def _preparation(module: Module, parts: int, operands: str) -> str:
-    """Take parts until none is left, then wait for those that others have begun."""
-    return f"""
-        {_at("done.parts", DONE_PARTS)}
-        {_claims("part", CLAIMED_PARTS, parts, 1, "entry")}
-        part.claimed:
-        call void @prepare({operands}i64 %part.first)
-        %parts.before = atomicrmw add ptr %done.parts, i64 1 release
-        br label %part.claim
-        part.none:
+def _emit_wait(module: Module) -> None:
+    """`@wait_for(counter, count)`: spin for a while, then let others run."""
+    module.declare("sched_yield", "i32", [])
+    params = [("ptr", "counter"), ("i64", "count")]
+    f = Function(module, "wait_for", params, linkage="internal", attributes="noinline")
+    _write(
+        f,
+        f"""
         br label %wait
-        {_wait(module, "part.none", "%done.parts", parts, "prepared")}
-        prepared:
-    """
-
-
-def _wait(module: Module, before: str, counter: str, count: object, after: str) -> str:
-    """The block `wait`, reached from `before`: on to `after` once a counter is there.
-
-    A thread spins for a while and then lets others run.
-    """
-    return f"""
         wait:
-        %spins = phi i64 [ 0, %{before} ], [ %spins.next, %pause ], [ 0, %yield ]
-        %counted = load atomic i64, ptr {counter} acquire, align 8
-        %reached = icmp sge i64 %counted, {count}
-        br i1 %reached, label %{after}, label %idle
+        %spins = phi i64 [ 0, %entry ], [ %spins.next, %pause ], [ 0, %yield ]
+        %counted = load atomic i64, ptr %counter acquire, align 8
+        %reached = icmp sge i64 %counted, %count
+        br i1 %reached, label %leave, label %idle
         idle:
         %tired = icmp sge i64 %spins, {SPINS}
         br i1 %tired, label %yield, label %pause
@@ -197,7 +182,10 @@ def _wait(module: Module, before: str, counter: str, count: object, after: str) 
         yield:
         %ignored = call i32 @sched_yield()
         br label %wait
-    """
+        leave:
+        ret void
+        """,
+    )
 
 
 def _emit_task(module: Module) -> None:
@@ -276,9 +264,7 @@ def _emit_run(module: Module) -> None:
         br label %work
         work:
         call void @work(ptr %job)
-        br label %wait
-        {_wait(module, "work", "%done", "%units", "leave")}
-        leave:
+        call void @wait_for(ptr %done, i64 %units)
         %message = load atomic ptr, ptr %message.at monotonic, align 8
         call void @drop(ptr %job)
         ret ptr %message

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from math import gcd
 
 from pallasite.backends.tpu.elementwise import SPELLINGS
-from pallasite.backends.tpu.facts import Fact
 from pallasite.backends.tpu.memory import Memory
 from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import I32, TileType
+from pallasite.passes.facts import Fact
 
 
 class Control(Memory):

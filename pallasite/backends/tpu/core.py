@@ -6,11 +6,11 @@
 
 from typing import NoReturn
 
-from pallasite.backends.tpu.facts import Facts
 from pallasite.backends.tpu.writer import ELEMENTS, Writer
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import TileType, Type
+from pallasite.passes.facts import Facts
 
 
 class Core:

@@ -14,7 +14,6 @@ from itertools import takewhile
 
 from pallasite.backends.tpu.control import Control
 from pallasite.backends.tpu.elementwise import SPELLINGS
-from pallasite.backends.tpu.facts import HIGHEST, Fact
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
@@ -31,6 +30,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import RefType
+from pallasite.passes.facts import HIGHEST, Fact
 
 DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
 SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")

@@ -6,11 +6,11 @@ with the operand's name and a shape that works.
 
 from collections.abc import Sequence
 
-from pallasite.backends.tpu.facts import Fact
 from pallasite.backends.tpu.views import LANES, SUBLANES
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
 from pallasite.ir.types import RefType
+from pallasite.passes.facts import Fact
 
 
 def memref_shape(window: Window) -> tuple[int, ...]:

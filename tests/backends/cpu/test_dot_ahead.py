@@ -1,15 +1,19 @@
-"""dot in a grid: operands packed before it, sums that start from nothing."""
+"""dot in a grid: operands that are packed once, sums that start from nothing."""
 
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import pallasite as pl
 from pallasite import target
 from pallasite.backends.cpu import spare
 from pallasite.backends.cpu.dot_ahead import find_ahead
 from pallasite.backends.cpu.dot_fusion import fuse_addends
+from pallasite.frontend.primitive import kernels_in
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.types import BF16, F32, DType, RefType
@@ -65,26 +69,40 @@ def check(kernel: Kernel, dtype, turned: bool = False) -> None:
     close(run(kernel, x, y)[0], want, x.size // want.shape[0])
 
 
-# --- packed ahead ---
+# --- packed once ---
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", ["tiles or vectors", "vectors", "avx2", "f32"])
-def test_blocks_seen_at_several_steps_are_packed_ahead(kind: str, turned: bool):
+def test_blocks_seen_at_several_steps_are_packed_once(kind: str, turned: bool):
     dtype = F32 if kind == "f32" else BF16
     host = {"vectors": VECTORS, "avx2": target.AVX2}.get(kind, target.host())
     with target.using(host):
         kernel = product((96, 160, 192), (48, 40, 96), dtype, turned)
-        assert "@prepare" in llvm_of(kernel)
+        packed = [each.cut.array for each in find_ahead(kernel).boxes]
+        rows_stay = kind == "f32" and not turned
+        assert packed == [*kernel.inputs[rows_stay:]]
+        assert f"@pack_box_{len(packed) - 1}" in llvm_of(kernel)
         check(kernel, np.float32 if kind == "f32" else BF16_NP, turned)
 
 
 def test_threads_pack_together():
-    # Enough work for helpers, and more parts than threads.
-    kernel = product((256, 256, 512), (64, 64, 64))
-    assert find_ahead(kernel).parts > 16
+    # Enough work for helpers, who all want the one box of the right side first.
+    kernel = product((256, 520, 512), (32, 520, 512))
+    (columns,) = find_ahead(kernel).boxes
+    assert columns.cut.count == 1 and columns.layout.parts > 8
     for _ in range(8):
         check(kernel, np.float32)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_a_box_meet_without_touching(turned: bool):
+    """Panels that are no multiple of the lanes, packed in parts by several threads."""
+    kernel = product((600, 256, 520), (600, 32, 260), turned=turned)
+    rows = find_ahead(kernel).boxes[0]
+    assert rows.layout.is_rows and rows.layout.panel % 8 and rows.layout.parts > 8
+    for _ in range(4):
+        check(kernel, np.float32, turned)
 
 
 def test_memory_for_packed_operands_is_used_again():
@@ -100,9 +118,10 @@ def test_memory_for_packed_operands_is_used_again():
         assert spare.slot.value == kept
 
 
-def test_flash_attention_packs_keys_and_values():
-    found = find_ahead(flash_attention())
-    assert [each.window for each in found.windows] == [1, 2]
+def test_flash_attention_packs_keys_and_reads_values_where_they_are():
+    kernel = flash_attention()
+    (keys,) = find_ahead(kernel).boxes
+    assert keys.cut.array is kernel.inputs[1]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +135,10 @@ def test_flash_attention_packs_keys_and_values():
     ids=["once", "edges", "small", "aliased"],
 )
 def test_what_is_packed_where_it_is_used(kernel: Kernel):
-    packed = [each.array for each in find_ahead(kernel).windows]
-    assert 0 not in packed
+    assert kernel.inputs[0] not in [b.cut.array for b in find_ahead(kernel).boxes]
 
 
-def test_blocks_that_the_body_changes_are_not_packed_ahead():
+def test_blocks_that_the_body_changes_are_not_kept():
     x = Value(RefType((96, 96), F32, "any"), "x")
     o = Value(RefType((96, 96), F32, "any"), "o")
     windows = [Window((BlockDim(48), BlockDim(96)), "in"), blocked("out", 48, 48)]
@@ -134,7 +152,65 @@ def test_blocks_that_the_body_changes_are_not_packed_ahead():
     b = Builder()
     emit_pipeline(b, [x, o], windows, maps, (2, 2), body)
     kernel = Kernel("changing", (x, o), b.block(), 1)
-    assert not find_ahead(kernel).windows
+    assert not find_ahead(kernel).boxes
+
+
+def sliced(start, view=lambda ref, span: ref[span]):
+    """Sums of x @ y.T over slices of 32 rows of x and y, in a loop."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        def step(j, total):
+            x, y = (view(ref, pl.ds(start(j), 32)) for ref in (x_ref, y_ref))
+            return total + jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+        o_ref[...] = jax.lax.fori_loop(0, 4, step, jnp.zeros((32, 32), jnp.float32))
+
+    def call(x, y):
+        whole = pl.BlockSpec((None, 160, 48), lambda i, n: (i, 0, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((2, 3, 32, 32), jnp.float32),
+            grid=(2, 3),
+            in_specs=[whole, whole],
+            out_specs=pl.BlockSpec((None, None, 32, 32), lambda i, n: (i, n, 0, 0)),
+        )(x, y)
+
+    x, y = (numbers(n, (2, 160, 48), np.float32) for n in (1, 2))
+    starts = [min(max(int(start(j)), 0), 128) for j in range(4)]
+    parts = [(x[:, s : s + 32], y[:, s : s + 32]) for s in starts]
+    want = sum(np.einsum("iak,ibk->iab", a, b) for a, b in parts)
+    np.testing.assert_allclose(
+        call(x, y), np.repeat(want[:, None], 3, 1), rtol=1e-4, atol=1e-4
+    )
+    (traced,) = kernels_in(call, x, y)
+    return [each.cut.sizes for each in find_ahead(traced).boxes]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda j: j * 32,
+        lambda j: (j + 3) * 32 - 64,
+        lambda j: j * 64 - 64,
+        lambda j: pl.multiple_of((j * 32) ^ 32, 32),
+    ],
+    ids=["multiples", "too large", "negative", "promised"],
+)
+def test_slices_in_a_loop_are_packed_once(start):
+    # Rows stay where they are; y is what columns are packed from.
+    assert sliced(start) == [(1, 32, 48)]
+
+
+def test_slices_of_a_part_of_a_block_are_packed_once():
+    def second_half(ref, span):
+        return ref.at[pl.ds(0, 160)][span]
+
+    assert sliced(lambda j: j * 32, second_half) == [(1, 32, 48)]
+
+
+@pytest.mark.parametrize("start", [lambda j: j * 16, lambda j: j * 31 + 1])
+def test_slices_that_are_no_boxes_are_packed_where_they_are_used(start):
+    assert sliced(start) == []
 
 
 # --- sums that start from nothing ---
