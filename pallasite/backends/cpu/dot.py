@@ -6,6 +6,7 @@ that a product may be added to in place.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,8 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
     until = max(e.scope.uses.last[op.result], e.scope.position)
     buffer = e.temporary(result.shape, running, until)
-    for tile in addend:
-        e.fill(buffer, tile)
     sums = Tile(result.shape, running, buffer)
-    _accumulate(e, op, lhs, rhs, sums, fresh=FALSE if addend else TRUE)
+    _accumulate(e, op, lhs, rhs, sums, FALSE if addend else TRUE, *addend)
     if running == result.dtype:
         e.define_lazy(op, sums)
         return
@@ -61,18 +60,21 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
     lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
     e.before_write(ref.root, e.scope.position + 1)
     box = memory.box(e, ref, access)
+    addend = None
     if not op.attrs["in_place"]:
-        memory.store_tile(e, box, e.as_tile(op.attrs["addend"]))
+        addend = e.as_tile(op.attrs["addend"])
+        if not addend.may_overwrite(box):
+            addend = Tile(addend.shape, addend.dtype, e.force(addend))
     fresh = FALSE
     if "fresh_if" in op.attrs:
         which = e.scalar(op.attrs["fresh_if"])
         fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
     sums = Tile(dot.result.tile.shape, ref.dtype, box)
     if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
-        _accumulate(e, dot, lhs, rhs, sums, fresh)
+        _accumulate(e, dot, lhs, rhs, sums, fresh, addend)
         return
     dense = Tile(sums.shape, sums.dtype, e.force(sums))
-    _accumulate(e, dot, lhs, rhs, dense, fresh)
+    _accumulate(e, dot, lhs, rhs, dense, fresh, addend)
     e.fill(box, dense)
 
 
@@ -84,13 +86,24 @@ def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
 
 
 def _accumulate(
-    e: "Emitter", op: Op, lhs: Tile, rhs: Tile, sums: Tile, fresh: Val
+    e: "Emitter",
+    op: Op,
+    lhs: Tile,
+    rhs: Tile,
+    sums: Tile,
+    fresh: Val,
+    addend: Tile | None = None,
 ) -> None:
-    """Add the product to `sums`; `fresh`: whatever they hold does not count."""
+    """Add the product to `sums`, which are first set to `addend`, if there is one.
+
+    `fresh`: whatever they hold does not count.
+    """
     sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
     if is_small(sizes, _runs_along(rhs, right[1])):
+        if addend is not None:
+            e.fill(flat.buffer, tiles.reshape(e.f, addend, sizes[:3]))
         if fresh != FALSE:
             zero = scalars.zero(flat.dtype)
             with e.f.when(fresh):
@@ -107,7 +120,9 @@ def _accumulate(
         _ahead(e, op.operands[0], left, lhs),
         _ahead(e, op.operands[1], right, rhs),
     )
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead)
+    if addend is not None:
+        addend = tiles.reshape(e.f, addend, sizes[:3])
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, addend)
 
 
 def _ahead(e: "Emitter", value: Value, groups: list[Sequence[int]], t: Tile) -> Ahead:
@@ -124,9 +139,14 @@ def _blocked(
     buffer: Buffer,
     fresh: Val,
     ahead: Packed,
+    addend: Tile | None,
 ) -> None:
     batch, row, column = buffer.strides
-    if _is_turned(sizes, row, column):
+    turned = _is_turned(sizes, row, column)
+    if addend is not None and (turned or column.constant != 1):
+        e.fill(buffer, addend)
+        addend = None
+    if turned:
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
@@ -143,7 +163,8 @@ def _blocked(
     scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
     room = lambda count, kind: e.temporary((count,), kind).pointer
     plan = Plan.of(scheme, sizes)
-    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead)
+    begin = None if addend is None else partial(_begin, e, addend, sums)
+    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead, begin)
     if through is not None:
         _add_into(
             e,
@@ -153,6 +174,21 @@ def _blocked(
             dtype,
             fresh,
         )
+
+
+def _begin(
+    e: "Emitter",
+    addend: Tile,
+    sums: Sums,
+    batch: Val,
+    row: Val,
+    column: Val,
+    place: Val,
+    size: tuple[int, int],
+) -> None:
+    """Set a block of sums to the addend, right before the product is added to it."""
+    part = tiles.cut(e.f, addend, (1, *size), (batch, row, column), (1, 1, 1))
+    e.fill(Buffer(place, (sums.batch, sums.row, integer(1))), part)
 
 
 def _add_into(

@@ -137,6 +137,10 @@ def _rounded_up(f: Function, number: Val, step: int) -> Val:
 Ahead = Callable[[Layout], Val | None]
 
 
+# Stores what sums start from: batch, first row and column, address, how many of each.
+Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
+
+
 def emit_packing(
     f: Function, plan: Plan, operand: Operand, layout: Layout, part: Val, target: Val
 ) -> None:
@@ -170,6 +174,7 @@ def emit_product(
     fresh: Val,
     room: Callable[[int, DType], Val],
     ahead: tuple[Ahead | None, Ahead | None] = (None, None),
+    begin: Begin | None = None,
 ) -> None:
     """Write the loops.
 
@@ -182,6 +187,7 @@ def emit_product(
       fresh: what sums hold does not count.
       room: gives memory for so many elements.
       ahead: gives what is packed already of each operand.
+      begin: writes what a block of sums starts from, before it is first added to.
     """
     sides = []
     rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
@@ -196,7 +202,7 @@ def emit_product(
             pointer = room(layout.room(blocks.block), layout.dtype)
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
         sides.append(side)
-    product = _Product(f, plan, sides[0], sides[1], sums, fresh)
+    product = _Product(f, plan, sides[0], sides[1], sums, fresh, begin)
     plan.scheme.begin(f)
     with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
         product.column_block(n, k, j)
@@ -264,6 +270,7 @@ class _Product(NamedTuple):
     columns: _Side
     sums: Sums
     fresh: Val
+    begin: Begin | None
 
     def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
         f, plan = self.f, self.plan
@@ -276,7 +283,7 @@ class _Product(NamedTuple):
         with f.nest([plan.rows.count]) as (row_number,):
             rows = self.rows.packed(batch, k_block, k, row_number, depth)
             self.register_blocks(
-                batch, (row_number, rows), (number, columns), depth, fresh
+                batch, (row_number, rows), (number, columns), k_block, depth, fresh
             )
 
     def soon(self, packed_rows: Val, i: Val, j: Val, depth: Val) -> Val:
@@ -295,6 +302,7 @@ class _Product(NamedTuple):
         batch: Val,
         rows: tuple[Val, Val],
         columns: tuple[Val, Val],
+        k_block: Val,
         depth: Val,
         fresh: Val,
     ) -> None:
@@ -308,13 +316,18 @@ class _Product(NamedTuple):
         sums = vec.offset(f, self.sums.pointer, element, f.add(start, column))
 
         def one(i: Val, j: Val, valid_rows: int, valid_columns: int) -> None:
-            row = f.mul(i, integer(plan.rows.panel))
-            column = f.mul(j, integer(plan.columns.panel))
-            where = f.add(f.mul(row, self.sums.row), column)
+            down = f.mul(i, integer(plan.rows.panel))
+            across = f.mul(j, integer(plan.columns.panel))
+            where = f.add(f.mul(down, self.sums.row), across)
+            here = vec.offset(f, sums, element, where)
+            if self.begin is not None:
+                at = (f.add(row, down), f.add(column, across))
+                with f.when(f.compare("icmp eq", k_block, integer(0))):
+                    self.begin(batch, *at, here, (valid_rows, valid_columns))
             call = PanelProduct(
                 self.rows.layout.place(f, packed_rows, i, depth),
                 self.columns.layout.place(f, packed_columns, j, depth),
-                vec.offset(f, sums, element, where),
+                here,
                 self.sums.row,
                 depth,
                 fresh,
