@@ -1,7 +1,8 @@
 """Control flow: for, while, cond.
 
 Scalars go along as phis. A carried tile has one buffer for the whole loop: the body
-reads it, and what the body yields is stored there at the end of each round.
+reads it, and what the body yields is stored there at the end of each round, or right
+where it is computed if nothing reads the old value any more.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ def emit_for(e: "Emitter", op: Op) -> None:
     with f.loop(count, _scalars(e, carries)) as loop:
         number = _number(e, start, loop.index, stride)
         counter = scalars.cast(f, number, I64, dtype)
+        _offer_places(e, body.params[1:], body.yields, places)
         with e.block(body, [counter, *_merge(places, loop.carries)]) as yields:
             _store_carries(e, places, yields)
             loop.carries = [y for y in yields if isinstance(y, Val)]
@@ -78,6 +80,7 @@ def emit_while(e: "Emitter", op: Op) -> None:
         assert isinstance(goes_on, Val)
         f.branch_if(goes_on, inside, done)
     f.label(inside)
+    _offer_places(e, body.params, body.yields, places)
     with e.block(body, arguments) as yields:
         _store_carries(e, places, yields)
         after = [y for y in yields if isinstance(y, Val)]
@@ -145,6 +148,18 @@ def _carry_places(e: "Emitter", op: Op, carries: Sequence[Value]) -> list[Tile |
     return places
 
 
+def _offer_places(
+    e: "Emitter",
+    params: Sequence[Value],
+    yields: Sequence[Value],
+    places: Sequence[Tile | None],
+) -> None:
+    """Let ops of a body find the buffers that their results will be stored to."""
+    for param, value, place in zip(params, yields, places, strict=True):
+        if place is not None and place.buffer is not None and value is not param:
+            e.offered[value] = (param, place.buffer)
+
+
 def _lasting(e: "Emitter", result: Value) -> Buffer:
     until = max(e.scope.uses.last[result], e.scope.position)
     return e.temporary(result.tile.shape, result.tile.dtype, until)
@@ -166,7 +181,8 @@ def _store_carries(
     pairs = [
         (place.buffer, value)
         for place, value in zip(places, yields, strict=True)
-        if place is not None and isinstance(value, Tile) and place is not value
+        if place is not None and isinstance(value, Tile)
+        if place.buffer is not value.buffer
     ]
     direct, waiting = [], []
     for target, value in pairs:

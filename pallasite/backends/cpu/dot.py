@@ -39,8 +39,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     lhs, rhs, *addend = (e.as_tile(v) for v in op.operands)
     result = op.result.tile
     running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
-    until = max(e.scope.uses.last[op.result], e.scope.position)
-    buffer = e.temporary(result.shape, running, until)
+    buffer = e.place_for(op, running, [lhs, rhs], addend)
     sums = Tile(result.shape, running, buffer)
     _accumulate(e, op, lhs, rhs, sums, FALSE if addend else TRUE, *addend)
     if running == result.dtype:

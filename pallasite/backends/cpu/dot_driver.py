@@ -286,17 +286,6 @@ class _Product(NamedTuple):
                 batch, (row_number, rows), (number, columns), k_block, depth, fresh
             )
 
-    def soon(self, packed_rows: Val, i: Val, j: Val, depth: Val) -> Val:
-        """The next panel of rows: of its lines, the share of the j-th columns.
-
-        What was packed long ago is far away, and a panel is needed all at once.
-        """
-        f, blocks, layout = self.f, self.plan.columns, self.rows.layout
-        following = layout.place(f, packed_rows, f.add(i, integer(1)), depth)
-        whole = layout.panel * self.plan.depth.block * layout.dtype.bytes
-        share = whole * blocks.panel // blocks.block
-        return f.element(following, "i8", f.mul(j, integer(share)))
-
     def register_blocks(
         self,
         batch: Val,
@@ -333,7 +322,6 @@ class _Product(NamedTuple):
                 fresh,
                 valid_rows,
                 valid_columns,
-                self.soon(packed_rows, i, j, depth),
             )
             plan.scheme.multiply(f, call)
 

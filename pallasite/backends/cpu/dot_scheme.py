@@ -160,7 +160,6 @@ class PanelProduct(NamedTuple):
     fresh: Val
     valid_rows: int
     valid_columns: int
-    soon: Val  # packed rows that are multiplied next; a scheme may fetch some
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,6 @@ class VectorScheme(Scheme):
             call.depth,
             call.stride,
             call.fresh,
-            call.soon,
         )
 
 

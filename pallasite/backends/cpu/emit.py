@@ -213,6 +213,8 @@ class Emitter:
         self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
         self.ahead = AllAhead()  # operands of dots that are packed once, in `shared`
         self.shared = NULL
+        # Buffers that values are to be stored to, each with the value it holds before.
+        self.offered: dict[Value, tuple[Value, Buffer]] = {}
 
     # --- walking ---
 
@@ -355,6 +357,22 @@ class Emitter:
         if tile.scope == self.scope.number:
             tile.source = buffer
         return buffer
+
+    def place_for(
+        self, op: Op, dtype: DType, read: Sequence[Tile], replaced: Sequence[Tile]
+    ) -> Buffer:
+        """Memory for a result: where it will be stored anyway, if that is free now.
+
+        While it is written, `read` are needed all the time, and of `replaced` each
+        element until it is itself written.
+        """
+        if op.result in self.offered and dtype == op.result.tile.dtype:
+            old, buffer = self.offered[op.result]
+            is_free = self.scope.uses.last[old] <= self.scope.position
+            apart = not any(buffer.root in tile.reads() for tile in read)
+            if is_free and apart and all(t.may_overwrite(buffer) for t in replaced):
+                return buffer
+        return self.result_buffer(op, dtype)
 
     def room_for(self, tile: Tile) -> Buffer:
         """Memory for a tile that lasts as long as it is needed here."""

@@ -15,8 +15,6 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 UNROLL = 4  # steps of k per round
-LINE = 64  # bytes that are fetched at once
-READ, WRITE, SECOND, NEAREST = 0, 1, 2, 3  # uses and caches, as llvm.prefetch has them
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ def microkernel(module: Module, micro: Micro) -> str:
     return micro.name
 
 
-def product_function(module: Module, name: str, *more: tuple[str, str]) -> Function:
-    """A function with the parameters every scheme's products have, and its own."""
+def product_function(module: Module, name: str) -> Function:
+    """A function with the parameters that every scheme's products have."""
     params = [
         ("ptr noalias", "rows"),
         ("ptr noalias", "columns"),
@@ -79,30 +77,23 @@ def product_function(module: Module, name: str, *more: tuple[str, str]) -> Funct
         ("i64", "depth"),
         ("i64", "stride"),
         ("i1", "fresh"),
-        *more,
     ]
     attributes = "noinline nounwind"
     return Function(module, name, params, linkage="internal", attributes=attributes)
 
 
 def _emit(module: Module, micro: Micro) -> None:
-    f = product_function(module, micro.name, ("ptr", "soon"))
-    rows, columns, sums, depth, stride, fresh, soon = f.params
+    f = product_function(module, micro.name)
+    rows, columns, sums, depth, stride, fresh = f.params
     element = scalars.memory(micro.dtype)
     places = [
         vec.offset(f, sums, element, f.mul(integer(i), stride))
         for i in range(micro.rows)
     ]
-    for place in places:
-        for j in range(micro.vectors):
-            written = vec.offset(f, place, element, j * micro.lanes)
-            _prefetch(f, written, WRITE, NEAREST)
     zero = Val(vec.vector(element, micro.lanes), "zeroinitializer")
     start = [rows, columns, *[zero] * (micro.rows * micro.vectors)]
     rounds = f.binary("udiv", depth, integer(UNROLL))
     with f.loop(rounds, start) as loop:
-        line = f.mul(loop.index, integer(LINE))
-        _prefetch(f, f.element(soon, "i8", line), READ, SECOND)
         loop.carries = _steps(f, micro, loop.carries, UNROLL)
     rest = f.binary("urem", depth, integer(UNROLL))
     with f.loop(rest, loop.carries) as loop:
@@ -110,12 +101,6 @@ def _emit(module: Module, micro: Micro) -> None:
     totals = loop.carries[2:]
     store_sums(f, micro.dtype, micro.lanes, micro.columns, places, totals, fresh)
     f.line("ret void")
-
-
-def _prefetch(f: Function, place: Val, use: int, cache: int) -> None:
-    """Have a cache line brought near; an address that does not exist is ignored."""
-    numbers = [integer(n, "i32") for n in (use, cache, 1)]
-    f.call("llvm.prefetch.p0", "void", place, *numbers)
 
 
 def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Val]:
