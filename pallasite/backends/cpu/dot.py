@@ -8,7 +8,7 @@ that a product may be added to in place.
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pallasite.backends.cpu import memory, scalars, tiles
 from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
@@ -36,12 +36,16 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     if "store" in op.attrs:
         _emit_dot_store(e, op)
         return
-    lhs, rhs, *addend = (e.as_tile(v) for v in op.operands)
+    lhs, rhs, *addend = (e.as_tile(v) for v in op.operands[:3])
     result = op.result.tile
     running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
     buffer = e.place_for(op, running, [lhs, rhs], addend)
     sums = Tile(result.shape, running, buffer)
-    _accumulate(e, op, lhs, rhs, sums, FALSE if addend else TRUE, *addend)
+    if addend:
+        start = _start(e, addend[0], op.operands[3:], buffer)
+        _accumulate(e, op, lhs, rhs, sums, FALSE, start)
+    else:
+        _accumulate(e, op, lhs, rhs, sums, TRUE)
     if running == result.dtype:
         e.define_lazy(op, sums)
         return
@@ -53,27 +57,28 @@ def emit_dot(e: "Emitter", op: Op) -> None:
 def _emit_dot_store(e: "Emitter", op: Op) -> None:
     """A dot added to a tile in the ref where the sum is to be stored."""
     dot, store = op.attrs["dot"], op.attrs["store"]
-    lhs, rhs = (e.as_tile(v) for v in dot.operands)
+    lhs, rhs = (e.as_tile(v) for v in dot.operands[:2])
     access = Access.of(store)
     ref = e.ref(access.ref)
     lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
     e.before_write(ref.root, e.scope.position + 1)
     box = memory.box(e, ref, access)
-    addend = None
+    start = None
     if not op.attrs["in_place"]:
         addend = e.as_tile(op.attrs["addend"])
         if not addend.may_overwrite(box):
             addend = Tile(addend.shape, addend.dtype, e.force(addend))
+        start = _start(e, addend, dot.operands[2:], box)
     fresh = FALSE
     if "fresh_if" in op.attrs:
         which = e.scalar(op.attrs["fresh_if"])
         fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
     sums = Tile(dot.result.tile.shape, ref.dtype, box)
     if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
-        _accumulate(e, dot, lhs, rhs, sums, fresh, addend)
+        _accumulate(e, dot, lhs, rhs, sums, fresh, start)
         return
     dense = Tile(sums.shape, sums.dtype, e.force(sums))
-    _accumulate(e, dot, lhs, rhs, dense, fresh, addend)
+    _accumulate(e, dot, lhs, rhs, dense, fresh, start and Start(start.tile))
     e.fill(box, dense)
 
 
@@ -84,6 +89,27 @@ def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
     return Tile(tile.shape, tile.dtype, e.force(tile))
 
 
+class Start(NamedTuple):
+    """What sums are before a product is added to them.
+
+    `factors`: it is what their memory holds, each row times its factor.
+    """
+
+    tile: Tile
+    factors: Tile | None = None
+
+
+def _start(e: "Emitter", addend: Tile, scaled: Sequence[Value], sums: Buffer) -> Start:
+    """`scaled`: a tile and factors whose product is the addend, if that is known."""
+    if not scaled:
+        return Start(addend)
+    tile, factors = (e.as_tile(v) for v in scaled)
+    here = (sums.pointer, sums.strides)
+    there = tile.buffer and (tile.buffer.pointer, tile.buffer.strides)
+    apart = sums.root is None or sums.root not in factors.reads()
+    return Start(addend, factors if here == there and apart else None)
+
+
 def _accumulate(
     e: "Emitter",
     op: Op,
@@ -91,9 +117,9 @@ def _accumulate(
     rhs: Tile,
     sums: Tile,
     fresh: Val,
-    addend: Tile | None = None,
+    start: Start | None = None,
 ) -> None:
-    """Add the product to `sums`, which are first set to `addend`, if there is one.
+    """Add the product to `sums`, which are first set to `start`, if there is one.
 
     `fresh`: whatever they hold does not count.
     """
@@ -101,8 +127,8 @@ def _accumulate(
     flat = tiles.reshape(e.f, sums, sizes[:3])
     assert flat.buffer is not None
     if is_small(sizes, _runs_along(rhs, right[1])):
-        if addend is not None:
-            e.fill(flat.buffer, tiles.reshape(e.f, addend, sizes[:3]))
+        if start is not None:
+            e.fill(flat.buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
         if fresh != FALSE:
             zero = scalars.zero(flat.dtype)
             with e.f.when(fresh):
@@ -119,9 +145,7 @@ def _accumulate(
         _ahead(e, op.operands[0], left, lhs),
         _ahead(e, op.operands[1], right, rhs),
     )
-    if addend is not None:
-        addend = tiles.reshape(e.f, addend, sizes[:3])
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, addend)
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, start)
 
 
 def _ahead(e: "Emitter", value: Value, groups: list[Sequence[int]], t: Tile) -> Ahead:
@@ -138,13 +162,13 @@ def _blocked(
     buffer: Buffer,
     fresh: Val,
     ahead: Packed,
-    addend: Tile | None,
+    start: Start | None,
 ) -> None:
     batch, row, column = buffer.strides
     turned = _is_turned(sizes, row, column)
-    if addend is not None and (turned or column.constant != 1):
-        e.fill(buffer, addend)
-        addend = None
+    if start is not None and (turned or column.constant != 1):
+        e.fill(buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
+        start = None
     if turned:
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
@@ -162,8 +186,12 @@ def _blocked(
     scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
     room = lambda count, kind: e.temporary((count,), kind).pointer
     plan = Plan.of(scheme, sizes)
-    begin = None if addend is None else partial(_begin, e, addend, sums)
-    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead, begin)
+    factors = begin = None
+    if start is not None:
+        factors = _factors(e, plan, start)
+        addend = tiles.reshape(e.f, start.tile, sizes[:3])
+        begin = None if factors else partial(_begin, e, addend, sums)
+    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead, begin, factors)
     if through is not None:
         _add_into(
             e,
@@ -173,6 +201,17 @@ def _blocked(
             dtype,
             fresh,
         )
+
+
+def _factors(e: "Emitter", plan: Plan, start: Start) -> Val | None:
+    """Where the factors of the rows lie, if the product is to apply them itself."""
+    once = plan.sizes.batch == plan.depth.count == 1
+    if start.factors is None or not plan.scheme.can_scale or not once:
+        return None
+    column = e.stored(tiles.reshape(e.f, start.factors, [plan.sizes.rows])).buffer
+    if column is None or column.strides[0].constant != 1:
+        return None
+    return column.pointer
 
 
 def _begin(

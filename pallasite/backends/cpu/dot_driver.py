@@ -175,6 +175,7 @@ def emit_product(
     room: Callable[[int, DType], Val],
     ahead: tuple[Ahead | None, Ahead | None] = (None, None),
     begin: Begin | None = None,
+    factors: Val | None = None,
 ) -> None:
     """Write the loops.
 
@@ -188,6 +189,8 @@ def emit_product(
       room: gives memory for so many elements.
       ahead: gives what is packed already of each operand.
       begin: writes what a block of sums starts from, before it is first added to.
+      factors: address of one number per row, which sums are multiplied by first; for
+        schemes that can, one batch and one block of k.
     """
     sides = []
     rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
@@ -202,7 +205,7 @@ def emit_product(
             pointer = room(layout.room(blocks.block), layout.dtype)
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
         sides.append(side)
-    product = _Product(f, plan, sides[0], sides[1], sums, fresh, begin)
+    product = _Product(f, plan, sides[0], sides[1], sums, fresh, begin, factors)
     plan.scheme.begin(f)
     with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
         product.column_block(n, k, j)
@@ -271,6 +274,7 @@ class _Product(NamedTuple):
     sums: Sums
     fresh: Val
     begin: Begin | None
+    factors: Val | None
 
     def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
         f, plan = self.f, self.plan
@@ -313,6 +317,9 @@ class _Product(NamedTuple):
                 at = (f.add(row, down), f.add(column, across))
                 with f.when(f.compare("icmp eq", k_block, integer(0))):
                     self.begin(batch, *at, here, (valid_rows, valid_columns))
+            factors = self.factors
+            if factors is not None:
+                factors = vec.offset(f, factors, element, f.add(row, down))
             call = PanelProduct(
                 self.rows.layout.place(f, packed_rows, i, depth),
                 self.columns.layout.place(f, packed_columns, j, depth),
@@ -322,6 +329,7 @@ class _Product(NamedTuple):
                 fresh,
                 valid_rows,
                 valid_columns,
+                factors,
             )
             plan.scheme.multiply(f, call)
 

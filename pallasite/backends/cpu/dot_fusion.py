@@ -46,8 +46,9 @@ def fuse_addends(block: Block, root_of: Callable[[Value], object]) -> Block:
         dot, addend = fused
         ops[places[dot]] = None
         store = _only_store(block, op.result, uses)
+        dot = _with_factors(dot, made.get(addend), made, uses)
         if store is None:
-            operands = (*dot.operands, addend)
+            operands = (*dot.operands[:2], addend, *dot.operands[2:])
             ops[place] = dot.with_(operands=operands, results=op.results)
         else:
             ops[place] = None
@@ -82,6 +83,32 @@ def _with_addend(
         if running_dtype(lhs, rhs, value.tile.dtype) == value.tile.dtype:
             return dot, other
     return None
+
+
+def _with_factors(
+    dot: Op, addend: Op | None, made: dict[Value, Op], uses: Counter[Value]
+) -> Op:
+    """The dot, knowing that the addend is a tile times a factor per row, if it is.
+
+    Both are then operands after lhs and rhs, and it has `scaled` among its attributes.
+    """
+    if addend is None or addend.name != "mul" or uses[addend.result] != 1:
+        return dot
+    for tile, factor in (addend.operands, addend.operands[::-1]):
+        spread = made.get(factor)
+        if spread is not None and _is_per_row(spread):
+            operands = (*dot.operands, tile, spread.operands[0])
+            return dot.with_(operands=operands, attrs={**dot.attrs, "scaled": True})
+    return dot
+
+
+def _is_per_row(op: Op) -> bool:
+    """Does the op repeat one number per row along a matrix's columns?"""
+    if op.name != "broadcast_in_dim" or op.result.tile.rank != 2:
+        return False
+    rows, dims = op.result.tile.shape[0], op.attrs["dims"]
+    shape = op.operands[0].tile.shape
+    return (shape, tuple(dims)) in (((rows,), (0,)), ((rows, 1), (0, 1)))
 
 
 def _only_store(block: Block, value: Value, uses: Counter[Value]) -> Op | None:

@@ -69,6 +69,7 @@ class Scheme(ABC):
     # neighbours in memory, often in the same page.
     rows_stay: bool = True
     ahead_below: int = 1 << 20  # width of the other side: then pack ahead
+    can_scale: bool = False  # multiply sums by a factor per row before it adds to them
 
     def pitch(self, is_rows: bool) -> int:
         return self.row_pitch if is_rows else self.column_pitch
@@ -160,6 +161,7 @@ class PanelProduct(NamedTuple):
     fresh: Val
     valid_rows: int
     valid_columns: int
+    factors: Val | None  # the address of one per row, which sums are multiplied by
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class VectorScheme(Scheme):
     lanes: int
     row_pitch: int = 0
     column_pitch: int = 0
+    can_scale: bool = True
 
     @staticmethod
     def of(
@@ -214,7 +217,9 @@ class VectorScheme(Scheme):
             1 if self.row_pitch else self.rows,
             self.column_pitch or self.columns,
             has_fused(self.host),
+            call.factors is not None,
         )
+        more = [] if call.factors is None else [call.factors]
         call_defined(
             f,
             microkernel(f.module, micro),
@@ -224,6 +229,7 @@ class VectorScheme(Scheme):
             call.depth,
             call.stride,
             call.fresh,
+            *more,
         )
 
 

@@ -6,6 +6,7 @@ function that is never inlined, so that its registers are allocated apart;
 `dot_driver.py` loops over it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.backends.cpu import dot_vectors as vec
@@ -29,6 +30,7 @@ class Micro:
     depth_step: int  # and from one k to the next
     panel_columns: int
     fused: bool  # does the CPU multiply and add in one instruction?
+    scaled: bool = False  # are sums multiplied by a factor per row before the addition?
 
     @property
     def vectors(self) -> int:
@@ -38,7 +40,8 @@ class Micro:
     def name(self) -> str:
         sizes = f"{self.rows}x{self.columns}in{self.panel_columns}"
         steps = f"{self.row_step}_{self.depth_step}"
-        return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}"
+        scaled = "_scaled" if self.scaled else ""
+        return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}{scaled}"
 
 
 def has_fused(host: Host) -> bool:
@@ -68,8 +71,8 @@ def microkernel(module: Module, micro: Micro) -> str:
     return micro.name
 
 
-def product_function(module: Module, name: str) -> Function:
-    """A function with the parameters that every scheme's products have."""
+def product_function(module: Module, name: str, *more: tuple[str, str]) -> Function:
+    """A function with the parameters that every scheme's products have, and more."""
     params = [
         ("ptr noalias", "rows"),
         ("ptr noalias", "columns"),
@@ -77,14 +80,16 @@ def product_function(module: Module, name: str) -> Function:
         ("i64", "depth"),
         ("i64", "stride"),
         ("i1", "fresh"),
+        *more,
     ]
     attributes = "noinline nounwind"
     return Function(module, name, params, linkage="internal", attributes=attributes)
 
 
 def _emit(module: Module, micro: Micro) -> None:
-    f = product_function(module, micro.name)
-    rows, columns, sums, depth, stride, fresh = f.params
+    more = [("ptr noalias", "factors")] if micro.scaled else []
+    f = product_function(module, micro.name, *more)
+    rows, columns, sums, depth, stride, fresh, *factors = f.params
     element = scalars.memory(micro.dtype)
     places = [
         vec.offset(f, sums, element, f.mul(integer(i), stride))
@@ -99,7 +104,13 @@ def _emit(module: Module, micro: Micro) -> None:
     with f.loop(rest, loop.carries) as loop:
         loop.carries = _steps(f, micro, loop.carries, 1)
     totals = loop.carries[2:]
-    store_sums(f, micro.dtype, micro.lanes, micro.columns, places, totals, fresh)
+    scales = [
+        vec.load(f, element, vec.offset(f, factors[0], element, i), micro.dtype.bytes)
+        for i in range(micro.rows if micro.scaled else 0)
+    ]
+    store_sums(
+        f, micro.dtype, micro.lanes, micro.columns, places, totals, fresh, scales
+    )
     f.line("ret void")
 
 
@@ -148,10 +159,12 @@ def store_sums(
     places: list[Val],
     totals: list[Val],
     fresh: Val,
+    scales: Sequence[Val] = (),
 ) -> None:
     """Store the sums where they are the first, else add them to what is there.
 
-    `places` has one address per row, `totals` the vectors of one row after the other.
+    `places` has one address per row, `totals` the vectors of one row after the other;
+    `scales`, if any, has one factor per row for what is there.
     """
     first, more, done = f.labels("first", "more", "done")
     f.branch_if(fresh, first, more)
@@ -160,7 +173,8 @@ def store_sums(
         f.label(label)
         for i, place in enumerate(places):
             row = totals[i * each : (i + 1) * each]
-            _store_row(f, dtype, lanes, columns, place, row, adds)
+            scale = scales[i] if scales else None
+            _store_row(f, dtype, lanes, columns, place, row, adds, scale)
         f.branch(done)
     f.label(done)
 
@@ -173,6 +187,7 @@ def _store_row(
     place: Val,
     row: list[Val],
     adds: bool,
+    scale: Val | None,
 ) -> None:
     element, size = scalars.memory(dtype), dtype.bytes
     plus = "fadd" if dtype.is_float else "add"
@@ -183,5 +198,8 @@ def _store_row(
             total = vec.shuffle(f, total, total, range(count))
         if adds:
             old = vec.load(f, total.type, here, size)
+            if scale is not None:
+                times = "fmul" if dtype.is_float else "mul"
+                old = f.binary(times, old, vec.splat(f, scale, count))
             total = f.binary(plus, old, total)
         vec.store(f, total, here, size)
