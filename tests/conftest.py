@@ -17,6 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.xla import QUICK, set_flags
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -35,9 +37,9 @@ def _set_environment() -> None:
     elif not _gpu_is_present():
         environ["JAX_PLATFORMS"] = "cpu"
 
-    devices = "--xla_force_host_platform_device_count"
-    if devices not in environ.get("XLA_FLAGS", ""):
-        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {devices}=8".strip()
+    set_flags({"xla_force_host_platform_device_count": 8})
+    if environ.get("JAX_PLATFORMS") == "cpu":
+        set_flags(QUICK)
 
     environ.setdefault("PALLASITE_VERIFY", "1")
     # Not the user's own: tests leave nothing behind outside this folder.
