@@ -7,6 +7,7 @@ Strict dtype promotion and rank promotion are left off: the tests run kernels as
 users write them, and `x + bias` or `i * 0.5` are ordinary kernel code.
 """
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run."""
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection need not look at modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip(
