@@ -7,6 +7,7 @@ Strict dtype promotion and rank promotion are left off: the tests run kernels as
 users write them, and `x + bias` or `i * 0.5` are ordinary kernel code.
 """
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,9 +38,9 @@ def _set_environment() -> None:
     elif not _gpu_is_present():
         environ["JAX_PLATFORMS"] = "cpu"
 
-    devices = "--xla_force_host_platform_device_count"
-    if devices not in environ.get("XLA_FLAGS", ""):
-        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {devices}=8".strip()
+    set_flags({"xla_force_host_platform_device_count": 8})
+    if environ.get("JAX_PLATFORMS") == "cpu":
+        set_flags(QUICK)
 
     environ.setdefault("PALLASITE_VERIFY", "1")
     # Not the user's own: tests leave nothing behind outside this folder.
@@ -65,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what this machine cannot run."""
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection need not look at modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip(

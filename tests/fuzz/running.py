@@ -4,7 +4,6 @@ An engine is a function from cases to their results. `emulated` is one; `check` 
 any, so that native backends are compared the same way.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,25 +13,20 @@ import numpy as np
 from pallasite.frontend.emulate import emulate
 from tests.fuzz.agreement import close_to, expected, mismatch
 from tests.fuzz.generate import Case
+from tests.xla import QUICK, USUAL
 
 Results = list[list[np.ndarray]]
 Engine = Callable[[Sequence[Case]], Results]
 
 # Compiling is most of the time, and these kernels are small. Excess precision would
 # keep f16 and bf16 values in f32 between ops; the language rounds after each op.
-COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_allow_excess_precision": False,
-}
-# Known to some releases only, and worth half of the time there.
-FASTER = {"xla_cpu_use_fusion_emitters": False}
-OPTIMISED = {"xla_allow_excess_precision": False}
+COMPILER_OPTIONS = {**QUICK, "xla_allow_excess_precision": False}
+OPTIMISED = {**USUAL, "xla_allow_excess_precision": False}
 PLAIN = {"xla_disable_hlo_passes": "fusion,algsimp"}
 
 
 def emulated(
-    cases: Sequence[Case], options: Mapping[str, Any] | None = None
+    cases: Sequence[Case], options: Mapping[str, Any] = COMPILER_OPTIONS
 ) -> Results:
     """The emulation's results; all kernels go through XLA as one program."""
 
@@ -47,19 +41,8 @@ def emulated(
     wide = any(name in case.kernel.text for case in cases for name in types)
     with jax.enable_x64(wide), jax.default_device(jax.devices("cpu")[0]):
         lowered = jax.jit(run_all).lower(groups)
-        options = compiler_options() if options is None else options
         results = lowered.compile(compiler_options=dict(options))(groups)
     return [[np.asarray(r) for r in found] for found in results]
-
-
-@functools.cache
-def compiler_options() -> Mapping[str, Any]:
-    try:
-        options = {**COMPILER_OPTIONS, **FASTER}
-        jax.jit(lambda x: x).lower(0).compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError:
-        return COMPILER_OPTIONS
-    return options
 
 
 def check(engine: Engine, cases: Sequence[Case], quick: bool = False) -> None:

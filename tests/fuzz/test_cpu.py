@@ -13,7 +13,7 @@ import pytest
 from pallasite import target
 from pallasite.backends.cpu import sharing
 from tests.backends.cpu.direct import Code
-from tests.fuzz.batches import check_batches
+from tests.fuzz.batches import SHARE, check_batches
 from tests.fuzz.generate import FAMILIES, Case
 from tests.fuzz.running import Results, check
 
@@ -61,10 +61,11 @@ def parts() -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("family, wide", parts())
 def test_machine_code_agrees_with_numpy(family: str, wide: bool):
-    native, count = Native(), PARTS[family][wide]
+    native, count = Native(), PARTS[family][wide] // SHARE
     check_all = lambda cases: check(native, cases, quick=True)
-    seen = check_batches(check_all, family, 0, count, BATCH, wide)
-    assert seen >= 0.9 * count * BATCH
+    # Other kernels than in a whole run.
+    seen = check_batches(check_all, family, SHARE - 1, count, BATCH, wide)
+    assert seen >= (0.9 if SHARE == 1 else 0.7) * count * BATCH
 
 
 def test_at_least_five_thousand_kernels():

@@ -21,7 +21,7 @@ from tests.fuzz.choices import Stream, chance
 from tests.fuzz.generate import BYTES as KERNEL_BYTES
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
 from tests.fuzz.python_kernels import RandomCall, random_call
-from tests.fuzz.running import compiler_options
+from tests.fuzz.running import COMPILER_OPTIONS
 
 BATCH = 6  # calls that XLA compiles together
 BYTES = 96
@@ -32,7 +32,7 @@ TOLERANCE = dict(rtol=2e-3, atol=2e-3)
 
 def compiled(function: Any, *arguments: Any) -> Any:
     lowered = jax.jit(function).lower(*arguments)
-    return lowered.compile(compiler_options=dict(compiler_options()))(*arguments)
+    return lowered.compile(compiler_options=COMPILER_OPTIONS)(*arguments)
 
 
 @pytest.mark.parametrize("part", range(4))

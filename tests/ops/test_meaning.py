@@ -23,6 +23,7 @@ from tests.ops.sampling import (
     special_values,
     ulp_error,
 )
+from tests.xla import USUAL
 
 LAX_NAMES = {
     "and": "bitwise_and",
@@ -69,7 +70,8 @@ def test_meaning_is_that_of_jax(row: OpDef):
         return [fn(*arrays[d.name], **_jax_attrs(attrs)) for d, attrs in cases]
 
     with jax.enable_x64(True):
-        results = jax.jit(run_all)({d.name: o for d, o in operands.items()})
+        from_jax = jax.jit(run_all, compiler_options=USUAL)
+        results = from_jax({d.name: o for d, o in operands.items()})
     for (dtype, attrs), result in zip(cases, results, strict=True):
         _compare(row, dtype, attrs, operands[dtype], np.asarray(result))
 
@@ -126,7 +128,7 @@ def test_cast_is_that_of_jax(source: str):
         return [jax.lax.convert_element_type(x, DTYPES[t].np) for t in CAST_TYPES]
 
     with jax.enable_x64(True):
-        results = jax.jit(run_all)(x)
+        results = jax.jit(run_all, compiler_options=USUAL)(x)
     for target, result in zip(map(DTYPES.get, CAST_TYPES), results, strict=True):
         assert target is not None
         with np.errstate(all="ignore"):

@@ -1,0 +1,35 @@
+"""How XLA compiles in tests: quickly, unless a test is about what XLA makes of it.
+
+Most of the time goes to XLA, which compiles emulations and references that run once.
+`conftest.py` sets `QUICK` for everything; a test that compares XLA's own numbers, or
+what survives its optimisation, compiles with `USUAL`.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+QUICK: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+USUAL: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+# Worth half of the time; later releases do not know the name.
+if version("jaxlib").startswith("0.10."):
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+    USUAL["xla_cpu_use_fusion_emitters"] = True
+
+
+def set_flags(options: Mapping[str, Any]) -> None:
+    """Set what the environment does not say yet, for this process and its children."""
+    given = os.environ.get("XLA_FLAGS", "")
+    new = [
+        f"--{name}={str(value).lower()}"
+        for name, value in options.items()
+        if f"--{name}" not in given
+    ]
+    os.environ["XLA_FLAGS"] = " ".join([given, *new]).strip()
