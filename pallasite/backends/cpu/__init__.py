@@ -18,6 +18,9 @@ from pallasite.backends.cpu.sharing import sharing_text
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
 from pallasite.passes.legalize import legalize
+from pallasite.passes.strips import strips
+
+STRIP_BYTES = 16 << 10  # of a tile, so that the few of one row's code stay in L1
 
 
 class CpuBackend:
@@ -64,7 +67,7 @@ class CpuBackend:
 
 
 def _legal(kernel: Kernel) -> Kernel:
-    return legalize(with_own_inputs(kernel), NATIVE, "cpu")
+    return strips(legalize(with_own_inputs(kernel), NATIVE, "cpu"), STRIP_BYTES)
 
 
 def scheduled_text(kernel: Kernel) -> str:
