@@ -139,3 +139,18 @@ def test_columns_that_lie_in_wider_rows(columns: int):
     want = a.astype(np.float64) @ wide[:, 96 - columns :]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert ("in96_" in code) == (columns % 16 == 0)
+
+
+def test_factors_of_rows_that_are_not_the_products_rows():
+    """Both dimensions of the result are columns of the product."""
+    shapes = [(8, 16), (64,), (8, 16, 64)]
+    y, a, b = (numbers(i, shape, np.float32) for i, shape in enumerate(shapes))
+
+    def body(y_ref, a_ref, b_ref, o_ref):
+        product = jax.lax.dot_general(a_ref[...], b_ref[...], (((0,), (2,)), ((), ())))
+        o_ref[...] = y_ref[...]
+        o_ref[...] = o_ref[...] * b_ref[:, 0, 0][:, None] + product
+
+    got, _ = ran(body, y, a, b)
+    want = y * b[:, 0, :1].astype(np.float64) + np.einsum("k,ijk->ij", a, b)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
