@@ -154,3 +154,23 @@ def test_factors_of_rows_that_are_not_the_products_rows():
     got, _ = ran(body, y, a, b)
     want = y * b[:, 0, :1].astype(np.float64) + np.einsum("k,ijk->ij", a, b)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_that_two_carried_tiles_take():
+    """It reads one of them, which must not change before the other is stored."""
+    y, a, b = (numbers(i, (16, 16), np.float32) for i in range(3))
+
+    def body(y_ref, a_ref, b_ref, o_ref):
+        def step(n, carried):
+            y, z = carried
+            new = y + y + z @ b_ref[...] * 0.1
+            return new, new
+
+        first, second = jax.lax.fori_loop(0, 3, step, (y_ref[...], a_ref[...]))
+        o_ref[...] = first - 2 * second
+
+    got, _ = ran(body, y, a, b)
+    first, second = y.astype(np.float64), a.astype(np.float64)
+    for _ in range(3):
+        first = second = 2 * first + second @ b * 0.1
+    np.testing.assert_allclose(got, first - 2 * second, rtol=1e-4, atol=1e-4)
