@@ -187,7 +187,7 @@ def _store_carries(
     direct, waiting = [], []
     for target, value in pairs:
         assert target is not None
-        others = [v for _, v in pairs if v is not value]
+        others = [v for other, v in pairs if other is not target]
         alone = not any(target.root in other.reads() for other in others)
         if alone and value.may_overwrite(target):
             direct.append((target, value))

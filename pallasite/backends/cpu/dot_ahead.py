@@ -213,7 +213,8 @@ class _Search:
         changed = written_refs(kernel.body)
         changed |= {kernel.inputs[i] for i, _ in kernel.aliases}
         self.facts = Facts()
-        self.cuts = {v: Cut.whole(v) for v in kernel.inputs if v not in changed}
+        same = [v for v in kernel.inputs if v not in changed and v.ref.size]
+        self.cuts = {v: Cut.whole(v) for v in same}
         self.times: dict[Value, int] = {}  # of boxes, each time their code runs
 
     def uses(self, block: Block, times: int) -> Iterator[_Use]:

@@ -57,7 +57,7 @@ class Plan:
     def layout(self, is_rows: bool) -> "Layout":
         scheme, sizes = self.scheme, self.sizes
         return Layout(
-            type(scheme).__name__,
+            scheme.form(is_rows),
             is_rows,
             scheme.row_dtype if is_rows else scheme.column_dtype,
             scheme.rows if is_rows else scheme.columns,
@@ -76,7 +76,7 @@ class Layout:
     Products whose layouts are equal can share what was packed.
     """
 
-    scheme: str
+    form: str
     is_rows: bool
     dtype: DType
     panel: int

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pallasite.backends.cpu.dot_shapes import sizes_of
 from pallasite.backends.cpu.uses import VIEWS, has_writes
 from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
 from pallasite.ir.types import F32, F64, I32, DType
@@ -94,6 +95,8 @@ def _with_factors(
     """
     if addend is None or addend.name != "mul" or uses[addend.result] != 1:
         return dot
+    if dot.result.tile.shape != sizes_of(dot)[1:3]:
+        return dot  # the result's rows are not the product's
     for tile, factor in (addend.operands, addend.operands[::-1]):
         spread = made.get(factor)
         if spread is not None and _is_per_row(spread):

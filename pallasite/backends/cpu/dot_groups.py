@@ -64,6 +64,9 @@ class GroupScheme(Scheme):
         """Are rows packed plus 128?"""
         return self.row_dtype == self.column_dtype == I8
 
+    def form(self, is_rows: bool) -> str:
+        return super().form(is_rows) + "_flipped" * (is_rows and self.is_flipped)
+
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
     ) -> None:

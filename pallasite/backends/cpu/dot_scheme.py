@@ -79,6 +79,10 @@ class Scheme(ABC):
         """Packed depths are multiples of it."""
         return 1
 
+    def form(self, is_rows: bool) -> str:
+        """A name of how elements are packed, beyond what a layout says."""
+        return type(self).__name__
+
     def begin(self, f: Function) -> None:  # noqa: B027 (most need nothing)
         """What comes before the first product."""
 

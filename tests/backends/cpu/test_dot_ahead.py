@@ -213,6 +213,54 @@ def test_slices_that_are_no_boxes_are_packed_where_they_are_used(start):
     assert sliced(start) == []
 
 
+def gridded(body, outputs, x_block, *others):
+    """A call over a grid of 2 x 3: rows of blocks of x, columns of the others."""
+    across = [pl.BlockSpec(block, lambda i, j: (0, j)) for block in others]
+    out = pl.BlockSpec((x_block[0], others[0][1]), lambda i, j: (i, j))
+    return pl.pallas_call(
+        body,
+        out_shape=outputs,
+        grid=(2, 3),
+        in_specs=[pl.BlockSpec(x_block, lambda i, j: (i, 0)), *across],
+        out_specs=[out] * len(outputs),
+    )
+
+
+def test_bytes_that_are_packed_differently_for_two_products():
+    """Signed rows are shifted for signed columns, and not for unsigned ones."""
+    host = target.Host(64, 32, frozenset({"avx512f", "avx512bw", "avx512vnni", "fma"}))
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-128, 128, s, np.int8) for s in ((64, 96), (96, 120)))
+    z = rng.integers(0, 256, (96, 120), np.uint8)
+
+    def body(x_ref, y_ref, z_ref, *outputs):
+        x = x_ref[...]
+        for ref, o_ref in zip((y_ref, z_ref), outputs, strict=True):
+            o_ref[...] = jnp.dot(x, ref[...], preferred_element_type=jnp.int32)
+
+    outputs = [jax.ShapeDtypeStruct((64, 120), jnp.int32)] * 2
+    call = gridded(body, outputs, (32, 96), (96, 40), (96, 40))
+    with target.using(host):
+        (traced,) = kernels_in(call, x, y, z)
+        arrays = [each.cut.array for each in find_ahead(traced).boxes]
+        got = call(x, y, z)
+    assert arrays.count(traced.inputs[0]) == 2
+    for each, columns in zip(got, (y, z), strict=True):
+        np.testing.assert_array_equal(each, x.astype(int) @ columns.astype(int))
+
+
+def test_blocks_of_an_array_without_elements():
+    def body(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] @ y_ref[...]
+
+    x, y = np.ones((64, 64), np.float32), np.ones((0, 192), np.float32)
+    outputs = [jax.ShapeDtypeStruct((64, 192), jnp.float32)]
+    call = gridded(body, outputs, (32, 64), (64, 64))
+    (traced,) = kernels_in(call, x, y)
+    assert traced.inputs[1] not in [b.cut.array for b in find_ahead(traced).boxes]
+    np.testing.assert_array_equal(call(x, y)[0], np.zeros((64, 192)))
+
+
 # --- sums that start from nothing ---
 
 

@@ -139,3 +139,38 @@ def test_columns_that_lie_in_wider_rows(columns: int):
     want = a.astype(np.float64) @ wide[:, 96 - columns :]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert ("in96_" in code) == (columns % 16 == 0)
+
+
+def test_factors_of_rows_that_are_not_the_products_rows():
+    """Both dimensions of the result are columns of the product."""
+    shapes = [(8, 16), (64,), (8, 16, 64)]
+    y, a, b = (numbers(i, shape, np.float32) for i, shape in enumerate(shapes))
+
+    def body(y_ref, a_ref, b_ref, o_ref):
+        product = jax.lax.dot_general(a_ref[...], b_ref[...], (((0,), (2,)), ((), ())))
+        o_ref[...] = y_ref[...]
+        o_ref[...] = o_ref[...] * b_ref[:, 0, 0][:, None] + product
+
+    got, _ = ran(body, y, a, b)
+    want = y * b[:, 0, :1].astype(np.float64) + np.einsum("k,ijk->ij", a, b)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_that_two_carried_tiles_take():
+    """It reads one of them, which must not change before the other is stored."""
+    y, a, b = (numbers(i, (16, 16), np.float32) for i in range(3))
+
+    def body(y_ref, a_ref, b_ref, o_ref):
+        def step(n, carried):
+            y, z = carried
+            new = y + y + z @ b_ref[...] * 0.1
+            return new, new
+
+        first, second = jax.lax.fori_loop(0, 3, step, (y_ref[...], a_ref[...]))
+        o_ref[...] = first - 2 * second
+
+    got, _ = ran(body, y, a, b)
+    first, second = y.astype(np.float64), a.astype(np.float64)
+    for _ in range(3):
+        first = second = 2 * first + second @ b * 0.1
+    np.testing.assert_allclose(got, first - 2 * second, rtol=1e-4, atol=1e-4)
