@@ -174,7 +174,11 @@ def _aliases(kernel: Kernel) -> list[tuple[int, int]]:
 def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
     shared = dict(_aliases(kernel))
     roots = [
-        Root(f"operand {n}", mutable=n in shared or n >= len(kernel.inputs))
+        Root(
+            f"operand {n}",
+            mutable=n in shared or n >= len(kernel.inputs),
+            is_array=n < len(kernel.inputs),
+        )
         for n in range(len(kernel.params))
     ]
     for first, second in shared.items():

@@ -255,6 +255,16 @@ class Function:
             name = f"llvm.masked.scatter.{mangled(value.type)}.v{count}p0"
         self.call(name, "void", value, where, integer(size, "i32"), self._on(count))
 
+    def fetch(self, pointer: Val, ahead: int) -> None:
+        """Have a processor fetch what lies `ahead` bytes behind a vector, for L2.
+
+        An address that does not exist is ignored.
+        """
+        if isinstance(pointer, Pointers) and pointer.step == 1:
+            place = self.element(pointer.base, "i8", integer(ahead))
+            read, second, data = (integer(n, "i32") for n in (0, 2, 1))
+            self.call("llvm.prefetch.p0", "void", place, read, second, data, pure=True)
+
     def _on(self, count: int) -> Val:
         """The lanes that may touch memory."""
         return self.mask or Val(vector("i1", count), "splat (i1 true)")

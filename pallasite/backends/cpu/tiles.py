@@ -14,16 +14,22 @@ from pallasite.ir.types import DType
 
 Indices = Sequence[Val]
 
+# While a vector of an array is computed with, what lies so far behind it is fetched.
+# Rows often end where pages do, and there the processor stops fetching by itself.
+FETCH_AHEAD_BYTES = 16 << 10
+
 
 @dataclass(frozen=True, eq=False)
 class Root:
     """A piece of memory, for deciding whether two accesses may meet.
 
     `mutable`: some code may write it between a load and the use of what was loaded.
+    `is_array`: it is one of the caller's arrays, most of which may be far away.
     """
 
     name: str
     mutable: bool = True
+    is_array: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +43,14 @@ class Buffer:
     def address(self, f: Function, dtype: DType, indices: Indices) -> Val:
         offset = f.inner(indices, self.strides)
         return f.element(self.pointer, scalars.memory(dtype), offset)
+
+    def read(self, f: Function, dtype: DType, indices: Indices) -> Val:
+        """The element, or several where an index has lanes."""
+        address = self.address(f, dtype, indices)
+        repeats = any(stride.constant == 0 for stride in self.strides)
+        if self.root is not None and self.root.is_array and not repeats:
+            f.fetch(address, FETCH_AHEAD_BYTES)
+        return scalars.load(f, dtype, address)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +110,7 @@ class Tile:
     def _evaluated(self, f: Function, indices: Indices) -> Val:
         if isinstance(self.source, Formula):
             return self.source.element(indices)
-        address = self.source.address(f, self.dtype, indices)
-        return scalars.load(f, self.dtype, address)
+        return self.source.read(f, self.dtype, indices)
 
     def reads(self) -> set[Root]:
         """The memory its elements still come from."""

@@ -291,3 +291,14 @@ def test_part_of_a_tile_before_the_whole(width):
     part, whole = compute(emit, x)
     np.testing.assert_array_equal(part, 2 * x[:5])
     np.testing.assert_array_equal(whole, 2 * x)
+
+
+def test_arrays_are_fetched_ahead_and_what_is_repeated_is_not(width):
+    x, row = normal(8, 64), normal(1, 64)
+
+    def emit(b, v, w):
+        return b.add(v, b.broadcast(w, (8, 64), (0, 1)))
+
+    text = llvm_of(tiles_kernel(emit, [x, row]))
+    assert text.count("call void @llvm.prefetch") == 1
+    np.testing.assert_array_equal(compute(emit, x, row), x + row)
