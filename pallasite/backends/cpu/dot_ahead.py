@@ -147,6 +147,8 @@ class AllAhead:
             return None
         f, each = e.f, self.boxes[number]
         array = e.ref(each.cut.array)
+        # A copy of a window has its array's root, too, but never comes here: `_open`
+        # takes only windows that are views of their array at every step.
         if tile.buffer.root is not array.root:
             return None
         begin, here = (
