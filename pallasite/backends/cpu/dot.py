@@ -15,6 +15,7 @@ from pallasite.backends.cpu.dot_driver import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot_fusion import running_dtype
 from pallasite.backends.cpu.dot_scheme import Lies, Operand, Sizes, Sums
 from pallasite.backends.cpu.dot_shapes import (
+    Groups,
     groups_of,
     is_small,
     scheme_for,
@@ -134,7 +135,7 @@ def _accumulate(
             with e.f.when(fresh):
                 e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
         a = _canonical(e, lhs, left, in_rows=False)
-        b = _canonical(e, rhs, [right[0], right[2], right[1]], in_rows=True)
+        b = _canonical(e, rhs, (right[0], right[2], right[1]), in_rows=True)
         _multiply(e.f, a, b, flat, sizes.depth)
         return
     a, b = (
@@ -148,9 +149,8 @@ def _accumulate(
     _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, start)
 
 
-def _ahead(e: "Emitter", value: Value, groups: list[Sequence[int]], t: Tile) -> Ahead:
-    named = tuple(tuple(group) for group in groups)
-    return lambda layout: e.ahead.find(e, value, named, t, layout)
+def _ahead(e: "Emitter", value: Value, groups: Groups, tile: Tile) -> Ahead:
+    return partial(e.ahead.find, e, value, groups, tile)
 
 
 def _blocked(
@@ -267,9 +267,7 @@ def _operand(e: "Emitter", tile: Tile) -> Operand:
     return Operand(tile.dtype, buffer.pointer, *buffer.strides)
 
 
-def _canonical(
-    e: "Emitter", tile: Tile, groups: list[Sequence[int]], in_rows: bool
-) -> Tile:
+def _canonical(e: "Emitter", tile: Tile, groups: Groups, in_rows: bool) -> Tile:
     """The tile with three dimensions, one per group, ready to be read many times.
 
     `in_rows`: the last dimension must be the one that is contiguous in memory.

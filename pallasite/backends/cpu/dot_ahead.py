@@ -18,7 +18,13 @@ from pallasite.backends.cpu import threads, tiles
 from pallasite.backends.cpu.dot_driver import Layout, Plan, emit_packing
 from pallasite.backends.cpu.dot_fusion import running_dtype
 from pallasite.backends.cpu.dot_scheme import Lies, Operand
-from pallasite.backends.cpu.dot_shapes import groups_of, is_small, scheme_for, sizes_of
+from pallasite.backends.cpu.dot_shapes import (
+    Groups,
+    groups_of,
+    is_small,
+    scheme_for,
+    sizes_of,
+)
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import Tile
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
@@ -34,8 +40,6 @@ MOST_BYTES = 64 << 20  # in all, which stays with the process (`spare.py`)
 # A box has two counters: parts that some thread has begun to pack and, after it, parts
 # that are done.
 DONE, COUNTERS_BYTES = 8, 16
-
-Groups = tuple[tuple[int, ...], ...]  # dimensions by role
 
 
 class Role(NamedTuple):
@@ -265,7 +269,9 @@ class _Search:
             if isinstance(entry, At):
                 sizes.append(None)
             elif isinstance(entry, Span) and entry.stride == 1 and entry.size:
-                multiple = entry.start if start is None else self._multiple(start)
+                multiple = (
+                    entry.start if start is None else self.facts.of(start).multiple
+                )
                 if (multiple or 0) % entry.size:
                     return
                 sizes.append(entry.size)
@@ -277,9 +283,6 @@ class _Search:
         self._note(op.result, cut.smaller(sizes))
         self.times[op.result] = often * self.times.get(access.ref, 1)
 
-    def _multiple(self, start: Value) -> int:
-        return self.facts.of(start).multiple
-
     def _note(self, value: Value, cut: Cut | None) -> None:
         if cut is not None:
             self.cuts[value] = cut
@@ -288,7 +291,7 @@ class _Search:
 def _boxes(use: _Use) -> Boxes | None:
     """The box that a dot reads in the layout it wants, if packing is of use at all."""
     dot, is_rows = use.dot, use.side == 0
-    groups = tuple(tuple(group) for group in groups_of(dot)[use.side])
+    groups = groups_of(dot)[use.side]
     strides = use.cut.strides(groups)
     sizes = sizes_of(dot)
     if strides is None or is_small(sizes, in_rows=True):

@@ -91,7 +91,7 @@ def _with_factors(
 ) -> Op:
     """The dot, knowing that the addend is a tile times a factor per row, if it is.
 
-    Both are then operands after lhs and rhs, and it has `scaled` among its attributes.
+    Both are then operands after lhs and rhs.
     """
     if addend is None or addend.name != "mul" or uses[addend.result] != 1:
         return dot
@@ -100,8 +100,7 @@ def _with_factors(
     for tile, factor in (addend.operands, addend.operands[::-1]):
         spread = made.get(factor)
         if spread is not None and _is_per_row(spread):
-            operands = (*dot.operands, tile, spread.operands[0])
-            return dot.with_(operands=operands, attrs={**dot.attrs, "scaled": True})
+            return dot.with_(operands=(*dot.operands, tile, spread.operands[0]))
     return dot
 
 

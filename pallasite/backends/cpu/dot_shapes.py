@@ -3,7 +3,6 @@
 `dot.py` decides by it how to multiply, `dot_ahead.py` what to pack before the grid.
 """
 
-from collections.abc import Sequence
 from math import prod
 
 from pallasite import target
@@ -15,14 +14,17 @@ from pallasite.ir.types import DType
 SMALL = 4096  # multiplications that do not repay packing
 
 
-def groups_of(op: Op) -> list[list[Sequence[int]]]:
+Groups = tuple[tuple[int, ...], ...]  # dimensions by role
+
+
+def groups_of(op: Op) -> list[Groups]:
     """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
     contract, batch = op.attrs["contract"], op.attrs["batch"]
     ranks = [v.tile.rank for v in op.operands[:2]]
-    groups: list[list[Sequence[int]]] = []
+    groups: list[Groups] = []
     for rank, summed, shared in zip(ranks, contract, batch, strict=True):
-        rest = [d for d in range(rank) if d not in (*summed, *shared)]
-        groups.append([shared, rest, summed])
+        rest = tuple(d for d in range(rank) if d not in (*summed, *shared))
+        groups.append((tuple(shared), rest, tuple(summed)))
     return groups
 
 

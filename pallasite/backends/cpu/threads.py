@@ -41,8 +41,7 @@ def emit_jobs(module: Module, operands: int) -> None:
     _emit_work(module, operands)
     _emit_task(module)
     _emit_drop(module)
-    if not module.defines("wait_for"):
-        _emit_wait(module)
+    _emit_wait(module)
     _emit_run(module)
     _emit_count_threads(module)
 
@@ -62,8 +61,7 @@ def _at(name: str, offset: int, base: str = "%job") -> str:
 
 def wait_for(f: Function, counter: Val, count: Val) -> None:
     """Wait until other threads have brought a counter up to `count`."""
-    if not f.module.defines("wait_for"):
-        _emit_wait(f.module)
+    _emit_wait(f.module)
     f.line(f"call void @wait_for({counter}, {count})")
 
 
@@ -159,7 +157,9 @@ def _claims() -> str:
 
 
 def _emit_wait(module: Module) -> None:
-    """`@wait_for(counter, count)`: spin for a while, then let others run."""
+    """`@wait_for(counter, count)`, once: spin for a while, then let others run."""
+    if module.defines("wait_for"):
+        return
     module.declare("sched_yield", "i32", [])
     params = [("ptr", "counter"), ("i64", "count")]
     f = Function(module, "wait_for", params, linkage="internal", attributes="noinline")

@@ -13,8 +13,8 @@ from pallasite.backends.cpu.arena import ALIGNMENT
 from pallasite.frontend.primitive import kernels_in
 from tests.backends.cpu.running import llvm_of
 from tests.backends.cpu.test_dot import numbers
+from tests.backends.cpu.test_dot_ahead import VECTORS
 
-VECTORS = target.Host(64, 32, frozenset({"avx512f", "fma"}))
 HOSTS = [VECTORS, target.AVX2]
 
 
