@@ -127,7 +127,7 @@ class Lies(NamedTuple):
         They must lie close together, and not so that all fall into one set of a cache.
         """
         step = self.rows_apart * dtype.bytes
-        fine = step > 0 and step % 4096 != 0 and step * sizes.rows <= IN_PLACE_BYTES
+        fine = step > 0
         return self.rows_apart if fine else 0
 
     def pitch_of_columns(self, sizes: Sizes, dtype: DType, lanes: int) -> int:

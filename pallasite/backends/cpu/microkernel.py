@@ -16,6 +16,7 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 UNROLL = 4  # steps of k per round
+LEAST_ROWS = 6  # of a full block: with fewer, columns are read too often
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ def block_shape(
     are divided evenly, so that the last block is not a sliver.
     """
     lanes = host.lanes(dtype.bits)
-    vectors = min(2, -(-columns // lanes))
-    most = (host.registers - vectors - 1) // vectors
-    most = min(most - most % 2, 16 if vectors == 1 else most)
+    across = -(-columns // lanes)
+    widest = (host.registers - 1) // (LEAST_ROWS + 1)
+    vectors = -(-across // -(-across // widest))
+    most = min((host.registers - vectors - 1) // vectors, 16)
     blocks = -(-rows // most)
     return -(-rows // blocks), vectors * lanes, lanes
 

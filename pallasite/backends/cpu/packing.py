@@ -110,9 +110,9 @@ def _turn_squares(
 ) -> Val:
     """Pack as many steps of k as fill whole vectors; gives how many.
 
-    Where the width is no multiple of the lanes, a store reaches past a step's end: into
-    the step that is written next, but never past the last one of a square, for what
-    comes then may be another thread's.
+    Where the width is less than a vector, a store reaches past a step's end: into the
+    step that is written next, but never past the last one of a square, for what comes
+    then may be another thread's.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
@@ -123,22 +123,24 @@ def _turn_squares(
         vec.offset(f, source, read, f.mul(integer(min(i, packing.valid - 1)), stride))
         for i in range(width)
     ]
-    with f.loop(squares) as loop:
-        start = f.mul(loop.index, integer(lanes))
-        groups = []
-        for first in range(0, width, lanes):
-            some = [vec.offset(f, r, read, start) for r in rows[first : first + lanes]]
-            square = [_read(f, packing, place, lanes) for place in some]
+    # One group after the other, each from its first k to its last: neighbours in memory
+    # are read one after the other, which lets the processor fetch them early.
+    for first in range(0, width, lanes):
+        some = rows[first : first + lanes]
+        with f.loop(squares) as loop:
+            start = f.mul(loop.index, integer(lanes))
+            square = [
+                _read(f, packing, vec.offset(f, row, read, start), lanes)
+                for row in some
+            ]
             square += [unused] * (lanes - len(square))
-            groups.append(vec.transpose(f, square))
-        there = vec.offset(f, target, write, f.mul(start, integer(width)))
-        for k in range(lanes):
-            for n, columns in enumerate(groups):
-                place = vec.offset(f, there, write, k * width + n * lanes)
-                value, left = columns[k], width - n * lanes
-                if k == lanes - 1 and left < lanes:
-                    value = vec.shuffle(f, value, value, range(left))
-                vec.store(f, value, place, packing.target.bytes)
+            there = f.add(f.mul(start, integer(width)), integer(first))
+            for k, column in enumerate(vec.transpose(f, square)):
+                place = f.add(there, integer(k * width))
+                if len(some) < lanes and (first or k == lanes - 1):
+                    column = vec.shuffle(f, column, column, range(len(some)))
+                address = vec.offset(f, target, write, place)
+                vec.store(f, column, address, packing.target.bytes)
     return f.mul(squares, integer(lanes))
 
 
