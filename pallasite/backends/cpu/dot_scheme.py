@@ -22,7 +22,7 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
-IN_PLACE_BYTES = 1 << 20  # of rows that are multiplied from where they are
+WAYS = 8  # lines in a set of the nearest cache, at least
 
 
 class Operand(NamedTuple):
@@ -121,13 +121,13 @@ class Lies(NamedTuple):
             (depth.constant or 0) if along == "width" else 0,
         )
 
-    def pitch_of_rows(self, sizes: Sizes, dtype: DType) -> int:
-        """From row to row, if rows are read as fast from where they are; else 0.
+    def pitch_of_rows(self, rows: int, dtype: DType) -> int:
+        """From row to row, if panels of so many are read as fast from where they are.
 
-        They must lie close together, and not so that all fall into one set of a cache.
+        Each is read once for every panel of columns; nothing is gained by moving it
+        unless its rows lie so that all of them fall into one set of a cache.
         """
-        step = self.rows_apart * dtype.bytes
-        fine = step > 0
+        fine = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
         return self.rows_apart if fine else 0
 
     def pitch_of_columns(self, sizes: Sizes, dtype: DType, lanes: int) -> int:
@@ -152,6 +152,7 @@ class PanelPlace(NamedTuple):
     panels: Val
     valid: int  # rows of each panel that exist
     depth: Val
+    room: Val  # steps of k that there are from panel to panel
 
 
 class PanelProduct(NamedTuple):
@@ -187,7 +188,7 @@ class VectorScheme(Scheme):
         host: Host, dtype: DType, sizes: Sizes, lhs: Lies, rhs: Lies
     ) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
-        row_pitch = lhs.pitch_of_rows(sizes, dtype)
+        row_pitch = lhs.pitch_of_rows(rows, dtype)
         column_pitch = rhs.pitch_of_columns(sizes, dtype, lanes)
         return VectorScheme(
             host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
@@ -209,6 +210,7 @@ class VectorScheme(Scheme):
             place.target,
             place.panels,
             place.depth,
+            place.room,
         )
 
     def multiply(self, f: Function, call: PanelProduct) -> None:

@@ -45,8 +45,8 @@ def direction(source: DType, target: DType, width: Val, depth: Val) -> str:
 def packer(module: Module, packing: Packing) -> str:
     """The name of the function, which is added to the module the first time.
 
-    It takes source, stride of the width, stride of the depth, target, number of panels
-    and depth.
+    It takes source, stride of the width, stride of the depth, target, number of panels,
+    depth, and how many steps of k there are from one panel to the next.
     """
     if not module.defines(packing.name):
         _emit(module, packing)
@@ -62,6 +62,7 @@ def packing_function(module: Module, name: str) -> Function:
         ("ptr noalias", "target"),
         ("i64", "panels"),
         ("i64", "depth"),
+        ("i64", "room"),
     ]
     attributes = "noinline nounwind"
     return Function(module, name, params, linkage="internal", attributes=attributes)
@@ -69,34 +70,42 @@ def packing_function(module: Module, name: str) -> Function:
 
 def _emit(module: Module, packing: Packing) -> None:
     f = packing_function(module, packing.name)
-    source, across, down, target, panels, depth = f.params
-    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    with f.loop(panels) as loop:
-        first = f.mul(loop.index, integer(packing.width))
-        here = vec.offset(f, source, read, f.mul(first, across))
-        there = vec.offset(f, target, write, f.mul(first, depth))
-        if packing.along == "width":
-            _copy_rows(f, packing, here, down, there, depth)
-        else:
-            done = integer(0)
-            if packing.along == "depth":
-                done = _turn_squares(f, packing, here, across, there, depth)
-            _copy_elements(f, packing, here, across, down, there, done, depth)
+    if packing.along == "width":
+        _copy_rows(f, packing)
+    else:
+        _turn_panels(f, packing)
     f.line("ret void")
 
 
-def _copy_rows(
-    f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
-) -> None:
+def _copy_rows(f: Function, packing: Packing) -> None:
+    """A row of all panels after the other: that is how they lie in memory."""
+    source, _, down, target, panels, depth, room = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    with f.loop(depth) as loop:
-        here = vec.offset(f, source, read, f.mul(loop.index, stride))
-        there = vec.offset(f, target, write, f.mul(loop.index, integer(packing.width)))
+    width = integer(packing.width)
+    with f.loop(depth) as loop, f.loop(panels) as panel:
+        column = f.mul(panel.index, width)
+        place = f.add(f.mul(loop.index, down), column)
+        here = vec.offset(f, source, read, place)
+        place = f.add(f.mul(loop.index, width), f.mul(column, room))
+        there = vec.offset(f, target, write, place)
         for first in range(0, packing.valid, packing.lanes):
             count = min(packing.lanes, packing.valid - first)
             raw = _read(f, packing, vec.offset(f, here, read, first), count)
             place = vec.offset(f, there, write, first)
             vec.store(f, raw, place, packing.target.bytes)
+
+
+def _turn_panels(f: Function, packing: Packing) -> None:
+    source, across, down, target, panels, depth, room = f.params
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    with f.loop(panels) as loop:
+        first = f.mul(loop.index, integer(packing.width))
+        here = vec.offset(f, source, read, f.mul(first, across))
+        there = vec.offset(f, target, write, f.mul(first, room))
+        done = integer(0)
+        if packing.along == "depth":
+            done = _turn_squares(f, packing, here, across, there, depth)
+        _copy_elements(f, packing, here, across, down, there, done, depth)
 
 
 def _read(f: Function, packing: Packing, place: Val, count: int) -> Val:

@@ -90,7 +90,7 @@ def test_threads_pack_together():
     # Enough work for helpers, who all want the one box of the right side first.
     kernel = product((256, 520, 512), (32, 520, 512))
     (columns,) = find_ahead(kernel).boxes
-    assert columns.cut.count == 1 and columns.layout.parts > 8
+    assert columns.cut.count == 1 and columns.parts.count > 8
     for _ in range(8):
         check(kernel, np.float32)
 
@@ -100,7 +100,7 @@ def test_parts_of_a_box_meet_without_touching(turned: bool):
     """Panels that are no multiple of the lanes, packed in parts by several threads."""
     kernel = product((600, 256, 520), (600, 32, 260), turned=turned)
     rows = find_ahead(kernel).boxes[0]
-    assert rows.layout.is_rows and rows.layout.panel % 8 and rows.layout.parts > 8
+    assert rows.layout.is_rows and rows.layout.panel % 8 and rows.parts.count > 8
     for _ in range(4):
         check(kernel, np.float32, turned)
 
