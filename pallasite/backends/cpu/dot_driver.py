@@ -148,7 +148,7 @@ class Parts:
         It stays whole, so that memory is read in long runs.
         """
         most, depth = PART_BYTES // layout.dtype.bytes, layout.depth.block
-        deepest, widest = depth, layout.width
+        deepest, widest = depth, layout.width + layout.panel
         if along == "width":
             deepest = most // layout.width
         else:

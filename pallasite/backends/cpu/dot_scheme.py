@@ -130,15 +130,19 @@ class Lies(NamedTuple):
         fine = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
         return self.rows_apart if fine else 0
 
-    def pitch_of_columns(self, sizes: Sizes, dtype: DType, lanes: int) -> int:
+    def pitch_of_columns(
+        self, rows: int, sizes: Sizes, dtype: DType, lanes: int
+    ) -> int:
         """From one k to the next, if columns are read as fast from where they are.
 
-        Each panel of rows reads them again: with the gaps, they must fit the nearest
-        cache. Whole vectors are read: there must be no part of one at the end.
+        Each panel of so many rows reads them again: unless there is only one, they must
+        fit the nearest cache, with the gaps. Whole vectors are read: there must be no
+        part of one at the end.
         """
+        once = sizes.rows <= rows
         near = self.depths_apart * dtype.bytes * sizes.depth <= PANEL_BYTES
         whole = sizes.columns % lanes == 0 and self.depths_apart >= sizes.columns
-        return self.depths_apart if near and whole else 0
+        return self.depths_apart if (once or near) and whole else 0
 
 
 ANYHOW = Lies()
@@ -189,7 +193,7 @@ class VectorScheme(Scheme):
     ) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
         row_pitch = lhs.pitch_of_rows(rows, dtype)
-        column_pitch = rhs.pitch_of_columns(sizes, dtype, lanes)
+        column_pitch = rhs.pitch_of_columns(rows, sizes, dtype, lanes)
         return VectorScheme(
             host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
         )
