@@ -119,13 +119,13 @@ def _turn_squares(
 ) -> Val:
     """Pack as many steps of k as fill whole vectors; gives how many.
 
-    Where the width is less than a vector, a store reaches past a step's end: into the
-    step that is written next, but never past the last one of a square, for what comes
-    then may be another thread's.
+    Where the width is less than a vector, a store reaches past a step's end: into steps
+    that are written next, but never past the last one of a square, for what comes then
+    may be another thread's.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    squares = f.binary("udiv", depth, integer(lanes))
+    squares, square_size = f.binary("udiv", depth, integer(lanes)), lanes * width
     unused = Val(vec.vector(scalars.register(packing.target), lanes), "poison")
     # Rows that do not exist repeat the last one, and nobody looks at them.
     rows = [
@@ -146,7 +146,7 @@ def _turn_squares(
             there = f.add(f.mul(start, integer(width)), integer(first))
             for k, column in enumerate(vec.transpose(f, square)):
                 place = f.add(there, integer(k * width))
-                if len(some) < lanes and (first or k == lanes - 1):
+                if len(some) < lanes and (first or k * width + lanes > square_size):
                     column = vec.shuffle(f, column, column, range(len(some)))
                 address = vec.offset(f, target, write, place)
                 vec.store(f, column, address, packing.target.bytes)
