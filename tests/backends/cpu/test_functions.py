@@ -67,4 +67,4 @@ def test_exponentials_far_outside(name: str):
     whole = np.arange(-126, 128, dtype=np.float32)
     if name == "exp2":
         got = compute(lambda b, tile: b.op(name, tile), whole)
-        np.testing.assert_array_equal(got, np.exp2(whole))
+        np.testing.assert_array_equal(got, np.ldexp(np.float32(1), whole.astype(int)))
