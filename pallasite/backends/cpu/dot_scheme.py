@@ -22,6 +22,7 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
+IN_PLACE_BYTES = 1 << 20  # of columns that are multiplied from where they are
 WAYS = 8  # lines in a set of the nearest cache, at least
 
 
@@ -136,13 +137,15 @@ class Lies(NamedTuple):
         """From one k to the next, if columns are read as fast from where they are.
 
         Each panel of so many rows reads them again: unless there is only one, they must
-        fit the nearest cache, with the gaps. Whole vectors are read: there must be no
-        part of one at the end.
+        fit the nearest cache, with the gaps; or the next one, if they do not all fall
+        into a few sets of it. What is left over after whole vectors must be one load.
         """
-        once = sizes.rows <= rows
-        near = self.depths_apart * dtype.bytes * sizes.depth <= PANEL_BYTES
-        whole = sizes.columns % lanes == 0 and self.depths_apart >= sizes.columns
-        return self.depths_apart if (once or near) and whole else 0
+        once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
+        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
+        near = step * sizes.depth <= most
+        rest = sizes.columns % lanes
+        loads = (rest & (rest - 1)) == 0 and self.depths_apart >= sizes.columns
+        return self.depths_apart if (once or near) and loads else 0
 
 
 ANYHOW = Lies()
@@ -226,6 +229,7 @@ class VectorScheme(Scheme):
             self.row_pitch or 1,
             1 if self.row_pitch else self.rows,
             self.column_pitch or self.columns,
+            self.column_pitch != 0,
             has_fused(self.host),
             call.factors is not None,
         )

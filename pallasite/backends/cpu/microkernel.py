@@ -29,7 +29,8 @@ class Micro:
     columns: int
     row_step: int  # elements from one packed row to the next, for the same k
     depth_step: int  # and from one k to the next
-    panel_columns: int
+    panel_columns: int  # elements from one k to the next
+    in_place: bool  # columns are no panel: nothing may be read past the last
     fused: bool  # does the CPU multiply and add in one instruction?
     scaled: bool = False  # are sums multiplied by a factor per row before the addition?
 
@@ -39,7 +40,8 @@ class Micro:
 
     @property
     def name(self) -> str:
-        sizes = f"{self.rows}x{self.columns}in{self.panel_columns}"
+        part_of = "of" if self.in_place else "in"
+        sizes = f"{self.rows}x{self.columns}{part_of}{self.panel_columns}"
         steps = f"{self.row_step}_{self.depth_step}"
         scaled = "_scaled" if self.scaled else ""
         return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}{scaled}"
@@ -119,16 +121,12 @@ def _emit(module: Module, micro: Micro) -> None:
 def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Val]:
     rows, columns, *totals = carries
     element, lanes = scalars.memory(micro.dtype), micro.lanes
-    size, wide = micro.dtype.bytes, vec.vector(element, lanes)
+    size = micro.dtype.bytes
     for k in range(count):
+        here = vec.offset(f, columns, element, k * micro.panel_columns)
         right = [
-            vec.load(
-                f,
-                wide,
-                vec.offset(f, columns, element, k * micro.panel_columns + j * lanes),
-                size,
-            )
-            for j in range(micro.vectors)
+            _vector_of_columns(f, micro, here, first)
+            for first in range(0, micro.columns, lanes)
         ]
         for i in range(micro.rows):
             step = k * micro.depth_step + i * micro.row_step
@@ -140,6 +138,16 @@ def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Va
     rows = vec.offset(f, rows, element, count * micro.depth_step)
     columns = vec.offset(f, columns, element, count * micro.panel_columns)
     return [rows, columns, *totals]
+
+
+def _vector_of_columns(f: Function, micro: Micro, row: Val, first: int) -> Val:
+    element, lanes = scalars.memory(micro.dtype), micro.lanes
+    count = min(lanes, micro.columns - first) if micro.in_place else lanes
+    place = vec.offset(f, row, element, first)
+    some = vec.load(f, vec.vector(element, count), place, micro.dtype.bytes)
+    if count == lanes:
+        return some
+    return vec.shuffle(f, some, some, [min(n, count - 1) for n in range(lanes)])
 
 
 def multiply_add(f: Function, fused: bool, a: Val, b: Val, total: Val) -> Val:
