@@ -56,8 +56,10 @@ def block_shape(
 ) -> tuple[int, int, int]:
     """Rows and columns of a register block, and lanes, for sums of that size.
 
-    Sums, one vector per column group and one broadcast element fill the registers; rows
-    are divided evenly, so that the last block is not a sliver.
+    Sums, one vector per column group and one broadcast element fill the registers. Wide
+    blocks take fewer instructions per product than high ones of the same size, since an
+    element is broadcast once for all vectors. Both sides are divided evenly, so that
+    the last block is not a sliver.
     """
     lanes = host.lanes(dtype.bits)
     across = -(-columns // lanes)
