@@ -31,6 +31,7 @@ import numpy as np
 import pallasite
 from pallasite import tpu as pltpu
 
+LOG2_E = 1.4426950408889634
 MASKED = -1e30  # finite, so that differences of masked scores stay finite
 Rival = Callable[[], Any]  # runs once and waits for the result
 
@@ -132,7 +133,7 @@ def attention(q, k, v):
 
 
 def absorb(state, q, k, v, diagonal: bool):
-    """One block of keys into the running softmax."""
+    """One block of keys into the running softmax, of scores in powers of two."""
     highest, total, out = state
     scores = jax.lax.dot_general(
         q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
@@ -142,22 +143,23 @@ def absorb(state, q, k, v, diagonal: bool):
         columns = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         scores = jnp.where(rows >= columns, scores, MASKED)
     new = jnp.maximum(highest, scores.max(1, keepdims=True))
-    p = jnp.exp(scores - new)
-    shrink = jnp.exp(highest - new)
+    p = jnp.exp2(scores - new)
+    shrink = jnp.exp2(highest - new)
     out = out * shrink + jnp.dot(p, v, preferred_element_type=jnp.float32)
     return new, total * shrink + p.sum(1, keepdims=True), out
 
 
-def flash_scratch(q, k, v, block: int = 64):
+def flash_scratch(q, k, v, block: int = 32):
     pl = pallasite
     heads, n, width = q.shape
+    scale = width**-0.5 * LOG2_E
 
     def kernel(q_ref, k_ref, v_ref, o_ref, scaled_ref, *state):
         i, j = pl.program_id(1), pl.program_id(2)
 
         @pl.when(j == 0)
         def _():
-            scaled_ref[...] = q_ref[...] * width**-0.5
+            scaled_ref[...] = q_ref[...] * scale
             state[0][...] = jnp.full_like(state[0], MASKED)
             state[1][...] = jnp.zeros_like(state[1])
             state[2][...] = jnp.zeros_like(state[2])
@@ -189,13 +191,14 @@ def flash_scratch(q, k, v, block: int = 64):
     )(q, k, v)
 
 
-def flash_fori(q, k, v, block: int = 64):
+def flash_fori(q, k, v, block: int = 32):
     pl = pallasite
     heads, n, width = q.shape
+    scale = width**-0.5 * LOG2_E
 
     def kernel(q_ref, k_ref, v_ref, o_ref):
         i = pl.program_id(1)
-        q = q_ref[...] * width**-0.5
+        q = q_ref[...] * scale
 
         def step(j, state, diagonal: bool = False):
             keys = pl.ds(j * block, block)

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from pallasite.backends.cpu import threads, tiles
-from pallasite.backends.cpu.dot_driver import Layout, Plan, emit_packing
+from pallasite.backends.cpu.dot_driver import Layout, Parts, Plan, emit_packing
 from pallasite.backends.cpu.dot_fusion import running_dtype
 from pallasite.backends.cpu.dot_scheme import Lies, Operand
 from pallasite.backends.cpu.dot_shapes import (
@@ -26,6 +26,7 @@ from pallasite.backends.cpu.dot_shapes import (
     sizes_of,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.packing import direction
 from pallasite.backends.cpu.tiles import Tile
 from pallasite.backends.cpu.uses import flattened_refs, written_refs
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, Window
@@ -118,6 +119,18 @@ class Boxes:
     packed_at: int = 0
 
     @property
+    def operand_strides(self) -> list[Val]:
+        strides = self.cut.strides(self.groups)
+        assert strides is not None
+        return strides
+
+    @property
+    def parts(self) -> Parts:
+        """Of one box."""
+        dtype, (_, *strides) = self.cut.array.ref.dtype, self.operand_strides
+        return Parts.of(self.layout, direction(dtype, self.layout.dtype, *strides))
+
+    @property
     def bytes(self) -> int:
         return self.cut.count * self.layout.bytes
 
@@ -166,7 +179,7 @@ class AllAhead:
         packed = f.element(e.shared, "i8", at)
         done = f.element(counters, "i8", integer(DONE))
         count = f.value("i64", f"load atomic i64, {done} acquire, align 8")
-        with f.when(f.compare("icmp ult", count, integer(layout.parts))):
+        with f.when(f.compare("icmp ult", count, integer(each.parts.count))):
             name = _packer(f.module, each, number)
             f.line(f"call void @{name}({tile.buffer.pointer}, {packed}, {counters})")
         return packed
@@ -324,21 +337,25 @@ def _packer(module: Module, boxes: Boxes, number: int) -> str:
     attributes = "noinline cold nounwind"
     f = Function(module, name, params, linkage="internal", attributes=attributes)
     source, target, counters = f.params
-    parts = integer(boxes.layout.parts)
+    parts = boxes.parts
+    count = integer(parts.count)
     done = f.element(counters, "i8", integer(DONE))
     claim, pack, leave = f.labels("claim", "pack", "leave")
     f.branch(claim)
     f.label(claim)
     part = f.value("i64", f"atomicrmw add {counters}, i64 1 monotonic")
-    f.branch_if(f.compare("icmp ult", part, parts), pack, leave)
+    f.branch_if(f.compare("icmp ult", part, count), pack, leave)
     f.label(pack)
-    strides = boxes.cut.strides(boxes.groups)
-    assert strides is not None
-    operand = Operand(boxes.cut.array.ref.dtype, source, *strides)
-    emit_packing(f, boxes.plan, operand, boxes.layout, part, target)
-    f.value("i64", f"atomicrmw add {done}, i64 1 release")
-    f.branch(claim)
+    operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
+    emit_packing(f, boxes.plan, operand, parts, part, target)
+    if parts.count == 1:
+        # A plain store, unlike an atomic addition, need not wait for those before it.
+        f.line(f"store atomic i64 1, {done} release, align 8")
+        f.line("ret void")
+    else:
+        f.value("i64", f"atomicrmw add {done}, i64 1 release")
+        f.branch(claim)
     f.label(leave)
-    threads.wait_for(f, done, parts)
+    threads.wait_for(f, done, count)
     f.line("ret void")
     return name

@@ -90,17 +90,6 @@ class Layout:
     def regions(self) -> int:
         return self.batch * self.depth.count
 
-    @property
-    def chunks(self) -> Blocks:
-        """Cuts of the width, each of about the bytes of a part."""
-        most = PART_BYTES // (self.depth.block * self.dtype.bytes)
-        return Blocks.of(self.width, self.panel, most)
-
-    @property
-    def parts(self) -> int:
-        """Pieces that the operand is packed in."""
-        return self.regions * self.chunks.count
-
     def room(self, width: int) -> int:
         """Elements for that many rows or columns."""
         panels = -(-width // self.panel)
@@ -141,20 +130,61 @@ Ahead = Callable[[Layout], Val | None]
 Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Pieces that an operand is packed in, each of about `PART_BYTES`.
+
+    `widths` cut its width, `depths` each of its blocks of k.
+    """
+
+    layout: Layout
+    widths: Blocks
+    depths: Blocks
+
+    @staticmethod
+    def of(layout: Layout, along: str) -> "Parts":
+        """`along`: the dimension whose neighbours are neighbours in memory.
+
+        It stays whole, so that memory is read in long runs.
+        """
+        most, depth = PART_BYTES // layout.dtype.bytes, layout.depth.block
+        deepest, widest = depth, layout.width + layout.panel
+        if along == "width":
+            deepest = most // layout.width
+        else:
+            widest = most // depth
+        return Parts(
+            layout,
+            Blocks.of(layout.width, layout.panel, widest),
+            Blocks.of(depth, layout.step, deepest),
+        )
+
+    @property
+    def count(self) -> int:
+        return self.layout.regions * self.widths.count * self.depths.count
+
+
 def emit_packing(
-    f: Function, plan: Plan, operand: Operand, layout: Layout, part: Val, target: Val
+    f: Function, plan: Plan, operand: Operand, parts: Parts, part: Val, target: Val
 ) -> None:
     """Pack one part of an operand to where it belongs after `target`."""
-    chunks = layout.chunks
-    side = _Side(f, plan, operand, layout, chunks, target, False)
-    region, number = _split(f, part, chunks.count)
+    layout, widths, depths = parts.layout, parts.widths, parts.depths
+    side = _Side(f, plan, operand, layout, widths, target, False)
+    rest, k_piece = _split(f, part, depths.count)
+    region, number = _split(f, rest, widths.count)
     batch, k_block = _split(f, region, layout.depth.count)
     region_at = f.element(target, "i8", f.mul(region, integer(layout.region_bytes)))
     k = f.mul(k_block, integer(layout.depth.block))
-    depth = layout.depth.extent(f, k)
-    panel = f.mul(number, integer(chunks.block // chunks.panel))
-    there = layout.place(f, region_at, panel, depth)
-    side.pack(there, batch, f.mul(number, integer(chunks.block)), k, number, depth)
+    room = layout.depth.extent(f, k)
+    # The last block of k may be shorter than the others and have fewer pieces.
+    before = f.least(f.mul(k_piece, integer(depths.block)), room)
+    depth = f.least(integer(depths.block), f.sub(room, before))
+    panel = f.mul(number, integer(widths.block // widths.panel))
+    there = layout.place(f, region_at, panel, room)
+    down = f.mul(before, integer(layout.panel))
+    there = vec.offset(f, there, scalars.memory(layout.dtype), down)
+    start = f.mul(number, integer(widths.block))
+    side.pack(there, batch, start, f.add(k, before), number, depth, room)
 
 
 def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
@@ -235,7 +265,7 @@ class _Side(NamedTuple):
         start = f.mul(number, integer(self.blocks.block))
         if layout.pitch:
             return self.source(batch, start, k)
-        self.pack(self.target, batch, start, k, number, depth)
+        self.pack(self.target, batch, start, k, number, depth, depth)
         return self.target
 
     def source(self, batch: Val, start: Val, k: Val) -> Val:
@@ -247,22 +277,30 @@ class _Side(NamedTuple):
         return vec.offset(self.f, operand.pointer, element, where)
 
     def pack(
-        self, target: Val, batch: Val, start: Val, k: Val, number: Val, depth: Val
+        self,
+        target: Val,
+        batch: Val,
+        start: Val,
+        k: Val,
+        number: Val,
+        depth: Val,
+        room: Val,
     ) -> None:
-        """Pack one cache block."""
+        """Pack one cache block, or of a cache block `room` deep so many steps of k."""
         f, operand, blocks = self.f, self.operand, self.blocks
         pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
         element, source = scalars.memory(operand.dtype), self.source(batch, start, k)
         full = blocks.full_panels(f, start)
         if full.constant != 0:
-            place = PanelPlace(source, target, full, blocks.panel, depth)
+            place = PanelPlace(source, target, full, blocks.panel, depth, room)
             pack(f, operand, place, is_rows)
         if blocks.rest:
+            one = integer(1)
             with f.when(blocks.is_last(f, number)):
                 width = f.mul(full, integer(blocks.panel))
                 rest = vec.offset(f, source, element, f.mul(width, operand.width))
-                there = self.layout.place(f, target, full, depth)
-                place = PanelPlace(rest, there, integer(1), blocks.rest, depth)
+                there = self.layout.place(f, target, full, room)
+                place = PanelPlace(rest, there, one, blocks.rest, depth, room)
                 pack(f, operand, place, is_rows)
 
 

@@ -22,7 +22,8 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
-IN_PLACE_BYTES = 1 << 20  # of rows that are multiplied from where they are
+IN_PLACE_BYTES = 1 << 20  # of columns that are multiplied from where they are
+WAYS = 8  # lines in a set of the nearest cache, at least
 
 
 class Operand(NamedTuple):
@@ -121,24 +122,30 @@ class Lies(NamedTuple):
             (depth.constant or 0) if along == "width" else 0,
         )
 
-    def pitch_of_rows(self, sizes: Sizes, dtype: DType) -> int:
-        """From row to row, if rows are read as fast from where they are; else 0.
+    def pitch_of_rows(self, rows: int, dtype: DType) -> int:
+        """From row to row, if panels of so many are read as fast from where they are.
 
-        They must lie close together, and not so that all fall into one set of a cache.
+        Each is read once for every panel of columns; nothing is gained by moving it
+        unless its rows lie so that all of them fall into one set of a cache.
         """
-        step = self.rows_apart * dtype.bytes
-        fine = step > 0 and step % 4096 != 0 and step * sizes.rows <= IN_PLACE_BYTES
+        fine = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
         return self.rows_apart if fine else 0
 
-    def pitch_of_columns(self, sizes: Sizes, dtype: DType, lanes: int) -> int:
+    def pitch_of_columns(
+        self, rows: int, sizes: Sizes, dtype: DType, lanes: int
+    ) -> int:
         """From one k to the next, if columns are read as fast from where they are.
 
-        Each panel of rows reads them again: with the gaps, they must fit the nearest
-        cache. Whole vectors are read: there must be no part of one at the end.
+        Each panel of so many rows reads them again: unless there is only one, they must
+        fit the nearest cache, with the gaps; or the next one, if they do not all fall
+        into a few sets of it. What is left over after whole vectors must be one load.
         """
-        near = self.depths_apart * dtype.bytes * sizes.depth <= PANEL_BYTES
-        whole = sizes.columns % lanes == 0 and self.depths_apart >= sizes.columns
-        return self.depths_apart if near and whole else 0
+        once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
+        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
+        near = step * sizes.depth <= most
+        rest = sizes.columns % lanes
+        loads = (rest & (rest - 1)) == 0 and self.depths_apart >= sizes.columns
+        return self.depths_apart if (once or near) and loads else 0
 
 
 ANYHOW = Lies()
@@ -152,6 +159,7 @@ class PanelPlace(NamedTuple):
     panels: Val
     valid: int  # rows of each panel that exist
     depth: Val
+    room: Val  # steps of k that there are from panel to panel
 
 
 class PanelProduct(NamedTuple):
@@ -187,8 +195,8 @@ class VectorScheme(Scheme):
         host: Host, dtype: DType, sizes: Sizes, lhs: Lies, rhs: Lies
     ) -> "VectorScheme":
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
-        row_pitch = lhs.pitch_of_rows(sizes, dtype)
-        column_pitch = rhs.pitch_of_columns(sizes, dtype, lanes)
+        row_pitch = lhs.pitch_of_rows(rows, dtype)
+        column_pitch = rhs.pitch_of_columns(rows, sizes, dtype, lanes)
         return VectorScheme(
             host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
         )
@@ -209,6 +217,7 @@ class VectorScheme(Scheme):
             place.target,
             place.panels,
             place.depth,
+            place.room,
         )
 
     def multiply(self, f: Function, call: PanelProduct) -> None:
@@ -220,6 +229,7 @@ class VectorScheme(Scheme):
             self.row_pitch or 1,
             1 if self.row_pitch else self.rows,
             self.column_pitch or self.columns,
+            self.column_pitch != 0,
             has_fused(self.host),
             call.factors is not None,
         )

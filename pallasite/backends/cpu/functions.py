@@ -38,8 +38,10 @@ def evaluate(
     """The function's value; `element` computes the ops it is made of."""
     wide = F64 if dtype == F64 else F32
     scales = wide == F32 and values[0].count and host().has("avx512f")
-    if name in ("exp", "exp2") and scales:
-        return _exp_by_scaling(f, values[0], in_twos=name == "exp2")
+    if name == "exp" and scales:
+        return _exp_by_scaling(f, values[0])
+    if name == "exp2" and scales and host().has("avx512dq"):
+        return _exp2_by_scaling(f, values[0])
     if name in _RATIOS and wide == F32:
         return _odd_ratio(f, values[0], *_RATIOS[name])
     if name in ("sin", "cos", "tan") and wide == F64:
@@ -86,34 +88,64 @@ _LN2_HIGH = 0.693359375  # few bits: products with n are exact
 _LN2_LOW = _LN2 - _LN2_HIGH
 
 
-def _exp_by_scaling(f: Function, x: Val, in_twos: bool) -> Val:
-    """exp or exp2 with an instruction that scales by 2**n, into inf and zero."""
+def _exp_by_scaling(f: Function, x: Val) -> Val:
+    """exp with an instruction that scales by 2**n, into inf and zero."""
     number = lambda value: scalars.floating(value, "float")
     # Far outside, x - n log(2) would lose all digits. NaN passes both selects.
     for test, bound in (("fcmp olt", -200.0), ("fcmp ogt", 200.0)):
         x = f.select(f.compare(test, x, number(bound)), number(bound), x)
-    if in_twos:
-        n = f.intrinsic("roundeven", x)
-        r = f.binary("fmul", f.binary("fsub", x, n), number(_LN2))
-    else:
-        # Adding and taking away a number without binary places rounds.
-        n = f.intrinsic("fma", x, number(_LOG2_E), number(_ROUNDS))
-        n = f.binary("fsub", n, number(_ROUNDS))
-        r = f.intrinsic("fma", n, number(-_LN2_HIGH), x)
-        r = f.intrinsic("fma", n, number(-_LN2_LOW), r)
+    # Adding and taking away a number without binary places rounds.
+    n = f.intrinsic("fma", x, number(_LOG2_E), number(_ROUNDS))
+    n = f.binary("fsub", n, number(_ROUNDS))
+    r = f.intrinsic("fma", n, number(-_LN2_HIGH), x)
+    r = f.intrinsic("fma", n, number(-_LN2_LOW), r)
     return _scaled(f, _horner(f, r, (*_EXP, 1.0, 1.0)), n)
+
+
+# 2**r, |r| <= 1/2, fitted to the least relative error (2e-9); from the highest power.
+_EXP2 = (
+    0.00015353361959569156,
+    0.0013398873852565885,
+    0.00961843691766262,
+    0.055503323674201965,
+    0.24022647738456726,
+    0.6931471824645996,
+    1.0,
+)
+
+
+def _exp2_by_scaling(f: Function, x: Val) -> Val:
+    """exp2 with an instruction that takes whole numbers away; of inf it leaves zero."""
+    r = _in_full_vectors(f, _fraction, x)
+    return _scaled(f, _horner(f, r, _EXP2), f.binary("fsub", x, r))
+
+
+def _fraction(f: Function, x: Val) -> Val:
+    """x minus the nearest whole number."""
+    every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
+    name = "llvm.x86.avx512.mask.reduce.ps.512"
+    numbers = integer(0, "i32"), nothing, every, integer(4, "i32")
+    return f.call(name, x.type, x, *numbers, pure=True)
 
 
 def _scaled(f: Function, x: Val, n: Val) -> Val:
     """x * 2**n in one instruction."""
-    if x.count == 16:
-        every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
-        name = "llvm.x86.avx512.mask.scalef.ps.512"
-        rounding = integer(4, "i32")  # as the thread's control register says
-        return f.call(name, x.type, x, n, nothing, every, rounding, pure=True)
-    # Parts of a vector, in the widest form.
-    wide = lambda v: _resized(f, v, 16)
-    return _resized(f, _scaled(f, wide(x), wide(n)), x.count)
+    return _in_full_vectors(f, _scaled_vector, x, n)
+
+
+def _scaled_vector(f: Function, x: Val, n: Val) -> Val:
+    every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    rounding = integer(4, "i32")  # as the thread's control register says
+    return f.call(name, x.type, x, n, nothing, every, rounding, pure=True)
+
+
+def _in_full_vectors(f: Function, compute: Callable[..., Val], *operands: Val) -> Val:
+    """What an instruction for 16 numbers gives for as many as there are."""
+    count = operands[0].count
+    if count == 16:
+        return compute(f, *operands)
+    return _resized(f, compute(f, *(_resized(f, x, 16) for x in operands)), count)
 
 
 def _resized(f: Function, x: Val, count: int) -> Val:

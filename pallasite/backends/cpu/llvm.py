@@ -262,8 +262,15 @@ class Function:
         """
         if isinstance(pointer, Pointers) and pointer.step == 1:
             place = self.element(pointer.base, "i8", integer(ahead))
-            read, second, data = (integer(n, "i32") for n in (0, 2, 1))
-            self.call("llvm.prefetch.p0", "void", place, read, second, data, pure=True)
+            self._prefetch(place, writes=0, nearness=2)
+
+    def fetch_for_writing(self, pointer: Val) -> None:
+        """Have a processor fetch the line of an address, which may not exist."""
+        self._prefetch(pointer, writes=1, nearness=3)
+
+    def _prefetch(self, place: Val, writes: int, nearness: int) -> None:
+        numbers = [integer(n, "i32") for n in (writes, nearness, 1)]
+        self.call("llvm.prefetch.p0", "void", place, *numbers, pure=True)
 
     def _on(self, count: int) -> Val:
         """The lanes that may touch memory."""

@@ -16,6 +16,7 @@ from pallasite.ir.types import DType
 from pallasite.target import Host
 
 UNROLL = 4  # steps of k per round
+LEAST_ROWS = 6  # of a full block: with fewer, columns are read too often
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Micro:
     columns: int
     row_step: int  # elements from one packed row to the next, for the same k
     depth_step: int  # and from one k to the next
-    panel_columns: int
+    panel_columns: int  # elements from one k to the next
+    in_place: bool  # columns are no panel: nothing may be read past the last
     fused: bool  # does the CPU multiply and add in one instruction?
     scaled: bool = False  # are sums multiplied by a factor per row before the addition?
 
@@ -38,7 +40,8 @@ class Micro:
 
     @property
     def name(self) -> str:
-        sizes = f"{self.rows}x{self.columns}in{self.panel_columns}"
+        part_of = "of" if self.in_place else "in"
+        sizes = f"{self.rows}x{self.columns}{part_of}{self.panel_columns}"
         steps = f"{self.row_step}_{self.depth_step}"
         scaled = "_scaled" if self.scaled else ""
         return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}{scaled}"
@@ -53,13 +56,16 @@ def block_shape(
 ) -> tuple[int, int, int]:
     """Rows and columns of a register block, and lanes, for sums of that size.
 
-    Sums, one vector per column group and one broadcast element fill the registers; rows
-    are divided evenly, so that the last block is not a sliver.
+    Sums, one vector per column group and one broadcast element fill the registers. Wide
+    blocks take fewer instructions per product than high ones of the same size, since an
+    element is broadcast once for all vectors. Both sides are divided evenly, so that
+    the last block is not a sliver.
     """
     lanes = host.lanes(dtype.bits)
-    vectors = min(2, -(-columns // lanes))
-    most = (host.registers - vectors - 1) // vectors
-    most = min(most - most % 2, 16 if vectors == 1 else most)
+    across = -(-columns // lanes)
+    widest = (host.registers - 1) // (LEAST_ROWS + 1)
+    vectors = -(-across // -(-across // widest))
+    most = min((host.registers - vectors - 1) // vectors, 16)
     blocks = -(-rows // most)
     return -(-rows // blocks), vectors * lanes, lanes
 
@@ -117,16 +123,12 @@ def _emit(module: Module, micro: Micro) -> None:
 def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Val]:
     rows, columns, *totals = carries
     element, lanes = scalars.memory(micro.dtype), micro.lanes
-    size, wide = micro.dtype.bytes, vec.vector(element, lanes)
+    size = micro.dtype.bytes
     for k in range(count):
+        here = vec.offset(f, columns, element, k * micro.panel_columns)
         right = [
-            vec.load(
-                f,
-                wide,
-                vec.offset(f, columns, element, k * micro.panel_columns + j * lanes),
-                size,
-            )
-            for j in range(micro.vectors)
+            _vector_of_columns(f, micro, here, first)
+            for first in range(0, micro.columns, lanes)
         ]
         for i in range(micro.rows):
             step = k * micro.depth_step + i * micro.row_step
@@ -138,6 +140,16 @@ def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Va
     rows = vec.offset(f, rows, element, count * micro.depth_step)
     columns = vec.offset(f, columns, element, count * micro.panel_columns)
     return [rows, columns, *totals]
+
+
+def _vector_of_columns(f: Function, micro: Micro, row: Val, first: int) -> Val:
+    element, lanes = scalars.memory(micro.dtype), micro.lanes
+    count = min(lanes, micro.columns - first) if micro.in_place else lanes
+    place = vec.offset(f, row, element, first)
+    some = vec.load(f, vec.vector(element, count), place, micro.dtype.bytes)
+    if count == lanes:
+        return some
+    return vec.shuffle(f, some, some, [min(n, count - 1) for n in range(lanes)])
 
 
 def multiply_add(f: Function, fused: bool, a: Val, b: Val, total: Val) -> Val:

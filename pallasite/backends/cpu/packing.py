@@ -45,8 +45,8 @@ def direction(source: DType, target: DType, width: Val, depth: Val) -> str:
 def packer(module: Module, packing: Packing) -> str:
     """The name of the function, which is added to the module the first time.
 
-    It takes source, stride of the width, stride of the depth, target, number of panels
-    and depth.
+    It takes source, stride of the width, stride of the depth, target, number of panels,
+    depth, and how many steps of k there are from one panel to the next.
     """
     if not module.defines(packing.name):
         _emit(module, packing)
@@ -62,6 +62,7 @@ def packing_function(module: Module, name: str) -> Function:
         ("ptr noalias", "target"),
         ("i64", "panels"),
         ("i64", "depth"),
+        ("i64", "room"),
     ]
     attributes = "noinline nounwind"
     return Function(module, name, params, linkage="internal", attributes=attributes)
@@ -69,34 +70,42 @@ def packing_function(module: Module, name: str) -> Function:
 
 def _emit(module: Module, packing: Packing) -> None:
     f = packing_function(module, packing.name)
-    source, across, down, target, panels, depth = f.params
-    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    with f.loop(panels) as loop:
-        first = f.mul(loop.index, integer(packing.width))
-        here = vec.offset(f, source, read, f.mul(first, across))
-        there = vec.offset(f, target, write, f.mul(first, depth))
-        if packing.along == "width":
-            _copy_rows(f, packing, here, down, there, depth)
-        else:
-            done = integer(0)
-            if packing.along == "depth":
-                done = _turn_squares(f, packing, here, across, there, depth)
-            _copy_elements(f, packing, here, across, down, there, done, depth)
+    if packing.along == "width":
+        _copy_rows(f, packing)
+    else:
+        _turn_panels(f, packing)
     f.line("ret void")
 
 
-def _copy_rows(
-    f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
-) -> None:
+def _copy_rows(f: Function, packing: Packing) -> None:
+    """A row of all panels after the other: that is how they lie in memory."""
+    source, _, down, target, panels, depth, room = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    with f.loop(depth) as loop:
-        here = vec.offset(f, source, read, f.mul(loop.index, stride))
-        there = vec.offset(f, target, write, f.mul(loop.index, integer(packing.width)))
+    width = integer(packing.width)
+    with f.loop(depth) as loop, f.loop(panels) as panel:
+        column = f.mul(panel.index, width)
+        place = f.add(f.mul(loop.index, down), column)
+        here = vec.offset(f, source, read, place)
+        place = f.add(f.mul(loop.index, width), f.mul(column, room))
+        there = vec.offset(f, target, write, place)
         for first in range(0, packing.valid, packing.lanes):
             count = min(packing.lanes, packing.valid - first)
             raw = _read(f, packing, vec.offset(f, here, read, first), count)
             place = vec.offset(f, there, write, first)
             vec.store(f, raw, place, packing.target.bytes)
+
+
+def _turn_panels(f: Function, packing: Packing) -> None:
+    source, across, down, target, panels, depth, room = f.params
+    read, write = scalars.memory(packing.source), scalars.memory(packing.target)
+    with f.loop(panels) as loop:
+        first = f.mul(loop.index, integer(packing.width))
+        here = vec.offset(f, source, read, f.mul(first, across))
+        there = vec.offset(f, target, write, f.mul(first, room))
+        done = integer(0)
+        if packing.along == "depth":
+            done = _turn_squares(f, packing, here, across, there, depth)
+        _copy_elements(f, packing, here, across, down, there, done, depth)
 
 
 def _read(f: Function, packing: Packing, place: Val, count: int) -> Val:
@@ -110,35 +119,37 @@ def _turn_squares(
 ) -> Val:
     """Pack as many steps of k as fill whole vectors; gives how many.
 
-    Where the width is no multiple of the lanes, a store reaches past a step's end: into
-    the step that is written next, but never past the last one of a square, for what
-    comes then may be another thread's.
+    Where the width is less than a vector, a store reaches past a step's end: into steps
+    that are written next, but never past the last one of a square, for what comes then
+    may be another thread's.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
-    squares = f.binary("udiv", depth, integer(lanes))
+    squares, square_size = f.binary("udiv", depth, integer(lanes)), lanes * width
     unused = Val(vec.vector(scalars.register(packing.target), lanes), "poison")
     # Rows that do not exist repeat the last one, and nobody looks at them.
     rows = [
         vec.offset(f, source, read, f.mul(integer(min(i, packing.valid - 1)), stride))
         for i in range(width)
     ]
-    with f.loop(squares) as loop:
-        start = f.mul(loop.index, integer(lanes))
-        groups = []
-        for first in range(0, width, lanes):
-            some = [vec.offset(f, r, read, start) for r in rows[first : first + lanes]]
-            square = [_read(f, packing, place, lanes) for place in some]
+    # One group after the other, each from its first k to its last: neighbours in memory
+    # are read one after the other, which lets the processor fetch them early.
+    for first in range(0, width, lanes):
+        some = rows[first : first + lanes]
+        with f.loop(squares) as loop:
+            start = f.mul(loop.index, integer(lanes))
+            square = [
+                _read(f, packing, vec.offset(f, row, read, start), lanes)
+                for row in some
+            ]
             square += [unused] * (lanes - len(square))
-            groups.append(vec.transpose(f, square))
-        there = vec.offset(f, target, write, f.mul(start, integer(width)))
-        for k in range(lanes):
-            for n, columns in enumerate(groups):
-                place = vec.offset(f, there, write, k * width + n * lanes)
-                value, left = columns[k], width - n * lanes
-                if k == lanes - 1 and left < lanes:
-                    value = vec.shuffle(f, value, value, range(left))
-                vec.store(f, value, place, packing.target.bytes)
+            there = f.add(f.mul(start, integer(width)), integer(first))
+            for k, column in enumerate(vec.transpose(f, square)):
+                place = f.add(there, integer(k * width))
+                if len(some) < lanes and (first or k * width + lanes > square_size):
+                    column = vec.shuffle(f, column, column, range(len(some)))
+                address = vec.offset(f, target, write, place)
+                vec.store(f, column, address, packing.target.bytes)
     return f.mul(squares, integer(lanes))
 
 

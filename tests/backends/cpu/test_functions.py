@@ -54,3 +54,17 @@ def test_errors_are_within_the_stated_bounds(name: str):
             given = [x[worst] for x in group]
             wrong.append(f"{row.name}{given}: {got[worst]}, {error[worst]:.2f} ulp")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["exp", "exp2"])
+def test_exponentials_far_outside(name: str):
+    """Where rounding to whole numbers has no digits left, and at the ends of f32."""
+    far = np.float32([200, 1e3, 2.0**23 + 1, 7e13, 1e14, 1e30, 3.4e38, np.inf])
+    x = np.concatenate([far, -far, np.float32([0, -0.0, np.nan])])
+    got = compute(lambda b, tile: b.op(name, tile), x)
+    want = [*[np.inf] * len(far), *[0] * len(far), 1, 1, np.nan]
+    np.testing.assert_array_equal(got, np.float32(want))
+    whole = np.arange(-126, 128, dtype=np.float32)
+    if name == "exp2":
+        got = compute(lambda b, tile: b.op(name, tile), whole)
+        np.testing.assert_array_equal(got, np.ldexp(np.float32(1), whole.astype(int)))
