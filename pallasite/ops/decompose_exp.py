@@ -65,10 +65,15 @@ def exp(x: Expr) -> Expr:
     return scale_near_one(_expm1_small(r) + 1.0, to_int(n))
 
 
+def _within_exponents(x: Expr) -> Expr:
+    """x, but no further out than where 2**x is infinity or zero anyway."""
+    layout = format_of(x)
+    return x.max(-2.0 - layout.bias - layout.mantissa).min(layout.bias + 2.0)
+
+
 @float_formula
 def exp2(x: Expr) -> Expr:
-    bias = format_of(x).bias
-    x = x.max(-2.0 * bias).min(bias + 2.0)
+    x = _within_exponents(x)
     n = (x + 0.5).floor()
     return scale_near_one(_expm1_small((x - n) * LN2) + 1.0, to_int(n))
 
@@ -82,8 +87,7 @@ def exp_by_exp2(x: Expr) -> Expr:
 
 @float_formula
 def exp2_by_exp(x: Expr) -> Expr:
-    bias = format_of(x).bias
-    x = x.max(-2.0 * bias).min(bias + 2.0)
+    x = _within_exponents(x)
     n = (x + 0.5).floor()
     return scale_near_one(((x - n) * LN2).op("exp"), to_int(n))
 
@@ -253,9 +257,7 @@ def _float_pow(x: Expr, y: Expr) -> Expr:
     power = y.max(-bound).min(bound)
     product, error = two_product(high, power)
     error = error + low * power
-    bias = format_of(x).bias
-    # Where the clamp is active the result is zero or infinity anyway.
-    clamped = product.max(-2.0 * bias).min(bias + 2.0)
+    clamped = _within_exponents(product)
     n = (clamped + 0.5).floor()
     rest = (clamped - n) + where(clamped.eq(product), error, 0.0)
     result = scale_near_one(_expm1_small(rest * LN2) + 1.0, to_int(n))

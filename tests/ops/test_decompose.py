@@ -161,6 +161,20 @@ def test_f32_decomposition_holds_far_outside_the_domain(name: str):
     _check(row, dtype, {}, [x], evaluate(kernel, [x])[0])
 
 
+@pytest.mark.parametrize("dtype", [DTYPES["f32"], DTYPES["f64"]], ids=str)
+def test_powers_of_two_that_are_zero(dtype: DType):
+    """Down to where even half the exponent is none of a normal number."""
+    info = np.finfo(dtype.np)
+    least = float(info.minexp - info.nmant)  # of the smallest number's exponent
+    x = np.arange(2 * least, least - 1, 1 / 16).astype(dtype.np)
+    two = np.full_like(x, 2)
+    lowers = [(table()["exp2"].lower, [x]), (table()["pow"].lower, [two, x])]
+    lowers += [(lower, [x]) for _, lower in decompose.SHORTCUTS["exp2"]]
+    for lower, operands in lowers:
+        assert lower is not None
+        np.testing.assert_array_equal(run_lower(lower, operands, {}), np.zeros_like(x))
+
+
 class _FusingWalker(Walker):
     """Rounds a product and the f32 sum it goes into once, as a compiler may."""
 

@@ -286,7 +286,10 @@ class _Side(NamedTuple):
         depth: Val,
         room: Val,
     ) -> None:
-        """Pack one cache block, or of a cache block `room` deep so many steps of k."""
+        """Pack one cache block, or `depth` steps of k of one that is `room` deep.
+
+        `start` and `k` say where it begins, `number` which of `blocks` it is.
+        """
         f, operand, blocks = self.f, self.operand, self.blocks
         pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
         element, source = scalars.memory(operand.dtype), self.source(batch, start, k)

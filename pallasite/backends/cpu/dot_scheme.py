@@ -125,8 +125,8 @@ class Lies(NamedTuple):
     def pitch_of_rows(self, rows: int, dtype: DType) -> int:
         """From row to row, if panels of so many are read as fast from where they are.
 
-        Each is read once for every panel of columns; nothing is gained by moving it
-        unless its rows lie so that all of them fall into one set of a cache.
+        Else 0. A panel stays near while columns stream past it; nothing is gained by
+        moving it unless its rows lie so that all fall into one set of a cache.
         """
         fine = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
         return self.rows_apart if fine else 0
@@ -136,9 +136,10 @@ class Lies(NamedTuple):
     ) -> int:
         """From one k to the next, if columns are read as fast from where they are.
 
-        Each panel of so many rows reads them again: unless there is only one, they must
-        fit the nearest cache, with the gaps; or the next one, if they do not all fall
-        into a few sets of it. What is left over after whole vectors must be one load.
+        Else 0. Each panel of so many rows reads them again: unless there is only one,
+        they must fit the nearest cache, with the gaps; or the next one, if they do not
+        all fall into a few sets of it. What is left over after whole vectors must be
+        one load.
         """
         once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
         most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES

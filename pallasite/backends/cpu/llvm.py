@@ -265,7 +265,10 @@ class Function:
             self._prefetch(place, writes=0, nearness=2)
 
     def fetch_for_writing(self, pointer: Val) -> None:
-        """Have a processor fetch the line of an address, which may not exist."""
+        """Have a processor fetch the line of an address, to be written soon.
+
+        An address that does not exist is ignored.
+        """
         self._prefetch(pointer, writes=1, nearness=3)
 
     def _prefetch(self, place: Val, writes: int, nearness: int) -> None:

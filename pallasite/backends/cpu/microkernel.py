@@ -1,9 +1,9 @@
 """The innermost step of dot: a few rows times a few vectors, all in registers.
 
-A microkernel multiplies a panel of packed rows, [k][rows] or [rows][k], by a panel of
-packed columns [k][columns] and stores or adds the block of sums. Each shape is one
-function that is never inlined, so that its registers are allocated apart;
-`dot_driver.py` loops over it.
+A microkernel multiplies a few rows, packed as [k][rows] or from where they lie as
+[rows][k], by columns, packed or from where they lie as [k][columns], and stores or adds
+the block of sums. Each shape is one function that is never inlined, so that its
+registers are allocated apart; `dot_driver.py` loops over it.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Micro:
     lanes: int
     rows: int
     columns: int
-    row_step: int  # elements from one packed row to the next, for the same k
+    row_step: int  # elements from one row to the next, for the same k
     depth_step: int  # and from one k to the next
-    panel_columns: int  # elements from one k to the next
+    column_step: int  # elements of the columns from one k to the next
     in_place: bool  # columns are no panel: nothing may be read past the last
     fused: bool  # does the CPU multiply and add in one instruction?
     scaled: bool = False  # are sums multiplied by a factor per row before the addition?
@@ -41,7 +41,7 @@ class Micro:
     @property
     def name(self) -> str:
         part_of = "of" if self.in_place else "in"
-        sizes = f"{self.rows}x{self.columns}{part_of}{self.panel_columns}"
+        sizes = f"{self.rows}x{self.columns}{part_of}{self.column_step}"
         steps = f"{self.row_step}_{self.depth_step}"
         scaled = "_scaled" if self.scaled else ""
         return f"dot_{self.dtype}_{self.lanes}_{sizes}_{steps}{scaled}"
@@ -125,7 +125,7 @@ def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Va
     element, lanes = scalars.memory(micro.dtype), micro.lanes
     size = micro.dtype.bytes
     for k in range(count):
-        here = vec.offset(f, columns, element, k * micro.panel_columns)
+        here = vec.offset(f, columns, element, k * micro.column_step)
         right = [
             _vector_of_columns(f, micro, here, first)
             for first in range(0, micro.columns, lanes)
@@ -138,7 +138,7 @@ def _steps(f: Function, micro: Micro, carries: list[Val], count: int) -> list[Va
                 n = i * micro.vectors + j
                 totals[n] = multiply_add(f, micro.fused, left, right[j], totals[n])
     rows = vec.offset(f, rows, element, count * micro.depth_step)
-    columns = vec.offset(f, columns, element, count * micro.panel_columns)
+    columns = vec.offset(f, columns, element, count * micro.column_step)
     return [rows, columns, *totals]
 
 

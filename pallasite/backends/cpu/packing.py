@@ -78,7 +78,7 @@ def _emit(module: Module, packing: Packing) -> None:
 
 
 def _copy_rows(f: Function, packing: Packing) -> None:
-    """A row of all panels after the other: that is how they lie in memory."""
+    """All panels of one k, then of the next: that is how they lie in memory."""
     source, _, down, target, panels, depth, room = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     width = integer(packing.width)

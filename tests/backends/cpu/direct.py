@@ -170,6 +170,7 @@ class Code:
         self.kernel, self.memory = with_own_inputs(kernel), memory or Memory()
         self.num_outputs = kernel.num_outputs
         self._hooks: list[Any] = []
+        self._pool = 1
         self._owner = self._link(_object(llvm_text(kernel), optimise))
         self.handler = _Function(self._owner["handler"])
 
@@ -191,12 +192,16 @@ class Code:
 
     def _allocate(self, size: int) -> Pointer:
         assert isinstance(self.memory, Guarded)
-        job = threads.OPERANDS + 8 * len(self.kernel.params)
-        return self.memory.room(size) if size == job else self.memory.arena(size)
+        # Of a job, unlike an arena, every byte is used. Its operands are the kernel's
+        # and, where threads share packed operands, their memory.
+        operands = len(self.kernel.params)
+        runs = {threads.runs_offset(n) for n in (operands, operands + 1)}
+        jobs = {r + n * threads.LINE for r in runs for n in range(2, self._pool + 1)}
+        return self.memory.room(size) if size in jobs else self.memory.arena(size)
 
     def __call__(self, *arrays: np.ndarray, pool: int = 1) -> list[np.ndarray]:
         """The results; raises KernelError where the code reports an error."""
-        api = Api(pool)
+        api, self._pool = Api(pool), pool
         arguments = [self.memory.place(a) for a in arrays]
         aliased = {o: arguments[i] for i, o in self.kernel.aliases}
         results = [

@@ -427,6 +427,9 @@ def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
     for kernel in (
         matmul(30, 20, 24, (16, 16, 8)),
         matmul(70, 45, 130, (33, 45, 65)),
+        # Columns where they lie, of which 1, 2, 4 or 8 are left over after vectors.
+        *(matmul(14, n, 40, (14, n, 40)) for n in (33, 34, 36, 40)),
+        matmul(256, 136, 298, (16, 136, 298)),  # by several threads
         flash_attention(48, 64, 8, 16),
     ):
         shapes = [param.ref.shape for param in kernel.inputs]
