@@ -280,10 +280,11 @@ def _emit_packing(module: Module, packing: TilePacking) -> None:
         return here, f.element(target, "i8", f.mul(panel, apart))
 
     # Neighbours in memory are read one after the other.
-    nest = [whole, panels] if packing.along == "width" else [panels, whole]
-    if packing.along != "none":
-        with f.nest(nest) as indices:
-            k, panel = indices if packing.along == "width" else indices[::-1]
+    if packing.along == "width":
+        with f.nest([whole, panels]) as (k, panel):
+            _pack_tiles(f, packing, *places(panel), k)
+    elif packing.along == "depth":
+        with f.nest([panels, whole]) as (panel, k):
             _pack_tiles(f, packing, *places(panel), k)
     with f.nest([panels, f.sub(steps, whole)]) as (panel, k):
         _pack_elements(f, packing, *places(panel), f.add(whole, k))
@@ -333,7 +334,6 @@ def _words_along_width(
 ) -> list[Val]:
     """Vector n: all rows, the n-th group of k."""
     type, size = vec.vector(packing.element, count), packing.dtype.bytes
-    picks = [min(n, count - 1) for n in range(SIDE)]
     words = []
     for n in range(SIDE):
         parts = []
@@ -341,7 +341,7 @@ def _words_along_width(
             k = f.mul(integer(n * packing.group + g), down)
             place = vec.offset(f, source, packing.element, k)
             part = vec.load(f, type, place, size)
-            parts.append(vec.shuffle(f, part, part, picks) if count < SIDE else part)
+            parts.append(vec.resized(f, part, SIDE) if count < SIDE else part)
         words.append(_interleave(f, parts))
     return words
 

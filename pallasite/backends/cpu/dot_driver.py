@@ -183,8 +183,7 @@ def emit_packing(
     there = layout.place(f, region_at, panel, room)
     down = f.mul(before, integer(layout.panel))
     there = vec.offset(f, there, scalars.memory(layout.dtype), down)
-    start = f.mul(number, integer(widths.block))
-    side.pack(there, batch, start, f.add(k, before), number, depth, room)
+    side.pack(there, batch, number, f.add(k, before), depth, room)
 
 
 def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
@@ -262,11 +261,14 @@ class _Side(NamedTuple):
             base = f.element(self.target, "i8", offset)
             panel = f.mul(number, integer(self.blocks.block // self.blocks.panel))
             return layout.place(f, base, panel, depth)
-        start = f.mul(number, integer(self.blocks.block))
         if layout.pitch:
-            return self.source(batch, start, k)
-        self.pack(self.target, batch, start, k, number, depth, depth)
+            return self.source(batch, self.start(number), k)
+        self.pack(self.target, batch, number, k, depth, depth)
         return self.target
+
+    def start(self, number: Val) -> Val:
+        """The first row or column of a cache block."""
+        return self.f.mul(number, integer(self.blocks.block))
 
     def source(self, batch: Val, start: Val, k: Val) -> Val:
         """Where the operand's element lies before it is packed."""
@@ -277,32 +279,23 @@ class _Side(NamedTuple):
         return vec.offset(self.f, operand.pointer, element, where)
 
     def pack(
-        self,
-        target: Val,
-        batch: Val,
-        start: Val,
-        k: Val,
-        number: Val,
-        depth: Val,
-        room: Val,
+        self, target: Val, batch: Val, number: Val, k: Val, depth: Val, room: Val
     ) -> None:
-        """Pack one cache block, or `depth` steps of k of one that is `room` deep.
-
-        `start` and `k` say where it begins, `number` which of `blocks` it is.
-        """
+        """Pack one cache block, or `depth` steps of k of one that is `room` deep."""
         f, operand, blocks = self.f, self.operand, self.blocks
         pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
-        element, source = scalars.memory(operand.dtype), self.source(batch, start, k)
+        start, element = self.start(number), scalars.memory(operand.dtype)
+        source = self.source(batch, start, k)
         full = blocks.full_panels(f, start)
         if full.constant != 0:
             place = PanelPlace(source, target, full, blocks.panel, depth, room)
             pack(f, operand, place, is_rows)
         if blocks.rest:
-            one = integer(1)
             with f.when(blocks.is_last(f, number)):
                 width = f.mul(full, integer(blocks.panel))
                 rest = vec.offset(f, source, element, f.mul(width, operand.width))
                 there = self.layout.place(f, target, full, room)
+                one = integer(1)
                 place = PanelPlace(rest, there, one, blocks.rest, depth, room)
                 pack(f, operand, place, is_rows)
 

@@ -2,7 +2,7 @@
 
 Types are spelled with their element count, as `<16 x float>`; every access states the
 alignment of one element only, since windows begin anywhere. Used by `microkernel.py`,
-`packing.py` and `dot_amx.py`.
+`packing.py`, `dot_amx.py` and `functions.py`.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,11 @@ def shuffle(f: Function, a: Val, b: Val, picks: Sequence[int]) -> Val:
     listed = ", ".join(f"i32 {n}" for n in picks)
     mask = f"{vector('i32', len(picks))} <{listed}>"
     return f.pure(vector(element, len(picks)), f"shufflevector {a}, {b}, {mask}")
+
+
+def resized(f: Function, x: Val, count: int) -> Val:
+    """The first elements of a vector, or all of them and the last one repeated."""
+    return shuffle(f, x, x, [min(n, x.count - 1) for n in range(count)])
 
 
 def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from pallasite.backends.cpu import dot_vectors as vec
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.ir.build import Builder
@@ -116,43 +117,25 @@ _EXP2 = (
 
 def _exp2_by_scaling(f: Function, x: Val) -> Val:
     """exp2 with an instruction that takes whole numbers away; of inf it leaves zero."""
-    r = _in_full_vectors(f, _fraction, x)
+    r = _of_16(f, "reduce", x, integer(0, "i32"))  # to the nearest whole number
     return _scaled(f, _horner(f, r, _EXP2), f.binary("fsub", x, r))
-
-
-def _fraction(f: Function, x: Val) -> Val:
-    """x minus the nearest whole number."""
-    every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
-    name = "llvm.x86.avx512.mask.reduce.ps.512"
-    numbers = integer(0, "i32"), nothing, every, integer(4, "i32")
-    return f.call(name, x.type, x, *numbers, pure=True)
 
 
 def _scaled(f: Function, x: Val, n: Val) -> Val:
     """x * 2**n in one instruction."""
-    return _in_full_vectors(f, _scaled_vector, x, n)
+    return _of_16(f, "scalef", x, n)
 
 
-def _scaled_vector(f: Function, x: Val, n: Val) -> Val:
+def _of_16(f: Function, name: str, x: Val, other: Val) -> Val:
+    """An AVX512 instruction, which takes 16 numbers, of as many as there are."""
+    if x.count != 16:
+        if other.count:
+            other = vec.resized(f, other, 16)
+        return vec.resized(f, _of_16(f, name, vec.resized(f, x, 16), other), x.count)
     every, nothing = integer(-1, "i16"), Val(x.type, "zeroinitializer")
-    name = "llvm.x86.avx512.mask.scalef.ps.512"
     rounding = integer(4, "i32")  # as the thread's control register says
-    return f.call(name, x.type, x, n, nothing, every, rounding, pure=True)
-
-
-def _in_full_vectors(f: Function, compute: Callable[..., Val], *operands: Val) -> Val:
-    """What an instruction for 16 numbers gives for as many as there are."""
-    count = operands[0].count
-    if count == 16:
-        return compute(f, *operands)
-    return _resized(f, compute(f, *(_resized(f, x, 16) for x in operands)), count)
-
-
-def _resized(f: Function, x: Val, count: int) -> Val:
-    lanes = ", ".join(f"i32 {min(k, x.count - 1)}" for k in range(count))
-    type = f"<{count} x float>"
-    mask = f"<{count} x i32> <{lanes}>"
-    return f.pure(type, f"shufflevector {x}, {x.type} poison, {mask}")
+    operands = x, other, nothing, every, rounding
+    return f.call(f"llvm.x86.avx512.mask.{name}.ps.512", x.type, *operands, pure=True)
 
 
 # Odd functions that end at one: x P(x^2) / Q(x^2) up to the number given last, fitted

@@ -147,9 +147,7 @@ def _vector_of_columns(f: Function, micro: Micro, row: Val, first: int) -> Val:
     count = min(lanes, micro.columns - first) if micro.in_place else lanes
     place = vec.offset(f, row, element, first)
     some = vec.load(f, vec.vector(element, count), place, micro.dtype.bytes)
-    if count == lanes:
-        return some
-    return vec.shuffle(f, some, some, [min(n, count - 1) for n in range(lanes)])
+    return some if count == lanes else vec.resized(f, some, lanes)
 
 
 def multiply_add(f: Function, fused: bool, a: Val, b: Val, total: Val) -> Val:
@@ -207,7 +205,7 @@ def _store_row(
         here = vec.offset(f, place, element, j * lanes)
         count = min(lanes, columns - j * lanes)
         if count < lanes:
-            total = vec.shuffle(f, total, total, range(count))
+            total = vec.resized(f, total, count)
         if adds:
             old = vec.load(f, total.type, here, size)
             if scale is not None:

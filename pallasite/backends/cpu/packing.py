@@ -147,7 +147,7 @@ def _turn_squares(
             for k, column in enumerate(vec.transpose(f, square)):
                 place = f.add(there, integer(k * width))
                 if len(some) < lanes and (first or k * width + lanes > square_size):
-                    column = vec.shuffle(f, column, column, range(len(some)))
+                    column = vec.resized(f, column, len(some))
                 address = vec.offset(f, target, write, place)
                 vec.store(f, column, address, packing.target.bytes)
     return f.mul(squares, integer(lanes))
