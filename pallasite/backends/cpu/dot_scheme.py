@@ -62,18 +62,15 @@ class Scheme(ABC):
     column_dtype: DType
     rows: int  # of a panel
     columns: int
-    # Elements from row to row, and from one k to the next of columns, where they are
-    # multiplied from where they lie and not packed at all.
-    row_pitch: int = 0
-    column_pitch: int = 0
     # A panel of rows stays near and columns stream past it: the next sums are then
     # neighbours in memory, often in the same page.
     rows_stay: bool = True
     ahead_below: int = 1 << 20  # width of the other side: then pack ahead
     can_scale: bool = False  # multiply sums by a factor per row before it adds to them
 
-    def pitch(self, is_rows: bool) -> int:
-        return self.row_pitch if is_rows else self.column_pitch
+    def apart(self, is_rows: bool) -> int:
+        """Elements from one row or column to the next, if they are not packed; or 0."""
+        return 0
 
     @property
     def depth_step(self) -> int:
@@ -105,18 +102,16 @@ class Lies(NamedTuple):
     """How rows or columns lie in memory before they are packed.
 
     Elements from row to row if each row's neighbours are neighbours along k, and from
-    one k to the next if they are neighbours in the same k; 0 for all that is different,
-    not known or of another type.
+    one k to the next if they are neighbours in the same k; 0 for all that is different
+    or not known.
     """
 
     rows_apart: int = 0
     depths_apart: int = 0
 
     @staticmethod
-    def of(source: DType, target: DType, width: Val, depth: Val) -> "Lies":
-        if source != target:
-            return Lies()
-        along = direction(source, target, width, depth)
+    def of(dtype: DType, width: Val, depth: Val) -> "Lies":
+        along = direction(dtype, dtype, width, depth)
         return Lies(
             (width.constant or 0) if along == "depth" else 0,
             (depth.constant or 0) if along == "width" else 0,
@@ -138,15 +133,15 @@ class Lies(NamedTuple):
 
         Else 0. Each panel of so many rows reads them again: unless there is only one,
         they must fit the nearest cache, with the gaps; or the next one, if they do not
-        all fall into a few sets of it. What is left over after whole vectors must be
-        one load.
+        all fall into a few sets of it, and what is left over after whole vectors must
+        be one load.
         """
         once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
         most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
         near = step * sizes.depth <= most
         rest = sizes.columns % lanes
-        loads = (rest & (rest - 1)) == 0 and self.depths_apart >= sizes.columns
-        return self.depths_apart if (once or near) and loads else 0
+        fine = once or (near and (rest & (rest - 1)) == 0)
+        return self.depths_apart if fine and self.depths_apart >= sizes.columns else 0
 
 
 ANYHOW = Lies()
@@ -187,6 +182,8 @@ class VectorScheme(Scheme):
     rows: int
     columns: int
     lanes: int
+    # Elements from row to row, and from one k to the next of columns, where they are
+    # multiplied from where they lie and not packed at all.
     row_pitch: int = 0
     column_pitch: int = 0
     can_scale: bool = True
@@ -201,6 +198,9 @@ class VectorScheme(Scheme):
         return VectorScheme(
             host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
         )
+
+    def apart(self, is_rows: bool) -> int:
+        return self.row_pitch if is_rows else int(self.column_pitch != 0)
 
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
