@@ -23,6 +23,7 @@ from pallasite.target import Host
 
 PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
 IN_PLACE_BYTES = 1 << 20  # of columns that are multiplied from where they are
+STREAMS = 16  # rows of memory that are read side by side
 WAYS = 8  # lines in a set of the nearest cache, at least
 
 
@@ -66,6 +67,7 @@ class Scheme(ABC):
     # neighbours in memory, often in the same page.
     rows_stay: bool = True
     ahead_below: int = 1 << 20  # width of the other side: then pack ahead
+    streams: bool = False  # see `VectorScheme`
     can_scale: bool = False  # multiply sums by a factor per row before it adds to them
 
     def apart(self, is_rows: bool) -> int:
@@ -132,16 +134,21 @@ class Lies(NamedTuple):
         """From one k to the next, if columns are read as fast from where they are.
 
         Else 0. Each panel of so many rows reads them again: unless there is only one,
-        they must fit the nearest cache, with the gaps; or the next one, if they do not
-        all fall into a few sets of it, and what is left over after whole vectors must
-        be one load.
+        they must be near, and what is left over after whole vectors must be one load.
         """
-        once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
-        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
-        near = step * sizes.depth <= most
+        once = sizes.rows <= rows
         rest = sizes.columns % lanes
-        fine = once or (near and (rest & (rest - 1)) == 0)
+        fine = once or (self.is_near(sizes, dtype) and (rest & (rest - 1)) == 0)
         return self.depths_apart if fine and self.depths_apart >= sizes.columns else 0
+
+    def is_near(self, sizes: Sizes, dtype: DType) -> bool:
+        """Do columns, with the gaps, fit the nearest cache?
+
+        Or the next one, if they do not all fall into a few sets of it.
+        """
+        step = self.depths_apart * dtype.bytes
+        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
+        return step * sizes.depth <= most
 
 
 ANYHOW = Lies()
@@ -186,6 +193,8 @@ class VectorScheme(Scheme):
     # multiplied from where they lie and not packed at all.
     row_pitch: int = 0
     column_pitch: int = 0
+    # Columns come from far away: a few k at a time, in runs as long as there are.
+    streams: bool = False
     can_scale: bool = True
 
     @staticmethod
@@ -195,8 +204,10 @@ class VectorScheme(Scheme):
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
         row_pitch = lhs.pitch_of_rows(rows, dtype)
         column_pitch = rhs.pitch_of_columns(rows, sizes, dtype, lanes)
+        streams = column_pitch != 0 and not rhs.is_near(sizes, dtype)
+        pitches = row_pitch, column_pitch
         return VectorScheme(
-            host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
+            host, dtype, dtype, rows, columns, lanes, *pitches, streams=streams
         )
 
     def apart(self, is_rows: bool) -> int:
@@ -298,6 +309,6 @@ def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
         step_bytes = scheme.rows * scheme.row_dtype.bytes
     else:
         step_bytes = scheme.columns * scheme.column_dtype.bytes
-    deepest = PANEL_BYTES // step_bytes
+    deepest = STREAMS if scheme.streams else PANEL_BYTES // step_bytes
     step = max(scheme.depth_step, 4)
     return Blocks.of(sizes.depth, step, max(step, deepest))

@@ -58,15 +58,12 @@ def block_shape(
 
     Sums, one vector per column group and one broadcast element fill the registers. Wide
     blocks take fewer instructions per product than high ones of the same size, since an
-    element is broadcast once for all vectors; but few rows are best all in one block,
-    for then columns are read only once. Both sides are divided evenly, so that the last
-    block is not a sliver.
+    element is broadcast once for all vectors. Both sides are divided evenly, so that
+    the last block is not a sliver.
     """
     lanes = host.lanes(dtype.bits)
     across = -(-columns // lanes)
-    widest = (host.registers - 1) // (rows + 1)
-    if widest < 2:
-        widest = (host.registers - 1) // (LEAST_ROWS + 1)
+    widest = (host.registers - 1) // (min(rows, LEAST_ROWS) + 1)
     vectors = -(-across // -(-across // widest))
     most = min((host.registers - vectors - 1) // vectors, 16)
     blocks = -(-rows // most)
