@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -221,6 +222,53 @@ def flash_fori(q, k, v, block: int = 32):
     )(q, k, v)
 
 
+def vector_matrix(product: Callable, contract: int, block: int = 256) -> Callable:
+    """`product` of a row with blocks of a matrix's columns (or rows)."""
+    pl = pallasite
+
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = product(x_ref[...], w_ref[...])
+
+    def call(x, w):
+        n, depth = w.shape[1 - contract], w.shape[contract]
+        sizes = (depth, block) if contract == 0 else (block, depth)
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((1, n), x.dtype),
+            grid=(n // block,),
+            in_specs=[
+                pl.BlockSpec((1, depth), lambda i: (0, 0)),
+                pl.BlockSpec(sizes, lambda i: (i, 0) if contract else (0, i)),
+            ],
+            out_specs=pl.BlockSpec((1, block), lambda i: (0, i)),
+        )(x, w)
+
+    return call
+
+
+def attend(q, k, v):
+    """One head of plain attention, of a few queries."""
+    scores = jnp.dot(q, k.T) * q.shape[-1] ** -0.5
+    p = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return jnp.dot(p, v) / p.sum(-1, keepdims=True)
+
+
+def decode(q, k, v):
+    pl = pallasite
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        o_ref[...] = attend(q_ref[...], k_ref[...], v_ref[...])
+
+    specs = [pl.BlockSpec((None, *a.shape[1:]), lambda h: (h, 0, 0)) for a in (q, k, v)]
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=q.shape[:1],
+        in_specs=specs,
+        out_specs=specs[0],
+    )(q, k, v)
+
+
 # --- rows ---
 
 
@@ -329,6 +377,24 @@ def _torch_attention(torch, q, k, v):
     return attend(q[None], k[None], v[None], is_causal=True)
 
 
+def decode_rows() -> Iterator[Row]:
+    """One token: what matters is how fast a large operand is read once."""
+    x, w = normal(1, 4096), normal(4096, 4096)
+    for name, contract in (("", 0), (".T", 1)):
+        dims = (((1,), (contract,)), ((), ()))
+        product = functools.partial(jax.lax.dot_general, dimension_numbers=dims)
+        turn = (lambda t: t.T) if contract else (lambda t: t)
+        runs = {
+            "ours": jitted(vector_matrix(product, contract), x, w),
+            "xla": jitted(product, x, w),
+            **torch_run(lambda torch, a, b, turn=turn: a @ turn(b), x, w),
+        }
+        yield Row(f"vector @ matrix{name} 4096", runs)
+    q, k, v = (normal(32, n, 64) for n in (1, 4096, 4096))
+    runs = {"ours": jitted(decode, q, k, v), "xla": jitted(jax.vmap(attend), q, k, v)}
+    yield Row("one query H32 S4096 D64", runs)
+
+
 def small_rows() -> Iterator[Row]:
     x = normal(10_000, 128)
     ours = jitted(rowwise(scale_and_shift, 10_000, 1), x)
@@ -363,8 +429,11 @@ def upstream_rows(quick: bool) -> Iterator[Row]:
 
 
 def measure(row: Row, seconds: float) -> dict[str, float]:
-    """Best time of each, in milliseconds, taking turns."""
-    best = {}
+    """Best time of each, in milliseconds, taking turns in an order that varies.
+
+    Who runs after whom matters: caches, clock and power still show what came before.
+    """
+    best, order = {}, random.Random(0)
     for name, run in row.runs.items():
         run()
         best[name] = float("inf")
@@ -372,7 +441,7 @@ def measure(row: Row, seconds: float) -> dict[str, float]:
     rounds = 0
     while time.perf_counter() < end or rounds < 3:
         rounds += 1
-        for name, run in row.runs.items():
+        for name, run in order.sample(list(row.runs.items()), len(row.runs)):
             # Twice in a row: the first one has the other's data in the caches.
             for _ in range(2):
                 start = time.perf_counter()
@@ -501,6 +570,7 @@ def main() -> None:
         matmul_rows(options.quick),
         rowwise_rows(options.quick),
         attention_rows(options.quick),
+        decode_rows(),
         small_rows(),
         upstream_rows(options.quick),
     ):

@@ -182,7 +182,7 @@ def _blocked(
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
         fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    lies = [Lies.of(o.dtype, dtype, o.width, o.depth) for o in (lhs, rhs)]
+    lies = [Lies.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
     scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
     room = lambda count, kind: e.temporary((count,), kind).pointer
     plan = Plan.of(scheme, sizes)

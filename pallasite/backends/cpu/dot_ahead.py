@@ -311,11 +311,11 @@ def _boxes(use: _Use) -> Boxes | None:
         return None
     lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
     running = running_dtype(lhs, rhs, result)
-    here = Lies.of(lhs if is_rows else rhs, running, *strides[1:])
+    here = Lies.of(lhs if is_rows else rhs, *strides[1:])
     lies = {"rows" if is_rows else "columns": here}
     scheme = scheme_for(lhs, rhs, running, sizes, **lies)
     other = sizes.columns if is_rows else sizes.rows
-    if other >= scheme.ahead_below or scheme.pitch(is_rows):
+    if other >= scheme.ahead_below or scheme.apart(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
     return Boxes(use.cut, groups, plan.layout(is_rows), plan)

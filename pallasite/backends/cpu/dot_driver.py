@@ -61,7 +61,7 @@ class Plan:
             is_rows,
             scheme.row_dtype if is_rows else scheme.column_dtype,
             scheme.rows if is_rows else scheme.columns,
-            scheme.pitch(is_rows),
+            scheme.apart(is_rows),
             scheme.depth_step,
             sizes.batch,
             sizes.rows if is_rows else sizes.columns,
@@ -80,7 +80,7 @@ class Layout:
     is_rows: bool
     dtype: DType
     panel: int
-    pitch: int  # as the scheme has it; 0: packed
+    apart: int  # as the scheme has it; 0: packed
     step: int  # packed depths are multiples of it
     batch: int
     width: int
@@ -105,8 +105,8 @@ class Layout:
 
     def place(self, f: Function, base: Val, number: Val, depth: Val) -> Val:
         """Where a panel begins, counted from the first of its block of k."""
-        if self.pitch:
-            step = integer(self.pitch if self.is_rows else 1)
+        if self.apart:
+            step = integer(self.apart)
         elif self.step > 1:
             step = _rounded_up(f, depth, self.step)
         else:
@@ -228,7 +228,7 @@ def emit_product(
         packed = find(layout) if find else None
         if packed is not None:
             side = _Side(f, plan, operand, layout, blocks, packed, True)
-        elif layout.pitch:
+        elif layout.apart:
             side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
         else:
             pointer = room(layout.room(blocks.block), layout.dtype)
@@ -261,7 +261,7 @@ class _Side(NamedTuple):
             base = f.element(self.target, "i8", offset)
             panel = f.mul(number, integer(self.blocks.block // self.blocks.panel))
             return layout.place(f, base, panel, depth)
-        if layout.pitch:
+        if layout.apart:
             return self.source(batch, self.start(number), k)
         self.pack(self.target, batch, number, k, depth, depth)
         return self.target

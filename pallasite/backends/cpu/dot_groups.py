@@ -148,6 +148,7 @@ def _add_group(
 ) -> list[Val]:
     """The products of one group of k."""
     scheme, (rows, columns) = block.scheme, places
+    types = scheme.row_dtype, scheme.column_dtype
     across, along = f.mul(group, integer(64)), f.mul(group, integer(4))
     right = []
     for j in range(block.vectors):
@@ -160,24 +161,25 @@ def _add_group(
         left = vec.splat(f, word, SIDE)
         for j in range(block.vectors):
             n = i * block.vectors + j
-            totals[n] = _multiply_add(f, scheme, totals[n], left, right[j])
+            totals[n] = multiply_groups(f, *types, totals[n], left, right[j])
     if scheme.is_flipped:
         offset = Val(_WORDS, f"splat (i32 {0x80808080 - (1 << 32)})")
         first = block.count * block.vectors
         for j in range(block.vectors):
             old = totals[first + j]
-            totals[first + j] = _multiply_add(f, scheme, old, offset, right[j])
+            totals[first + j] = multiply_groups(f, *types, old, offset, right[j])
     return totals
 
 
-def _multiply_add(
-    f: Function, scheme: GroupScheme, total: Val, left: Val, right: Val
+def multiply_groups(
+    f: Function, lhs: DType, rhs: DType, total: Val, left: Val, right: Val
 ) -> Val:
-    if scheme.row_dtype == BF16:
+    """Vectors of sums plus the products of groups, one in each word."""
+    if lhs == BF16:
         name, narrow = "llvm.x86.avx512bf16.dpbf16ps.512", vec.vector("bfloat", 32)
     else:
         name, narrow = "llvm.x86.avx512.vpdpbusd.512", vec.vector("i8", 64)
-        if scheme.column_dtype == U8:  # the unsigned operand comes first
+        if rhs == U8:  # the unsigned operand comes first
             left, right = right, left
     a, b = (f.pure(narrow, f"bitcast {v} to {narrow}") for v in (left, right))
     return f.call(name, total.type, total, a, b, pure=True)

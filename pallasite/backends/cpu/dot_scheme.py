@@ -23,6 +23,7 @@ from pallasite.target import Host
 
 PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
 IN_PLACE_BYTES = 1 << 20  # of columns that are multiplied from where they are
+STREAMS = 16  # rows of memory that are read side by side
 WAYS = 8  # lines in a set of the nearest cache, at least
 
 
@@ -62,18 +63,16 @@ class Scheme(ABC):
     column_dtype: DType
     rows: int  # of a panel
     columns: int
-    # Elements from row to row, and from one k to the next of columns, where they are
-    # multiplied from where they lie and not packed at all.
-    row_pitch: int = 0
-    column_pitch: int = 0
     # A panel of rows stays near and columns stream past it: the next sums are then
     # neighbours in memory, often in the same page.
     rows_stay: bool = True
     ahead_below: int = 1 << 20  # width of the other side: then pack ahead
+    streams: bool = False  # see `VectorScheme`
     can_scale: bool = False  # multiply sums by a factor per row before it adds to them
 
-    def pitch(self, is_rows: bool) -> int:
-        return self.row_pitch if is_rows else self.column_pitch
+    def apart(self, is_rows: bool) -> int:
+        """Elements from one row or column to the next, if they are not packed; or 0."""
+        return 0
 
     @property
     def depth_step(self) -> int:
@@ -105,18 +104,16 @@ class Lies(NamedTuple):
     """How rows or columns lie in memory before they are packed.
 
     Elements from row to row if each row's neighbours are neighbours along k, and from
-    one k to the next if they are neighbours in the same k; 0 for all that is different,
-    not known or of another type.
+    one k to the next if they are neighbours in the same k; 0 for all that is different
+    or not known.
     """
 
     rows_apart: int = 0
     depths_apart: int = 0
 
     @staticmethod
-    def of(source: DType, target: DType, width: Val, depth: Val) -> "Lies":
-        if source != target:
-            return Lies()
-        along = direction(source, target, width, depth)
+    def of(dtype: DType, width: Val, depth: Val) -> "Lies":
+        along = direction(dtype, dtype, width, depth)
         return Lies(
             (width.constant or 0) if along == "depth" else 0,
             (depth.constant or 0) if along == "width" else 0,
@@ -137,16 +134,21 @@ class Lies(NamedTuple):
         """From one k to the next, if columns are read as fast from where they are.
 
         Else 0. Each panel of so many rows reads them again: unless there is only one,
-        they must fit the nearest cache, with the gaps; or the next one, if they do not
-        all fall into a few sets of it. What is left over after whole vectors must be
-        one load.
+        they must be near, and what is left over after whole vectors must be one load.
         """
-        once, step = sizes.rows <= rows, self.depths_apart * dtype.bytes
-        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
-        near = step * sizes.depth <= most
+        once = sizes.rows <= rows
         rest = sizes.columns % lanes
-        loads = (rest & (rest - 1)) == 0 and self.depths_apart >= sizes.columns
-        return self.depths_apart if (once or near) and loads else 0
+        fine = once or (self.is_near(sizes, dtype) and (rest & (rest - 1)) == 0)
+        return self.depths_apart if fine and self.depths_apart >= sizes.columns else 0
+
+    def is_near(self, sizes: Sizes, dtype: DType) -> bool:
+        """Do columns, with the gaps, fit the nearest cache?
+
+        Or the next one, if they do not all fall into a few sets of it.
+        """
+        step = self.depths_apart * dtype.bytes
+        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
+        return step * sizes.depth <= most
 
 
 ANYHOW = Lies()
@@ -187,8 +189,12 @@ class VectorScheme(Scheme):
     rows: int
     columns: int
     lanes: int
+    # Elements from row to row, and from one k to the next of columns, where they are
+    # multiplied from where they lie and not packed at all.
     row_pitch: int = 0
     column_pitch: int = 0
+    # Columns come from far away: a few k at a time, in runs as long as there are.
+    streams: bool = False
     can_scale: bool = True
 
     @staticmethod
@@ -198,9 +204,14 @@ class VectorScheme(Scheme):
         rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
         row_pitch = lhs.pitch_of_rows(rows, dtype)
         column_pitch = rhs.pitch_of_columns(rows, sizes, dtype, lanes)
+        streams = column_pitch != 0 and not rhs.is_near(sizes, dtype)
+        pitches = row_pitch, column_pitch
         return VectorScheme(
-            host, dtype, dtype, rows, columns, lanes, row_pitch, column_pitch
+            host, dtype, dtype, rows, columns, lanes, *pitches, streams=streams
         )
+
+    def apart(self, is_rows: bool) -> int:
+        return self.row_pitch if is_rows else int(self.column_pitch != 0)
 
     def pack(
         self, f: Function, operand: Operand, place: PanelPlace, is_rows: bool
@@ -298,6 +309,6 @@ def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
         step_bytes = scheme.rows * scheme.row_dtype.bytes
     else:
         step_bytes = scheme.columns * scheme.column_dtype.bytes
-    deepest = PANEL_BYTES // step_bytes
+    deepest = STREAMS if scheme.streams else PANEL_BYTES // step_bytes
     step = max(scheme.depth_step, 4)
     return Blocks.of(sizes.depth, step, max(step, deepest))

@@ -6,7 +6,7 @@
 from math import prod
 
 from pallasite import target
-from pallasite.backends.cpu import dot_amx, dot_groups
+from pallasite.backends.cpu import dot_amx, dot_groups, dot_inner
 from pallasite.backends.cpu.dot_scheme import ANYHOW, Lies, Scheme, Sizes, VectorScheme
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
@@ -47,10 +47,18 @@ def scheme_for(
 ) -> Scheme:
     """The best way this CPU has for operands of these types that lie so in memory."""
     host = target.host()
+    inner = dot_inner.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
+    if inner is not None:
+        return inner
     for special in (dot_amx.scheme_for, dot_groups.scheme_for):
         scheme = special(host, lhs, rhs, sums, sizes)
         if scheme is not None:
             return scheme
+    # What is of another type must be converted, that is packed.
+    rows, columns = (
+        lies if dtype == sums else ANYHOW
+        for dtype, lies in ((lhs, rows), (rhs, columns))
+    )
     return VectorScheme.of(host, sums, sizes, rows, columns)
 
 
@@ -58,4 +66,4 @@ def is_small(sizes: Sizes, in_rows: bool) -> bool:
     """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
     if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
         return True
-    return in_rows and min(sizes.rows, sizes.depth) < 3 and sizes.columns > 1
+    return in_rows and sizes.depth < 3 and sizes.columns > 1

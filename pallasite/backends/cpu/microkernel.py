@@ -63,7 +63,7 @@ def block_shape(
     """
     lanes = host.lanes(dtype.bits)
     across = -(-columns // lanes)
-    widest = (host.registers - 1) // (LEAST_ROWS + 1)
+    widest = (host.registers - 1) // (min(rows, LEAST_ROWS) + 1)
     vectors = -(-across // -(-across // widest))
     most = min((host.registers - vectors - 1) // vectors, 16)
     blocks = -(-rows // most)

@@ -17,7 +17,7 @@ from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import I32, INDEX, DType, RefType, TileType
 from pallasite.ir.verify import verify
 from tests.backends.cpu.direct import Code, Guarded
-from tests.backends.cpu.running import region
+from tests.backends.cpu.running import region, tiles_kernel
 from tests.fuzz.agreement import run_numpy, same
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, random_kernel
@@ -421,6 +421,18 @@ def attack(kernel: Kernel, rng: np.random.Generator, optimise: bool = True) -> N
             assert same(got, want).all(), f"indices {where}: {got} is not {want}"
 
 
+def inner_products(rows: int, columns: int, depth: int) -> Kernel:
+    """Rows times columns that both lie along k."""
+
+    def emit(b: Builder, x: Value, y: Value) -> Value:
+        along, apart = ((1,), (1,)), ((), ())
+        return b.op(
+            "dot", x, y, contract=along, batch=apart, dtype=T.F32, precision=None
+        )
+
+    return tiles_kernel(emit, [np.zeros((n, depth), "f4") for n in (rows, columns)])
+
+
 def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
     """Kernels that mean no harm: matrix products of odd sizes, and random ones."""
     rng = np.random.default_rng(1)
@@ -430,6 +442,8 @@ def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
         # Columns where they lie, of which 1, 2, 4 or 8 are left over after vectors.
         *(matmul(14, n, 40, (14, n, 40)) for n in (33, 34, 36, 40)),
         matmul(256, 136, 298, (16, 136, 298)),  # by several threads
+        *(matmul(3, n, 50, (3, n, 50)) for n in (37, 43, 300)),  # few rows
+        *(inner_products(rows, 19, 301) for rows in (1, 3, 11)),
         flash_attention(48, 64, 8, 16),
     ):
         shapes = [param.ref.shape for param in kernel.inputs]

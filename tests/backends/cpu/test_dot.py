@@ -91,6 +91,18 @@ def test_sizes(sizes: tuple[int, int, int], layout: str):
     check(rows, columns, depth, layout)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("host", ["this", "groups", "avx2", "neon"])
+def test_few_rows(host: str, rows: int):
+    if host == "groups":
+        needs(host)
+    with on(host):
+        for layout in ("nn", "nt"):
+            check(rows, 43, 301, layout)
+            check(rows, 43, 301, layout, BF16_NP)
+        check(rows, 37, 150, "nt", np.float64, F64)
+
+
 @pytest.mark.parametrize("host", ["this", "avx2"])
 @pytest.mark.parametrize(
     ("dtype", "result"),
