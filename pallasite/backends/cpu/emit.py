@@ -22,6 +22,7 @@ from pallasite.backends.cpu import (
     reductions,
     scalars,
     shapes,
+    turning,
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
@@ -392,6 +393,10 @@ class Emitter:
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
         """Store every element of a tile."""
+        source = tile.buffer
+        if source is not None and turning.directions(tile.shape, source, buffer):
+            turning.turn(self.f, tile.dtype, tile.shape, source, buffer)
+            return
 
         def body(indices: Indices) -> None:
             value = tile.at(self.f, indices)

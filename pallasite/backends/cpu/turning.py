@@ -1,0 +1,152 @@
+"""Moves between views that are contiguous along different dimensions: transposes.
+
+Going along either dimension, every other access would touch a cache line for a single
+element. So squares are moved: the lines of the source are loaded as vectors, turned in
+registers and stored as lines of the target. The code is a function per element width,
+whatever the shapes, and knows elements only as bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pallasite.backends.cpu import dot_vectors as vec
+from pallasite.backends.cpu.llvm import Function, Module, Val, integer
+from pallasite.backends.cpu.tiles import Buffer
+from pallasite.ir.types import DType
+from pallasite.target import host
+
+SMALLEST = 4  # squares of fewer elements a side gain nothing
+LARGEST = 16  # larger ones do not fit the registers
+NARROW_BYTES = 16  # bytes and words are shuffled by one instruction within so many
+BLOCK_BYTES = 256  # of a line, moved before the next lines are begun
+
+
+def directions(
+    shape: Sequence[int], source: Buffer, target: Buffer
+) -> tuple[int, int] | None:
+    """The dimensions contiguous in source and target, if they are worth turning."""
+    long = [d for d, n in enumerate(shape) if n >= SMALLEST]
+    rows = [d for d in long if target.strides[d].constant == 1]
+    columns = [d for d in long if source.strides[d].constant == 1]
+    if not rows or not columns or source.strides[rows[-1]].constant in (0, 1):
+        return None
+    if target.strides[columns[-1]].constant in (0, 1):
+        return None
+    return columns[-1], rows[-1]
+
+
+def turn(
+    f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
+) -> None:
+    """Copy all elements; `directions` has said that this is the way to do it."""
+    found = directions(shape, source, target)
+    assert found is not None and 0 not in shape
+    column, row = found
+    bits = 8 * dtype.bytes
+    name = _turner(f.module, bits, _side(bits, shape[row], shape[column]))
+    others = [1 if d in found else n for d, n in enumerate(shape)]
+    with f.nest(others) as indices:
+        f.call_defined(
+            name,
+            source.address(f, dtype, indices),
+            source.strides[row],
+            target.address(f, dtype, indices),
+            target.strides[column],
+            integer(shape[row]),
+            integer(shape[column]),
+        )
+
+
+def _side(bits: int, rows: int, columns: int) -> int:
+    """The elements along one side of the largest square."""
+    lanes = host().lanes(bits)
+    if bits < 32:
+        lanes = min(lanes, NARROW_BYTES * 8 // bits)
+    return min(LARGEST, lanes, _power_within(rows), _power_within(columns))
+
+
+def _power_within(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _turner(module: Module, bits: int, side: int) -> str:
+    """The name of the function, which is added to the module the first time.
+
+    It takes the source and the distance of its rows, the target and the distance of the
+    columns there, and how many rows and columns there are: no fewer than `side`.
+    """
+    name = f"turn_i{bits}_{side}"
+    if module.defines(name):
+        return name
+    params = [
+        ("ptr noalias readonly", "source"),
+        ("i64", "across"),
+        ("ptr noalias", "target"),
+        ("i64", "down"),
+        ("i64", "rows"),
+        ("i64", "columns"),
+    ]
+    attributes = "noinline nounwind"
+    f = Function(module, name, params, linkage="internal", attributes=attributes)
+    source, across, target, down, rows, columns = f.params
+    block = max(BLOCK_BYTES * 8 // bits, side)
+    type = f"i{bits}"
+    with (
+        _blocks(f, rows, block) as (first_row, last_row),
+        _blocks(f, columns, block) as (first_column, last_column),
+        _squares(f, first_column, last_column, side) as column,
+        _squares(f, first_row, last_row, side) as row,
+    ):
+        here = f.add(f.mul(row, across), column)
+        there = f.add(f.mul(column, down), row)
+        _move_square(
+            f,
+            side,
+            type,
+            vec.offset(f, source, type, here),
+            across,
+            vec.offset(f, target, type, there),
+            down,
+        )
+    f.line("ret void")
+    return name
+
+
+@contextmanager
+def _blocks(f: Function, n: Val, size: int) -> Iterator[tuple[Val, Val]]:
+    """Where blocks of 0 up to n begin and end."""
+    count = f.binary("udiv", f.add(n, integer(size - 1)), integer(size))
+    with f.loop(count) as loop:
+        first = f.mul(loop.index, integer(size))
+        yield first, f.least(f.add(first, integer(size)), n)
+
+
+@contextmanager
+def _squares(f: Function, first: Val, last: Val, side: int) -> Iterator[Val]:
+    """Where squares from `first` to `last` begin.
+
+    The last one is moved back so that it ends there, and does some elements again.
+    """
+    n = f.add(f.sub(last, first), integer(side - 1))
+    with f.loop(f.binary("udiv", n, integer(side))) as loop:
+        place = f.add(first, f.mul(loop.index, integer(side)))
+        yield f.least(place, f.sub(last, integer(side)))
+
+
+def _move_square(
+    f: Function,
+    side: int,
+    type: str,
+    source: Val,
+    across: Val,
+    target: Val,
+    down: Val,
+) -> None:
+    line, align = vec.vector(type, side), int(type[1:]) // 8
+    lines = [
+        vec.load(f, line, vec.offset(f, source, type, f.mul(across, integer(k))), align)
+        for k in range(side)
+    ]
+    for k, turned in enumerate(vec.transpose(f, lines)):
+        place = vec.offset(f, target, type, f.mul(down, integer(k)))
+        vec.store(f, turned, place, align)
