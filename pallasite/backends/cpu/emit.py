@@ -37,7 +37,9 @@ from pallasite.backends.cpu.tiles import (
     Root,
     Tile,
     formula,
+    lanes_last,
     row_major,
+    transpose,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
 from pallasite.errors import ResourceError, UnsupportedError
@@ -392,18 +394,41 @@ class Emitter:
         return Tile(tile.shape, tile.dtype, self.force(tile))
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
-        """Store every element of a tile."""
-        source = tile.buffer
-        if source is not None and turning.directions(tile.shape, source, buffer):
-            turning.turn(self.f, tile.dtype, tile.shape, source, buffer)
+        """Store every element of a tile, in the order of the memory it goes to."""
+        source, shape = tile.buffer, tile.shape
+        if source and turning.turn(self.f, tile.dtype, shape, source, buffer):
             return
+        along = turning.contiguous_dim(shape, buffer)
+        with self.straightened(tile, along):
+            order = lanes_last(shape, along)
+            if order is not None:
+                tile = transpose(self.f, tile, order)
+                strides = tuple(buffer.strides[d] for d in order)
+                buffer = Buffer(buffer.pointer, strides, buffer.root)
 
-        def body(indices: Indices) -> None:
-            value = tile.at(self.f, indices)
-            address = buffer.address(self.f, tile.dtype, indices)
-            scalars.store(self.f, tile.dtype, value, address)
+            def body(indices: Indices) -> None:
+                value = tile.at(self.f, indices)
+                address = buffer.address(self.f, tile.dtype, indices)
+                scalars.store(self.f, tile.dtype, value, address)
 
-        vectors.each(self.f, tile.shape, body)
+            vectors.each(self.f, tile.shape, body)
+
+    @contextmanager
+    def straightened(self, tile: Tile, along: int | None) -> Iterator[None]:
+        """Inside, the views a tile is computed from run `along` the same dimension.
+
+        Those that run across are copied: lanes would gather from a line per element.
+        """
+        elsewhere: list[tuple[Tile, Buffer]] = []
+        for part in tile.pointwise_sources():
+            view = part.buffer
+            if view and turning.runs_across(part.shape, view, along) is not None:
+                if part.scope != self.scope.number:
+                    elsewhere.append((part, view))
+                part.source = self.force(part)
+        yield
+        for part, view in elsewhere:
+            part.source = view
 
     def before_write(self, root: Root | None, after: int) -> None:
         """Evaluate what still reads memory about to change (`root` None: any).

@@ -128,6 +128,18 @@ class Tile:
             found.update(dict.fromkeys(operands))
         return list(found)
 
+    def pointwise_sources(self) -> list["Tile"]:
+        """This tile and those whose elements it takes at the same indices."""
+        found: dict[Tile, None] = {self: None}
+        pending = [self]
+        while pending:
+            source = pending.pop().source
+            if isinstance(source, Formula) and source.pointwise:
+                new = [t for t in source.operands if t not in found]
+                pending += new
+                found.update(dict.fromkeys(new))
+        return [tile for tile in found if tile.shape == self.shape]
+
     def may_overwrite(self, target: Buffer) -> bool:
         """May each element be stored to `target` as soon as it is computed?
 
@@ -272,6 +284,13 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
         return _view(tile, shape, buffer.pointer, [buffer.strides[d] for d in perm])
     places = [perm.index(d) for d in range(len(perm))]
     return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
+
+
+def lanes_last(shape: Sequence[int], along: int | None) -> list[int] | None:
+    """The dimensions with `along` moved behind all others; None if nothing changes."""
+    if along is None or all(n == 1 for n in shape[along + 1 :]):
+        return None
+    return [*(d for d in range(len(shape)) if d != along), along]
 
 
 def broadcast(

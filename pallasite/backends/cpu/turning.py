@@ -17,34 +17,28 @@ from pallasite.target import host
 
 SMALLEST = 4  # squares of fewer elements a side gain nothing
 LARGEST = 16  # larger ones do not fit the registers
-NARROW_BYTES = 16  # bytes and words are shuffled by one instruction within so many
-BLOCK_BYTES = 256  # of a line, moved before the next lines are begun
+BLOCK_BYTES = 128  # of a line, moved before the next lines are begun
 
 
-def directions(
-    shape: Sequence[int], source: Buffer, target: Buffer
-) -> tuple[int, int] | None:
-    """The dimensions contiguous in source and target, if they are worth turning."""
-    long = [d for d, n in enumerate(shape) if n >= SMALLEST]
-    rows = [d for d in long if target.strides[d].constant == 1]
-    columns = [d for d in long if source.strides[d].constant == 1]
-    if not rows or not columns or source.strides[rows[-1]].constant in (0, 1):
+def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int | None:
+    """The dimension a view is contiguous along, if lanes `along` another would jump."""
+    if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
         return None
-    if target.strides[columns[-1]].constant in (0, 1):
-        return None
-    return columns[-1], rows[-1]
+    long = (d for d, n in enumerate(shape) if n >= SMALLEST and shape[along] >= SMALLEST)
+    return next((d for d in long if buffer.strides[d].constant == 1), None)
 
 
 def turn(
     f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
-) -> None:
-    """Copy all elements; `directions` has said that this is the way to do it."""
-    found = directions(shape, source, target)
-    assert found is not None and 0 not in shape
-    column, row = found
+) -> bool:
+    """Copy all elements by squares, if that is the way to do it."""
+    row = contiguous_dim(shape, target)
+    column = runs_across(shape, source, row)
+    if row is None or column is None or runs_across(shape, target, column) is None:
+        return False
     bits = 8 * dtype.bytes
     name = _turner(f.module, bits, _side(bits, shape[row], shape[column]))
-    others = [1 if d in found else n for d, n in enumerate(shape)]
+    others = [1 if d in (row, column) else n for d, n in enumerate(shape)]
     with f.nest(others) as indices:
         f.call_defined(
             name,
@@ -55,14 +49,19 @@ def turn(
             integer(shape[row]),
             integer(shape[column]),
         )
+    return True
+
+
+def contiguous_dim(shape: Sequence[int], buffer: Buffer) -> int | None:
+    """The last dimension whose elements are neighbours in memory."""
+    dims = [d for d, n in enumerate(shape) if n > 1]
+    return next((d for d in reversed(dims) if buffer.strides[d].constant == 1), None)
 
 
 def _side(bits: int, rows: int, columns: int) -> int:
     """The elements along one side of the largest square."""
-    lanes = host().lanes(bits)
-    if bits < 32:
-        lanes = min(lanes, NARROW_BYTES * 8 // bits)
-    return min(LARGEST, lanes, _power_within(rows), _power_within(columns))
+    most = min(LARGEST, host().lanes(bits))
+    return min(most, _power_within(rows), _power_within(columns))
 
 
 def _power_within(n: int) -> int:
