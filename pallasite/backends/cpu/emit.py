@@ -40,6 +40,7 @@ from pallasite.backends.cpu.tiles import (
     lanes_last,
     row_major,
     transpose,
+    ungrouped,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
 from pallasite.errors import ResourceError, UnsupportedError
@@ -395,6 +396,8 @@ class Emitter:
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
         """Store every element of a tile, in the order of the memory it goes to."""
+        while (instead := ungrouped(self.f, tile, buffer)) is not None:
+            tile, buffer = instead
         source, shape = tile.buffer, tile.shape
         if source and turning.turn(self.f, tile.dtype, shape, source, buffer):
             return

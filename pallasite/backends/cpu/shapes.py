@@ -6,7 +6,7 @@ Most only describe where an element comes from and cost nothing; those that join
 
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import reinterpret, scalars, tiles
+from pallasite.backends.cpu import reinterpret, scalars, tiles, vectors
 from pallasite.backends.cpu.llvm import Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Tile
 from pallasite.ir.nodes import Op, Value
@@ -46,8 +46,12 @@ def emit_reshape(e: "Emitter", op: Op) -> None:
 
 
 def emit_transpose(e: "Emitter", op: Op) -> None:
-    tile = e.as_tile(op.operands[0])
-    e.define_lazy(op, tiles.transpose(e.f, tile, op.attrs["perm"]))
+    """A view of memory; what is still to be computed is computed in its own order."""
+    tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
+    along = vectors.vector_dim(tile.shape)
+    if along is not None and tiles.lanes_last([tile.shape[d] for d in perm], perm.index(along)):
+        tile = e.stored(tile)
+    e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
 
 def emit_slice(e: "Emitter", op: Op) -> None:

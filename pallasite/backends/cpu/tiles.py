@@ -6,7 +6,7 @@ a formula is forced into a buffer of the arena.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import Function, Val, integer
@@ -59,12 +59,14 @@ class Formula:
 
     `pointwise`: element i needs only the operands' elements i. `free`: costs next to
     nothing and reads no memory (constants, iotas), so it is never worth a buffer.
+    `regrouped`: the only operand's elements in the same order, in another shape.
     """
 
     element: Callable[[Indices], Val]
     operands: tuple["Tile", ...] = ()
     pointwise: bool = False
     free: bool = False
+    regrouped: bool = False
     depth: int = 1  # how many formulas lie between an element and memory
 
 
@@ -258,7 +260,7 @@ def formula(
     free: bool = False,
 ) -> Tile:
     depth = 1 + max((tile.depth for tile in operands), default=0)
-    source = Formula(element, tuple(operands), pointwise, free, depth)
+    source = Formula(element, tuple(operands), pointwise, free, depth=depth)
     return Tile(tuple(shape), dtype, source)
 
 
@@ -342,7 +344,21 @@ def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
         return remap(
             f, tile, shape, lambda indices: _insert_units(tile.shape, places, indices)
         )
-    return remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
+    whole = remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
+    assert isinstance(whole.source, Formula)
+    whole.source = replace(whole.source, regrouped=True)
+    return whole
+
+
+def ungrouped(f: Function, tile: Tile, target: Buffer) -> tuple[Tile, Buffer] | None:
+    """Where to store which tile instead, so that no index is taken apart."""
+    if not isinstance(tile.source, Formula) or not tile.source.regrouped:
+        return None
+    (inner,) = tile.source.operands
+    strides = reshape_strides(f, tile.shape, target.strides, inner.shape)
+    if strides is None:
+        return None
+    return inner, Buffer(target.pointer, tuple(strides), target.root)
 
 
 def reshape_strides(
