@@ -36,6 +36,7 @@ from pallasite.backends.cpu.tiles import (
     Ref,
     Root,
     Tile,
+    cut,
     formula,
     lanes_last,
     row_major,
@@ -325,6 +326,10 @@ class Emitter:
         scope.tiles.append(meaning)
         if meaning.buffer is not None or meaning.is_free:
             return
+        if meaning.parts:
+            if value not in scope.uses.moved:
+                self.force(meaning)
+            return
         meaning.keep = value in scope.uses.kept
         at_once = value in scope.uses.stored and not meaning.keep
         if at_once or meaning.depth > MAX_DEPTH:
@@ -398,6 +403,9 @@ class Emitter:
         """Store every element of a tile, in the order of the memory it goes to."""
         while (instead := ungrouped(self.f, tile, buffer)) is not None:
             tile, buffer = instead
+        if tile.parts:
+            self._fill_parts(buffer, tile)
+            return
         source, shape = tile.buffer, tile.shape
         if source and turning.turn(self.f, tile.dtype, shape, source, buffer):
             return
@@ -415,6 +423,14 @@ class Emitter:
                 scalars.store(self.f, tile.dtype, value, address)
 
             vectors.each(self.f, tile.shape, body)
+
+    def _fill_parts(self, buffer: Buffer, tile: Tile) -> None:
+        whole, steps = Tile(tile.shape, tile.dtype, buffer), [1] * len(tile.shape)
+        for starts, part in tile.parts:
+            first = [integer(n) for n in starts]
+            target = cut(self.f, whole, part.shape, first, steps).buffer
+            assert target is not None
+            self.fill(target, part)
 
     @contextmanager
     def straightened(self, tile: Tile, along: int | None) -> Iterator[None]:

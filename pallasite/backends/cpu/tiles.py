@@ -60,6 +60,8 @@ class Formula:
     `pointwise`: element i needs only the operands' elements i. `free`: costs next to
     nothing and reads no memory (constants, iotas), so it is never worth a buffer.
     `regrouped`: the only operand's elements in the same order, in another shape.
+    `starts`: where in it its operands begin, if it is made by laying them next to each
+    other; then it is only ever stored, an operand at a time.
     """
 
     element: Callable[[Indices], Val]
@@ -67,6 +69,7 @@ class Formula:
     pointwise: bool = False
     free: bool = False
     regrouped: bool = False
+    starts: tuple[tuple[int, ...], ...] = ()
     depth: int = 1  # how many formulas lie between an element and memory
 
 
@@ -89,6 +92,13 @@ class Tile:
     @property
     def depth(self) -> int:
         return self.source.depth if isinstance(self.source, Formula) else 0
+
+    @property
+    def parts(self) -> list[tuple[tuple[int, ...], "Tile"]]:
+        """Of a tile made of others next to each other: where each begins, and it."""
+        if not isinstance(self.source, Formula) or not self.source.starts:
+            return []
+        return list(zip(self.source.starts, self.source.operands, strict=True))
 
     @property
     def is_free(self) -> bool:
@@ -268,6 +278,26 @@ def splat(shape: Sequence[int], dtype: DType, value: Val) -> Tile:
     return formula(shape, dtype, lambda _: value, pointwise=True, free=True)
 
 
+def joined(
+    shape: Sequence[int],
+    dtype: DType,
+    parts: Sequence[tuple[Sequence[int], Tile]],
+) -> Tile:
+    """Tiles next to each other, each from its start on; those without elements go."""
+    parts = [(start, part) for start, part in parts if 0 not in part.shape]
+    if not parts:
+        return splat(shape, dtype, scalars.zero(dtype))
+    whole = formula(shape, dtype, _no_element, [part for _, part in parts])
+    assert isinstance(whole.source, Formula)
+    starts = tuple(tuple(start) for start, _ in parts)
+    whole.source = replace(whole.source, starts=starts)
+    return whole
+
+
+def _no_element(indices: Indices) -> Val:
+    raise AssertionError("a joined tile must be stored before its elements are used")
+
+
 # --- the same elements in another order ---
 
 
@@ -319,6 +349,8 @@ def cut(
     steps: Sequence[int],
 ) -> Tile:
     """Elements `steps` apart from `starts` on; a negative step walks backwards."""
+    if tile.parts:
+        return _cut_parts(f, tile, shape, [start.constant or 0 for start in starts])
     buffer = tile.buffer
     strides = [integer(s) for s in steps]
     if buffer is not None:
@@ -331,6 +363,22 @@ def cut(
         for i, start, s in zip(indices, starts, strides, strict=True)
     ]
     return remap(f, tile, shape, move)
+
+
+def _cut_parts(
+    f: Function, tile: Tile, shape: Sequence[int], first: Sequence[int]
+) -> Tile:
+    """What a box with steps of one has of each part."""
+    found = []
+    for starts, part in tile.parts:
+        spans = list(zip(starts, part.shape, first, shape, strict=True))
+        low = [max(start, at) for start, _, at, _ in spans]
+        high = [min(start + n, at + size) for start, n, at, size in spans]
+        sizes = [max(0, b - a) for a, b in zip(low, high, strict=True)]
+        inside = [integer(a - start) for a, start in zip(low, starts, strict=True)]
+        piece = cut(f, part, sizes, inside, [1] * len(sizes))
+        found.append(([a - at for a, at in zip(low, first, strict=True)], piece))
+    return joined(shape, tile.dtype, found)
 
 
 def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
