@@ -7,7 +7,7 @@ Most only describe where an element comes from and cost nothing. What is joined 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import reinterpret, scalars, tiles, vectors
+from pallasite.backends.cpu import reinterpret, scalars, tiles
 from pallasite.backends.cpu.llvm import Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Tile
 from pallasite.ir.nodes import Op, Value
@@ -47,10 +47,9 @@ def emit_reshape(e: "Emitter", op: Op) -> None:
 
 
 def emit_transpose(e: "Emitter", op: Op) -> None:
-    """A view of memory; what is still to be computed is computed in its own order."""
+    """A view; what is still to be computed from memory is computed in its own order."""
     tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
-    along = vectors.vector_dim(tile.shape)
-    if along is not None and tiles.lanes_last([tile.shape[d] for d in perm], perm.index(along)):
+    if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
         tile = e.stored(tile)
     e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
@@ -129,7 +128,7 @@ def emit_pad(e: "Emitter", op: Op) -> None:
 def _border(
     shape: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Boxes that cover all but an inner box: before and behind it, along each dimension.
+    """Boxes that cover all but an inner one: before and behind it, in each dimension.
 
     Dimensions before that are already within the inner box's bounds.
     """

@@ -19,7 +19,7 @@ def near(f: Function, pointer: Val) -> Pointers | None:
 
 
 def load(f: Function, type: str, pointers: Pointers) -> Val:
-    """`type` is that of one lane. Nothing before the first or after the last is read."""
+    """`type` is that of one lane. Nothing outside the first and last lane is read."""
     count, step = pointers.count, pointers.step
     extent = (count - 1) * abs(step) + 1
     first = pointers.base

@@ -124,6 +124,10 @@ class Tile:
             return self.source.element(indices)
         return self.source.read(f, self.dtype, indices)
 
+    @property
+    def comes_from_memory(self) -> bool:
+        return any(tile.buffer is not None for tile in self._sources())
+
     def reads(self) -> set[Root]:
         """The memory its elements still come from."""
         buffers = (tile.buffer for tile in self._sources())
@@ -316,6 +320,12 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
         return _view(tile, shape, buffer.pointer, [buffer.strides[d] for d in perm])
     places = [perm.index(d) for d in range(len(perm))]
     return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
+
+
+def moves_lanes(shape: Sequence[int], perm: Sequence[int]) -> bool:
+    """Does a transpose put another dimension's elements next to each other?"""
+    before, after = ([d for d in dims if shape[d] > 1] for dims in (sorted(perm), perm))
+    return before[-1:] != after[-1:]
 
 
 def lanes_last(shape: Sequence[int], along: int | None) -> list[int] | None:

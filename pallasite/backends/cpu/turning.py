@@ -24,7 +24,9 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
     """The dimension a view is contiguous along, if lanes `along` another would jump."""
     if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
         return None
-    long = (d for d, n in enumerate(shape) if n >= SMALLEST and shape[along] >= SMALLEST)
+    long = (
+        d for d, n in enumerate(shape) if n >= SMALLEST and shape[along] >= SMALLEST
+    )
     return next((d for d in long if buffer.strides[d].constant == 1), None)
 
 
