@@ -1,9 +1,9 @@
 """Moves between views that are contiguous along different dimensions: transposes.
 
-Going along either dimension, every other access would touch a cache line for a single
-element. So squares are moved: the lines of the source are loaded as vectors, turned in
+Going along either dimension, reading or writing would touch a cache line for a single
+element. So squares are moved: lines of the source are loaded as vectors, turned in
 registers and stored as lines of the target. The code is a function per element width,
-whatever the shapes, and knows elements only as bits.
+whatever the shapes, and knows elements only as bits. `Emitter.fill` asks here first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pallasite.backends.cpu import dot_vectors as vec
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import Buffer
+from pallasite.backends.cpu.values import bytes_of
 from pallasite.ir.types import DType
 from pallasite.target import host
 
@@ -24,9 +25,9 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
     """The dimension a view is contiguous along, if lanes `along` another would jump."""
     if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
         return None
-    long = (
-        d for d, n in enumerate(shape) if n >= SMALLEST and shape[along] >= SMALLEST
-    )
+    if shape[along] < SMALLEST:
+        return None
+    long = (d for d, n in enumerate(shape) if n >= SMALLEST)
     return next((d for d in long if buffer.strides[d].constant == 1), None)
 
 
@@ -77,8 +78,12 @@ def _turner(module: Module, bits: int, side: int) -> str:
     columns there, and how many rows and columns there are: no fewer than `side`.
     """
     name = f"turn_i{bits}_{side}"
-    if module.defines(name):
-        return name
+    if not module.defines(name):
+        _emit(module, name, f"i{bits}", side)
+    return name
+
+
+def _emit(module: Module, name: str, type: str, side: int) -> None:
     params = [
         ("ptr noalias readonly", "source"),
         ("i64", "across"),
@@ -90,27 +95,17 @@ def _turner(module: Module, bits: int, side: int) -> str:
     attributes = "noinline nounwind"
     f = Function(module, name, params, linkage="internal", attributes=attributes)
     source, across, target, down, rows, columns = f.params
-    block = max(BLOCK_BYTES * 8 // bits, side)
-    type = f"i{bits}"
+    block = max(BLOCK_BYTES // bytes_of(type), side)
     with (
         _blocks(f, rows, block) as (first_row, last_row),
         _blocks(f, columns, block) as (first_column, last_column),
         _squares(f, first_column, last_column, side) as column,
         _squares(f, first_row, last_row, side) as row,
     ):
-        here = f.add(f.mul(row, across), column)
-        there = f.add(f.mul(column, down), row)
-        _move_square(
-            f,
-            side,
-            type,
-            vec.offset(f, source, type, here),
-            across,
-            vec.offset(f, target, type, there),
-            down,
-        )
+        here = vec.offset(f, source, type, f.add(f.mul(row, across), column))
+        there = vec.offset(f, target, type, f.add(f.mul(column, down), row))
+        _move_square(f, side, type, here, across, there, down)
     f.line("ret void")
-    return name
 
 
 @contextmanager
@@ -143,7 +138,7 @@ def _move_square(
     target: Val,
     down: Val,
 ) -> None:
-    line, align = vec.vector(type, side), int(type[1:]) // 8
+    line, align = vec.vector(type, side), bytes_of(type)
     lines = [
         vec.load(f, line, vec.offset(f, source, type, f.mul(across, integer(k))), align)
         for k in range(side)
