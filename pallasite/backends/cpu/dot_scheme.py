@@ -261,7 +261,7 @@ class VectorScheme(Scheme):
 
 def call_defined(f: Function, name: str, *args: Val) -> None:
     """Call a function of the same module, which needs no declaration."""
-    f.line(f"call void @{name}({', '.join(map(str, args))})")
+    f.call_defined(name, *args)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pallasite.backends.cpu import (
     reductions,
     scalars,
     shapes,
+    turning,
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
@@ -35,8 +36,12 @@ from pallasite.backends.cpu.tiles import (
     Ref,
     Root,
     Tile,
+    cut,
     formula,
+    lanes_last,
     row_major,
+    transpose,
+    ungrouped,
 )
 from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
 from pallasite.errors import ResourceError, UnsupportedError
@@ -321,6 +326,10 @@ class Emitter:
         scope.tiles.append(meaning)
         if meaning.buffer is not None or meaning.is_free:
             return
+        if meaning.parts:
+            if value not in scope.uses.moved:
+                self.force(meaning)
+            return
         meaning.keep = value in scope.uses.kept
         at_once = value in scope.uses.stored and not meaning.keep
         if at_once or meaning.depth > MAX_DEPTH:
@@ -391,14 +400,54 @@ class Emitter:
         return Tile(tile.shape, tile.dtype, self.force(tile))
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
-        """Store every element of a tile."""
+        """Store every element of a tile, in the order of the memory it goes to."""
+        while (instead := ungrouped(self.f, tile, buffer)) is not None:
+            tile, buffer = instead
+        if tile.parts:
+            self._fill_parts(buffer, tile)
+            return
+        source, shape = tile.buffer, tile.shape
+        if source and turning.turn(self.f, tile.dtype, shape, source, buffer):
+            return
+        along = turning.contiguous_dim(shape, buffer)
+        with self.straightened(tile, along):
+            order = lanes_last(shape, along)
+            if order is not None:
+                tile = transpose(self.f, tile, order)
+                strides = tuple(buffer.strides[d] for d in order)
+                buffer = Buffer(buffer.pointer, strides, buffer.root)
 
-        def body(indices: Indices) -> None:
-            value = tile.at(self.f, indices)
-            address = buffer.address(self.f, tile.dtype, indices)
-            scalars.store(self.f, tile.dtype, value, address)
+            def body(indices: Indices) -> None:
+                value = tile.at(self.f, indices)
+                address = buffer.address(self.f, tile.dtype, indices)
+                scalars.store(self.f, tile.dtype, value, address)
 
-        vectors.each(self.f, tile.shape, body)
+            vectors.each(self.f, tile.shape, body)
+
+    def _fill_parts(self, buffer: Buffer, tile: Tile) -> None:
+        whole, steps = Tile(tile.shape, tile.dtype, buffer), [1] * len(tile.shape)
+        for starts, part in tile.parts:
+            first = [integer(n) for n in starts]
+            target = cut(self.f, whole, part.shape, first, steps).buffer
+            assert target is not None
+            self.fill(target, part)
+
+    @contextmanager
+    def straightened(self, tile: Tile, along: int | None) -> Iterator[None]:
+        """Inside, the views a tile is computed from run `along` the same dimension.
+
+        Those that run across are copied: lanes would gather from a line per element.
+        """
+        elsewhere: list[tuple[Tile, Buffer]] = []
+        for part in tile.pointwise_sources():
+            view = part.buffer
+            if view and turning.runs_across(part.shape, view, along) is not None:
+                if part.scope != self.scope.number:
+                    elsewhere.append((part, view))
+                part.source = self.force(part)
+        yield
+        for part, view in elsewhere:
+            part.source = view
 
     def before_write(self, root: Root | None, after: int) -> None:
         """Evaluate what still reads memory about to change (`root` None: any).

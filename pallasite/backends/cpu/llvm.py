@@ -153,6 +153,11 @@ class Function:
             return Val("void", "")
         return (self.pure if pure else self.value)(returns, instruction)
 
+    def call_defined(self, name: str, *args: Val) -> None:
+        """Call a function of the same module, which needs no declaration."""
+        self._writes += 1
+        self.line(f"call void @{name}({', '.join(map(str, args))})")
+
     def _call_per_lane(self, name: str, returns: str, args: Sequence[Val]) -> Val:
         """A library function knows no vectors: one call per lane."""
         args = self.alike(*args)

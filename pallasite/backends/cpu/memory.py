@@ -153,10 +153,10 @@ def store_tile(e: "Emitter", target: Buffer, tile: Tile) -> None:
 
 
 def _settle(e: "Emitter", op: Op, root: Root) -> None:
-    """Evaluate operands that come from the memory about to change."""
+    """Evaluate operands that come from the memory about to change, or are joined."""
     _settle_indices(e, Access.of(op))
     for tile in e.tiles_of(op.operands[1:]):
-        if root in tile.reads():
+        if root in tile.reads() or tile.parts:
             e.force(tile)
 
 

@@ -4,10 +4,12 @@ Along the last dimension several vectors of running values are kept side by side
 others each lane is a result of its own. Narrow floats are summed in f32.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pallasite.backends.cpu import arithmetic, scalars, tiles, vectors
+from pallasite.backends.cpu import arithmetic, scalars, tiles, turning, vectors
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Indices, Tile
 from pallasite.errors import UnsupportedError
@@ -74,17 +76,50 @@ def running_dtype(kind: str, dtype: DType) -> DType:
 
 
 def emit_reduce(e: "Emitter", op: Op) -> None:
-    kind, axes = op.attrs["kind"], tuple(sorted(op.attrs["axes"]))
     tile = e.as_tile(op.operands[0])
+    along = _lanes_along(tile)
+    order = tiles.lanes_last(tile.shape, along)
+    with e.straightened(tile, along):
+        if order is None:
+            _reduce(e, op, tile, list(range(len(tile.shape))))
+            return
+        turned = tiles.transpose(e.f, tile, order)
+        turned = replace(turned, scope=tile.scope, last=tile.last, keep=tile.keep)
+        _reduce(e, op, turned, order)
+    if tile.buffer is None and turned.buffer is not None:  # it was stored on the way
+        tile.source = tiles.transpose(e.f, turned, _inverse(order)).source
+
+
+def _lanes_along(tile: Tile) -> int | None:
+    """The dimension to reduce several elements of at once, as they lie in memory."""
+    last = vectors.vector_dim(tile.shape)
+    views = [t.buffer for t in tile.pointwise_sources() if t.buffer is not None]
+    if last is None or any(view.strides[last].constant == 1 for view in views):
+        return last
+    others = (turning.runs_across(tile.shape, view, last) for view in views)
+    return next((d for d in others if d is not None), last)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _reduce(e: "Emitter", op: Op, tile: Tile, order: list[int]) -> None:
+    """`order`: which of the operand's dimensions those of the tile are."""
+    kind, gone = op.attrs["kind"], op.attrs["axes"]
     running = running_dtype(kind, tile.dtype)
+    axes = tuple(place for place, d in enumerate(order) if d in gone)
     reduction = _Reduction(e, kind, running, tile, axes)
     if not op.result.tile.rank:
         total = reduction.at([])
         e.define(op.result, scalars.cast(e.f, total, running, tile.dtype))
     else:
-        buffer = e.result_buffer(op, running)
-        result = Tile(op.result.tile.shape, running, buffer)
-        reduction.fill(buffer, result.shape)
+        kept = [d for d in order if d not in gone]
+        shape = tuple(tile.shape[order.index(d)] for d in kept)
+        buffer = Buffer(e.result_buffer(op, running).pointer, tiles.row_major(shape))
+        reduction.fill(buffer, shape)
+        places = [kept.index(d) for d in sorted(kept)]
+        result = tiles.transpose(e.f, Tile(shape, running, buffer), places)
         e.define(op.result, _as_dtype(e, result, tile.dtype))
     reduction.finish()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallasite.backends.cpu import narrow
+from pallasite.backends.cpu import narrow, steps
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.backends.cpu.values import lane_type
 from pallasite.errors import UnsupportedError
@@ -97,7 +97,9 @@ def zero(dtype: DType) -> Val:
 
 
 def load(f: Function, dtype: DType, pointer: Val) -> Val:
-    return from_memory(f, dtype, f.load(memory(dtype), pointer))
+    near = steps.near(f, pointer)
+    raw = steps.load(f, memory(dtype), near) if near else f.load(memory(dtype), pointer)
+    return from_memory(f, dtype, raw)
 
 
 def store(f: Function, dtype: DType, value: Val, pointer: Val) -> None:

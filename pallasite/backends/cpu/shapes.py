@@ -1,9 +1,10 @@
 """Ops that make or rearrange tiles: constant, iota, broadcast, reshape, slices, pad.
 
-Most only describe where an element comes from and cost nothing; those that join parts
-(concatenate, pad, dynamic_update_slice) fill a buffer.
+Most only describe where an element comes from and cost nothing. What is joined of parts
+(concatenate, pad) is stored part by part, where it is to be if that is all it is for.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu import reinterpret, scalars, tiles
@@ -46,8 +47,11 @@ def emit_reshape(e: "Emitter", op: Op) -> None:
 
 
 def emit_transpose(e: "Emitter", op: Op) -> None:
-    tile = e.as_tile(op.operands[0])
-    e.define_lazy(op, tiles.transpose(e.f, tile, op.attrs["perm"]))
+    """A view; what is still to be computed from memory is computed in its own order."""
+    tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
+    if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
+        tile = e.stored(tile)
+    e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
 
 def emit_slice(e: "Emitter", op: Op) -> None:
@@ -82,21 +86,17 @@ def clamped_starts(
     ]
 
 
-# --- ops that fill a buffer ---
+# --- ops that join parts ---
 
 
 def emit_concatenate(e: "Emitter", op: Op) -> None:
     type, axis = op.result.tile, op.attrs["axis"]
-    whole = Tile(type.shape, type.dtype, e.result_buffer(op))
-    first = 0
+    parts, first = list[tuple[list[int], Tile]](), 0
     for operand in op.operands:
         part = e.tile(operand)
-        starts = [integer(first if d == axis else 0) for d in range(type.rank)]
-        target = tiles.cut(e.f, whole, part.shape, starts, [1] * type.rank).buffer
-        assert target is not None
-        e.fill(target, part)
+        parts.append(([first if d == axis else 0 for d in range(type.rank)], part))
         first += part.shape[axis]
-    e.define(op.result, whole)
+    e.define(op.result, tiles.joined(type.shape, type.dtype, parts))
 
 
 def emit_pad(e: "Emitter", op: Op) -> None:
@@ -105,15 +105,38 @@ def emit_pad(e: "Emitter", op: Op) -> None:
     if not type.rank:
         e.define(op.result, e.scalar(operand))
         return
+    first, counts, starts, steps = _inside(op, tile.shape)
+    part = tiles.cut(e.f, tile, counts, [integer(n) for n in first], [1] * type.rank)
+    if steps == [1] * type.rank:
+        border = [
+            (start, tiles.splat(sizes, type.dtype, value))
+            for start, sizes in _border(type.shape, starts, counts)
+        ]
+        whole = tiles.joined(type.shape, type.dtype, [*border, (starts, part)])
+        e.define(op.result, whole)
+        return
     buffer = e.result_buffer(op)
     e.fill(buffer, tiles.splat(type.shape, type.dtype, value))
-    first, counts, starts, steps = _inside(op, tile.shape)
-    part = tiles.cut(e.f, tile, counts, first, [1] * type.rank)
     whole = Tile(type.shape, type.dtype, buffer)
-    target = tiles.cut(e.f, whole, counts, starts, steps).buffer
+    where = [integer(n) for n in starts]
+    target = tiles.cut(e.f, whole, counts, where, steps).buffer
     assert target is not None
     e.fill(target, part)
     e.define(op.result, whole)
+
+
+def _border(
+    shape: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes that cover all but an inner one: before and behind it, in each dimension.
+
+    Dimensions before that are already within the inner box's bounds.
+    """
+    for d, (n, start, count) in enumerate(zip(shape, starts, counts, strict=True)):
+        end = min(start, n) + count
+        for first, size in ((0, min(start, n)), (end, n - end)):
+            place = [*starts[:d], first, *[0] * (len(shape) - d - 1)]
+            yield place, [*counts[:d], size, *shape[d + 1 :]]
 
 
 def _inside(op: Op, shape: tuple[int, ...]):
@@ -130,9 +153,9 @@ def _inside(op: Op, shape: tuple[int, ...]):
         skipped = max(0, -(low // step)) if low < 0 else 0
         start = low + skipped * step
         fitting = -(-(new - start) // step) if new > start else 0
-        first.append(integer(skipped))
+        first.append(skipped)
         counts.append(max(0, min(n - skipped, fitting)))
-        starts.append(integer(start))
+        starts.append(start)
         steps.append(step)
     return first, counts, starts, steps
 

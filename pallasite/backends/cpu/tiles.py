@@ -6,7 +6,7 @@ a formula is forced into a buffer of the arena.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallasite.backends.cpu import scalars
 from pallasite.backends.cpu.llvm import Function, Val, integer
@@ -59,12 +59,17 @@ class Formula:
 
     `pointwise`: element i needs only the operands' elements i. `free`: costs next to
     nothing and reads no memory (constants, iotas), so it is never worth a buffer.
+    `regrouped`: the only operand's elements in the same order, in another shape.
+    `starts`: where in it its operands begin, if it is made by laying them next to each
+    other; then it is only ever stored, an operand at a time.
     """
 
     element: Callable[[Indices], Val]
     operands: tuple["Tile", ...] = ()
     pointwise: bool = False
     free: bool = False
+    regrouped: bool = False
+    starts: tuple[tuple[int, ...], ...] = ()
     depth: int = 1  # how many formulas lie between an element and memory
 
 
@@ -87,6 +92,13 @@ class Tile:
     @property
     def depth(self) -> int:
         return self.source.depth if isinstance(self.source, Formula) else 0
+
+    @property
+    def parts(self) -> list[tuple[tuple[int, ...], "Tile"]]:
+        """Of a tile made of others next to each other: where each begins, and it."""
+        if not isinstance(self.source, Formula) or not self.source.starts:
+            return []
+        return list(zip(self.source.starts, self.source.operands, strict=True))
 
     @property
     def is_free(self) -> bool:
@@ -112,6 +124,10 @@ class Tile:
             return self.source.element(indices)
         return self.source.read(f, self.dtype, indices)
 
+    @property
+    def comes_from_memory(self) -> bool:
+        return any(tile.buffer is not None for tile in self._sources())
+
     def reads(self) -> set[Root]:
         """The memory its elements still come from."""
         buffers = (tile.buffer for tile in self._sources())
@@ -127,6 +143,18 @@ class Tile:
             pending += [tile for tile in operands if tile not in found]
             found.update(dict.fromkeys(operands))
         return list(found)
+
+    def pointwise_sources(self) -> list["Tile"]:
+        """This tile and those whose elements it takes at the same indices."""
+        found: dict[Tile, None] = {self: None}
+        pending = [self]
+        while pending:
+            source = pending.pop().source
+            if isinstance(source, Formula) and source.pointwise:
+                new = [t for t in source.operands if t not in found]
+                pending += new
+                found.update(dict.fromkeys(new))
+        return [tile for tile in found if tile.shape == self.shape]
 
     def may_overwrite(self, target: Buffer) -> bool:
         """May each element be stored to `target` as soon as it is computed?
@@ -246,12 +274,32 @@ def formula(
     free: bool = False,
 ) -> Tile:
     depth = 1 + max((tile.depth for tile in operands), default=0)
-    source = Formula(element, tuple(operands), pointwise, free, depth)
+    source = Formula(element, tuple(operands), pointwise, free, depth=depth)
     return Tile(tuple(shape), dtype, source)
 
 
 def splat(shape: Sequence[int], dtype: DType, value: Val) -> Tile:
     return formula(shape, dtype, lambda _: value, pointwise=True, free=True)
+
+
+def joined(
+    shape: Sequence[int],
+    dtype: DType,
+    parts: Sequence[tuple[Sequence[int], Tile]],
+) -> Tile:
+    """Tiles next to each other, each from its start on; those without elements go."""
+    parts = [(start, part) for start, part in parts if 0 not in part.shape]
+    if not parts:
+        return splat(shape, dtype, scalars.zero(dtype))
+    whole = formula(shape, dtype, _no_element, [part for _, part in parts])
+    assert isinstance(whole.source, Formula)
+    starts = tuple(tuple(start) for start, _ in parts)
+    whole.source = replace(whole.source, starts=starts)
+    return whole
+
+
+def _no_element(indices: Indices) -> Val:
+    raise AssertionError("a joined tile must be stored before its elements are used")
 
 
 # --- the same elements in another order ---
@@ -272,6 +320,19 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
         return _view(tile, shape, buffer.pointer, [buffer.strides[d] for d in perm])
     places = [perm.index(d) for d in range(len(perm))]
     return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
+
+
+def moves_lanes(shape: Sequence[int], perm: Sequence[int]) -> bool:
+    """Does a transpose put another dimension's elements next to each other?"""
+    before, after = ([d for d in dims if shape[d] > 1] for dims in (sorted(perm), perm))
+    return before[-1:] != after[-1:]
+
+
+def lanes_last(shape: Sequence[int], along: int | None) -> list[int] | None:
+    """The dimensions with `along` moved behind all others; None if nothing changes."""
+    if along is None or all(n == 1 for n in shape[along + 1 :]):
+        return None
+    return [*(d for d in range(len(shape)) if d != along), along]
 
 
 def broadcast(
@@ -298,6 +359,9 @@ def cut(
     steps: Sequence[int],
 ) -> Tile:
     """Elements `steps` apart from `starts` on; a negative step walks backwards."""
+    if tile.parts:
+        assert all(step == 1 for step in steps), "uses.py has such a tile stored"
+        return _cut_parts(f, tile, shape, [int(start.text) for start in starts])
     buffer = tile.buffer
     strides = [integer(s) for s in steps]
     if buffer is not None:
@@ -312,6 +376,22 @@ def cut(
     return remap(f, tile, shape, move)
 
 
+def _cut_parts(
+    f: Function, tile: Tile, shape: Sequence[int], first: Sequence[int]
+) -> Tile:
+    """What a box with steps of one has of each part."""
+    found = []
+    for starts, part in tile.parts:
+        spans = list(zip(starts, part.shape, first, shape, strict=True))
+        low = [max(start, at) for start, _, at, _ in spans]
+        high = [min(start + n, at + size) for start, n, at, size in spans]
+        sizes = [max(0, b - a) for a, b in zip(low, high, strict=True)]
+        inside = [integer(a - start) for a, start in zip(low, starts, strict=True)]
+        piece = cut(f, part, sizes, inside, [1] * len(sizes))
+        found.append(([a - at for a, at in zip(low, first, strict=True)], piece))
+    return joined(shape, tile.dtype, found)
+
+
 def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
     buffer = tile.buffer
     if buffer is not None:
@@ -323,7 +403,21 @@ def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
         return remap(
             f, tile, shape, lambda indices: _insert_units(tile.shape, places, indices)
         )
-    return remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
+    whole = remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
+    assert isinstance(whole.source, Formula)
+    whole.source = replace(whole.source, regrouped=True)
+    return whole
+
+
+def ungrouped(f: Function, tile: Tile, target: Buffer) -> tuple[Tile, Buffer] | None:
+    """Where to store which tile instead, so that no index is taken apart."""
+    if not isinstance(tile.source, Formula) or not tile.source.regrouped:
+        return None
+    (inner,) = tile.source.operands
+    strides = reshape_strides(f, tile.shape, target.strides, inner.shape)
+    if strides is None:
+        return None
+    return inner, Buffer(target.pointer, tuple(strides), target.root)
 
 
 def reshape_strides(

@@ -13,7 +13,8 @@ from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, Unit, table
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
-# others without regions may be evaluated as late as their own last use.
+# others without regions may be evaluated as late as their own last use. Those that join
+# parts may too if their result is only moved.
 COMPLETE = frozenset(
     [
         *("reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"),
@@ -35,6 +36,7 @@ class Uses:
     captured: frozenset[Value]  # used inside a region
     stored: frozenset[Value]  # elementwise results that get a buffer
     kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
+    moved: frozenset[Value]  # joined of parts, and nothing is done but store them once
 
 
 def uses_of(block: Block) -> Uses:
@@ -44,6 +46,7 @@ def uses_of(block: Block) -> Uses:
     loops: dict[Value, set[Hashable]] = defaultdict(set)
     first: dict[Value, int] = {}
     captured, stored, kept = set[Value](), set[Value](), set[Value]()
+    moved, wanted = set[Value](), set[Value]()
     consumers, costs = dict[Value, int](), _costs(block)
     for place, value in enumerate(block.yields):
         last[value] = first[value] = len(block.ops)
@@ -60,18 +63,22 @@ def uses_of(block: Block) -> Uses:
                 stored.add(result)
                 if _reduces(block, first.get(result), result):
                     kept.add(result)
+            if result in wanted and consumers[result] == 1:
+                moved.add(result)
+        done = [v for v in op.results if op.name in COMPLETE and v not in moved]
+        late = [v for v in op.results if v not in done]
         until = max(
-            [position, *(_until(op, v, last, first, stored, kept) for v in op.results)]
+            [position, *(_until(op, v, last, first, stored, kept) for v in late)]
         )
+        wanted |= {v for v in op.operands if _only_moves(op, v, moved)}
         through = _loops_of_operands(op, position, loops, stored)
         for value in {*op.operands, *inside}:
             last[value] = max(last[value], until if value in op.operands else position)
             first[value] = position
             loops[value] |= through
             consumers[value] = consumers.get(value, 0) + 1
-    return Uses(
-        last, consumers, frozenset(captured), frozenset(stored), frozenset(kept)
-    )
+    sets = (frozenset(found) for found in (captured, stored, kept, moved))
+    return Uses(last, consumers, *sets)
 
 
 def _is_elementwise(op: Op) -> bool:
@@ -98,15 +105,22 @@ def _until(
     kept: set[Value],
 ) -> int:
     """How late the result may be computed from the op's operands."""
-    if (
-        op.regions
-        or op.name in COMPLETE
-        or (not result.is_ref and not result.tile.rank)
-    ):
+    if op.regions or (not result.is_ref and not result.tile.rank):
         return -1
     if result in kept:
         return first[result]
     return -1 if result in stored else last[result]
+
+
+def _only_moves(op: Op, operand: Value, moved: set[Value]) -> bool:
+    """Does the op nothing with the operand but store it, or join it to others?"""
+    if op.operands.count(operand) != 1:
+        return False
+    if op.name == "slice":
+        return op.result in moved and set(op.attrs["strides"]) == {1}
+    if op.name in ("store", "pad"):
+        return operand is op.operands[1 if op.name == "store" else 0]
+    return op.name == "concatenate"
 
 
 def _loops_of_operands(

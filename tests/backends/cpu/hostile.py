@@ -448,9 +448,27 @@ def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
     ):
         shapes = [param.ref.shape for param in kernel.inputs]
         yield kernel.name, kernel, [rng.normal(size=s).astype("f4") for s in shapes]
+    for dtype in ELEMENTS:
+        arrays = [rng.integers(0, 100, s).astype(T.DTYPES[dtype].np) for s in MOVED]
+        yield f"moves {dtype}", tiles_kernel(_moves, arrays), arrays
     for family, seed in itertools.product((*FAMILIES, "edges"), range(6)):
         case = random_kernel(Seeded(seed), family)
         yield f"{family} {seed}", case.kernel, case.arrays
+
+
+MOVED = [(4, 5), (33, 18), (17, 130)]
+
+
+def _moves(b: Builder, *tiles: Value) -> Iterator[Value]:
+    """Whole squares and vectors, and what is left over behind them."""
+    for x in tiles:
+        rows, columns = x.tile.shape
+        yield b.transpose(x, perm=(1, 0))
+        yield b.rev(x, axes=(0, 1))
+        for step in (2, 3, 4):
+            limits = (rows, columns)
+            yield b.slice(x, starts=(0, 0), limits=limits, strides=(1, step))
+        yield b.concatenate(x, b.rev(x, axes=(1,)), axis=1)
 
 
 def main() -> None:

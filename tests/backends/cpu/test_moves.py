@@ -1,0 +1,324 @@
+"""Data that only moves: turned, reversed, cut and joined, against numpy."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallasite import target
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Kernel, Span, Value
+from pallasite.ir.types import BOOL, F32, I32, TileType
+from tests.backends.cpu.running import (
+    compute,
+    index_value,
+    llvm_of,
+    region,
+    run,
+    tiles_kernel,
+    with_refs,
+)
+
+HOSTS = {"host": None, "avx2": target.AVX2, "sse": target.SSE}
+DTYPES = (np.int8, np.bool_, ml_dtypes.bfloat16, np.float16, np.float32, np.float64)
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(params=list(HOSTS))
+def host(request):
+    chosen = HOSTS[request.param]
+    if chosen is None:
+        yield
+        return
+    with target.using(chosen):
+        yield
+
+
+def some(*shape: int, dtype=np.float32) -> np.ndarray:
+    return (RNG.normal(size=shape) * 50).astype(dtype)
+
+
+def check(function, arrays, want) -> None:
+    """`function(builder, *tiles)` gives what `want` of the arrays is."""
+    got = compute(function, *arrays)
+    got, want = ([g] if isinstance(g, np.ndarray) else g for g in (got, want(*arrays)))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one.astype("f8"), other.astype("f8"))
+
+
+# --- turned ---
+
+SQUARES = [(4, 4), (5, 7), (3, 40), (16, 16), (17, 33), (31, 64), (40, 6), (130, 70)]
+
+
+def test_transposes_of_every_width(host):
+    """Whole squares and what is left over, of each element type in turn."""
+    types = itertools.cycle(DTYPES)
+    arrays = [some(*s, dtype=next(types)) for s in SQUARES for _ in DTYPES[:3]]
+    turn = lambda b, *vs: [b.transpose(v, perm=(1, 0)) for v in vs]
+    check(turn, arrays, lambda *xs: [x.T for x in xs])
+
+
+def test_permutations(host):
+    arrays = [some(9, 10, 11), some(1, 21, 18), some(21, 1, 18)]
+    perms = list(itertools.permutations(range(3)))
+    turn = lambda b, *vs: [b.transpose(v, perm=p) for v in vs for p in perms]
+    check(turn, arrays, lambda *xs: [x.transpose(p) for x in xs for p in perms])
+
+
+def test_turning_reads_no_element_alone():
+    x = some(64, 64)
+    text = llvm_of(tiles_kernel(lambda b, v: b.transpose(v, perm=(1, 0)), [x]))
+    assert "@turn_i32" in text
+    assert "masked.gather" not in text
+
+
+def test_parts_and_mirror_images_of_turned_tiles():
+    x = some(30, 40)
+
+    def emit(b: Builder, v: Value):
+        part = b.slice(v, starts=(3, 5), limits=(29, 39), strides=(1, 2))
+        return [
+            b.transpose(part, perm=(1, 0)),
+            b.rev(b.transpose(v, perm=(1, 0)), axes=(1,)),
+        ]
+
+    check(emit, [x], lambda x: [x[3:29, 5:39:2].T, x.T[:, ::-1]])
+
+
+def test_chains_with_turned_operands(host):
+    x, y = some(37, 21), some(21, 37)
+
+    def emit(b: Builder, x: Value, y: Value):
+        turned = b.transpose(y, perm=(1, 0))
+        total = b.add(x, turned)
+        back = b.transpose(b.mul(total, total), perm=(1, 0))
+        return [total, back, b.sub(turned, x), b.add(turned, turned)]
+
+    def want(x, y):
+        total = x + y.T
+        return [total, (total * total).T, y.T - x, y.T + y.T]
+
+    check(emit, [x, y], want)
+
+
+def test_a_turned_tile_used_in_a_loop_and_after_it():
+    """The copy made inside the loop is not the tile that comes after."""
+    x, y = some(20, 24), some(24, 20)
+
+    def emit(b: Builder, x: Value, y: Value):
+        turned = b.transpose(y, perm=(1, 0))
+        i, sum = index_value(), Value(x.tile)
+        body = region((i, sum), lambda c, i, s: c.add(s, turned))
+        bounds = [b.index(n) for n in (0, 3, 1)]
+        (looped,) = b.emit("for", *bounds, x, regions=(body,))
+        return [looped, b.mul(turned, x)]
+
+    add3 = lambda x, y: [x + y.T + y.T + y.T, y.T * x]
+    check(emit, [x, y], add3)
+
+
+def test_turned_iota_needs_no_memory():
+    def emit(b: Builder, x: Value):
+        rows, columns = (
+            b.op("iota", type=TileType((24, 40), I32), dim=d) for d in (0, 1)
+        )
+        below = b.transpose(b.op("le", columns, rows), perm=(1, 0))
+        return b.select_n(below, x, b.neg(x))
+
+    x = some(40, 24)
+    mask = np.tril(np.ones((24, 40), bool)).T
+    check(emit, [x], lambda x: [np.where(mask, -x, x)])
+    assert "@turn" not in llvm_of(tiles_kernel(emit, [x]))
+
+
+def test_reductions_of_turned_tiles(host):
+    x = RNG.integers(-9, 9, (12, 18, 21)).astype(np.float32)
+    perms = [(2, 0, 1), (1, 2, 0), (2, 1, 0)]
+    axes = [(0,), (1,), (2,), (0, 2), (0, 1, 2)]
+
+    def emit(b: Builder, x: Value):
+        for p in perms:
+            turned = b.transpose(x, perm=p)
+            doubled = b.add(turned, turned)
+            for a in axes:
+                yield b.op("reduce", turned, kind="sum", axes=a)
+                yield b.op("reduce", doubled, kind="max", axes=a)
+
+    def want(x):
+        turned = [x.transpose(p) for p in perms]
+        return [r for t in turned for a in axes for r in (t.sum(a), 2 * t.max(a))]
+
+    check(emit, [x], want)
+
+
+def test_a_tile_kept_by_the_reduction_of_a_turned_one():
+    """As in softmax: the exponentials are stored while they are summed up."""
+    x = some(40, 36) / 50
+
+    def emit(b: Builder, x: Value):
+        powers = b.exp(b.transpose(x, perm=(1, 0)))
+        sums = b.reshape(b.op("reduce", powers, kind="sum", axes=(1,)), shape=(36, 1))
+        wide = b.broadcast_in_dim(sums, shape=(36, 40), dims=(0, 1))
+        return b.div(powers, wide)
+
+    powers = np.exp(x.T)
+    want = powers / powers.sum(1, keepdims=True)
+    np.testing.assert_allclose(compute(emit, x), want, rtol=1e-6)
+
+
+def test_regrouped_after_turning():
+    x = some(6, 20, 24)
+
+    def emit(b: Builder, x: Value):
+        merged = [((1, 0, 2), (20, 144)), ((0, 2, 1), (6, 480)), ((2, 1, 0), (48, 60))]
+        turned = [b.reshape(b.transpose(x, perm=p), shape=s) for p, s in merged]
+        return [*turned, b.add(turned[1], turned[1])]
+
+    def want(x):
+        heads, flat = x.transpose(1, 0, 2).reshape(20, 144), x.swapaxes(1, 2)
+        flat = flat.reshape(6, 480)
+        return [heads, flat, x.transpose(2, 1, 0).reshape(48, 60), flat + flat]
+
+    check(emit, [x], want)
+
+
+def test_stores_to_turned_views():
+    x = some(40, 36)
+
+    def emit(b: Builder, x: Value, out: Value, doubled: Value) -> None:
+        value = b.load(x)
+        b.store(b.transpose_view(out, perm=(1, 0)), value)
+        b.store(b.transpose_view(doubled, perm=(1, 0)), b.add(value, value))
+
+    kernel = with_refs(emit, [x], [TileType((36, 40), F32)] * 2)
+    turned, doubled = run(kernel, x)
+    np.testing.assert_array_equal(turned, x.T)
+    np.testing.assert_array_equal(doubled, 2 * x.T)
+    assert "scatter" not in llvm_of(kernel)
+
+
+def test_turning_in_place():
+    x = some(33, 33)
+    turn = lambda b, x, out: b.store(out, b.transpose(b.load(out), perm=(1, 0)))
+    kernel = with_refs(turn, [x], [TileType((33, 33), F32)], [(0, 0)])
+    np.testing.assert_array_equal(run(kernel, x)[0], x.T)
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.bfloat16, np.float64])
+def test_steps(host, dtype):
+    x = some(3, 101, dtype=dtype)
+    steps = (2, 3, 4, 5)
+
+    def emit(b: Builder, x: Value):
+        yield b.rev(x, axes=(1,))
+        for n in steps:
+            part = b.slice(x, starts=(0, 1), limits=(3, 101), strides=(1, n))
+            yield part
+            yield b.rev(part, axes=(0, 1))
+
+    def want(x):
+        parts = [x[:, 1::n] for n in steps]
+        return [x[:, ::-1], *(p for q in parts for p in (q, q[::-1, ::-1]))]
+
+    check(emit, [x], want)
+
+
+# --- joined ---
+
+
+def test_joined_tiles(host):
+    x, y = some(5, 33), some(5, 20)
+
+    def emit(b: Builder, x: Value, y: Value):
+        beside = b.concatenate(x, y, x, axis=1)
+        around = b.concatenate(beside, b.add(beside, beside), axis=0)
+        cut = b.slice(
+            b.concatenate(y, x, axis=1), starts=(1, 15), limits=(4, 50), strides=(1, 1)
+        )
+        odd = b.slice(
+            b.concatenate(y, x, axis=1), starts=(1, 15), limits=(4, 50), strides=(2, 3)
+        )
+        return [b.concatenate(y, y, axis=1), around, b.neg(cut), cut, odd]
+
+    def want(x, y):
+        beside, both = np.hstack([x, y, x]), np.hstack([y, x])
+        cut = both[1:4, 15:50]
+        around = np.vstack([beside, 2 * beside])
+        return [np.hstack([y, y]), around, -cut, cut, both[1:4:2, 15:50:3]]
+
+    check(emit, [x, y], want)
+
+
+@pytest.mark.parametrize("interior", [0, 1])
+def test_padded_tiles(interior):
+    x = some(6, 19)
+    sides = [
+        ((2, 0), (0, 3)),
+        ((0, 17), (1, 0)),
+        ((-2, 1), (1, -4)),
+        ((3, -9), (-8, 2)),
+    ]
+
+    def emit(b: Builder, x: Value):
+        for low, high in sides:
+            inside = dict(low=low, high=high, interior=(0, interior))
+            yield b.pad(x, b.constant(7.0, TileType((), F32)), **inside)
+            twice = b.pad(b.add(x, x), b.constant(7.0, TileType((), F32)), **inside)
+            yield b.slice(twice, starts=(1, 1), limits=twice.tile.shape, strides=(1, 1))
+
+    def padded(x, low, high):
+        wide = np.full((6, 19 + 18 * interior), 7.0, np.float32)
+        wide[:, :: 1 + interior] = x
+        for d in range(2):
+            wide = np.moveaxis(wide, d, 0)
+            for n, end in ((low[d], 0), (high[d], 1)):
+                more = np.full((max(n, 0), *wide.shape[1:]), 7.0, np.float32)
+                wide = np.concatenate([wide, more] if end else [more, wide])
+                wide = wide[: len(wide) + min(n, 0)] if end else wide[max(-n, 0) :]
+            wide = np.moveaxis(wide, 0, d)
+        return wide
+
+    def want(x):
+        for low, high in sides:
+            yield padded(x, low, high)
+            yield padded(2 * x, low, high)[1:, 1:]
+
+    check(emit, [x], lambda x: list(want(x)))
+
+
+def test_joined_parts_of_memory_that_changes():
+    """What is joined is what the parts were then, also where the result goes."""
+    x = some(4, 40)
+
+    def emit(b: Builder, x: Value, out: Value, moved: Value, masked: Value) -> None:
+        half = lambda at: b.load(out, (Span(0, 4), Span(at, 20)))
+        swapped = b.concatenate(half(20), half(0), axis=1)
+        around = b.concatenate(half(10), half(20), axis=1)
+        some = b.concatenate(half(20), half(0), axis=1)
+        b.store(out, swapped)
+        b.store(moved, around)
+        b.store(masked, b.load(x))
+        b.store(masked, some, mask=b.constant(True, TileType((4, 40), BOOL)))
+
+    kernel = with_refs(emit, [x], [TileType(x.shape, F32)] * 3, [(0, 0)])
+    out, moved, masked = run(kernel, x)
+    np.testing.assert_array_equal(out, np.roll(x, 20, 1))
+    np.testing.assert_array_equal(moved, np.hstack([x[:, 10:30], x[:, 20:]]))
+    np.testing.assert_array_equal(masked, np.roll(x, 20, 1))
+
+
+def test_what_is_only_stored_has_no_buffer_of_its_own():
+    x = some(8, 64)
+    join = lambda b, v: b.concatenate(v, b.neg(v), axis=1)
+    assert not _places_in_arena(tiles_kernel(join, [x]))
+    assert _places_in_arena(tiles_kernel(lambda b, v: b.neg(join(b, v)), [x]))
+
+
+def _places_in_arena(kernel: Kernel) -> list[str]:
+    body = llvm_of(kernel).split("@kernel(")[1].split("\n}")[0]
+    return [line for line in body.splitlines()[1:] if "%arena" in line]
