@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu import reinterpret, scalars, tiles
-from pallasite.backends.cpu.llvm import Val, integer
-from pallasite.backends.cpu.tiles import Buffer, Tile
+from pallasite.backends.cpu.llvm import TRUE, Function, Val, integer
+from pallasite.backends.cpu.tiles import Buffer, Indices, Tile
+from pallasite.backends.cpu.uses import pads_rows
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import I64
 
@@ -107,6 +108,9 @@ def emit_pad(e: "Emitter", op: Op) -> None:
         return
     first, counts, starts, steps = _inside(op, tile.shape)
     part = tiles.cut(e.f, tile, counts, [integer(n) for n in first], [1] * type.rank)
+    if pads_rows(op) and op.result not in e.scope.uses.moved and 0 not in counts:
+        e.define_lazy(op, _padded(e.f, part, type.shape, starts, value))
+        return
     if steps == [1] * type.rank:
         border = [
             (start, tiles.splat(sizes, type.dtype, value))
@@ -123,6 +127,26 @@ def emit_pad(e: "Emitter", op: Op) -> None:
     assert target is not None
     e.fill(target, part)
     e.define(op.result, whole)
+
+
+def _padded(
+    f: Function, part: Tile, shape: Sequence[int], starts: Sequence[int], value: Val
+) -> Tile:
+    """Elements of a part where it has them, elsewhere the value."""
+
+    def element(indices: Indices) -> Val:
+        inside, places = TRUE, []
+        for index, start, n, new in zip(
+            indices, starts, part.shape, shape, strict=True
+        ):
+            place = f.sub(index, integer(start))
+            if n < new:
+                inside = f.both(inside, f.compare("icmp ult", place, integer(n)))
+                place = f.clamp(place, integer(0), integer(n - 1))
+            places.append(place)
+        return f.select(inside, part.at(f, places), value)
+
+    return tiles.formula(shape, part.dtype, element, [part])
 
 
 def _border(

@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+from pallasite.backends.cpu.vectors import vector_dim
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, Unit, table
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
 # others without regions may be evaluated as late as their own last use. Those that join
-# parts may too if their result is only moved.
+# parts may too if their result is only moved, and pads of whole rows.
 COMPLETE = frozenset(
     [
         *("reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"),
@@ -65,7 +66,7 @@ def uses_of(block: Block) -> Uses:
                     kept.add(result)
             if result in wanted and consumers[result] == 1:
                 moved.add(result)
-        done = [v for v in op.results if op.name in COMPLETE and v not in moved]
+        done = [v for v in op.results if is_complete(op) and v not in moved]
         late = [v for v in op.results if v not in done]
         until = max(
             [position, *(_until(op, v, last, first, stored, kept) for v in late)]
@@ -79,6 +80,21 @@ def uses_of(block: Block) -> Uses:
             consumers[value] = consumers.get(value, 0) + 1
     sets = (frozenset(found) for found in (captured, stored, kept, moved))
     return Uses(last, consumers, *sets)
+
+
+def is_complete(op: Op) -> bool:
+    return op.name in COMPLETE and not pads_rows(op)
+
+
+def pads_rows(op: Op) -> bool:
+    """Is it a pad along which no lanes run, so that an element is cheap to find?"""
+    if op.name != "pad" or any(op.attrs["interior"]):
+        return False
+    inner, outer = op.operands[0].tile.shape, op.result.tile.shape
+    along = vector_dim(outer)
+    if along is None or 0 in inner:
+        return False
+    return op.attrs["low"][along] == 0 and inner[along] == outer[along]
 
 
 def _is_elementwise(op: Op) -> bool:
@@ -118,15 +134,18 @@ def _only_moves(op: Op, operand: Value, moved: set[Value]) -> bool:
         return False
     if op.name == "slice":
         return op.result in moved and set(op.attrs["strides"]) == {1}
-    if op.name in ("store", "pad"):
-        return operand is op.operands[1 if op.name == "store" else 0]
+    if op.name == "pad":
+        is_joined = op.result in moved or not pads_rows(op)
+        return is_joined and operand is op.operands[0]
+    if op.name == "store":
+        return operand is op.operands[1]
     return op.name == "concatenate"
 
 
 def _loops_of_operands(
     op: Op, position: int, loops: dict[Value, set[Hashable]], stored: set[Value]
 ) -> set[Hashable]:
-    if op.regions or op.name in COMPLETE or len(op.results) != 1:
+    if op.regions or is_complete(op) or len(op.results) != 1:
         return {position}
     result = op.result
     if result.is_ref or not result.tile.rank or result in stored or _grows(op):
@@ -147,7 +166,7 @@ def _costs(block: Block) -> dict[Value, int]:
     """Roughly the instructions for one element, from memory."""
     costs: dict[Value, int] = defaultdict(int)
     for op in block.ops:
-        if op.regions or op.name in COMPLETE or len(op.results) != 1 or _grows(op):
+        if op.regions or is_complete(op) or len(op.results) != 1 or _grows(op):
             continue
         if op.result.is_ref or not op.result.tile.rank:
             continue

@@ -1,5 +1,6 @@
 """Data that only moves: turned, reversed, cut and joined, against numpy."""
 
+import functools
 import itertools
 
 import ml_dtypes
@@ -289,6 +290,44 @@ def test_padded_tiles(interior):
             yield padded(2 * x, low, high)[1:, 1:]
 
     check(emit, [x], lambda x: list(want(x)))
+
+
+def test_rows_padded_and_used_at_once(host):
+    """Whole rows before and behind: a sum is one loop, and nothing is stored first."""
+    x = some(5, 6, 19)
+
+    def padded(b: Builder, x: Value, low: int, high: int, d: int) -> Value:
+        sides = {"low": low, "high": high, "interior": 0}
+        sides = {
+            k: tuple(n if d == e else 0 for e in range(3)) for k, n in sides.items()
+        }
+        return b.pad(x, b.constant(7.0, TileType((), F32)), **sides)
+
+    def emit(b: Builder, x: Value):
+        shifted = [padded(b, b.neg(x), n, -n, 0) for n in (0, 1, 3, -2, 6)]
+        yield functools.reduce(b.add, shifted)
+        wide = padded(b, padded(b, x, 2, 1, 1), 1, 0, 0)
+        yield b.mul(wide, wide)
+        yield b.transpose(b.neg(padded(b, x, 2, 1, 1)), perm=(0, 2, 1))
+        yield b.concatenate(
+            b.neg(padded(b, b.concatenate(x, x, axis=0), 1, 0, 1)), axis=0
+        )
+
+    def want(x):
+        def shift(n):
+            pad = [(max(n, 0), max(-n, 0)), (0, 0), (0, 0)]
+            wide = np.pad(-x, pad, constant_values=7.0)
+            return wide[:5] if n >= 0 else wide[-5:]
+
+        yield functools.reduce(np.add, [shift(n) for n in (0, 1, 3, -2, 6)])
+        around = lambda x, *sides: np.pad(x, sides, constant_values=7.0)
+        yield around(x, (1, 0), (2, 1), (0, 0)) ** 2
+        yield -around(x, (0, 0), (2, 1), (0, 0)).swapaxes(1, 2)
+        yield -around(np.concatenate([x, x]), (0, 0), (1, 0), (0, 0))
+
+    check(emit, [x], lambda x: list(want(x)))
+    add = lambda b, x: b.add(x, padded(b, x, 1, -1, 0))
+    assert not _places_in_arena(tiles_kernel(add, [x]))
 
 
 def test_joined_parts_of_memory_that_changes():
