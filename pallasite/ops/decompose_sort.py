@@ -13,7 +13,7 @@ from pallasite.ir.types import I32, I64, INDEX, DType
 from pallasite.ops.decompose_tile import (
     exchange,
     filled,
-    join,
+    lengthened,
     neutral,
     next_power_of_two,
     positions,
@@ -38,7 +38,7 @@ def sort(
     """Ascending by the first `num_keys` operands, NaN last."""
     n = operands[0].tile.shape[axis]
     size = next_power_of_two(n)
-    padded = [join(b, [x, filled(b, x, axis, size - n, 0)], axis) for x in operands]
+    padded = [lengthened(b, x, axis, size) for x in operands]
     place = positions(b, padded[0], axis)
     keys = [_sort_key(b, x) for x in padded[:num_keys]]
     if size > n:  # what was added sorts last

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, TileType
 from pallasite.ir.verify import verify
@@ -153,6 +153,15 @@ def test_sort_is_stable(n: int):
     check("sort", [keys, place], axis=0, num_keys=1, stable=True)
     check("sort", [keys, place], axis=1, num_keys=2, stable=True)
     check("sort", [numbers((2, n))], axis=1, num_keys=1, stable=False)
+
+
+@pytest.mark.parametrize("name", ["sort", "rev"])
+def test_full_sizes_make_no_empty_tiles(name: str):
+    """TPU has no vectors of no elements."""
+    attrs = dict(axis=1, num_keys=1, stable=True) if name == "sort" else dict(axes=(1,))
+    kernel = lowered_kernel(table()[name].lower, [numbers((2, 16))], attrs)
+    values = [v for op in walk(kernel.body) for v in op.results]
+    assert values and all(v.tile.size for v in values)
 
 
 def test_sort_orders_special_floats():

@@ -91,7 +91,7 @@ class _Largest:
             scalars.store(self.e.f, dtype, above, address)
 
     def _insert_larger(self, x: Val, first: Val) -> None:
-        """Put those elements of a vector into the list that are larger than its last."""
+        """Put those of a vector into the list that are larger than its last."""
         f, count = self.e.f, x.count
         if not count:
             self._insert(x, first)
