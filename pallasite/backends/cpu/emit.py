@@ -23,6 +23,7 @@ from pallasite.backends.cpu import (
     scalars,
     selection,
     shapes,
+    sorting,
     vectors,
 )
 from pallasite.backends.cpu.arena import Arena
@@ -54,6 +55,7 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **reductions.RULES,
     **dot.RULES,
     **selection.RULES,
+    **sorting.RULES,
     **gathers.RULES,
     **memory.RULES,
     **control.RULES,

@@ -2,13 +2,14 @@
 
 Most elements are no larger than the last of the list, and a vector of them is passed
 over by one comparison. What is larger is put in its place and moves those behind it:
-of random rows k * log(n / k) elements or so, at worst all of them.
+of random rows k * log(n / k) elements or so, at worst all of them. Where many are asked
+for, all are sorted.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu import scalars, tiles, vectors
+from pallasite.backends.cpu import scalars, sorting, tiles, vectors
 from pallasite.backends.cpu.llvm import TRUE, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Tile
 from pallasite.backends.cpu.values import Lanes
@@ -18,29 +19,50 @@ from pallasite.ir.types import I32, I64, DType
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-MOST = 512  # of a longer list, what moves costs more than to sort
+# A longer list, or one of more than this part of a row, costs more than to sort.
+MOST, PART = 256, 16
 
 
 def has_top_k(op: Op) -> bool:
     """Whether the op is written as here; of other types its decomposition makes it."""
-    return op.operands[0].tile.dtype in (I32, I64) and 0 < op.attrs["k"] <= MOST
+    return op.operands[0].tile.dtype in (I32, I64)
 
 
 def emit_top_k(e: "Emitter", op: Op) -> None:
-    f, axis, tile = e.f, op.attrs["axis"], e.tile(op.operands[0])
+    f, axis, k = e.f, op.attrs["axis"], op.attrs["k"]
+    tile = e.tile(op.operands[0])
+    n = tile.shape[axis]
     results = [Tile(v.tile.shape, v.tile.dtype, e.lasting(v)) for v in op.results]
-    best = _Largest(e, tile.dtype, op.attrs["k"])
+    by_list = 0 < k <= min(MOST, n // PART)
+    best = _Largest(e, tile.dtype, k) if by_list else _Sorted(e, tile.dtype, n)
     with f.nest([n for d, n in enumerate(tile.shape) if d != axis]) as others:
         along = lambda place: [*others[:axis], place, *others[axis:]]
-        best.look_through(lambda place: tile.at(f, along(place)), tile.shape[axis])
-        for result, found in zip(results, (best.keys, best.places), strict=True):
-            buffer = result.buffer
-            assert buffer is not None
-            first = buffer.address(f, result.dtype, along(integer(0)))
-            row = Tile((op.attrs["k"],), result.dtype, found)
-            e.fill(Buffer(first, (buffer.strides[axis],)), row)
+        best.look_through(lambda place: tile.at(f, along(place)), n)
+
+        def leave(lanes: Val) -> None:
+            for result, value in zip(results, best.found(lanes), strict=True):
+                assert result.buffer is not None
+                address = result.buffer.address(f, result.dtype, along(lanes))
+                scalars.store(f, result.dtype, value, address)
+
+        vectors.along_lanes(f, k, leave)
     for value, result in zip(op.results, results, strict=True):
         e.define(value, result)
+
+
+class _Sorted:
+    """All elements, from large to small: their complements sorted."""
+
+    def __init__(self, e: "Emitter", dtype: DType, n: int):
+        self.f, self.network = e.f, sorting.Network(e, [dtype], n)
+        self.ones = integer(-1, scalars.register(dtype))
+
+    def look_through(self, at: Callable[[Val], Val], n: int) -> None:
+        self.network.sort(lambda lanes: [self.f.binary("xor", at(lanes), self.ones)])
+
+    def found(self, lanes: Val) -> list[Val]:
+        key, place = self.network.load(lanes)
+        return [self.f.binary("xor", key, self.ones), place]
 
 
 class _Largest:
@@ -128,7 +150,8 @@ class _Largest:
         with f.loop(integer(self.vectors)) as loop:
             number = f.sub(integer(self.vectors - 1), loop.index)
             first = f.mul(number, count)
-            here, above = self._load(first), self._load(f.sub(first, count))
+            starts = first, f.sub(first, count)
+            here, above = (self.found(Lanes(n, self.count)) for n in starts)
             # Loaded one by one from where two vectors meet, they would have to wait
             # for the stores of the insertion before.
             before = [
@@ -145,11 +168,10 @@ class _Largest:
                 address = buffer.address(f, dtype, [Lanes(first, self.count)])
                 scalars.store(f, dtype, value, address)
 
-    def _load(self, first: Val) -> tuple[Val, Val]:
-        """A vector of elements and their places, from a position of the list on."""
-        f, at = self.e.f, [Lanes(first, self.count)]
-        keys = scalars.load(f, self.dtype, self.keys.address(f, self.dtype, at))
-        return keys, scalars.load(f, I32, self.places.address(f, I32, at))
+    def found(self, lanes: Val) -> list[Val]:
+        """Elements and their places, at some places of the list."""
+        f, lists = self.e.f, ((self.keys, self.dtype), (self.places, I32))
+        return [scalars.load(f, d, x.address(f, d, [lanes])) for x, d in lists]
 
     def _is_before(self, listed: Sequence[Val], key: Val, place: Val) -> Val:
         """Do those of the list come before an element?"""

@@ -16,7 +16,7 @@ from pallasite.ir.opdef import Effect, Unit, table
 # others without regions may be evaluated as late as their own last use.
 COMPLETE = frozenset(
     [
-        *("reduce", "scan", "top_k", "dot", "concatenate", "pad"),
+        *("reduce", "scan", "top_k", "sort", "dot", "concatenate", "pad"),
         *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read", "scatter"),
     ]
 )

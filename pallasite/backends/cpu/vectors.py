@@ -174,6 +174,13 @@ def moved(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
     return f.pure(x.type, f"shufflevector {a}, {b}, <{count} x i32> <{lanes}>")
 
 
+def exchanged(f: Function, x: Val, distance: int) -> Val:
+    """Lane n gets lane n xor distance."""
+    lanes = ", ".join(f"i32 {n ^ distance}" for n in range(x.count))
+    mask = f"<{x.count} x i32> <{lanes}>"
+    return f.pure(x.type, f"shufflevector {x}, {x.type} poison, {mask}")
+
+
 def _part(f: Function, x: Val, first: int, count: int) -> Val:
     lanes = ", ".join(f"i32 {first + k}" for k in range(count))
     type = vector(x.type[1:-1].split(" x ", 1)[1], count)
