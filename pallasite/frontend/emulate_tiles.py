@@ -144,6 +144,14 @@ def _sort(op: Op, *operands: Array) -> Any:
     )
 
 
+@_tile_op("top_k")
+def _top_k(op: Op, x: Array) -> Any:
+    # XLA has none of integers that are parts of bytes.
+    wide = x.astype(jnp.int32) if op.operands[0].tile.dtype.bits < 8 else x
+    values, places = lax.top_k(wide, op.attrs["k"], axis=op.attrs["axis"])
+    return values.astype(x.dtype), places
+
+
 _MODES = {"clip": "clip", "fill": "fill", "promise": "clip"}
 
 

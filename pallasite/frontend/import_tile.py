@@ -262,9 +262,8 @@ def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
 
 @rule("top_k")
 def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
-    """Sort with positions, largest first; equal values keep their order."""
     axis = eqn.params.get("axis", -1) % x.tile.rank
-    return im.splice(_largest(eqn, axis), [x])
+    return _largest(im, eqn, x, axis)
 
 
 @rule("approx_top_k")
@@ -275,31 +274,14 @@ def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     if not p["aggregate_to_topk"]:
         raise im.unsupported(eqn, "aggregate_to_topk=False leaves a size to the chip")
     if p["is_max_k"]:
-        return im.splice(_largest(eqn, axis), [x])
-
-    def smallest(v: Any) -> Any:
-        values, order = _largest(eqn, axis)(-v)
-        return -values, order
-
-    return im.splice(smallest, [x])
+        return _largest(im, eqn, x, axis)
+    values, places = _largest(im, eqn, im.builder.neg(x), axis)
+    return [im.builder.neg(values), places]
 
 
-def _largest(eqn: Any, axis: int) -> Any:
-    """The function of an array to its k largest elements and their positions."""
-    k, index = eqn.params["k"], tile_type(eqn.outvars[1].aval).dtype
-
-    def descending(v: Any) -> Any:
-        order = jax.lax.broadcasted_iota(index.np, v.shape, axis)
-        # Reversing a stable ascending sort of the reversed input keeps the first of
-        # equal values first.
-        keys, order = jax.lax.sort(
-            (jnp.flip(v, axis), jnp.flip(order, axis)), dimension=axis, num_keys=1
-        )
-        take = [slice(None)] * v.ndim
-        take[axis] = slice(0, k)
-        return jnp.flip(keys, axis)[tuple(take)], jnp.flip(order, axis)[tuple(take)]
-
-    return descending
+def _largest(im: Importer, eqn: Any, x: Value, axis: int) -> list[Value]:
+    values, places = im.builder.emit("top_k", x, axis=axis, k=eqn.params["k"])
+    return [values, im.builder.cast(places, tile_type(eqn.outvars[1].aval).dtype)]
 
 
 @rule("gather")

@@ -1,23 +1,35 @@
 """Sorting by a bitonic network: compare and exchange at constant distances.
 
 Floats are compared as integers of the same order; the position is the last key, which
-makes the order total and the sort stable.
+makes the order total and the sort stable. A few largest elements are found without
+sorting the rest: one by one.
 """
 
 from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Value
-from pallasite.ir.types import I32
+from pallasite.ir.types import I32, I64, INDEX, DType
 from pallasite.ops.decompose_tile import (
     exchange,
     filled,
-    join,
+    lengthened,
+    neutral,
     next_power_of_two,
     positions,
     take_range,
 )
-from pallasite.ops.formula import NAN, Expr, bits, float_formula, format_of, where
+from pallasite.ops.formula import (
+    FORMATS,
+    NAN,
+    Expr,
+    Format,
+    bits,
+    float_formula,
+    format_of,
+    formula,
+    where,
+)
 
 
 def sort(
@@ -26,7 +38,7 @@ def sort(
     """Ascending by the first `num_keys` operands, NaN last."""
     n = operands[0].tile.shape[axis]
     size = next_power_of_two(n)
-    padded = [join(b, [x, filled(b, x, axis, size - n, 0)], axis) for x in operands]
+    padded = [lengthened(b, x, axis, size) for x in operands]
     place = positions(b, padded[0], axis)
     keys = [_sort_key(b, x) for x in padded[:num_keys]]
     if size > n:  # what was added sorts last
@@ -86,5 +98,101 @@ def _sort_key(b: Builder, x: Value) -> Value:
 def _float_key(x: Expr) -> Expr:
     """An integer in the order of floats: zeros are equal, NaN is above all."""
     x = where(x.eq(x), where(x.eq(0.0), 0.0, x), NAN)
-    pattern = bits(x)
-    return where(pattern < 0, pattern ^ ~format_of(x).sign_mask, pattern)
+    return _reverse_negative(bits(x), format_of(x))
+
+
+# --- the largest ---
+
+
+def top_k(b: Builder, x: Value, *, axis: int, k: int) -> tuple[Value, ...]:
+    """By integers in the order of the elements, from which these are made again."""
+    own = x.tile.dtype
+    if own not in (I32, I64):
+        keys, places = b.emit("top_k", _ordered(b, x), axis=axis, k=k)
+        return _from_ordered(b, keys, own), places
+    bits_of_place = next_power_of_two(x.tile.shape[axis]).bit_length() - 1
+    steps = bits_of_place * (bits_of_place + 1) // 2
+    # To find one costs about as much as a step of the network.
+    return (_one_by_one if k <= steps else _first_sorted)(b, x, axis, k)
+
+
+def _first_sorted(b: Builder, x: Value, axis: int, k: int) -> tuple[Value, ...]:
+    operands = b.not_(x), positions(b, x, axis)
+    rows = b.emit("sort", *operands, axis=axis, num_keys=1, stable=True)
+    falling, places = (take_range(b, v, axis, 0, k) for v in rows)
+    return b.not_(falling), places
+
+
+def _one_by_one(b: Builder, x: Value, axis: int, k: int) -> tuple[Value, ...]:
+    """The largest, and its first position; that one struck out; again.
+
+    A struck element becomes the least there is. What was the least from the start is
+    told apart by its position: struck elements have none, that is, the row's length.
+    """
+    n, shape = x.tile.shape[axis], x.tile.shape
+    none = filled(b, x, axis, k, 0)
+    results = none, b.like(0, positions(b, none, axis))
+    round_, state = Value(INDEX, "round"), [x, positions(b, x, axis), *results]
+    rest, place, keys, places = params = [Value(v.type) for v in state]
+    inside = Builder(b.loc)
+
+    def spread(v: Value, shape: Sequence[int]) -> Value:
+        dims = [d for d in range(len(shape)) if d != axis]
+        return inside.broadcast(v, shape, dims)
+
+    best = inside.reduce(rest, kind="max", axes=(axis,))
+    hit = inside.eq(rest, spread(best, shape))
+    where_hit = inside.select(hit, place, inside.like(n, place))
+    first = inside.reduce(where_hit, kind="min", axes=(axis,))
+    struck = inside.eq(place, spread(first, shape))
+    least = inside.like(neutral("max", x.tile.dtype), rest)
+    column = positions(inside, keys, axis)
+    now = inside.eq(column, inside.broadcast(inside.cast(round_, I32), keys.tile.shape))
+    yields = (
+        inside.select(struck, least, rest),
+        inside.select(struck, inside.like(n, place), place),
+        inside.select(now, spread(best, keys.tile.shape), keys),
+        inside.select(now, spread(first, keys.tile.shape), places),
+    )
+    body = inside.block([round_, *params], yields)
+    limits = [b.index(v) for v in (0, k, 1)]
+    return b.emit("for", *limits, *state, regions=(body,))[2:]
+
+
+def _ordered(b: Builder, x: Value) -> Value:
+    """A signed integer of 32 or 64 bits in the order of the elements."""
+    dtype = x.tile.dtype
+    if dtype.is_float:
+        return _total_order(b, x)
+    if dtype.is_bool or dtype.bits < 32:
+        return b.cast(x, I32)
+    return _flip_sign(b, b.bitcast(x, dtype=I32 if dtype.bits == 32 else I64))
+
+
+def _from_ordered(b: Builder, keys: Value, dtype: DType) -> Value:
+    """The inverse of `_ordered`."""
+    if dtype.is_float:
+        return b.cast(_float_of_order(b, keys), dtype)
+    if dtype.is_bool or dtype.bits < 32:
+        return b.cast(keys, dtype)
+    return b.bitcast(_flip_sign(b, keys), dtype=dtype)
+
+
+@float_formula
+def _total_order(x: Expr) -> Expr:
+    """Negative floats are in the order of their bits reversed."""
+    return _reverse_negative(bits(x), format_of(x))
+
+
+@formula
+def _float_of_order(key: Expr) -> Expr:
+    dtype, layout = next((d, v) for d, v in FORMATS.items() if v.integer == key.dtype)
+    return _reverse_negative(key, layout).bitcast(dtype)
+
+
+def _reverse_negative(pattern: Expr, layout: Format) -> Expr:
+    return where(pattern < 0, pattern ^ ~layout.sign_mask, pattern)
+
+
+def _flip_sign(b: Builder, x: Value) -> Value:
+    return b.xor(x, b.like(-1 << (x.tile.dtype.bits - 1), x))

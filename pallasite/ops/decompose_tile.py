@@ -53,6 +53,12 @@ def filled(b: Builder, x: Value, axis: int, size: int, value: Any) -> Value:
     return b.constant(value, x.tile.with_shape(shape))
 
 
+def lengthened(b: Builder, x: Value, axis: int, size: int) -> Value:
+    """`x` with zeros behind it; no chip has a constant of no elements."""
+    more = size - x.tile.shape[axis]
+    return join(b, [x, filled(b, x, axis, more, 0)], axis) if more else x
+
+
 def positions(b: Builder, x: Value, axis: int) -> Value:
     return b.op("iota", type=x.tile.with_dtype(I32), dim=axis)
 
@@ -84,7 +90,7 @@ def _reverse(b: Builder, x: Value, axis: int) -> Value:
     if n <= 8:
         return join(b, [take_range(b, x, axis, i, i + 1) for i in range(n)[::-1]], axis)
     size = next_power_of_two(n)
-    x = join(b, [x, filled(b, x, axis, size - n, 0)], axis)
+    x = lengthened(b, x, axis, size)
     distance = 1
     while distance < size:
         x = exchange(b, x, axis, distance)
@@ -156,7 +162,7 @@ def dynamic_update_slice(b: Builder, x: Value, update: Value, *starts: Value) ->
         if not last:
             continue
         start = _clamped(b, start, last)
-        update = join(b, [update, filled(b, update, axis, last, 0)], axis)
+        update = lengthened(b, update, axis, n)
         update = _rotate_by(b, update, axis, start, last, left=False)
         place = positions(b, x, axis)
         offset = b.sub(place, b.broadcast(start, x.tile.shape))

@@ -174,6 +174,16 @@ def _sort(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return parts
 
 
+def _top_k(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    (x,) = tiles(types)
+    axis, k = attrs["axis"], attrs["k"]
+    _dropped(x, (axis,))
+    if not 0 <= k <= x.shape[axis]:
+        raise TypeRuleError(f"no {k} elements along dimension {axis} of {x}")
+    result = x.with_shape([k if d == axis else n for d, n in enumerate(x.shape)])
+    return (result, result.with_dtype(I32))
+
+
 def _typed(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (attrs["type"],)
 
@@ -220,6 +230,15 @@ _row(
 _row("dynamic_slice", _dynamic_slice, None, ("sizes",), doc="starts are clamped")
 _row("dynamic_update_slice", _dynamic_update_slice, None, (), doc="starts are clamped")
 _row("sort", _sort, None, ("axis", "num_keys", "stable"), unit=Unit.ALU)
+_row(
+    "top_k",
+    _top_k,
+    1,
+    ("axis", "k"),
+    unit=Unit.ALU,
+    doc="the k largest and their positions, the first of equals first; floats in total"
+    " order: NaN is above all, or below with a sign, and -0.0 below 0.0",
+)
 _row(
     "gather",
     _typed,

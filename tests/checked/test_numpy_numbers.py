@@ -230,6 +230,19 @@ def test_sort_agrees(rng, shape, name, num_keys, data):
     compare("sort", *keys, order, **attrs)
 
 
+@cases
+@given(seeds, shapes, st.sampled_from(DTYPES), st.data())
+def test_top_k_agrees(rng, shape, name, data):
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    x = draw_array(rng, shape, T.DTYPES[name])
+    compare("top_k", x, axis=axis, k=data.draw(st.integers(1, shape[axis])))
+
+
+def test_top_k_is_in_total_order():
+    x = np.array([0, -0.0, np.nan, -np.inf, np.inf, -np.nan, -0.0, np.inf], np.float32)
+    compare("top_k", x, axis=0, k=8)
+
+
 # --- gather and scatter, through the indexing JAX makes of them ---
 
 

@@ -163,6 +163,7 @@ def test_dot_and_sort(rng):
     keys = two_versions(rng, (4, 5), T.I32, share=0.05)
     extra = two_versions(rng, (4, 5), T.F32, share=0.05)
     check_tile_op("sort", keys, extra, axis=1, num_keys=1, stable=True)
+    check_tile_op("top_k", keys, axis=1, k=2)
 
 
 @few

@@ -212,6 +212,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         tile(b), tile(b, 2, 2), b.index(0), b.index(1)
     ),
     "sort": _sort,
+    "top_k": lambda b, x: b.emit("top_k", tile(b), axis=1, k=3),
     "gather": lambda b, x: b.gather(
         tile(b),
         tile(b, 4, 1, dtype=I32),

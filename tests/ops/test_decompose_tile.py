@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BF16, BOOL, DTYPES, F32, I32, TileType
 from pallasite.ir.verify import verify
@@ -155,11 +155,48 @@ def test_sort_is_stable(n: int):
     check("sort", [numbers((2, n))], axis=1, num_keys=1, stable=False)
 
 
+@pytest.mark.parametrize("name", ["sort", "rev"])
+def test_full_sizes_make_no_empty_tiles(name: str):
+    """TPU has no vectors of no elements."""
+    attrs = dict(axis=1, num_keys=1, stable=True) if name == "sort" else dict(axes=(1,))
+    kernel = lowered_kernel(table()[name].lower, [numbers((2, 16))], attrs)
+    values = [v for op in walk(kernel.body) for v in op.results]
+    assert values and all(v.tile.size for v in values)
+
+
 def test_sort_orders_special_floats():
     place = np.arange(10, dtype=np.int32)
     check("sort", [ODD, place], axis=0, num_keys=1, stable=True)
     check("sort", [ODD.astype(np.float64), place], axis=0, num_keys=1, stable=True)
     check("sort", [ODD.astype(BF16.np), place], axis=0, num_keys=1, stable=True)
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "f64", "i32", "u32", "u64", "i8"])
+def test_top_k(name: str):
+    """Few by taking one after another, many by sorting; the least numbers too."""
+    dtype = DTYPES[name]
+    if dtype.is_float:
+        x = np.stack([ODD, np.copysign(ODD, -1), 0 * numbers(ODD.shape)])
+    else:
+        info = np.iinfo(dtype.np)
+        odd = np.array([info.min, 1, 2, info.max], dtype.np)
+        x = np.random.default_rng(0).choice(odd, (3, 10))
+    x = x.astype(dtype.np)
+    for axis, k in ((1, 0), (1, 1), (1, 7), (1, 10), (0, 2)):
+        check("top_k", [x], axis=axis, k=k)
+    check("top_k", [numbers((2, 3, 5), BOOL)], axis=1, k=2)
+
+
+def test_top_k_of_long_rows():
+    assert any(op.name == "for" for op in lowered_top_k(8).body.ops)
+    assert any(op.name == "sort" for op in lowered_top_k(40).body.ops)
+    for k in (8, 40):
+        check("top_k", [(numbers((2, 40)) * 4).astype(np.int32)], axis=1, k=k)
+
+
+def lowered_top_k(k: int) -> Kernel:
+    x = np.zeros((2, 40), np.int32)
+    return lowered_kernel(table()["top_k"].lower, [x], dict(axis=1, k=k))
 
 
 def gather_attrs(x: np.ndarray, result, numbers_, sizes, mode="clip", fill=None):

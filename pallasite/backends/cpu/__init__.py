@@ -13,7 +13,7 @@ from pallasite import config
 from pallasite.backends.base import Launch, Options, Stage
 from pallasite.backends.cpu import compile as compiler
 from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
-from pallasite.backends.cpu.emit import NATIVE, emit_kernel, with_own_inputs
+from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native, with_own_inputs
 from pallasite.backends.cpu.sharing import sharing_text
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
@@ -67,7 +67,7 @@ class CpuBackend:
 
 
 def _legal(kernel: Kernel) -> Kernel:
-    return strips(legalize(with_own_inputs(kernel), NATIVE, "cpu"), STRIP_BYTES)
+    return strips(legalize(with_own_inputs(kernel), is_native, "cpu"), STRIP_BYTES)
 
 
 def scheduled_text(kernel: Kernel) -> str:

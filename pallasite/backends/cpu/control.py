@@ -98,7 +98,7 @@ def emit_cond(e: "Emitter", op: Op) -> None:
     (done,) = f.labels("joined")
     labels = [f.labels(f"branch{n}")[0] for n in range(len(branches))]
     targets = {
-        result: Tile(result.tile.shape, result.tile.dtype, _lasting(e, result))
+        result: Tile(result.tile.shape, result.tile.dtype, e.lasting(result))
         for result in op.results
         if result.tile.rank
     }
@@ -140,7 +140,7 @@ def _carry_places(e: "Emitter", op: Op, carries: Sequence[Value]) -> list[Tile |
         if not value.tile.rank:
             places.append(None)
             continue
-        memory = _lasting(e, result)
+        memory = e.lasting(result)
         root = Root("carried", mutable=False)
         buffer = Buffer(memory.pointer, memory.strides, root)
         e.fill(buffer, e.tile(value))
@@ -158,11 +158,6 @@ def _offer_places(
     for param, value, place in zip(params, yields, places, strict=True):
         if place is not None and place.buffer is not None and value is not param:
             e.offered[value] = (param, place.buffer)
-
-
-def _lasting(e: "Emitter", result: Value) -> Buffer:
-    until = max(e.scope.uses.last[result], e.scope.position)
-    return e.temporary(result.tile.shape, result.tile.dtype, until)
 
 
 def _merge(places: list[Tile | None], registers: Sequence[Val]) -> list["Meaning"]:

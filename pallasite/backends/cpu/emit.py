@@ -21,7 +21,9 @@ from pallasite.backends.cpu import (
     pipeline,
     reductions,
     scalars,
+    selection,
     shapes,
+    sorting,
     turning,
     vectors,
 )
@@ -57,6 +59,8 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **shapes.RULES,
     **reductions.RULES,
     **dot.RULES,
+    **selection.RULES,
+    **sorting.RULES,
     **gathers.RULES,
     **memory.RULES,
     **control.RULES,
@@ -64,6 +68,11 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **pipeline.RULES,
 }
 NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
+
+
+def is_native(op: Op) -> bool:
+    """Whether there is a rule for an op with these operands."""
+    return op.name in NATIVE and (op.name != "top_k" or selection.has_top_k(op))
 
 
 def with_own_inputs(kernel: Kernel) -> Kernel:
@@ -358,10 +367,13 @@ class Emitter:
         return Buffer(pointer, row_major(shape))
 
     def result_buffer(self, op: Op, dtype: DType | None = None) -> Buffer:
-        """Memory for an op's result that lasts as long as the result."""
-        type = op.result.tile
-        until = max(self.scope.uses.last[op.result], self.scope.position)
-        return self.temporary(type.shape, dtype or type.dtype, until)
+        """Memory for the result of an op that has one."""
+        return self.lasting(op.result, dtype)
+
+    def lasting(self, result: Value, dtype: DType | None = None) -> Buffer:
+        """Memory for a result that lasts as long as the result."""
+        until = max(self.scope.uses.last[result], self.scope.position)
+        return self.temporary(result.tile.shape, dtype or result.tile.dtype, until)
 
     def force(self, tile: Tile) -> Buffer:
         """Evaluate a tile into a buffer of its own."""

@@ -1,4 +1,4 @@
-"""Reductions and scans: reduce, arg_reduce, scan.
+"""Reductions and scans: reduce, scan.
 
 Along the last dimension several vectors of running values are kept side by side; along
 others each lane is a result of its own. Narrow floats are summed in f32.
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pallasite.backends.cpu import arithmetic, scalars, tiles, turning, vectors
 from pallasite.backends.cpu.llvm import Function, Val, integer
 from pallasite.backends.cpu.tiles import Buffer, Indices, Tile
-from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
 
@@ -255,71 +254,95 @@ def _as_dtype(e: "Emitter", tile: Tile, dtype: DType) -> Tile:
     return tiles.formula(tile.shape, dtype, element, [tile], pointwise=True)
 
 
-def emit_arg_reduce(e: "Emitter", op: Op) -> None:
-    """The first best position; the first NaN, if there is one, is the best."""
-    axis, kind = op.attrs["axis"], op.attrs["kind"]
-    tile, dtype = e.as_tile(op.operands[0]), op.attrs["dtype"]
-
-    def position(indices: Indices) -> Val:
-        f = e.f
-        first = tile.at(f, _insert(indices, axis, integer(0)))
-        # Element 0 is looked at twice, which changes nothing and needs no peeling.
-        with f.loop(integer(tile.shape[axis]), [first, integer(0)]) as loop:
-            index, best, where = loop
-            value = tile.at(f, _insert(indices, axis, index))
-            better = _is_better(f, kind, tile.dtype, value, best)
-            loop.carries = [
-                f.select(better, value, best),
-                f.select(better, index, where),
-            ]
-        return f.convert("trunc", loop.carries[1], scalars.register(dtype))
-
-    if not tile.shape[axis]:
-        raise UnsupportedError(f"arg{kind} of no elements")
-    if not op.result.tile.rank:
-        e.define(op.result, position(()))
-        return
-    buffer = e.result_buffer(op)
-    with e.f.nest(op.result.tile.shape) as indices:
-        value = position(indices)
-        scalars.store(e.f, dtype, value, buffer.address(e.f, dtype, indices))
-    e.define(op.result, Tile(op.result.tile.shape, dtype, buffer))
-
-
-def _is_better(f: Function, kind: str, dtype: DType, value: Val, best: Val) -> Val:
-    if dtype.is_float:
-        # Unordered is true for a NaN on either side; only a new NaN may win.
-        test = "fcmp ugt" if kind == "max" else "fcmp ult"
-        had_number = f.compare("fcmp ord", best, best)
-        return f.both(f.compare(test, value, best), had_number)
-    sign = "s" if dtype.is_signed_int else "u"
-    return f.compare(f"icmp {sign}{'gt' if kind == 'max' else 'lt'}", value, best)
-
-
 def emit_scan(e: "Emitter", op: Op) -> None:
-    axis, kind = op.attrs["axis"], op.attrs["kind"]
     tile = e.tile(op.operands[0])
-    f, dtype, length = e.f, tile.dtype, tile.shape[axis]
-    running = running_dtype(kind, dtype)
     buffer = e.result_buffer(op)
-    others = [n for d, n in enumerate(tile.shape) if d != axis]
-    with f.nest(others) as rest:
-        start = [identity(kind, running)]
-        with f.loop(integer(length), start) as loop:
-            place = loop.index
-            if op.attrs["reverse"]:
-                place = f.sub(integer(length - 1), place)
-            indices = _insert(rest, axis, place)
-            value = scalars.cast(f, tile.at(f, indices), dtype, running)
-            total = combine(f, kind, running, loop.carries[0], value)
-            address = buffer.address(f, dtype, indices)
-            scalars.store(f, dtype, scalars.cast(f, total, running, dtype), address)
-            loop.carries = [total]
-    e.define(op.result, Tile(tile.shape, dtype, buffer))
+    scan = _Scan(e, op.attrs["kind"], tile, buffer, op.attrs["reverse"])
+    axis, along = op.attrs["axis"], vectors.vector_dim(tile.shape)
+    if 0 not in tile.shape and along == axis:
+        scan.along_lanes(axis)
+    elif 0 not in tile.shape:
+        scan.across_lanes(axis)
+    e.define(op.result, Tile(tile.shape, tile.dtype, buffer))
 
 
-def _insert(indices: Indices, axis: int, value: Val) -> list[Val]:
-    return [*indices[:axis], value, *indices[axis:]]
+class _Scan:
+    """One scan op."""
+
+    def __init__(
+        self, e: "Emitter", kind: str, tile: Tile, target: Buffer, reverse: bool
+    ):
+        self.e, self.kind, self.tile, self.target = e, kind, tile, target
+        self.reverse, self.running = reverse, running_dtype(kind, tile.dtype)
+        self.start = identity(kind, self.running)
+
+    def along_lanes(self, axis: int) -> None:
+        """Vectors are scanned in themselves, and go on where the one before ended."""
+        f, shape, count = self.e.f, self.tile.shape, vectors.width()
+        full, rest = divmod(shape[axis], count)
+        with f.nest(shape[:axis]) as outer:
+            inner = [integer(0)] * (len(shape) - axis - 1)
+            step = lambda lanes, total: self._scan_lanes([*outer, lanes, *inner], total)
+            total = self.start
+            if rest and self.reverse:
+                with vectors.last_lanes(f, full * count, rest) as lanes:
+                    total = step(lanes, total)
+            with f.loop(integer(full), [total]) as loop:
+                place = self._place(loop.index, full)
+                lanes = vectors.Lanes(f.mul(place, integer(count)), count)
+                loop.carries = [step(lanes, loop.carries[0])]
+            if rest and not self.reverse:
+                with vectors.last_lanes(f, full * count, rest) as lanes:
+                    step(lanes, loop.carries[0])
+
+    def _scan_lanes(self, indices: Indices, total: Val) -> Val:
+        """Store what a vector of elements makes of `total`; gives the last of it."""
+        f, count = self.e.f, max(i.count for i in indices)
+        x = f.splat(self._element(indices), count)
+        if f.mask is not None:
+            x = f.select(f.mask, x, self.start)
+        distance = 1
+        while distance < count:
+            moved = vectors.moved(f, x, distance, self.start, self.reverse)
+            x, distance = self._joined(moved, x), 2 * distance
+        x = self._joined(total, x)
+        self._store(indices, x)
+        return f.lane(x, 0 if self.reverse else count - 1)
+
+    def across_lanes(self, axis: int) -> None:
+        """Lanes are scans of their own; rows are walked in the order of memory."""
+        e, f, shape = self.e, self.e.f, self.tile.shape
+        row, running = shape[axis + 1 :], self.running
+        totals = e.temporary(row, running)
+        with f.nest(shape[:axis]) as outer:
+            e.fill(totals, tiles.splat(row, running, self.start))
+            with f.loop(integer(shape[axis])) as loop:
+                place = self._place(loop.index, shape[axis])
+
+                def body(inner: Indices) -> None:
+                    address = totals.address(f, running, inner)
+                    indices = [*outer, place, *inner]
+                    old = scalars.load(f, running, address)
+                    total = self._joined(old, self._element(indices))
+                    scalars.store(f, running, total, address)
+                    self._store(indices, total)
+
+                vectors.each(f, row, body)
+
+    def _place(self, index: Val, count: int) -> Val:
+        return self.e.f.sub(integer(count - 1), index) if self.reverse else index
+
+    def _element(self, indices: Indices) -> Val:
+        value = self.tile.at(self.e.f, indices)
+        return scalars.cast(self.e.f, value, self.tile.dtype, self.running)
+
+    def _store(self, indices: Indices, total: Val) -> None:
+        f, dtype = self.e.f, self.tile.dtype
+        address = self.target.address(f, dtype, indices)
+        scalars.store(f, dtype, scalars.cast(f, total, self.running, dtype), address)
+
+    def _joined(self, a: Val, b: Val) -> Val:
+        return combine(self.e.f, self.kind, self.running, a, b)
 
 
-RULES = {"reduce": emit_reduce, "arg_reduce": emit_arg_reduce, "scan": emit_scan}
+RULES = {"reduce": emit_reduce, "scan": emit_scan}

@@ -18,7 +18,7 @@ from pallasite.ir.opdef import Effect, Unit, table
 # parts may too if their result is only moved, and pads of whole rows.
 COMPLETE = frozenset(
     [
-        *("reduce", "arg_reduce", "scan", "dot", "concatenate", "pad"),
+        *("reduce", "scan", "top_k", "sort", "dot", "concatenate", "pad"),
         *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read", "scatter"),
     ]
 )

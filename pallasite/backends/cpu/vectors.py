@@ -166,6 +166,21 @@ def _halves(f: Function, a: Val, b: Val, size: int, which: int) -> Val:
     return f.pure(a.type, f"shufflevector {a}, {b}, {mask}")
 
 
+def moved(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
+    """The lanes `distance` places up or down; `space` comes in at the other end."""
+    count, space = x.count, f.splat(space, x.count)
+    first, a, b = (distance, x, space) if down else (count - distance, space, x)
+    lanes = ", ".join(f"i32 {first + k}" for k in range(count))
+    return f.pure(x.type, f"shufflevector {a}, {b}, <{count} x i32> <{lanes}>")
+
+
+def exchanged(f: Function, x: Val, distance: int) -> Val:
+    """Lane n gets lane n xor distance."""
+    lanes = ", ".join(f"i32 {n ^ distance}" for n in range(x.count))
+    mask = f"<{x.count} x i32> <{lanes}>"
+    return f.pure(x.type, f"shufflevector {x}, {x.type} poison, {mask}")
+
+
 def _part(f: Function, x: Val, first: int, count: int) -> Val:
     lanes = ", ".join(f"i32 {first + k}" for k in range(count))
     type = vector(x.type[1:-1].split(" x ", 1)[1], count)

@@ -268,6 +268,23 @@ def _sort_key(x: Array) -> Array:
     return x.astype(np.uint8) if x.dtype == np.bool_ else _wide(x)
 
 
+@_tile_op("top_k")
+def _top_k(op: Op, x: Array) -> Sequence[Array]:
+    axis, k = op.attrs["axis"], op.attrs["k"]
+    order = np.argsort(~_in_total_order(x), axis, kind="stable")
+    places = np.take(order, range(k), axis)
+    return [np.take_along_axis(x, places, axis), places.astype(np.int32)]
+
+
+def _in_total_order(x: Array) -> Array:
+    """Integers or bools in the order of the elements: floats by their bits."""
+    wide = x if x.dtype == np.bool_ else _wide(x)
+    if wide.dtype.kind != "f":
+        return wide
+    bits = wide.view(np.dtype(f"i{wide.dtype.itemsize}"))
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
+
+
 # --- data-dependent selection ---
 
 

@@ -202,6 +202,12 @@ def _sort(op: Op, *operands: Array) -> list[np.ndarray]:
     return [np.broadcast_to(highest, np.shape(x)) for x in operands]
 
 
+def _top_k(op: Op, x: Partly) -> list[np.ndarray]:
+    """As for `sort`."""
+    highest = x.codes.max(axis=op.attrs["axis"], keepdims=True)
+    return [np.broadcast_to(highest, r.tile.shape) for r in op.results]
+
+
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> np.ndarray:
     plain = [value_of(s) for s in starts]
     (codes,) = numpy_tiles.run(op, [codes_or_zeros(x), *plain])
@@ -264,6 +270,7 @@ _TILES: dict[str, Callable[..., Any]] = {
     "scan": _scan,
     "dot": _dot,
     "sort": _sort,
+    "top_k": _top_k,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

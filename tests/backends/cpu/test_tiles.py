@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallasite import target
 from pallasite.ir.types import BF16, DTYPES, F32, F64, I32, TileType
 from tests.backends.cpu.running import compute, llvm_of, tiles_kernel
 
@@ -182,31 +183,73 @@ def test_bf16_sums_are_kept_in_f32():
         same(got, np.full(2, 1000, BF16_NP))
 
 
-@pytest.mark.parametrize("kind", ["max", "min"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_arg_reduce_takes_the_first_best(kind: str, axis: int):
-    x = RNG.integers(-3, 4, (7, 9)).astype(np.float32)
-    attrs = dict(kind=kind, axis=axis, dtype=I32)
-    pick = {"max": np.argmax, "min": np.argmin}[kind]
-    same(compute(lambda b, v: b.arg_reduce(v, **attrs), x), pick(x, axis).astype("i4"))
-    x[3, 3] = x[5, 3] = np.nan
-    same(compute(lambda b, v: b.arg_reduce(v, **attrs), x), pick(x, axis).astype("i4"))
-    ints = x[:3].astype(np.int32)
-    got = compute(lambda b, v: b.arg_reduce(v, **attrs), ints)
-    same(got, pick(ints, axis).astype("i4"))
+@pytest.mark.parametrize("name", ["f32", "bf16", "f64", "i32", "u8", "bool"])
+def test_arg_reduce_takes_the_first_best(name: str):
+    dtype = DTYPES[name]
+    x = RNG.integers(0, 7, (9, 37)).astype(dtype.np)
+    if dtype.is_float:
+        x[3, 3] = x[5, 3] = x[5, 30] = np.nan
+        x[0], x[1, 4:] = -np.inf, np.inf
+    cases = [(pick, axis) for pick in ("max", "min") for axis in (0, 1)]
+    every = lambda b, v: [
+        b.arg_reduce(v, kind=kind, axis=axis, dtype=I32) for kind, axis in cases
+    ]
+    for (kind, axis), got in zip(cases, compute(every, x), strict=True):
+        pick = {"max": np.argmax, "min": np.argmin}[kind]
+        wide = x.astype(np.float64)
+        same(got, pick(wide, axis).astype(np.int32))
+
+
+SCANS = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+
+
+def scanned(x: np.ndarray, kind: str, axis: int, reverse: bool) -> np.ndarray:
+    """numpy's scan, in f64 where elements are floats."""
+    wide = x if x.dtype.kind in "iu" else x.astype(np.float64)
+    flip = (lambda v: np.flip(v, axis)) if reverse else (lambda v: v)
+    scan = SCANS.get(kind, np.logaddexp).accumulate
+    with np.errstate(invalid="ignore"):
+        return flip(scan(flip(wide), axis=axis, dtype=wide.dtype))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("kind", ["sum", "prod", "max", "min", "logsumexp"])
+@pytest.mark.parametrize("kind", [*SCANS, "logsumexp"])
 def test_scan(kind: str, reverse: bool):
-    fn = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
-    x = normal(3, 11, 2)
-    flipped = x[:, ::-1] if reverse else x
-    scan = fn.get(kind, np.logaddexp).accumulate
-    want = scan(flipped.astype(np.float64), axis=1)
-    want = want[:, ::-1] if reverse else want
-    got = compute(lambda b, v: b.scan(v, kind=kind, axis=1, reverse=reverse), x)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+    x = normal(3, 5, 37)  # full vectors and a part of one
+    x[1, 2, 20] = np.nan if kind in ("max", "logsumexp") else 0.5
+    x[0, 0, 3] = -np.inf if kind in ("min", "logsumexp") else 0.5
+    every = lambda b, v: [
+        b.scan(v, kind=kind, axis=axis, reverse=reverse) for axis in range(3)
+    ]
+    for axis, got in enumerate(compute(every, x)):
+        want = scanned(x, kind, axis, reverse)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["i8", "u16", "i64", "bf16", "f64"])
+def test_scan_types(name: str):
+    dtype = DTYPES[name].np
+    # Of bf16, numbers whose sums it does not hold: they are kept in f32.
+    x = RNG.integers(0, 9, (7, 33)).astype(dtype)
+    cases = [(0, "sum"), (1, "sum"), (1, "max")]
+    every = lambda b, v: [
+        b.scan(v, kind=kind, axis=axis, reverse=False) for axis, kind in cases
+    ]
+    for (axis, kind), got in zip(cases, compute(every, x), strict=True):
+        same(got, scanned(x, kind, axis, False).astype(dtype))
+
+
+def test_scans_of_few_elements_and_lanes():
+    """One element, none at all, what is the same everywhere; vectors of four lanes."""
+    with target.using(target.SSE):
+        for shape, axis in (((1, 1), 0), ((3, 1), 1), ((0, 4), 0), ((9, 5, 1), 1)):
+            attrs = dict(kind="sum", axis=axis, reverse=True)
+            x = normal(*shape)
+            got = compute(lambda b, v, a=attrs: b.scan(v, **a), x)
+            want = scanned(x, "sum", axis, True)
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    count = lambda b, v: b.scan(b.like(1.0, v), kind="sum", axis=0, reverse=False)
+    same(compute(count, normal(21)), np.arange(1, 22, dtype=np.float32))
 
 
 # --- dot ---

@@ -275,6 +275,15 @@ def scans(x):
     return over_rows(kernel, x)
 
 
+@case(array(64, 256))
+def largest(x):
+    def kernel(x_ref, o_ref):
+        values, places = lax.top_k(x_ref[...], 8)
+        o_ref[...] = values + places.astype(F32)
+
+    return over_rows(kernel, x, out=array(x.shape[0], 8))
+
+
 @case(array(1024), array(1024))
 def one_dimension(x, y):
     def kernel(x_ref, y_ref, o_ref, total_ref):

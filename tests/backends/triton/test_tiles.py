@@ -25,6 +25,7 @@ ONE_OPERAND = {
     "argmax": ("arg_reduce", (5, 7), dict(kind="max", axis=1, dtype=I32)),
     "argmin": ("arg_reduce", (5, 7), dict(kind="min", axis=0, dtype=I32)),
     "sort": ("sort", (3, 6), dict(axis=1, num_keys=1, stable=True)),
+    "top_k": ("top_k", (3, 6), dict(axis=1, k=3)),
 }
 
 
@@ -40,8 +41,8 @@ def agree(kernel, operands, rtol=1e-6):
 def test_one_operand(name: str, dtype):
     op, shape, attrs = ONE_OPERAND[name]
     tile = TileType(shape, dtype)
-    (result,) = table()[op].type_rule((tile,), attrs)
-    kernel = whole_kernel(lambda b, x: b.op(op, x, **attrs), [tile], result)
+    result = table()[op].type_rule((tile,), attrs)[-1]
+    kernel = whole_kernel(lambda b, x: b.emit(op, x, **attrs)[-1], [tile], result)
     x = np.random.default_rng(0).integers(1, 4, shape).astype(dtype.np)
     agree(kernel, [x])
 
