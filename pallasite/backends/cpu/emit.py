@@ -405,11 +405,19 @@ class Emitter:
         until = max(tile.last, self.scope.position) if here else None
         return self.temporary(tile.shape, tile.dtype, until)
 
-    def stored(self, tile: Tile) -> Tile:
-        """The same tile, but cheap to evaluate many times."""
+    def stored(self, tile: Tile, view: Value | None = None) -> Tile:
+        """The same tile, but cheap to evaluate many times.
+
+        A tile of a block outside lasts for this op only, or as long as its `view`.
+        """
         if tile.buffer is not None or tile.is_free:
             return tile
-        return Tile(tile.shape, tile.dtype, self.force(tile))
+        if view is None or tile.scope == self.scope.number:
+            return Tile(tile.shape, tile.dtype, self.force(tile))
+        until = max(self.scope.uses.last[view], self.scope.position)
+        buffer = self.temporary(tile.shape, tile.dtype, until)
+        self.fill(buffer, tile)
+        return Tile(tile.shape, tile.dtype, buffer)
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
         """Store every element of a tile, in the order of the memory it goes to."""

@@ -51,7 +51,7 @@ def emit_transpose(e: "Emitter", op: Op) -> None:
     """A view; what is still to be computed from memory is computed in its own order."""
     tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
     if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
-        tile = e.stored(tile)
+        tile = e.stored(tile, op.result)
     e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
 

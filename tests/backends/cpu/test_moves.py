@@ -120,6 +120,32 @@ def test_a_turned_tile_used_in_a_loop_and_after_it():
     check(emit, [x, y], add3)
 
 
+def test_a_tile_from_outside_a_loop_is_turned_inside():
+    """Its copy lasts until it is used, not only while it is turned."""
+    x, y = some(20, 24), some(24, 20)
+
+    def emit(b: Builder, x_ref: Value, y_ref: Value, out: Value) -> None:
+        mask = b.constant(True, TileType(y.shape, BOOL))
+        whole = (Span(0, 24), Span(0, 20))
+        part = b.load(
+            y_ref, whole, mask=mask, other=b.constant(0.0, TileType(y.shape, F32))
+        )
+
+        def step(c: Builder, i: Value, sum: Value) -> Value:
+            turned = c.transpose(part, perm=(1, 0))
+            twice = c.concatenate(sum, c.neg(sum), axis=0)
+            cut = c.slice(twice, starts=(0, 0), limits=(20, 24), strides=(1, 1))
+            return c.add(c.mul(cut, cut), turned)
+
+        body = region((index_value(), Value(TileType(x.shape, F32))), step)
+        bounds = [b.index(n) for n in (0, 2, 1)]
+        b.store(out, b.emit("for", *bounds, b.load(x_ref), regions=(body,))[0])
+
+    kernel = with_refs(emit, [x, y], [TileType(x.shape, F32)])
+    (got,) = run(kernel, x, y)
+    np.testing.assert_allclose(got, (x * x + y.T) ** 2 + y.T, rtol=1e-5)
+
+
 def test_turned_iota_needs_no_memory():
     def emit(b: Builder, x: Value):
         rows, columns = (
