@@ -17,7 +17,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.types import INDEX, TileType
 
 # Ops that need all of a row, and nothing else, for a row of their result.
-_ALONG_ROWS = {"reduce": "axes", "arg_reduce": "axis", "scan": "axis"}
+_ALONG_ROWS = {"reduce": "axes", "scan": "axis"}
 
 
 def strips(kernel: Kernel, most_bytes: int) -> Kernel:

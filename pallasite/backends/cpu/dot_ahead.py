@@ -181,7 +181,7 @@ class AllAhead:
         count = f.value("i64", f"load atomic i64, {done} acquire, align 8")
         with f.when(f.compare("icmp ult", count, integer(each.parts.count))):
             name = _packer(f.module, each, number)
-            f.line(f"call void @{name}({tile.buffer.pointer}, {packed}, {counters})")
+            f.call_defined(name, tile.buffer.pointer, packed, counters)
         return packed
 
 

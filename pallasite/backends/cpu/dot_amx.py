@@ -16,7 +16,6 @@ from pallasite.backends.cpu.dot_scheme import (
     PanelProduct,
     Scheme,
     Sizes,
-    call_defined,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.microkernel import product_function
@@ -88,8 +87,7 @@ class TileScheme(Scheme):
         if not f.module.defines(name):
             sizes = call.valid_rows, call.valid_columns
             _emit_product(f.module, name, self, *sizes)
-        operands = call.rows, call.columns, call.sums
-        call_defined(f, name, *operands, call.depth, call.stride, call.fresh)
+        call.emit(f, name)
 
 
 # --- the product of two panels ---
@@ -232,7 +230,7 @@ def pack_tiles(
         _emit_packing(f.module, packing)
     strides = operand.width, operand.depth
     rest = place.target, place.panels, place.depth, place.room
-    call_defined(f, packing.name, place.source, *strides, *rest)
+    f.call_defined(packing.name, place.source, *strides, *rest)
 
 
 @dataclass(frozen=True)
@@ -351,7 +349,7 @@ def _interleave(f: Function, parts: list[Val]) -> Val:
     while len(parts) > 1:
         picks = [n for low in range(SIDE) for n in (low, low + SIDE)]
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        joined = [vec.shuffle(f, a, b, picks) for a, b in pairs]
+        joined = [f.shuffle(a, b, picks) for a, b in pairs]
         bits = 32 // (len(parts) // 2)
         wider = vec.vector(f"i{bits}", SIDE)
         parts = [f.pure(wider, f"bitcast {j} to {wider}") for j in joined]

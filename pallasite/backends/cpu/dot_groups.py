@@ -18,10 +18,13 @@ from pallasite.backends.cpu.dot_scheme import (
     PanelProduct,
     Scheme,
     Sizes,
-    call_defined,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
-from pallasite.backends.cpu.microkernel import product_function, store_sums
+from pallasite.backends.cpu.microkernel import (
+    product_function,
+    rows_of_sums,
+    store_sums,
+)
 from pallasite.ir.types import BF16, F32, I8, I32, U8, DType
 from pallasite.target import Host
 
@@ -82,8 +85,7 @@ class GroupScheme(Scheme):
             if not f.module.defines(block.name):
                 _emit_block(f.module, block)
             sums = vec.offset(f, call.sums, "i32", f.mul(integer(first), call.stride))
-            operands = call.rows, call.columns, sums
-            call_defined(f, block.name, *operands, call.depth, call.stride, call.fresh)
+            call._replace(sums=sums).emit(f, block.name)
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,7 @@ def _emit_block(module: Module, block: _RowBlock) -> None:
         totals = [
             f.binary("sub", total, taken[n % extra]) for n, total in enumerate(totals)
         ]
-    targets = [
-        vec.offset(f, sums, element, f.mul(integer(i), stride))
-        for i in range(block.count)
-    ]
+    targets = rows_of_sums(f, element, sums, stride, block.count)
     store_sums(f, scheme.sums, SIDE, block.columns, targets, totals, fresh)
     f.line("ret void")
 

@@ -17,13 +17,13 @@ from pallasite.backends.cpu.dot_scheme import (
     PanelProduct,
     Scheme,
     Sizes,
-    call_defined,
 )
 from pallasite.backends.cpu.llvm import Function, Module, Val, integer
 from pallasite.backends.cpu.microkernel import (
     has_fused,
     multiply_add,
     product_function,
+    rows_of_sums,
     store_sums,
 )
 from pallasite.backends.cpu.values import Lanes
@@ -100,8 +100,7 @@ class InnerScheme(Scheme):
         block = _Block(self, call.valid_rows, call.valid_columns)
         if not f.module.defines(block.name):
             _emit(f.module, block)
-        operands = call.rows, call.columns, call.sums
-        call_defined(f, block.name, *operands, call.depth, call.stride, call.fresh)
+        call.emit(f, block.name)
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,7 @@ def _emit(module: Module, block: _Block) -> None:
         loop.carries = _step(f, block, f.mul(whole, step), loop.carries)
         f.mask = None
     totals = _added_up(f, block, loop.carries, zero)
-    places = [
-        vec.offset(f, sums, element, f.mul(integer(i), stride))
-        for i in range(block.rows)
-    ]
+    places = rows_of_sums(f, element, sums, stride, block.rows)
     width = scheme.columns, block.columns
     store_sums(f, scheme.sums, *width, places, totals, fresh)
     f.line("ret void")
@@ -189,4 +185,4 @@ def _added_up(f: Function, block: _Block, totals: list[Val], zero: Val) -> list[
 def _part(f: Function, scheme: InnerScheme, sums: list[Val], first: int) -> Val:
     group, start = divmod(first, scheme.lanes)
     picks = [start + n for n in range(scheme.columns)]
-    return vec.shuffle(f, sums[group], sums[group], picks)
+    return f.shuffle(sums[group], sums[group], picks)

@@ -178,6 +178,12 @@ class PanelProduct(NamedTuple):
     valid_columns: int
     factors: Val | None  # the address of one per row, which sums are multiplied by
 
+    def emit(self, f: Function, name: str) -> None:
+        """Call a function made by `product_function`."""
+        operands = self.rows, self.columns, self.sums
+        more = () if self.factors is None else (self.factors,)
+        f.call_defined(name, *operands, self.depth, self.stride, self.fresh, *more)
+
 
 @dataclass(frozen=True)
 class VectorScheme(Scheme):
@@ -220,8 +226,7 @@ class VectorScheme(Scheme):
         along = direction(operand.dtype, target, operand.width, operand.depth)
         width = self.rows if is_rows else self.columns
         packing = Packing(operand.dtype, target, self.lanes, width, place.valid, along)
-        call_defined(
-            f,
+        f.call_defined(
             packer(f.module, packing),
             place.source,
             operand.width,
@@ -245,23 +250,7 @@ class VectorScheme(Scheme):
             has_fused(self.host),
             call.factors is not None,
         )
-        more = [] if call.factors is None else [call.factors]
-        call_defined(
-            f,
-            microkernel(f.module, micro),
-            call.rows,
-            call.columns,
-            call.sums,
-            call.depth,
-            call.stride,
-            call.fresh,
-            *more,
-        )
-
-
-def call_defined(f: Function, name: str, *args: Val) -> None:
-    """Call a function of the same module, which needs no declaration."""
-    f.call_defined(name, *args)
+        call.emit(f, microkernel(f.module, micro))
 
 
 @dataclass(frozen=True)

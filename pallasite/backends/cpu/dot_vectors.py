@@ -37,17 +37,9 @@ def splat(f: Function, value: Val, count: int) -> Val:
     return f.pure(type, f"shufflevector {first}, {type} poison, {zeros}")
 
 
-def shuffle(f: Function, a: Val, b: Val, picks: Sequence[int]) -> Val:
-    """Elements of `a` followed by `b`, by number."""
-    element = a.type.split(" x ")[1].rstrip(">")
-    listed = ", ".join(f"i32 {n}" for n in picks)
-    mask = f"{vector('i32', len(picks))} <{listed}>"
-    return f.pure(vector(element, len(picks)), f"shufflevector {a}, {b}, {mask}")
-
-
 def resized(f: Function, x: Val, count: int) -> Val:
     """The first elements of a vector, or all of them and the last one repeated."""
-    return shuffle(f, x, x, [min(n, x.count - 1) for n in range(count)])
+    return f.shuffle(x, x, [min(n, x.count - 1) for n in range(count)])
 
 
 def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:
@@ -60,8 +52,8 @@ def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:
         for i in range(count):
             if not i & step:
                 a, b = vectors[i], vectors[i + step]
-                vectors[i] = shuffle(f, a, b, low)
-                vectors[i + step] = shuffle(f, a, b, high)
+                vectors[i] = f.shuffle(a, b, low)
+                vectors[i + step] = f.shuffle(a, b, high)
         step *= 2
     return vectors
 

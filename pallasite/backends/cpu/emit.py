@@ -372,8 +372,12 @@ class Emitter:
 
     def lasting(self, result: Value, dtype: DType | None = None) -> Buffer:
         """Memory for a result that lasts as long as the result."""
-        until = max(self.scope.uses.last[result], self.scope.position)
-        return self.temporary(result.tile.shape, dtype or result.tile.dtype, until)
+        type, until = result.tile, self._end_of(result)
+        return self.temporary(type.shape, dtype or type.dtype, until)
+
+    def _end_of(self, value: Value) -> int:
+        """The position after which nobody needs a value of this block."""
+        return max(self.scope.uses.last[value], self.scope.position)
 
     def force(self, tile: Tile) -> Buffer:
         """Evaluate a tile into a buffer of its own."""
@@ -414,8 +418,7 @@ class Emitter:
             return tile
         if view is None or tile.scope == self.scope.number:
             return Tile(tile.shape, tile.dtype, self.force(tile))
-        until = max(self.scope.uses.last[view], self.scope.position)
-        buffer = self.temporary(tile.shape, tile.dtype, until)
+        buffer = self.temporary(tile.shape, tile.dtype, self._end_of(view))
         self.fill(buffer, tile)
         return Tile(tile.shape, tile.dtype, buffer)
 

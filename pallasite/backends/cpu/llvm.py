@@ -327,6 +327,13 @@ class Function:
         count = max(v.count for v in values)
         return [self.splat(v, count) for v in values]
 
+    def shuffle(self, a: Val, b: Val | None, picks: Sequence[int]) -> Val:
+        """Lanes of `a` followed by those of `b`, by number."""
+        count, other = len(picks), f"{a.type} poison" if b is None else b
+        mask = f"<{count} x i32> <{', '.join(f'i32 {n}' for n in picks)}>"
+        type = vector(lane_type(a.type), count)
+        return self.pure(type, f"shufflevector {a}, {other}, {mask}")
+
     def lane(self, a: Val, n: int) -> Val:
         if not a.count:
             return a

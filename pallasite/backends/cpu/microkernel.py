@@ -92,15 +92,21 @@ def product_function(module: Module, name: str, *more: tuple[str, str]) -> Funct
     return Function(module, name, params, linkage="internal", attributes=attributes)
 
 
+def rows_of_sums(
+    f: Function, element: str, sums: Val, stride: Val, count: int
+) -> list[Val]:
+    """Where each row of a block begins."""
+    return [
+        vec.offset(f, sums, element, f.mul(integer(i), stride)) for i in range(count)
+    ]
+
+
 def _emit(module: Module, micro: Micro) -> None:
     more = [("ptr noalias", "factors")] if micro.scaled else []
     f = product_function(module, micro.name, *more)
     rows, columns, sums, depth, stride, fresh, *factors = f.params
     element = scalars.memory(micro.dtype)
-    places = [
-        vec.offset(f, sums, element, f.mul(integer(i), stride))
-        for i in range(micro.rows)
-    ]
+    places = rows_of_sums(f, element, sums, stride, micro.rows)
     zero = Val(vec.vector(element, micro.lanes), "zeroinitializer")
     start = [rows, columns, *[zero] * (micro.rows * micro.vectors)]
     rounds = f.binary("udiv", depth, integer(UNROLL))

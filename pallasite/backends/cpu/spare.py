@@ -28,7 +28,7 @@ def take(f: Function, size: Val) -> Val:
 
 def put_back(f: Function, block: Val) -> None:
     _define(f.module)
-    f.line(f"call void @put_back({block})")
+    f.call_defined("put_back", block)
 
 
 def _define(module: Module) -> None:

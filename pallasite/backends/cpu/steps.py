@@ -32,10 +32,9 @@ def load(f: Function, type: str, pointers: Pointers) -> Val:
         start = min(number * count, extent - count)
         place = f.element(first, type, integer(start))
         loaded = f.value(wide, f"load {wide}, {place}, align {align}")
-        picks = ", ".join(
-            f"i32 {count + offset - start if offset // count == number else lane}"
+        picks = [
+            count + offset - start if offset // count == number else lane
             for lane, offset in enumerate(offsets)
-        )
-        mask = f"<{count} x i32> <{picks}>"
-        result = f.pure(wide, f"shufflevector {result}, {loaded}, {mask}")
+        ]
+        result = f.shuffle(result, loaded, picks)
     return result

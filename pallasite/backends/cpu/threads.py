@@ -62,7 +62,7 @@ def _at(name: str, offset: int, base: str = "%job") -> str:
 def wait_for(f: Function, counter: Val, count: Val) -> None:
     """Wait until other threads have brought a counter up to `count`."""
     _emit_wait(f.module)
-    f.line(f"call void @wait_for({counter}, {count})")
+    f.call_defined("wait_for", counter, count)
 
 
 def _emit_work(module: Module, operands: int) -> None:

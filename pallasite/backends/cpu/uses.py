@@ -66,7 +66,7 @@ def uses_of(block: Block) -> Uses:
                     kept.add(result)
             if result in wanted and consumers[result] == 1:
                 moved.add(result)
-        done = [v for v in op.results if is_complete(op) and v not in moved]
+        done = [v for v in op.results if _is_complete(op) and v not in moved]
         late = [v for v in op.results if v not in done]
         until = max(
             [position, *(_until(op, v, last, first, stored, kept) for v in late)]
@@ -82,7 +82,7 @@ def uses_of(block: Block) -> Uses:
     return Uses(last, consumers, *sets)
 
 
-def is_complete(op: Op) -> bool:
+def _is_complete(op: Op) -> bool:
     return op.name in COMPLETE and not pads_rows(op)
 
 
@@ -145,7 +145,7 @@ def _only_moves(op: Op, operand: Value, moved: set[Value]) -> bool:
 def _loops_of_operands(
     op: Op, position: int, loops: dict[Value, set[Hashable]], stored: set[Value]
 ) -> set[Hashable]:
-    if op.regions or is_complete(op) or len(op.results) != 1:
+    if op.regions or _is_complete(op) or len(op.results) != 1:
         return {position}
     result = op.result
     if result.is_ref or not result.tile.rank or result in stored or _grows(op):
@@ -166,7 +166,7 @@ def _costs(block: Block) -> dict[Value, int]:
     """Roughly the instructions for one element, from memory."""
     costs: dict[Value, int] = defaultdict(int)
     for op in block.ops:
-        if op.regions or is_complete(op) or len(op.results) != 1 or _grows(op):
+        if op.regions or _is_complete(op) or len(op.results) != 1 or _grows(op):
             continue
         if op.result.is_ref or not op.result.tile.rank:
             continue

@@ -139,7 +139,9 @@ class Fold:
             x = self.f.splat(x, count if count > 1 else 0)
         while x.count > 1:
             half = x.count // 2
-            x = self.combine(*(_part(self.f, x, k * half, half) for k in range(2)))
+            low = self.f.shuffle(x, None, range(half))
+            high = self.f.shuffle(x, None, range(half, 2 * half))
+            x = self.combine(low, high)
         return self.f.lane(x, 0)
 
 
@@ -161,28 +163,17 @@ def reduce_each(
 
 def _halves(f: Function, a: Val, b: Val, size: int, which: int) -> Val:
     """The first or second `size` of every 2 * `size` lanes of two vectors."""
-    lanes = [n for n in range(2 * a.count) if n // size % 2 == which]
-    mask = f"<{a.count} x i32> <{', '.join(f'i32 {n}' for n in lanes)}>"
-    return f.pure(a.type, f"shufflevector {a}, {b}, {mask}")
+    picks = [n for n in range(2 * a.count) if n // size % 2 == which]
+    return f.shuffle(a, b, picks)
 
 
 def moved(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
     """The lanes `distance` places up or down; `space` comes in at the other end."""
     count, space = x.count, f.splat(space, x.count)
     first, a, b = (distance, x, space) if down else (count - distance, space, x)
-    lanes = ", ".join(f"i32 {first + k}" for k in range(count))
-    return f.pure(x.type, f"shufflevector {a}, {b}, <{count} x i32> <{lanes}>")
+    return f.shuffle(a, b, range(first, first + count))
 
 
 def exchanged(f: Function, x: Val, distance: int) -> Val:
     """Lane n gets lane n xor distance."""
-    lanes = ", ".join(f"i32 {n ^ distance}" for n in range(x.count))
-    mask = f"<{x.count} x i32> <{lanes}>"
-    return f.pure(x.type, f"shufflevector {x}, {x.type} poison, {mask}")
-
-
-def _part(f: Function, x: Val, first: int, count: int) -> Val:
-    lanes = ", ".join(f"i32 {first + k}" for k in range(count))
-    type = vector(x.type[1:-1].split(" x ", 1)[1], count)
-    mask = f"<{count} x i32> <{lanes}>"
-    return f.pure(type, f"shufflevector {x}, {x.type} poison, {mask}")
+    return f.shuffle(x, None, [n ^ distance for n in range(x.count)])

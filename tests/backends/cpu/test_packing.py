@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu.dot_scheme import call_defined
 from pallasite.backends.cpu.llvm import Function, Module
 from pallasite.backends.cpu.packing import Packing, packer
 from pallasite.ir.types import F16, F32
@@ -19,7 +18,7 @@ def machine_code(packing: Packing):
     module = Module()
     kinds = ["ptr", "i64", "i64", "ptr", "i64", "i64", "i64"]
     f = Function(module, "handler", [(kind, f"p{n}") for n, kind in enumerate(kinds)])
-    call_defined(f, packer(module, packing), *f.params)
+    f.call_defined(packer(module, packing), *f.params)
     f.line("ret void")
     code = compiler._machine().emit_object(compiler._optimized(module.text))
     address, tracker = compiler._link(f"test_{packing.name}", code)
