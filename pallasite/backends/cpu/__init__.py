@@ -17,9 +17,14 @@ from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native, with_own
 from pallasite.backends.cpu.sharing import sharing_text
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.deepen import deepen
+from pallasite.passes.deepen_loops import deepen_loops
 from pallasite.passes.legalize import legalize
 from pallasite.passes.strips import strips
 
+DEEPEST = 1024  # steps of k for each time that sums are read and written
+COMPUTED_BYTES = 256 << 10  # of a tile that is multiplied, so that it is still near
 STRIP_BYTES = 16 << 10  # of a tile, so that the few of one row's code stay in L1
 
 
@@ -67,7 +72,9 @@ class CpuBackend:
 
 
 def _legal(kernel: Kernel) -> Kernel:
-    return strips(legalize(with_own_inputs(kernel), is_native, "cpu"), STRIP_BYTES)
+    kernel = deepen(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
+    kernel = canonicalize(deepen_loops(kernel, COMPUTED_BYTES))
+    return strips(legalize(kernel, is_native, "cpu"), STRIP_BYTES)
 
 
 def scheduled_text(kernel: Kernel) -> str:
