@@ -73,7 +73,9 @@ class CpuBackend:
 
 def _legal(kernel: Kernel) -> Kernel:
     kernel = deepen(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
-    kernel = canonicalize(deepen_loops(kernel, COMPUTED_BYTES))
+    deeper = deepen_loops(kernel, COMPUTED_BYTES)
+    if deeper is not kernel:  # loops that are gone leave numbers to be computed
+        kernel = canonicalize(deeper)
     return strips(legalize(kernel, is_native, "cpu"), STRIP_BYTES)
 
 
