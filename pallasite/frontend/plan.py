@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, load_rules
 from pallasite.frontend.refs import Slice
 from pallasite.frontend.spaces import MemorySpace
@@ -101,7 +101,7 @@ def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at:
     try:
         inspect.signature(fn).bind(*range(count))
     except TypeError as error:
-        raise SpecError(
+        raise KernelTypeError(
             "the index map's parameters do not fit the grid",
             [
                 ("operand", operand),
