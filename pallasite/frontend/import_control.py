@@ -336,6 +336,11 @@ def _callback(im: Importer, eqn: Any, *values: Value) -> None:
     raise im.unsupported(eqn, "a kernel cannot call Python; use pl.debug_print")
 
 
+@rule("check")
+def _checkify_check(im: Importer, eqn: Any, *values: Value) -> None:
+    raise im.unsupported(eqn, "checkify does not see into kernels; use pl.debug_check")
+
+
 @rule("pallasite_debug_check")
 def _debug_check(im: Importer, eqn: Any, ok: Value) -> None:
     if ok.tile.rank:

@@ -553,5 +553,35 @@ def test_cost_of_a_function_with_arguments_that_are_no_arrays():
 
     x, y = S((16, 8), f32), S((16, 4), f32)
     cost = pl.estimate_cost(plain, x, y, transpose=True, scale=2.0)
-    assert cost.flops >= 2 * 8 * 16 * 4
+    assert cost.flops == 2 * 8 * 16 * 4 + 8 * 4
     assert cost.bytes_accessed == 4 * (16 * 8 + 16 * 4 + 8 * 4)
+
+
+def test_costs_are_counted_exactly():
+    """Products of any size, loops, branches, and kernels inside the function."""
+    m, k, n = 400_000, 800_000, 900_000
+    product = pl.estimate_cost(jnp.matmul, S((m, k), f32), S((k, n), f32))
+    assert product.flops == 2 * m * k * n
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...]) + 1
+
+    def function(x):
+        estimate = pl.CostEstimate(flops=500, transcendentals=7, bytes_accessed=1)
+        x = pl.pallas_call(kernel, out_shape=x)(x)
+        x = pl.pallas_call(kernel, out_shape=x, cost_estimate=estimate)(x)
+        step = lambda x, _: (lax.cond(x[0] > 0, jnp.tanh, lambda x: x**8, x), None)
+        return lax.scan(step, x, length=3)[0]
+
+    cost = pl.estimate_cost(function, S((16,), f32))
+    assert cost.transcendentals == 16 + 7 + 3 * 16
+    assert cost.flops == 16 + 500 + 3 * (1 + 4 * 16)
+
+
+def test_dots_by_algorithms_that_this_platform_lacks():
+    preset = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = pl.dot(x_ref[...], x_ref[...], trans_b=True, precision=preset)
+
+    agrees(kernel, X @ X.T, X, out=S((4, 4), f32), modes=(*MODES, False))
