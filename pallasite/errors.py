@@ -1,7 +1,8 @@
 """Every exception Pallasite raises, and the one form their messages have.
 
 Form: what is wrong; aligned facts (operand, numbers); the user's line; the fix. Each
-class also inherits the built-in a JAX user expects, so that libraries can catch it.
+class also inherits the built-in a JAX user expects, so that libraries can catch it, and
+both where JAX is not of one mind.
 """
 
 from collections.abc import Iterable
@@ -38,11 +39,11 @@ class SpecError(PallasError, ValueError):
     """A grid, BlockSpec, out_shape or alias does not fit the operands."""
 
 
-class KernelTypeError(PallasError, TypeError):
+class KernelTypeError(PallasError, TypeError, ValueError):
     """The kernel function, or something in it, has the wrong type or signature."""
 
 
-class RefIndexError(PallasError, IndexError):
+class RefIndexError(PallasError, IndexError, ValueError):
     """A static index lies outside its ref."""
 
 

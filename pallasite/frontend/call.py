@@ -56,7 +56,7 @@ class Request:
     cost_estimate: CostEstimate | None
     debug: bool
     metadata: Mapping[str, str] | None
-    axis_names: tuple[str, ...] = ()
+    axis_names: tuple[str | None, ...] = ()
     partition: Any = None
 
 
@@ -105,7 +105,8 @@ def pallas_call(
         cost_estimate: for XLA's scheduler.
         backend: name a backend instead of the platform's own.
         metadata: strings attached to the call.
-        axis_names: names of the grid axes, for `lax.axis_index` in the kernel.
+        axis_names: names of the grid axes, for `lax.axis_index` and `lax.axis_size` in
+            the kernel; `grid=(("i", 4), ("j", 2))` gives them, too.
         partition: how devices may share the call under sharded `jit`. By default as
             grid and specs allow; False keeps it whole; a `pl.Partition`, or its rule
             alone (`"m k, k n -> m n"`), says it explicitly.
@@ -163,7 +164,7 @@ def pallas_call(
         _cost(cost_estimate, at),
         debug,
         params_of(metadata, at, "metadata"),
-        axis_names,
+        axis_names or grid_spec.axis_names,
         partition,
     )
     cache: dict[Any, Call] = {}
@@ -512,7 +513,8 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     check_signature(request.kernel, args, kwargs, facts, request.at)
     avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
     body = storing(request.kernel, request.name, request.at)
-    axes = tuple(zip(request.axis_names, request.grid_spec.grid, strict=False))
+    named = zip(request.axis_names, request.grid_spec.grid, strict=False)
+    axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
     return trace(body, full_tree, avals, request.kernel, axes)
 
 

@@ -311,7 +311,7 @@ def _multiple_of(im: Importer, eqn: Any, x: Value) -> Value:
 
 @rule("pallasite_debug_print")
 def _debug_print(im: Importer, eqn: Any, *values: Value) -> None:
-    im.builder.emit("debug_print", *values, format=eqn.params["format"])
+    im.builder.emit("debug_print", *_read(im, values), format=eqn.params["format"])
 
 
 @rule("debug_print")
@@ -320,15 +320,25 @@ def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     p = eqn.params
     if not isinstance(p.get("fmt"), str) or p.get("static_args"):
         raise im.unsupported(eqn, "only values of the kernel can be printed")
-    args, kwargs = jax.tree.unflatten(p["in_tree"], list(values))
+    args, kwargs = jax.tree.unflatten(p["in_tree"], _read(im, values))
     fmt, fields = positional_fields(p["fmt"])
     ordered = [args[f] if isinstance(f, int) else kwargs[f] for f in fields]
     im.builder.emit("debug_print", *ordered, format=fmt)
 
 
+def _read(im: Importer, values: Sequence[Value]) -> list[Value]:
+    """What is to be printed of a ref is what it holds."""
+    return [im.builder.load(v) if v.is_ref else v for v in values]
+
+
 @rule("debug_callback", "io_callback", "pure_callback")
 def _callback(im: Importer, eqn: Any, *values: Value) -> None:
     raise im.unsupported(eqn, "a kernel cannot call Python; use pl.debug_print")
+
+
+@rule("check")
+def _checkify_check(im: Importer, eqn: Any, *values: Value) -> None:
+    raise im.unsupported(eqn, "checkify does not see into kernels; use pl.debug_check")
 
 
 @rule("pallasite_debug_check")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.frontend.from_jaxpr import GridScope, Importer, load_rules
 from pallasite.frontend.refs import Slice
 from pallasite.frontend.spaces import MemorySpace
@@ -101,7 +101,7 @@ def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at:
     try:
         inspect.signature(fn).bind(*range(count))
     except TypeError as error:
-        raise SpecError(
+        raise KernelTypeError(
             "the index map's parameters do not fit the grid",
             [
                 ("operand", operand),
@@ -170,7 +170,7 @@ def emit_pipeline_op(
     prefetch: Sequence[Value],
     import_body: Callable[[list[Value]], None],
     map_captures: Sequence[Sequence[Value] | None],
-    axis_names: Sequence[str] = (),
+    axis_names: Sequence[str | None] = (),
     what: str = "grid",
 ) -> None:
     """Append a `pipeline` op over `arrays` (one per binding).
@@ -190,7 +190,7 @@ def emit_pipeline_op(
             block_refs.append(ref)
             body_refs.append(ref)
         im.scopes.append(GridScope(ids, tuple(grid), what))
-        im.mesh_axes.update(zip(axis_names, ids, strict=False))
+        im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}
         import_body(body_refs)
         im.scopes.pop()
         # Arrays captured by the body are windows too: the whole array at every step.

@@ -324,7 +324,7 @@ def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
 def debug_print(fmt: str, *args: Any) -> None:
     """Print from inside a kernel: `pl.debug_print("i {} x {}", i, x)`.
 
-    Each program prints its own line. Values may be scalars or tiles.
+    Each program prints its own line. Values may be scalars, tiles or refs.
     """
     if not isinstance(fmt, str):
         raise KernelTypeError(
@@ -339,13 +339,18 @@ def debug_print(fmt: str, *args: Any) -> None:
             "one {} per value, or {:.3f} and the like",
         )
     if not fields:
-        template, fields = template + " {}" * len(args), list(range(len(args)))
-    shown = [jnp.asarray(args[f]) for f in fields if isinstance(f, int)]
+        template, fields = template + " {!s}" * len(args), list(range(len(args)))
+    values = [x[...] if jaxcompat.is_ref(x) else jnp.asarray(x) for x in args]
+    shown = [values[f] for f in fields if isinstance(f, int)]
     debug_print_p.bind(*shown, format=template)
 
 
 def positional_fields(fmt: str) -> tuple[str, list[int | str]]:
-    """The format with its fields in order as {}, and which value each one shows."""
+    """The format with its fields in order, and which value each one shows.
+
+    A field that does not say how shows its value as `print` would: numpy's scalars
+    otherwise format like the Python float nearest to them (4.199999809265137).
+    """
     template, unnamed = "", 0
     fields: list[int | str] = []
     for text, name, spec, conversion in string.Formatter().parse(fmt):
@@ -357,6 +362,7 @@ def positional_fields(fmt: str) -> tuple[str, list[int | str]]:
             unnamed += 1
         else:
             fields.append(int(name) if name.isdigit() else name)
+        conversion = conversion or ("" if spec else "s")
         shown = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         template += "{" + shown + "}"
     return template, fields

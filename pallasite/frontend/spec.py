@@ -139,6 +139,7 @@ class GridSpec:
     out_specs: Any
     scratch_shapes: Any = ()
     num_scalar_prefetch: int = 0
+    axis_names: tuple[str | None, ...] = ()
 
     def __init__(
         self,
@@ -150,6 +151,7 @@ class GridSpec:
         scratch_types: Any = None,
     ):
         self.grid = as_grid(grid)
+        self.axis_names = axis_names(grid)
         self.in_specs, self.out_specs = in_specs, out_specs
         self.scratch_shapes = scratch_shapes if scratch_types is None else scratch_types
         self.num_scalar_prefetch = 0
@@ -180,7 +182,7 @@ class PrefetchScalarGridSpec(GridSpec):
 
 
 def as_grid(grid: Any) -> tuple[Any, ...]:
-    """The grid as a tuple of sizes; axes named as `("i", 4)` lose their name."""
+    """The grid as a tuple of sizes, without the names of axes like `("i", 4)`."""
     if grid is None:
         return ()
     one = hasattr(grid, "dtype") or hasattr(grid, "__jax_array__")  # a symbolic size
@@ -200,9 +202,19 @@ def as_grid(grid: Any) -> tuple[Any, ...]:
     return tuple(_grid_entry(n, entry, entries) for n, entry in enumerate(entries))
 
 
+def axis_names(grid: Any) -> tuple[str | None, ...]:
+    """The names of a grid's axes, where they have one: `(("i", 4), 2)`."""
+    if not isinstance(grid, (tuple, list)):
+        return ()
+    return tuple(entry[0] if _is_named(entry) else None for entry in grid)
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
 def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
-    named = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str)
-    entry: Any = given[1] if named else given
+    entry: Any = given[1] if _is_named(given) else given
     if isinstance(entry, (bool, float, np.floating)) or entry is None:
         raise SpecError(
             "a grid size must be an integer",

@@ -453,6 +453,23 @@ def test_indices_mean_what_they_mean_in_numpy(name):
     agrees(write, changed, X)
 
 
+# --- named axes ---
+
+
+def test_axes_named_in_the_grid():
+    def kernel(x_ref, o_ref):
+        assert lax.axis_size("rows") == 4 and lax.axis_size("columns") == 2
+        at = 10 * lax.axis_index("rows") + lax.axis_index("columns")
+        o_ref[...] = x_ref[...] + at.astype(f32)
+
+    spec = pl.BlockSpec((1, None, 3), lambda i, _, j: (i, 0, j))
+    grid = (("rows", 4), 1, ("columns", 2))
+    marks = 10 * np.arange(4)[:, None] + np.repeat(np.arange(2), 3)
+    x = X[:, None]
+    want = x + marks[:, None].astype(np.float32)
+    agrees(kernel, want, x, out=want, grid=grid, in_specs=[spec], out_specs=spec)
+
+
 # --- prints ---
 
 
@@ -460,15 +477,29 @@ def test_formats_of_prints(capfd):
     def kernel(x_ref, o_ref):
         pl.debug_print("nothing")
         pl.debug_print("plain", x_ref[0, 1])
-        pl.debug_print("{1} before {0:.2f} {{}}", x_ref[0, 1], x_ref[0, 2])
+        pl.debug_print("{1} before {0:.2f} {{}}", x_ref[0, 1], x_ref[0, 2] + 0.2)
         jax.debug.print("named {x} and {}", x_ref[0, 3], x=x_ref[0, 4])
         o_ref[...] = x_ref[...]
 
     agrees(kernel, X, X)
     jax.effects_barrier()
     lines = capfd.readouterr().out.splitlines()
-    want = ["nothing", "plain 1.0", "2.0 before 1.00 {}", "named 4.0 and 3.0"]
+    want = ["nothing", "plain 1.0", "2.2 before 1.00 {}", "named 4.0 and 3.0"]
     assert lines == want * 2
+
+
+def test_a_printed_ref_shows_what_it_holds(capfd):
+    def kernel(x_ref, o_ref):
+        pl.debug_print("whole {}, part {}", x_ref, x_ref.at[1:])
+        jax.debug.print("{}", x_ref)
+        o_ref[...] = x_ref[...]
+
+    x = np.float32([4.2, 2.4])
+    agrees(kernel, x, x, out=x, modes=(*MODES, False))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    want = ["whole [4.2 2.4], part [2.4]", "[4.2 2.4]"] * 3
+    assert sorted(lines) == sorted(want)
 
 
 # --- 64 bits ---
@@ -522,5 +553,35 @@ def test_cost_of_a_function_with_arguments_that_are_no_arrays():
 
     x, y = S((16, 8), f32), S((16, 4), f32)
     cost = pl.estimate_cost(plain, x, y, transpose=True, scale=2.0)
-    assert cost.flops >= 2 * 8 * 16 * 4
+    assert cost.flops == 2 * 8 * 16 * 4 + 8 * 4
     assert cost.bytes_accessed == 4 * (16 * 8 + 16 * 4 + 8 * 4)
+
+
+def test_costs_are_counted_exactly():
+    """Products of any size, loops, branches, and kernels inside the function."""
+    m, k, n = 400_000, 800_000, 900_000
+    product = pl.estimate_cost(jnp.matmul, S((m, k), f32), S((k, n), f32))
+    assert product.flops == 2 * m * k * n
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...]) + 1
+
+    def function(x):
+        estimate = pl.CostEstimate(flops=500, transcendentals=7, bytes_accessed=1)
+        x = pl.pallas_call(kernel, out_shape=x)(x)
+        x = pl.pallas_call(kernel, out_shape=x, cost_estimate=estimate)(x)
+        step = lambda x, _: (lax.cond(x[0] > 0, jnp.tanh, lambda x: x**8, x), None)
+        return lax.scan(step, x, length=3)[0]
+
+    cost = pl.estimate_cost(function, S((16,), f32))
+    assert cost.transcendentals == 16 + 7 + 3 * 16
+    assert cost.flops == 16 + 500 + 3 * (1 + 4 * 16)
+
+
+def test_dots_by_algorithms_that_this_platform_lacks():
+    preset = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = pl.dot(x_ref[...], x_ref[...], trans_b=True, precision=preset)
+
+    agrees(kernel, X @ X.T, X, out=S((4, 4), f32), modes=(*MODES, False))

@@ -33,9 +33,10 @@ class Slices:
     operand_batch: tuple[int, ...]
     index_batch: tuple[int, ...]
 
-    def places(self, e: "Emitter", indices: Value) -> Place:
+    def places(self, e: "Emitter", indices: Value, user: Value | None = None) -> Place:
+        """Where slices begin; asked as long as `user` is computed, or by this op."""
         f = e.f
-        vectors = e.stored(e.as_tile(indices))
+        vectors = e.stored(e.as_tile(indices), user)
         rows = [d for d in range(len(self.shape)) if d not in self.left_out]
 
         def place(position: Indices) -> tuple[list[Val], Val]:
@@ -72,7 +73,8 @@ def emit_gather(e: "Emitter", op: Op) -> None:
         (*collapsed, *rest[1]),
         *rest,
     )
-    tile, place = e.stored(e.as_tile(operand)), slices.places(e, indices)
+    tile = e.stored(e.as_tile(operand), op.result)
+    place = slices.places(e, indices, op.result)
 
     def element(position: Indices) -> Val:
         where, inside = place(position)

@@ -317,7 +317,7 @@ class Emitter(Memory):
 
     def emit_debug_print(self, op: Op) -> None:
         values = [self.env[v] for v in op.operands]
-        text = json.dumps(f" {op.attrs['format']}: ")
+        text = json.dumps(f" {op.attrs['format'].replace('!s', '')}: ")
         if not values:
             self.out.line(f"tt.print {text} {{hex = false, isSigned = array<i32>}}")
             return

@@ -3,10 +3,13 @@
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import pallasite as pl
 from pallasite import target
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Span, Value
@@ -144,6 +147,38 @@ def test_a_tile_from_outside_a_loop_is_turned_inside():
     kernel = with_refs(emit, [x, y], [TileType(x.shape, F32)])
     (got,) = run(kernel, x, y)
     np.testing.assert_allclose(got, (x * x + y.T) ** 2 + y.T, rtol=1e-5)
+
+
+def _repeats(part, row):
+    return jnp.broadcast_to(part[None], (4, *part.shape))[row]
+
+
+def _picks(part, row):
+    return jnp.take(part, part, mode="clip") + row
+
+
+def _splits(part, row):
+    return jax.lax.bitcast_convert_type(part, jnp.int4)[:, 0] + row
+
+
+@pytest.mark.parametrize("move", [_repeats, _picks, _splits])
+def test_a_tile_from_outside_a_loop_is_stored_inside_until_it_is_used(move):
+    """What takes memory between its copy and its use does not get the copy's."""
+
+    def kernel(x_ref, o_ref):
+        part = pl.load(x_ref, slice(0, 8), mask=jnp.ones(8, bool), other=0)
+
+        def step(row, sums):
+            moved = move(part, row)
+            return jnp.sort(sums + 1)[::-1] + moved.astype(jnp.int32)
+
+        o_ref[...] = jax.lax.fori_loop(0, 3, step, jnp.zeros(8, jnp.int32))
+
+    x = jnp.arange(8, dtype=jnp.int8)[::-1]
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.int32)
+    call = functools.partial(pl.pallas_call, kernel, out_shape=shape)
+    want = call(interpret=True)(x)
+    np.testing.assert_array_equal(call(backend="cpu")(x), want)
 
 
 def test_turned_iota_needs_no_memory():
