@@ -585,3 +585,26 @@ def test_dots_by_algorithms_that_this_platform_lacks():
         o_ref[...] = pl.dot(x_ref[...], x_ref[...], trans_b=True, precision=preset)
 
     agrees(kernel, X @ X.T, X, out=S((4, 4), f32), modes=(*MODES, False))
+
+
+def test_the_emulation_multiplies_narrow_floats_anywhere():
+    """XLA's CPU runtime refuses this product unless its operands are widened."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        step = pl.program_id(0)
+        x, y = x_ref[...].T, jnp.maximum(y_ref[...], 0)
+        inside = step * 4 + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < 12
+        pl.when(step == 0)(lambda: o_ref.__setitem__(..., jnp.zeros_like(o_ref)))
+        x = jnp.where(inside, x, 0)
+        o_ref[...] += jnp.dot(x, y, preferred_element_type=jnp.float32)
+
+    x, y = jnp.ones((12, 8), jnp.bfloat16), jnp.ones((12, 16), jnp.bfloat16)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        grid=(3,),
+        in_specs=[pl.BlockSpec((4, n), lambda k: (k, 0)) for n in (8, 16)],
+        out_specs=pl.BlockSpec((8, 16), lambda k: (0, 0)),
+        interpret=True,
+    )
+    np.testing.assert_array_equal(call(x, y), np.full((8, 16), 12.0))
