@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import config, missing
+from pallasite.frontend.buffered import BufferedRef as BufferedRef
+from pallasite.frontend.buffered import BufferType as BufferType
 from pallasite.frontend.control import reciprocal as reciprocal
+from pallasite.frontend.inner_pipeline import PipelineStep as PipelineStep
 from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
-from pallasite.frontend.mesh import CoreMesh
+from pallasite.frontend.inner_pipeline import (
+    emit_pipeline_with_allocations as emit_pipeline_with_allocations,
+)
+from pallasite.frontend.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.frontend.packing import pack_elementwise as pack_elementwise
 from pallasite.frontend.packing import stochastic_round as stochastic_round
@@ -46,7 +52,6 @@ HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
-TensorCoreMesh = CoreMesh
 
 
 class GridDimensionSemantics(enum.Enum):
@@ -206,9 +211,9 @@ __getattr__ = missing.names(
             _PRNG,
         ),
         **missing.hints(
-            "ACC BufferType BufferedRef BufferedRefBase ChipVersion CoreType "
-            "LoweringException PipelineStep SideEffectType Tiling TpuInfo annotate "
-            "conv core dma_semaphore einshape emit_pipeline_with_allocations "
+            "ACC BufferedRefBase ChipVersion CoreType "
+            "LoweringException SideEffectType Tiling TpuInfo annotate "
+            "conv core dma_semaphore einshape "
             "emit_pipeline_with_async_prefetch get_tpu_info get_tpu_info_for_chip "
             "has_memory_space join_bits matmul_acc_lhs matmul_lhs_fifo matmul_pop "
             "matmul_pop_fifo matmul_push_rhs pack_fp6 split_bits unpack_fp6",

@@ -20,7 +20,12 @@ from pallasite.frontend import partition_rule, plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
 from pallasite.frontend.match import describe, input_specs, output_specs
 from pallasite.frontend.primitive import Call, bind_call, interpret_mode
-from pallasite.frontend.spaces import MemoryRef, MemorySpace, as_memory_ref
+from pallasite.frontend.spaces import (
+    MemoryRef,
+    MemorySpace,
+    SemaphoreType,
+    as_memory_ref,
+)
 from pallasite.frontend.spec import (
     CostEstimate,
     GridSpec,
@@ -247,8 +252,8 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             [("entry", n), ("shape", tuple(leaf.shape))],
             at,
         )
-    if isinstance(leaf, MemoryRef):
-        return leaf
+    if isinstance(leaf, (MemoryRef, SemaphoreType)):
+        return as_memory_ref(leaf)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
@@ -382,12 +387,11 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
         for n, x in enumerate(flat[:num_prefetch])
     )
     prefetch_args = jax.tree.unflatten(tree, flat)[: spec.num_scalar_prefetch]
-    rank = len(spec.grid)
     inputs = []
     for k, (path, s) in enumerate(in_specs):
         x, n = flat[num_prefetch + k], num_prefetch + k
         operand = Operand("in_specs", path, tuple(x.shape), x.dtype, names[n])
-        inputs.append(plan.bind(s, operand, "in", rank, prefetch_args, at))
+        inputs.append(plan.bind(s, operand, "in", spec.grid, prefetch_args, at))
     outputs = []
     out_specs = output_specs(spec.out_specs, request)
     for k, (shape, (path, s)) in enumerate(
@@ -408,11 +412,11 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
         operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
         if isinstance(shape, MemoryRef) and s.memory_space is None:
             s = s.replace(memory_space=shape.memory_space)
-        outputs.append(plan.bind(s, operand, "out", rank, prefetch_args, at))
+        outputs.append(plan.bind(s, operand, "out", spec.grid, prefetch_args, at))
     _check_aliases(request, flat)
     scratch, scratch_tree = _scratch(spec, request)
     given = request.compiler_params.get("dimension_semantics")
-    semantics = plan.semantics_of(given, rank, at)
+    semantics = plan.semantics_of(given, len(spec.grid), at)
     return Bound(
         prefetch, tuple(inputs), tuple(outputs), scratch, scratch_tree, semantics
     )
@@ -513,7 +517,8 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
     body = storing(request.kernel, request.name, request.at)
     axes = tuple(zip(request.axis_names, request.grid_spec.grid, strict=False))
-    return trace(body, full_tree, avals, request.kernel, axes)
+    grid = request.grid_spec.grid
+    return trace(body, full_tree, avals, request.kernel, axes, grid)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:

@@ -4,6 +4,7 @@ Plain data plus validation. `window_of` turns a checked BlockSpec into the IR's 
 `call.py` comes next.
 """
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,12 +52,21 @@ class BoundedSlice:
     block_size: int
 
 
+class RevisitMode(enum.Enum):
+    """When a program may come back to an output block: here always."""
+
+    IMMEDIATE = "immediate"
+    ANY = "any"
+
+
 @dataclass(frozen=True)
 class Buffered:
-    """How many buffers a window rotates through."""
+    """How many buffers a window rotates through; the other fields change nothing."""
 
     buffer_count: int
     use_lookahead: bool = False
+    revisit: RevisitMode | None = None
+    prefetched_count: int = 0
 
 
 squeezed = Squeezed()
@@ -261,6 +271,8 @@ def window_of(
     if spec.block_shape is None and space is not None and not space.has_windows:
         return None
     if space is not None and not space.has_windows:
+        if spec.block_shape == operand.shape:
+            return None
         raise SpecError(
             f"a block in memory space {space.name} has no meaning",
             [("operand", operand), ("block", spec.block_shape)],

@@ -4,11 +4,13 @@ What a kernel captures from outside (arrays, outer tracers) comes back beside th
 to be passed as operands. `from_jaxpr.py` imports what comes out.
 """
 
+import contextlib
+import contextvars
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +38,46 @@ class Traced:
     out_tree: Any
 
 
+# Sizes of the grid around the code being traced; None: not known before it runs.
+_grid: contextvars.ContextVar[tuple[int | None, ...]]
+_grid = contextvars.ContextVar("grid", default=())
+
+
+def known_grid_size(axis: int) -> int | None:
+    """The size of the innermost grid along an axis, if tracing knows it."""
+    sizes = _grid.get()
+    return sizes[axis] if 0 <= axis < len(sizes) else None
+
+
+@contextlib.contextmanager
+def _inside_grid(grid: Sequence[Any] | None) -> Iterator[None]:
+    """Let `known_grid_size` answer. JAX keeps traced functions by the named axes around
+    them, so one that asks is traced anew for a grid of other sizes."""
+    if grid is None:
+        yield
+        return
+    sizes = tuple(g if isinstance(g, int) else None for g in grid)
+    token = _grid.set(sizes)
+    try:
+        with jaxcompat.named_axes([(f"pallasite grid {sizes}", 1)]):
+            yield
+    finally:
+        _grid.reset(token)
+
+
 def trace(
     fn: Callable[..., Any],
     tree: Any,
     avals: Sequence[Any],
     author: Callable[..., Any],
     axes: Sequence[tuple[str, int]] = (),
+    grid: Sequence[Any] | None = None,
 ) -> Traced:
     """Stage `fn(*args)` where the flat arguments have the given types.
 
     `author`: the author's function behind `fn`, for errors. `axes`: names and sizes
-    that `lax.axis_index` and `lax.axis_size` know besides.
+    that `lax.axis_index` and `lax.axis_size` know besides. `grid`: the sizes of the
+    grid that `fn` runs over; None: the one around it.
     """
     out_tree: list[Any] = []
 
@@ -63,7 +94,8 @@ def trace(
         out_tree.append(out)
         return flat_out
 
-    with jaxcompat.kernel_tracing(), jaxcompat.named_axes(axes):
+    axis_names = jaxcompat.named_axes(axes)
+    with jaxcompat.kernel_tracing(), axis_names, _inside_grid(grid):
         closed = jax.make_jaxpr(flat_fn)(*avals)
         closed = jaxcompat.lower_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)
