@@ -88,13 +88,18 @@ def _expect_data(im: Importer, ref: Value) -> None:
         )
 
 
-def view(im: Importer, ref: Value, transforms: Sequence[Any]) -> Value:
-    """Apply view transforms one by one."""
+def view(
+    im: Importer, ref: Value, transforms: Sequence[Any], row: Value | None = None
+) -> Value:
+    """Apply view transforms one by one.
+
+    `row`: of a slice whose size is a value of the kernel, see this element only.
+    """
     b = im.builder
     for t in transforms:
         kind = type(t).__name__
         if kind == "NDIndexer":
-            index, operands, _ = _index(im, ref, t)
+            index, operands, _ = _index(im, ref, t, row)
             if index != full_index(ref.ref.shape):
                 ref = b.subview(ref, index, operands)
         elif kind == "ReshapeTransform":
@@ -112,12 +117,18 @@ def view(im: Importer, ref: Value, transforms: Sequence[Any]) -> Value:
     return ref
 
 
-def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], int]:
+def _index(
+    im: Importer, ref: Value, indexer: Any, row: Value | None = None
+) -> tuple[Index, list[Value], int]:
     entries: list[At | Span | Gather] = []
     operands: list[Value] = []
     for d, entry in enumerate(indexer.indices):
         size = ref.ref.shape[d]
         if _is_slice(entry):
+            if row is not None and _static(entry.size) is None:
+                operands.append(_element(im, entry, row))
+                entries.append(Span(None, 1))
+                continue
             entries.append(_span(im, ref, d, size, entry, operands))
         else:
             entries.append(_point(im, ref, d, size, entry, operands))
@@ -133,6 +144,14 @@ def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], 
 
 def _is_slice(entry: Any) -> bool:
     return hasattr(entry, "size") and hasattr(entry, "stride")
+
+
+def _element(im: Importer, entry: Any, row: Value) -> Value:
+    """Where element `row` of a slice is."""
+    b, first, stride = im.builder, _static(entry.start), _static(entry.stride)
+    start = im.value(entry.start) if first is None else b.index(first)
+    step = row if stride == 1 else b.mul(row, b.index(stride or 1))
+    return b.add(b.cast(start, T.I32), step)
 
 
 def _overhangs(indexer: Any, shape: Sequence[int]) -> bool:
@@ -371,14 +390,51 @@ def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
 # --- copies and semaphores ---
 
 
-def _views(im: Importer, eqn: Any, first: int = 0) -> list[Value]:
+def _views(
+    im: Importer, eqn: Any, first: int = 0, row: Value | None = None
+) -> list[Value]:
     parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
-    return [view(im, im.value(ref), transforms) for ref, transforms in parts]
+    return [view(im, im.value(ref), transforms, row) for ref, transforms in parts]
 
 
 @rule("pallasite_copy")
 def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
-    source, target, semaphore = _views(im, eqn)
+    count = _dynamic_count(im, eqn)
+    if count is None:
+        _copy_once(im, eqn)
+        return
+    row = Value(T.INDEX, "row")
+    with im.nested() as builder:
+        _copy_once(im, eqn, row)
+        body = builder.block((row,))
+    b = im.builder
+    count = b.cast(count, T.I32)
+    b.emit("for", b.index(0), count, b.index(1), regions=(body,))
+
+
+def _dynamic_count(im: Importer, eqn: Any) -> Value | None:
+    """How many elements a copy moves along the dimension that its slices leave open
+    (`pl.ds(start, n)` with a value of the kernel for n)."""
+    counts = []
+    source, target, _ = jax.tree.unflatten(eqn.params["tree"], eqn.invars)
+    for _, transforms in (source, target):
+        indices = [e for t in transforms for e in getattr(t, "indices", ())]
+        slices = [e for e in indices if _is_slice(e)]
+        counts.append([e.size for e in slices if _static(e.size) is None])
+    if counts == [[], []]:
+        return None
+    if [len(c) for c in counts] != [1, 1]:
+        raise KernelTypeError(
+            "a copy can have one size known at run time, in source and destination",
+            [("kernel", im.kernel_name), ("such sizes", tuple(map(len, counts)))],
+            im.where,
+            "loop over the other dimension with pl.loop and copy its elements",
+        )
+    return im.value(counts[0][0])
+
+
+def _copy_once(im: Importer, eqn: Any, row: Value | None = None) -> None:
+    source, target, semaphore = _views(im, eqn, row=row)
     _expect_semaphore(im, semaphore)
     if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
         raise KernelTypeError(

@@ -1,5 +1,7 @@
 """Names that kernels written for TPUs use: emulated, checked and on the CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,15 +112,111 @@ def test_core_map_works_on_the_refs_it_closes_over(mode):
 def test_scoped_memory_as_a_decorator_comes_after_the_arguments():
     def kernel(x_ref, o_ref):
         @pl.with_scoped(pltpu.VMEM((4, 8), f32), other=pltpu.VMEM((8,), f32))
-        def negate(source_ref, memory_ref, other):
+        def negate(source_ref, memory_ref, other, scale=0):
             pltpu.touch(other)
-            memory_ref[...] = -source_ref[...]
+            memory_ref[...] = scale * source_ref[...]
             return memory_ref[...]
 
-        o_ref[...] = pltpu.reciprocal(negate(x_ref) - 1, approx=True)
+        negated = negate(x_ref, scale=-1)
+        o_ref[...] = pltpu.reciprocal(negated - 1, approx=True)
 
     got = in_every_mode(kernel, S((4, 8), f32), X)
     np.testing.assert_allclose(got, 1 / (-X - 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["emulated", "cpu", "checked"])
+def test_kernels_over_cores_take_refs_and_close_over_them(mode):
+    mesh = pltpu.TensorCoreMesh(axis_name="core", num_cores=2)
+
+    @jax.jit
+    def run(x):
+        o_ref, total_ref = jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros(2))
+
+        @pl.kernel(out_type=S((2,), jnp.int32), mesh=mesh, interpret=mode)
+        def negate(x_ref, o_ref, core_ref):
+            core = lax.axis_index("core")
+            o_ref[core] = -x_ref[core]
+            core_ref[core] = core
+
+        @functools.partial(pl.kernel, mesh=mesh, interpret=mode)
+        def add_up():
+            core = lax.axis_index("core")
+            total_ref[core] = jnp.sum(o_ref[core])
+
+        cores = negate(x, o_ref)
+        assert add_up() is None
+        return o_ref[...], total_ref[...], cores
+
+    negative, totals, cores = run(X[:2])
+    np.testing.assert_array_equal(negative, -X[:2])
+    np.testing.assert_array_equal(totals, -X[:2].sum(1))
+    np.testing.assert_array_equal(cores, [0, 1])
+
+
+def test_copies_of_a_size_known_at_run_time():
+    def kernel(sizes_ref, x_ref, before_ref, o_ref, sem):
+        first, count = sizes_ref[0], sizes_ref[1]
+        copy = pltpu.make_async_copy(
+            x_ref.at[pl.ds(0, count)], o_ref.at[pl.ds(first, count)], sem
+        )
+        copy.start(priority=1)
+        copy.wait()
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    got = in_every_mode(
+        kernel,
+        S((4, 8), f32),
+        jnp.array([1, 2]),
+        X,
+        jnp.asarray(-X),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), whole, whole],
+        out_specs=whole,
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+        input_output_aliases={2: 0},
+    )
+    np.testing.assert_array_equal(got, [-X[0], X[0], X[1], -X[3]])
+
+    def two_sizes(sizes_ref, x_ref, before_ref, o_ref, sem):
+        part = (pl.ds(0, sizes_ref[0]), pl.ds(0, sizes_ref[1]))
+        pltpu.async_copy(x_ref.at[part], o_ref.at[part], sem)
+
+    with pytest.raises(KernelTypeError, match="one size known at run time"):
+        in_every_mode(
+            two_sizes, S((4, 8), f32), jnp.array([1, 2]), X, X,
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        )  # fmt: skip
+
+
+def test_copies_that_add():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.ones_like(o_ref)
+        pltpu.sync_copy(x_ref, o_ref, add=True)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    got = in_every_mode(kernel, S((4, 8), f32), X, in_specs=[whole])
+    np.testing.assert_array_equal(got, X + 1)
+
+
+def test_a_semaphore_can_be_a_result():
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    sem_spec = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+
+    def begin(x_ref, o_ref, sem):
+        pltpu.make_async_copy(x_ref, o_ref, sem).start()
+
+    def end(x_ref, o_ref, sem, same_ref):
+        pltpu.make_async_copy(x_ref, o_ref, sem).wait()
+
+    out = S((4, 8), f32)
+    started, sem = pl.pallas_call(
+        begin,
+        out_shape=[out, pltpu.SemaphoreType.DMA],
+        in_specs=[whole],
+        out_specs=[whole, sem_spec],
+    )(X)
+    specs = dict(in_specs=[whole, whole, sem_spec], out_specs=whole)
+    call = pl.pallas_call(end, out_shape=out, input_output_aliases={1: 0}, **specs)
+    np.testing.assert_array_equal(call(X, started, sem), X)
 
 
 def test_dot_of_transposed_tiles():
