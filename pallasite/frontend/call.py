@@ -176,7 +176,7 @@ def pallas_call(
     def call(*args: Any) -> Any:
         flat, tree = jax.tree.flatten(args)
         flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
-        types = tuple((x.shape, np.dtype(x.dtype)) for x in flat)
+        types = tuple((x.shape, x.dtype) for x in flat)
         key = (tree, types, jaxcompat.trace_context())
         built = cache.get(key)
         extra: tuple[Any, ...] = ()
@@ -184,7 +184,8 @@ def pallas_call(
             built, extra, cacheable = build(request, flat, tree)
             if cacheable:
                 cache[key] = built
-        results = bind_call(built, (*_dynamic_sizes(request), *flat, *extra))
+        arrays = [_stored(x) for x in flat]
+        results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
         return jax.tree.unflatten(request.out_tree, results)
 
     call.__name__ = request.name
@@ -297,17 +298,19 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             request.at,
             _WITHOUT_SYMBOLS,
         )
-    if T.dtype_of(array.dtype) is None:
-        hint = ""
-        if jaxcompat.is_key_dtype(array.dtype):
-            hint = "pass jax.random.key_data(key) and wrap it in the kernel"
+    is_key = jaxcompat.is_key_dtype(array.dtype)
+    if T.dtype_of(array.dtype) is None and not is_key:
         raise UnsupportedError(
             f"operand {n} has dtype {array.dtype}, which kernels do not have",
             [("kernel", request.name)],
             request.at,
-            hint,
         )
     return array
+
+
+def _stored(x: Any) -> Any:
+    """An operand as it is in memory: random keys are their words."""
+    return jax.random.key_data(x) if jaxcompat.is_key_dtype(x.dtype) else x
 
 
 def _dynamic_sizes(request: Request) -> list[Any]:
@@ -480,7 +483,7 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
                 request.at,
             )
         x, y = flat[source], request.out_shapes[target]
-        if (tuple(x.shape), np.dtype(x.dtype)) != (tuple(y.shape), np.dtype(y.dtype)):
+        if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise SpecError(
                 "an aliased operand and result must have one shape and dtype",
                 [*facts, ("operand", describe(x)), ("result", describe(y))],
@@ -587,9 +590,8 @@ def _captured_params(im: Importer) -> list[Value]:
 
 
 def _param(operand: Operand, space: str) -> Value:
-    dtype = T.dtype_of(operand.dtype)
-    assert dtype is not None
-    return Value(T.RefType(tuple(operand.shape), dtype, space), operand.name)
+    shape = (*operand.shape, *operand.words)
+    return Value(T.RefType(shape, operand.stored, space), operand.name)
 
 
 def _array_space(binding: plan.Binding) -> str:

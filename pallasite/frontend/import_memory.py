@@ -132,6 +132,8 @@ def _index(
             entries.append(_span(im, ref, d, size, entry, operands))
         else:
             entries.append(_point(im, ref, d, size, entry, operands))
+    # A random key is indexed as one element and stored as several words.
+    entries += [Span(0, n) for n in ref.ref.shape[len(entries) :]]
     gathers = [d for d, e in enumerate(entries) if isinstance(e, Gather)]
     contiguous = (
         gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True

@@ -5,7 +5,7 @@ body sees, and a body. The result is one `pipeline` op in the importer's current
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec, Operand, window_of
 from pallasite.frontend.trace import Traced, location_of, trace
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Block, Value, Window
+from pallasite.ir.nodes import Block, BlockDim, Value, Window
 
 SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
 
@@ -36,7 +36,11 @@ class Binding:
 
     @property
     def ref_shape(self) -> tuple[int, ...]:
-        return self.operand.shape if self.window is None else self.window.block_shape
+        """The shape of the ref that the body sees, in the operand's own elements."""
+        if self.window is None:
+            return self.operand.shape
+        shape = self.window.block_shape
+        return shape[: len(shape) - len(self.operand.words)]
 
     @property
     def space(self) -> str:
@@ -58,6 +62,8 @@ def bind(
     index_map = None
     if window is not None:
         index_map = _trace_index_map(spec, operand, window, grid, prefetch, at)
+        words = tuple(BlockDim(n) for n in operand.words)
+        window = replace(window, dims=(*window.dims, *words))
     return Binding(operand, spec, window, index_map)
 
 
@@ -239,9 +245,9 @@ def emit_pipeline_op(
 
 
 def _block_type(binding: Binding) -> T.RefType:
-    dtype = T.dtype_of(binding.operand.dtype)
-    assert dtype is not None
-    return T.RefType(binding.ref_shape, dtype, binding.space)
+    operand = binding.operand
+    shape = (*binding.ref_shape, *operand.words)
+    return T.RefType(shape, operand.stored, binding.space)
 
 
 def _take_captured(im: Importer) -> list[tuple[Value, Value]]:
@@ -255,8 +261,6 @@ def _take_captured(im: Importer) -> list[tuple[Value, Value]]:
 
 
 def _whole_window(ref: T.RefType) -> Window:
-    from pallasite.ir.nodes import BlockDim
-
     return Window(tuple(BlockDim(n) for n in ref.shape), "in")
 
 
@@ -291,7 +295,8 @@ def _index_map_region(
             for var, value in zip(traced.jaxpr.constvars, values, strict=True):
                 im.env[var] = value
             results = im.run(_without_consts(traced.jaxpr), [*scope.ids, *prefetch])
-            return builder.block(params, results)
+            whole_words = [builder.index(0) for _ in binding.operand.words]
+            return builder.block(params, [*results, *whole_words])
     finally:
         im.scopes = scopes
 

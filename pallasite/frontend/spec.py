@@ -18,6 +18,7 @@ from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.trace import user_location
+from pallasite.ir import types as T
 from pallasite.ir.nodes import BlockDim, Window
 
 
@@ -257,10 +258,24 @@ class Operand:
     dtype: Any
     name: str = ""
 
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Dimensions that an element has in memory: a random key is a few words."""
+        is_key = jaxcompat.is_key_dtype(self.dtype)
+        return jaxcompat.key_data_shape(self.dtype) if is_key else ()
+
+    @property
+    def stored(self) -> T.DType:
+        """The element type in memory."""
+        dtype = T.U32 if self.words else T.dtype_of(self.dtype)
+        assert dtype is not None
+        return dtype
+
     def __str__(self) -> str:
         name = f" ('{self.name}')" if self.name else ""
         dims = ", ".join(map(str, self.shape))
-        return f"{self.role}{self.path}{name}, {np.dtype(self.dtype).name}[{dims}]"
+        dtype = getattr(self.dtype, "name", self.dtype)
+        return f"{self.role}{self.path}{name}, {dtype}[{dims}]"
 
 
 def window_of(

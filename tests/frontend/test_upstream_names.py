@@ -85,6 +85,100 @@ def test_seeds_are_integers_and_checked_mode_finds_a_missing_one():
         pl.pallas_call(unseeded, out_shape=out, interpret=pl.Checked())()
 
 
+# --- keys as operands ---
+
+
+def test_keys_are_operands_in_blocks_and_indexed():
+    keys = jax.random.split(jax.random.key(7), 4).reshape(2, 2)
+
+    def kernel(prefetched_ref, key_ref, o_ref):
+        mixed = jax.random.fold_in(key_ref[1], pl.program_id(0))
+        o_ref[0] = jax.random.bits(key_ref.at[0][...], (16,))
+        o_ref[1] = jax.random.bits(mixed, (16,))
+        o_ref[2] = jax.random.bits(prefetched_ref[0, 1], (16,))
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=2,
+        in_specs=[pl.BlockSpec((None, 2), lambda i, _: (i, 0))],
+        out_specs=pl.BlockSpec((None, 3, 16), lambda i, _: (i, 0, 0)),
+    )
+    out = S((2, 3, 16), jnp.uint32)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (16,)))
+    first, second = keys[:, 0], jax.vmap(jax.random.fold_in)(keys[:, 1], jnp.arange(2))
+    third = jnp.broadcast_to(keys[0, 1], 2)
+    expected = jnp.stack([bits(first), bits(second), bits(third)], axis=1)
+    for mode in MODES:
+        call = pl.pallas_call(kernel, out, grid_spec=spec, interpret=mode)
+        np.testing.assert_array_equal(call(keys, keys), expected)
+        if mode is False:  # the batch axis goes around the words
+            mapped = jax.vmap(call, (None, 0))(keys, keys[None])
+            np.testing.assert_array_equal(mapped[0], expected)
+
+
+def test_upstream_keys_seed_generators_and_sample_blocks():
+    key = pltpu.to_pallas_key(jax.random.key(3, impl="rbg"))
+    several = pltpu.to_pallas_key(jax.random.split(jax.random.PRNGKey(0), 3))
+    assert several.shape == (3,)
+
+    def kernel(key_ref, o_ref):
+        pltpu.prng_seed(key_ref[...])
+        o_ref[...] = pltpu.prng_random_bits(o_ref.shape)
+
+    words = in_every_mode(kernel, S((8,), jnp.int32), key)
+    assert len(np.unique(words)) == 8
+
+    def sampled(blocks, swapped):
+        def kernel(key_ref, o_ref):
+            i, j = pl.program_id(0), pl.program_id(1)
+            o_ref[...] = pltpu.sample_block(
+                jax.random.uniform, key_ref[...], blocks, (2, 4), (8, 16),
+                block_index=(j, i) if swapped else None, maxval=3.0,
+            )  # fmt: skip
+
+        order = (lambda i, j: (j, i)) if swapped else (lambda i, j: (i, j))
+        grid = (8 // blocks[0], 16 // blocks[1])
+        return pl.pallas_call(
+            kernel, S((8, 16), f32), grid=grid[::-1] if swapped else grid,
+            out_specs=pl.BlockSpec(blocks, order),
+        )(key)  # fmt: skip
+
+    small = sampled((2, 4), False)
+    np.testing.assert_array_equal(sampled((4, 8), True), small)
+    assert len(np.unique(small)) == small.size
+    assert 1 < small.max() < 3
+    with pytest.raises(KernelTypeError, match="not made of whole tiles"):
+        pltpu.sample_block(jax.random.uniform, key, (3, 4), (2, 4), (8, 16))
+
+
+# --- shapes and chips ---
+
+
+def test_einshape_splits_moves_and_joins():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = pltpu.einshape("(ab)(cd)->c(ad)b", x_ref[...], a=2, c=4)
+
+    moved = X.reshape(2, 2, 4, 2).transpose(2, 0, 3, 1).reshape(4, 4, 2)
+    np.testing.assert_array_equal(in_every_mode(kernel, S((4, 4, 2), f32), X), moved)
+    for equation, sizes, problem in [
+        ("a(bc)->abc", {}, "Ambiguous split: give sizes of 'bc'"),
+        ("a(bc)->abc", {"b": 3}, "Cannot split size 8 by"),
+        ("abc->abc", {}, "it has 3 dimensions for 2"),
+        ("ab->a", {}, "each letter must stand once"),
+    ]:
+        with pytest.raises(KernelTypeError, match=problem):
+            pltpu.einshape(equation, X, **sizes)
+
+
+def test_tpu_numbers_are_there_without_a_tpu():
+    info = pltpu.get_tpu_info()
+    assert (info.num_lanes, info.num_sublanes, info.num_cores) == (128, 8, 1)
+    assert info.get_sublane_tiling(jnp.int8) == 32
+    seven = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_7X, 1)
+    assert seven.generation == 7
+    assert not seven.is_lite
+
+
 # --- cores, memory, words ---
 
 
