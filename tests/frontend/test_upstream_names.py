@@ -257,28 +257,30 @@ def test_copies_of_a_size_known_at_run_time():
         copy.wait()
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    got = in_every_mode(
-        kernel,
-        S((4, 8), f32),
-        jnp.array([1, 2]),
-        X,
-        jnp.asarray(-X),
+    args = jnp.array([1, 2]), X, jnp.asarray(-X)
+    options = dict(
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), whole, whole],
         out_specs=whole,
         scratch_shapes=[pltpu.SemaphoreType.DMA],
         input_output_aliases={2: 0},
     )
+    got = in_every_mode(kernel, S((4, 8), f32), *args, **options)
     np.testing.assert_array_equal(got, [-X[0], X[0], X[1], -X[3]])
 
     def two_sizes(sizes_ref, x_ref, before_ref, o_ref, sem):
-        part = (pl.ds(0, sizes_ref[0]), pl.ds(0, sizes_ref[1]))
-        pltpu.async_copy(x_ref.at[part], o_ref.at[part], sem)
+        part = (pl.ds(0, sizes_ref[0]), pl.ds(1, sizes_ref[1]))
+        pltpu.async_copy(x_ref.at[part], o_ref.at[part], sem).wait()
 
-    with pytest.raises(KernelTypeError, match="one size known at run time"):
-        in_every_mode(
-            two_sizes, S((4, 8), f32), jnp.array([1, 2]), X, X,
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        )  # fmt: skip
+    got = in_every_mode(two_sizes, S((4, 8), f32), *args, **options)
+    expected = -X
+    expected[:1, 1:3] = X[:1, 1:3]
+    np.testing.assert_array_equal(got, expected)
+
+    def one_sided(sizes_ref, x_ref, before_ref, o_ref, sem):
+        pltpu.async_copy(x_ref.at[:2], o_ref.at[pl.ds(0, sizes_ref[0])], sem)
+
+    with pytest.raises(KernelTypeError, match="known at run time on one side only"):
+        in_every_mode(one_sided, S((4, 8), f32), *args, **options)
 
 
 def test_copies_that_add():
