@@ -65,13 +65,15 @@ num_programs_p.def_abstract_eval(lambda *, axis: _INT32)
 
 def program_id(axis: int) -> jax.Array:
     """This program's index along a grid axis (int32)."""
-    return program_id_p.bind(axis=_axis(axis, "program_id"))
+    axis = _axis(axis, "program_id")
+    known_grid_size(axis, "program_id")
+    return program_id_p.bind(axis=axis)
 
 
 def num_programs(axis: int) -> int | jax.Array:
     """The size of the grid along an axis: an int if it is known, else an int32."""
     axis = _axis(axis, "num_programs")
-    size = known_grid_size(axis)
+    size = known_grid_size(axis, "num_programs")
     return num_programs_p.bind(axis=axis) if size is None else size
 
 

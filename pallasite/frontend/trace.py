@@ -17,7 +17,12 @@ from typing import Any
 import jax
 
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, PallasError, RefIndexError
+from pallasite.errors import (
+    KernelTypeError,
+    PallasError,
+    RefIndexError,
+    SpecError,
+)
 from pallasite.ir.nodes import Loc
 
 # What JAX says (0.10, 0.12) where a ref stands in place of an array.
@@ -38,26 +43,49 @@ class Traced:
     out_tree: Any
 
 
-# Sizes of the grid around the code being traced; None: not known before it runs.
-_grid: contextvars.ContextVar[tuple[int | None, ...]]
-_grid = contextvars.ContextVar("grid", default=())
+@dataclass(frozen=True)
+class KnownGrid:
+    """The grid around the code being traced; None: a size not known before it runs."""
+
+    sizes: tuple[int | None, ...]
+    kernel: str
+
+    def size(self, axis: int, asked: str) -> int | None:
+        """The size along an axis, which must be there."""
+        if 0 <= axis < len(self.sizes):
+            return self.sizes[axis]
+        shown = tuple("?" if s is None else s for s in self.sizes)
+        raise SpecError(
+            f"pl.{asked}({axis}): the grid has {len(shown)} axes",
+            [("kernel", self.kernel), ("grid", shown)],
+            user_location(),
+        )
 
 
-def known_grid_size(axis: int) -> int | None:
-    """The size of the innermost grid along an axis, if tracing knows it."""
-    sizes = _grid.get()
-    return sizes[axis] if 0 <= axis < len(sizes) else None
+_grid: contextvars.ContextVar[KnownGrid | None]
+_grid = contextvars.ContextVar("grid", default=None)
+
+
+def known_grid_size(axis: int, asked: str) -> int | None:
+    """The size of the innermost grid along an axis, if tracing knows it.
+
+    Raises:
+        SpecError: the grid has no such axis. Code that does not know how many there are
+            asks until it meets this.
+    """
+    grid = _grid.get()
+    return None if grid is None else grid.size(axis, asked)
 
 
 @contextlib.contextmanager
-def _inside_grid(grid: Sequence[Any] | None) -> Iterator[None]:
+def _inside_grid(grid: Sequence[Any] | None, kernel: str) -> Iterator[None]:
     """Let `known_grid_size` answer. JAX keeps traced functions by the named axes around
     them, so one that asks is traced anew for a grid of other sizes."""
     if grid is None:
         yield
         return
     sizes = tuple(g if isinstance(g, int) else None for g in grid)
-    token = _grid.set(sizes)
+    token = _grid.set(KnownGrid(sizes, kernel))
     try:
         with jaxcompat.named_axes([(f"pallasite grid {sizes}", 1)]):
             yield
@@ -95,7 +123,8 @@ def trace(
         return flat_out
 
     axis_names = jaxcompat.named_axes(axes)
-    with jaxcompat.kernel_tracing(), axis_names, _inside_grid(grid):
+    inside = _inside_grid(grid, name_of(author))
+    with jaxcompat.kernel_tracing(), axis_names, inside:
         closed = jax.make_jaxpr(flat_fn)(*avals)
         closed = jaxcompat.lower_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)

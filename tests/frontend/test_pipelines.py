@@ -93,7 +93,15 @@ def test_grid_sizes_are_python_ints_where_they_are_known():
     call = pl.pallas_call(kernel, out_shape=S(X.shape, f32), grid=6, **specs)
     np.testing.assert_array_equal(call(X), X[::-1] + 6)
 
+    def with_any_rank(x_ref, o_ref):
+        places = []
+        with pytest.raises(ValueError, match="the grid has 2 axes"):
+            while True:
+                places.append(pl.program_id(len(places)))
+        o_ref[...] = x_ref[...] + sum(places)
+
     whole = dict(out_shape=S(X.shape, f32), grid=(3, 1))
+    np.testing.assert_array_equal(pl.pallas_call(with_any_rank, **whole)(X), X + 2)
     np.testing.assert_array_equal(pl.pallas_call(with_columns, **whole)(X), X + 4)
 
     @jax.jit
