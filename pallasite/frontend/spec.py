@@ -161,8 +161,12 @@ class GridSpec:
         scratch_types: Any = None,
     ):
         self.grid = as_grid(grid)
-        self.in_specs, self.out_specs = in_specs, out_specs
-        self.scratch_shapes = scratch_shapes if scratch_types is None else scratch_types
+        scratch = scratch_shapes if scratch_types is None else scratch_types
+        # Lists are kept as tuples, which code that reads a grid spec counts on.
+        self.in_specs, self.out_specs, self.scratch_shapes = (
+            tuple(s) if isinstance(s, list) else s
+            for s in (in_specs, out_specs, scratch)
+        )
         self.num_scalar_prefetch = 0
 
 

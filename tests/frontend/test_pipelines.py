@@ -121,6 +121,12 @@ def test_grid_sizes_are_python_ints_where_they_are_known():
     np.testing.assert_array_equal(sized(X, 6), X[::-1] + 6)
 
 
+def test_grid_specs_keep_lists_as_tuples():
+    spec = pl.GridSpec((6,), in_specs=[ROW, [ROW]], out_specs=[ROW])
+    assert (spec.in_specs, spec.out_specs) == ((ROW, [ROW]), (ROW,))
+    assert pl.GridSpec((6,), in_specs=ROW).in_specs is ROW
+
+
 # --- refs in trees, refs without blocks, blocks that stay in main memory ---
 
 
