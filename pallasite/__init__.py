@@ -62,6 +62,7 @@ from pallasite.frontend.spec import Buffered as Buffered
 from pallasite.frontend.spec import CostEstimate as CostEstimate
 from pallasite.frontend.spec import Element as Element
 from pallasite.frontend.spec import GridSpec as GridSpec
+from pallasite.frontend.spec import RevisitMode as RevisitMode
 from pallasite.frontend.spec import Squeezed as Squeezed
 from pallasite.frontend.spec import no_block_spec as no_block_spec
 from pallasite.frontend.spec import squeezed as squeezed
@@ -77,7 +78,7 @@ __getattr__ = _missing.names(
     "pallasite",
     {
         **_missing.hints(
-            "Indirect RevisitMode DeviceIdType select_ref lower_as_mlir "
+            "Indirect DeviceIdType select_ref lower_as_mlir "
             "pallas_call_p pallas_export_experimental BlockDim CompilerParams",
             "not part of this release; see docs/compat.md",
         ),

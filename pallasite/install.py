@@ -21,6 +21,7 @@ MODULES = {
     f"{UPSTREAM}.triton": "pallasite.triton",
     f"{UPSTREAM}.mosaic_gpu": "pallasite.mosaic_gpu",
     f"{UPSTREAM}.tpu_sc": "pallasite.tpu_sc",
+    f"{UPSTREAM}.fuser": "pallasite.fuser",
 }
 # Kernels that JAX ships are user code to us: they are loaded as they are and, like any
 # other kernel, find Pallasite where they ask for Pallas.

@@ -11,7 +11,7 @@ from pallasite.errors import UnsupportedError
 
 
 class Missing:
-    """Stands for a name that does not exist here; any use raises."""
+    """Stands for a name that does not exist here; any use but in a type raises."""
 
     def __init__(self, module: str, name: str, hint: str):
         self.__dict__.update(_module=module, _name=name, _hint=hint)
@@ -29,6 +29,16 @@ class Missing:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
+
+    # Annotations and tests of types are not uses: nothing has a type that is not here.
+    def __or__(self, other: Any) -> "Missing":
+        return self
+
+    __ror__ = __or__
+    __getitem__ = __or__
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"<missing {self._module}.{self._name}>"

@@ -10,9 +10,22 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import config, missing
+from pallasite.frontend.buffered import BufferedRef as BufferedRef
+from pallasite.frontend.buffered import BufferType as BufferType
+from pallasite.frontend.chips import ChipVersion as ChipVersion
+from pallasite.frontend.chips import TpuInfo as TpuInfo
+from pallasite.frontend.chips import get_tpu_info as get_tpu_info
+from pallasite.frontend.chips import get_tpu_info_for_chip as get_tpu_info_for_chip
 from pallasite.frontend.control import reciprocal as reciprocal
+from pallasite.frontend.einshape import einshape as einshape
+from pallasite.frontend.inner_pipeline import PipelineStep as PipelineStep
 from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
-from pallasite.frontend.mesh import CoreMesh
+from pallasite.frontend.inner_pipeline import (
+    emit_pipeline_with_allocations as emit_pipeline_with_allocations,
+)
+from pallasite.frontend.keys import sample_block as sample_block
+from pallasite.frontend.keys import to_pallas_key as to_pallas_key
+from pallasite.frontend.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
 from pallasite.frontend.packing import pack_elementwise as pack_elementwise
 from pallasite.frontend.packing import stochastic_round as stochastic_round
@@ -46,7 +59,6 @@ HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
-TensorCoreMesh = CoreMesh
 
 
 class GridDimensionSemantics(enum.Enum):
@@ -191,7 +203,6 @@ def run_on_first_core(core_axis_name: str) -> Any:
 
 _REMOTE = "copies between devices come with the multi-chip release; use shard_map"
 _TPU_ONLY = "write it with jnp or lax operations, which run everywhere"
-_PRNG = "use jax.random with a key built from pl.program_id: it runs everywhere"
 
 __getattr__ = missing.names(
     "pallasite.tpu",
@@ -202,14 +213,8 @@ __getattr__ = missing.names(
             _REMOTE,
         ),
         **missing.hints(
-            "sample_block to_pallas_key",
-            _PRNG,
-        ),
-        **missing.hints(
-            "ACC BufferType BufferedRef BufferedRefBase ChipVersion CoreType "
-            "LoweringException PipelineStep SideEffectType Tiling TpuInfo annotate "
-            "conv core dma_semaphore einshape emit_pipeline_with_allocations "
-            "emit_pipeline_with_async_prefetch get_tpu_info get_tpu_info_for_chip "
+            "ACC BufferedRefBase CoreType LoweringException SideEffectType Tiling "
+            "annotate conv core dma_semaphore emit_pipeline_with_async_prefetch "
             "has_memory_space join_bits matmul_acc_lhs matmul_lhs_fifo matmul_pop "
             "matmul_pop_fifo matmul_push_rhs pack_fp6 split_bits unpack_fp6",
             _TPU_ONLY,

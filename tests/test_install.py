@@ -83,7 +83,7 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
         except NotImplementedError as error:
             print(error)
         try:
-            import jax.experimental.pallas.fuser
+            import jax.experimental.pallas.experimental
         except ModuleNotFoundError as error:
             print(error)
     """
@@ -114,6 +114,9 @@ def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         pl.nonsense
     assert "missing" in repr(pl.Indirect)
+    # in types it is no use: modules with such annotations can be imported
+    assert "missing" in repr(pl.Indirect[int] | None)
+    assert not isinstance(3, pl.Indirect)
 
 
 def test_upstream_names_are_all_here_or_missing_with_a_hint():

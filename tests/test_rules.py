@@ -38,6 +38,7 @@ PUBLIC = {
     "mosaic_gpu",
     "tpu",
     "tpu_sc",
+    "fuser",
     "triton",
 }
 USES_PUBLIC = {"kernels", "perf"}

@@ -25,7 +25,6 @@ def batch_kernel(kernel: Kernel, mapped: Sequence[bool], size: int) -> Kernel:
         _batch_pipeline(op, wide, batched, size) if op.name == "pipeline" else op
         for op in kernel.body.ops
     )
-    ops = _hoist_sizes(kernel, ops, batched)
     params = tuple(wide[p] for p in kernel.params)
     return kernel.with_(params=params, body=Block((), ops))
 
@@ -34,19 +33,11 @@ def _widen(ref: T.RefType, size: int) -> T.RefType:
     return T.RefType((size, *ref.shape), ref.dtype, ref.space)
 
 
-def _hoist_sizes(kernel: Kernel, ops: tuple[Op, ...], batched: set[Value]):
-    """A grid size that differs between mapped elements has no single grid."""
-    for op in ops:
-        if op.name == "load" and op.operands[0] in batched:
-            from pallasite.errors import UnsupportedError
-
-            raise UnsupportedError(
-                "vmap over a grid size is not possible",
-                [("kernel", kernel.name), ("size", op.operands[0].name)],
-                kernel.loc,
-                "pass the largest size and skip programs with pl.when",
-            )
-    return ops
+def maps_a_grid_size(kernel: Kernel, mapped: Sequence[bool]) -> bool:
+    """Whether the grid differs between mapped elements, so that there is no single one
+    to put an axis in front of. Grid sizes are what is loaded before the pipeline."""
+    refs = {p for p, m in zip(kernel.params, mapped, strict=False) if m}
+    return any(op.name == "load" and op.operands[0] in refs for op in kernel.body.ops)
 
 
 def _batch_pipeline(

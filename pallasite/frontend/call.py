@@ -20,7 +20,12 @@ from pallasite.frontend import partition_rule, plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
 from pallasite.frontend.match import describe, input_specs, output_specs
 from pallasite.frontend.primitive import Call, bind_call, interpret_mode
-from pallasite.frontend.spaces import MemoryRef, MemorySpace, as_memory_ref
+from pallasite.frontend.spaces import (
+    MemoryRef,
+    MemorySpace,
+    SemaphoreType,
+    as_memory_ref,
+)
 from pallasite.frontend.spec import (
     CostEstimate,
     GridSpec,
@@ -172,7 +177,7 @@ def pallas_call(
     def call(*args: Any) -> Any:
         flat, tree = jax.tree.flatten(args)
         flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
-        types = tuple((x.shape, np.dtype(x.dtype)) for x in flat)
+        types = tuple((x.shape, x.dtype) for x in flat)
         key = (tree, types, jaxcompat.trace_context())
         built = cache.get(key)
         extra: tuple[Any, ...] = ()
@@ -180,7 +185,8 @@ def pallas_call(
             built, extra, cacheable = build(request, flat, tree)
             if cacheable:
                 cache[key] = built
-        results = bind_call(built, (*_dynamic_sizes(request), *flat, *extra))
+        arrays = [_stored(x) for x in flat]
+        results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
         return jax.tree.unflatten(request.out_tree, results)
 
     call.__name__ = request.name
@@ -248,8 +254,8 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             [("entry", n), ("shape", tuple(leaf.shape))],
             at,
         )
-    if isinstance(leaf, MemoryRef):
-        return leaf
+    if isinstance(leaf, (MemoryRef, SemaphoreType)):
+        return as_memory_ref(leaf)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
@@ -293,17 +299,19 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             request.at,
             _WITHOUT_SYMBOLS,
         )
-    if T.dtype_of(array.dtype) is None:
-        hint = ""
-        if jaxcompat.is_key_dtype(array.dtype):
-            hint = "pass jax.random.key_data(key) and wrap it in the kernel"
+    is_key = jaxcompat.is_key_dtype(array.dtype)
+    if T.dtype_of(array.dtype) is None and not is_key:
         raise UnsupportedError(
             f"operand {n} has dtype {array.dtype}, which kernels do not have",
             [("kernel", request.name)],
             request.at,
-            hint,
         )
     return array
+
+
+def _stored(x: Any) -> Any:
+    """An operand as it is in memory: random keys are their words."""
+    return jax.random.key_data(x) if jaxcompat.is_key_dtype(x.dtype) else x
 
 
 def _dynamic_sizes(request: Request) -> list[Any]:
@@ -383,12 +391,11 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
         for n, x in enumerate(flat[:num_prefetch])
     )
     prefetch_args = jax.tree.unflatten(tree, flat)[: spec.num_scalar_prefetch]
-    rank = len(spec.grid)
     inputs = []
     for k, (path, s) in enumerate(in_specs):
         x, n = flat[num_prefetch + k], num_prefetch + k
         operand = Operand("in_specs", path, tuple(x.shape), x.dtype, names[n])
-        inputs.append(plan.bind(s, operand, "in", rank, prefetch_args, at))
+        inputs.append(plan.bind(s, operand, "in", spec.grid, prefetch_args, at))
     outputs = []
     out_specs = output_specs(spec.out_specs, request)
     for k, (shape, (path, s)) in enumerate(
@@ -409,11 +416,11 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
         operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
         if isinstance(shape, MemoryRef) and s.memory_space is None:
             s = s.replace(memory_space=shape.memory_space)
-        outputs.append(plan.bind(s, operand, "out", rank, prefetch_args, at))
+        outputs.append(plan.bind(s, operand, "out", spec.grid, prefetch_args, at))
     _check_aliases(request, flat)
     scratch, scratch_tree = _scratch(spec, request)
     given = request.compiler_params.get("dimension_semantics")
-    semantics = plan.semantics_of(given, rank, at)
+    semantics = plan.semantics_of(given, len(spec.grid), at)
     return Bound(
         prefetch, tuple(inputs), tuple(outputs), scratch, scratch_tree, semantics
     )
@@ -477,7 +484,7 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
                 request.at,
             )
         x, y = flat[source], request.out_shapes[target]
-        if (tuple(x.shape), np.dtype(x.dtype)) != (tuple(y.shape), np.dtype(y.dtype)):
+        if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
             raise SpecError(
                 "an aliased operand and result must have one shape and dtype",
                 [*facts, ("operand", describe(x)), ("result", describe(y))],
@@ -513,9 +520,10 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     check_signature(request.kernel, args, kwargs, facts, request.at)
     avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
     body = storing(request.kernel, request.name, request.at)
-    named = zip(request.axis_names, request.grid_spec.grid, strict=False)
+    grid = request.grid_spec.grid
+    named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    return trace(body, full_tree, avals, request.kernel, axes)
+    return trace(body, full_tree, avals, request.kernel, axes, grid)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:
@@ -584,9 +592,8 @@ def _captured_params(im: Importer) -> list[Value]:
 
 
 def _param(operand: Operand, space: str) -> Value:
-    dtype = T.dtype_of(operand.dtype)
-    assert dtype is not None
-    return Value(T.RefType(tuple(operand.shape), dtype, space), operand.name)
+    shape = (*operand.shape, *operand.words)
+    return Value(T.RefType(shape, operand.stored, space), operand.name)
 
 
 def _array_space(binding: plan.Binding) -> str:

@@ -273,14 +273,14 @@ def _num_programs(im: Importer, eqn: Any) -> Value:
 
 def _grid_axis(im: Importer, eqn: Any) -> GridScope:
     axis, name = eqn.params["axis"], eqn.primitive.name.removeprefix("pallasite_")
-    if not im.scopes:
+    scope = im.grid
+    if name == "program_id" and scope.what == "index map":
         raise KernelTypeError(
             f"pl.{name} cannot be used in an index map",
             [("kernel", im.kernel_name)],
             im.where,
             "the grid indices are the index map's arguments",
         )
-    scope = im.grid
     if not 0 <= axis < len(scope.ids):
         sizes = tuple("?" if isinstance(s, Value) else s for s in scope.sizes)
         raise KernelTypeError(

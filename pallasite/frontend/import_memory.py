@@ -1,6 +1,6 @@
 """Import rules for refs: indexing, masks, atomics, copies, semaphores, allocation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,13 +88,19 @@ def _expect_data(im: Importer, ref: Value) -> None:
         )
 
 
-def view(im: Importer, ref: Value, transforms: Sequence[Any]) -> Value:
-    """Apply view transforms one by one."""
-    b = im.builder
+def view(
+    im: Importer, ref: Value, transforms: Sequence[Any], places: Sequence[Value] = ()
+) -> Value:
+    """Apply view transforms one by one.
+
+    `places`: of slices whose size is a value of the kernel, see this element only (one
+    place for each of them, in order).
+    """
+    b, pending = im.builder, iter(places)
     for t in transforms:
         kind = type(t).__name__
         if kind == "NDIndexer":
-            index, operands, _ = _index(im, ref, t)
+            index, operands, _ = _index(im, ref, t, pending)
             if index != full_index(ref.ref.shape):
                 ref = b.subview(ref, index, operands)
         elif kind == "ReshapeTransform":
@@ -112,15 +118,25 @@ def view(im: Importer, ref: Value, transforms: Sequence[Any]) -> Value:
     return ref
 
 
-def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], int]:
+def _index(
+    im: Importer, ref: Value, indexer: Any, places: Iterator[Value] | None = None
+) -> tuple[Index, list[Value], int]:
     entries: list[At | Span | Gather] = []
     operands: list[Value] = []
     for d, entry in enumerate(indexer.indices):
         size = ref.ref.shape[d]
         if _is_slice(entry):
+            is_open = _static(entry.size) is None
+            place = next(places, None) if places and is_open else None
+            if place is not None:
+                operands.append(_element(im, entry, place))
+                entries.append(Span(None, 1))
+                continue
             entries.append(_span(im, ref, d, size, entry, operands))
         else:
             entries.append(_point(im, ref, d, size, entry, operands))
+    # A random key is indexed as one element and stored as several words.
+    entries += [Span(0, n) for n in ref.ref.shape[len(entries) :]]
     gathers = [d for d, e in enumerate(entries) if isinstance(e, Gather)]
     contiguous = (
         gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True
@@ -133,6 +149,14 @@ def _index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value], 
 
 def _is_slice(entry: Any) -> bool:
     return hasattr(entry, "size") and hasattr(entry, "stride")
+
+
+def _element(im: Importer, entry: Any, place: Value) -> Value:
+    """Where an element of a slice is in the ref."""
+    b, first, stride = im.builder, _static(entry.start), _static(entry.stride)
+    start = im.value(entry.start) if first is None else b.index(first)
+    step = place if stride == 1 else b.mul(place, b.index(stride or 1))
+    return b.add(b.cast(start, T.I32), step)
 
 
 def _overhangs(indexer: Any, shape: Sequence[int]) -> bool:
@@ -371,14 +395,55 @@ def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
 # --- copies and semaphores ---
 
 
-def _views(im: Importer, eqn: Any, first: int = 0) -> list[Value]:
+def _views(
+    im: Importer, eqn: Any, first: int = 0, places: Sequence[Value] = ()
+) -> list[Value]:
     parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
-    return [view(im, im.value(ref), transforms) for ref, transforms in parts]
+    return [view(im, im.value(ref), transforms, places) for ref, transforms in parts]
 
 
 @rule("pallasite_copy")
 def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
-    source, target, semaphore = _views(im, eqn)
+    _copy_elements(im, eqn, _dynamic_counts(im, eqn), ())
+
+
+def _copy_elements(
+    im: Importer, eqn: Any, counts: Sequence[Value], places: tuple[Value, ...]
+) -> None:
+    """A copy, in a loop for each dimension whose size is not known before it runs."""
+    if not counts:
+        _copy_once(im, eqn, places)
+        return
+    place = Value(T.INDEX, "place")
+    with im.nested() as builder:
+        _copy_elements(im, eqn, counts[1:], (*places, place))
+        body = builder.block((place,))
+    b = im.builder
+    count = b.cast(counts[0], T.I32)
+    b.emit("for", b.index(0), count, b.index(1), regions=(body,))
+
+
+def _dynamic_counts(im: Importer, eqn: Any) -> list[Value]:
+    """How many elements a copy moves along the dimensions that its slices leave open
+    (`pl.ds(start, n)` with a value of the kernel for n)."""
+    counts = []
+    source, target, _ = jax.tree.unflatten(eqn.params["tree"], eqn.invars)
+    for _, transforms in (source, target):
+        indices = [e for t in transforms for e in getattr(t, "indices", ())]
+        slices = [e for e in indices if _is_slice(e)]
+        counts.append([e.size for e in slices if _static(e.size) is None])
+    if len(counts[0]) != len(counts[1]):
+        raise KernelTypeError(
+            "a copy has a size known at run time on one side only",
+            [("kernel", im.kernel_name), ("such sizes", tuple(map(len, counts)))],
+            im.where,
+            "slice source and destination with the same size",
+        )
+    return [im.value(count) for count in counts[0]]
+
+
+def _copy_once(im: Importer, eqn: Any, places: Sequence[Value] = ()) -> None:
+    source, target, semaphore = _views(im, eqn, places=places)
     _expect_semaphore(im, semaphore)
     if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
         raise KernelTypeError(

@@ -7,7 +7,6 @@ the path that errors show.
 from typing import Any
 
 import jax
-import numpy as np
 
 from pallasite.errors import SpecError
 from pallasite.frontend.spec import BlockSpec, GridSpec, no_block_spec
@@ -100,4 +99,4 @@ def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:
 
 def describe(x: Any) -> str:
     """An array's type as errors show it."""
-    return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"

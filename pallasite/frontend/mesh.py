@@ -1,11 +1,14 @@
 """pl.kernel and pl.core_map: code over a mesh of cores, arrays whole in main memory."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import SpecError
@@ -28,6 +31,32 @@ class CoreMesh:
     def shape(self) -> dict[str, int]:
         return dict(zip(self.axis_names, self.sizes, strict=True))
 
+    @property
+    def axis_name(self) -> str:
+        return self.axis_names[0]
+
+    @property
+    def num_cores(self) -> int:
+        return math.prod(self.sizes)
+
+
+class TensorCoreMesh(CoreMesh):
+    """The TensorCores of one chip: `TensorCoreMesh(axis_name="core", num_cores=2)`, or
+    as before 0.11 `TensorCoreMesh(cores, axis_names)` with an array of cores."""
+
+    def __init__(
+        self,
+        devices: Any = None,
+        axis_names: Sequence[str] | None = None,
+        *,
+        axis_name: str | None = None,
+        num_cores: int = 1,
+    ):
+        if axis_names is not None:
+            super().__init__(tuple(axis_names), np.shape(devices))
+        else:
+            super().__init__((str(axis_name or devices),), (num_cores,))
+
 
 def create_tensorcore_mesh(
     axis_name: str, devices: Sequence[Any] | None = None, num_cores: int | None = None
@@ -36,7 +65,7 @@ def create_tensorcore_mesh(
     del devices
     if not isinstance(axis_name, str):
         raise SpecError(f"a mesh axis name is a string, got {axis_name!r}")
-    return CoreMesh((axis_name,), (num_cores or 1,))
+    return TensorCoreMesh(axis_name=axis_name, num_cores=num_cores or 1)
 
 
 def kernel(
@@ -60,6 +89,8 @@ def kernel(
 
     The body sees whole arrays in main memory; cut them with `pltpu.emit_pipeline` or
     copy parts with `pltpu.sync_copy`. `lax.axis_index(name)` is the core's number.
+    Refs (`jax.new_ref`) among the operands are read and written in place, and a kernel
+    without results may close over them.
 
     Args:
         body: the kernel; left out when used as a decorator.
@@ -74,29 +105,39 @@ def kernel(
     """
     at = user_location()
     shape = _axes(mesh, "kernel", at)
+    out = out_shape if out_type is None else out_type
+    scratch = scratch_shapes if scratch_types is None else scratch_types
+    options = dict(
+        compiler_params=compiler_params,
+        interpret=interpret,
+        cost_estimate=cost_estimate,
+        debug=debug,
+        metadata=metadata,
+        backend=backend,
+    )
 
     def decorate(fn: Callable[..., None]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
+            operands = jax.tree.leaves(args, is_leaf=jaxcompat.is_ref)
+            if out is None or any(map(jaxcompat.is_ref, operands)):
+                own = {**options, "name": name or name_of(fn)}
+                return _on_refs(fn, args, out, mesh, scratch, own)
             whole = BlockSpec(memory_space=MemorySpace.ANY)
             # Cores of a mesh run at once: the author says so by naming a mesh.
             call_ = pallas_call(
                 fn,
-                out_shape,
-                out_type=out_type,
+                out,
                 grid=tuple(shape.values()),
                 in_specs=[whole] * len(args),
-                out_specs=_like(out_shape if out_type is None else out_type, whole),
-                scratch_shapes=scratch_shapes,
-                scratch_types=scratch_types,
-                compiler_params=_with_core_axes(compiler_params, len(shape)),
-                interpret=interpret,
-                cost_estimate=cost_estimate,
-                debug=debug,
+                out_specs=_like(out, whole),
+                scratch_shapes=scratch,
                 name=name,
-                metadata=metadata,
-                backend=backend,
                 axis_names=tuple(shape),
                 input_output_aliases=input_output_aliases or {},
+                **{
+                    **options,
+                    "compiler_params": _with_core_axes(compiler_params, len(shape)),
+                },
             )
             return call_(*args)
 
@@ -105,6 +146,28 @@ def kernel(
         return call
 
     return decorate if body is None else decorate(body)
+
+
+def _on_refs(
+    fn: Callable[..., None], args: Any, out: Any, mesh: Any, scratch: Any, options: Any
+) -> Any:
+    """Call a kernel some of whose operands are refs, or which closes over refs."""
+    is_ref = jaxcompat.is_ref
+    as_ref = lambda x: x if is_ref(x) else jax.new_ref(jnp.asarray(x))
+    operands = jax.tree.map(as_ref, args, is_leaf=is_ref)
+    results = jax.tree.map(
+        lambda t: jax.new_ref(jnp.zeros(t.shape, t.dtype)), out, is_leaf=_is_shape
+    )
+    if isinstance(results, list):
+        results = tuple(results)
+    one = results is not None and not isinstance(results, tuple)
+    outputs = (results,) if one else results or ()
+
+    def body(*memory: Any, **named: Any) -> None:
+        fn(*operands, *outputs, *memory, **named)
+
+    core_map(mesh, scratch_shapes=scratch, **options)(body)
+    return jax.tree.map(lambda ref: ref[...], results, is_leaf=is_ref)
 
 
 def core_map(
@@ -125,8 +188,11 @@ def core_map(
     shape = _axes(mesh, "core_map", at)
 
     def run(fn: Callable[..., None]) -> None:
-        body = storing(lambda: run_scoped(fn, *scratch_shapes), name_of(fn), at)
-        traced = trace(body, jax.tree.structure(((), {})), (), fn, tuple(shape.items()))
+        named = scratch_shapes if isinstance(scratch_shapes, Mapping) else {}
+        memory = () if named else scratch_shapes
+        body = storing(lambda: run_scoped(fn, *memory, **named), name_of(fn), at)
+        axes, no_arguments = tuple(shape.items()), jax.tree.structure(((), {}))
+        traced = trace(body, no_arguments, (), fn, axes, tuple(shape.values()))
         refs = [c for c in traced.captured if jaxcompat.is_ref(c)]
 
         def with_own_refs(*mine: Any) -> None:
@@ -165,9 +231,12 @@ def _axes(mesh: Any, name: str, at: Any) -> Mapping[str, int]:
     return shape
 
 
+def _is_shape(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def _like(tree: Any, spec: BlockSpec) -> Any:
-    is_shape = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
-    return jax.tree.map(lambda _: spec, tree, is_leaf=is_shape)
+    return jax.tree.map(lambda _: spec, tree, is_leaf=_is_shape)
 
 
 def _with_core_axes(params: Any, rank: int) -> dict[str, Any]:

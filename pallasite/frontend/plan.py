@@ -5,7 +5,7 @@ body sees, and a body. The result is one `pipeline` op in the importer's current
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec, Operand, window_of
 from pallasite.frontend.trace import Traced, location_of, trace
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Block, Value, Window
+from pallasite.ir.nodes import Block, BlockDim, Value, Window
 
 SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
 
@@ -36,7 +36,11 @@ class Binding:
 
     @property
     def ref_shape(self) -> tuple[int, ...]:
-        return self.operand.shape if self.window is None else self.window.block_shape
+        """The shape of the ref that the body sees, in the operand's own elements."""
+        if self.window is None:
+            return self.operand.shape
+        shape = self.window.block_shape
+        return shape[: len(shape) - len(self.operand.words)]
 
     @property
     def space(self) -> str:
@@ -49,7 +53,7 @@ def bind(
     spec: BlockSpec,
     operand: Operand,
     mode: str,
-    grid_rank: int,
+    grid: Sequence[Any],
     prefetch: Sequence[Any],
     at: Any,
 ) -> Binding:
@@ -57,7 +61,9 @@ def bind(
     window = window_of(spec, operand, mode, at)
     index_map = None
     if window is not None:
-        index_map = _trace_index_map(spec, operand, window, grid_rank, prefetch, at)
+        index_map = _trace_index_map(spec, operand, window, grid, prefetch, at)
+        words = tuple(BlockDim(n) for n in operand.words)
+        window = replace(window, dims=(*window.dims, *words))
     return Binding(operand, spec, window, index_map)
 
 
@@ -65,11 +71,11 @@ def _trace_index_map(
     spec: BlockSpec,
     operand: Operand,
     window: Window,
-    grid_rank: int,
+    grid: Sequence[Any],
     prefetch: Sequence[Any],
     at: Any,
 ) -> Traced | None:
-    fn = spec.index_map
+    fn, grid_rank = spec.index_map, len(grid)
     if fn is None:
         if any(d.kind == "bounded" for d in window.dims):
             raise SpecError(
@@ -87,7 +93,7 @@ def _trace_index_map(
         for a in arrays[grid_rank:]
     ]
     _check_index_map_arity(fn, grid_rank + len(prefetch), grid_rank, operand, at)
-    traced = trace(indices, tree, [*ids, *smem], fn)
+    traced = trace(indices, tree, [*ids, *smem], fn, grid=grid)
     if any(type(e).__name__ == "WriteEffect" for e in traced.jaxpr.effects):
         raise SpecError(
             "an index map cannot write", [("operand", operand)], location_of(fn) or at
@@ -161,6 +167,22 @@ def _index_scalar(value: Any, d: int, operand: Operand, where: Any) -> Any:
     return jnp.asarray(value, jnp.int32)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Steps of a larger grid: where along `axis` they begin, how many there are."""
+
+    axis: int
+    first: Value
+    whole: int | Value
+
+    def seen(self, im: Importer, scope: GridScope) -> GridScope:
+        """The scope as the author sees it, ids counted in the larger grid."""
+        ids, sizes = list(scope.ids), list(scope.sizes)
+        ids[self.axis] = im.builder.add(ids[self.axis], self.first)
+        sizes[self.axis] = self.whole
+        return GridScope(tuple(ids), tuple(sizes), scope.what)
+
+
 def emit_pipeline_op(
     im: Importer,
     grid: Sequence[int | Value],
@@ -172,10 +194,12 @@ def emit_pipeline_op(
     map_captures: Sequence[Sequence[Value] | None],
     axis_names: Sequence[str | None] = (),
     what: str = "grid",
+    part: Part | None = None,
 ) -> None:
     """Append a `pipeline` op over `arrays` (one per binding).
 
-    `import_body` is called with one ref per binding, in a region of its own.
+    `import_body` is called with one ref per binding, in a region of its own. `part`:
+    the steps are a part of those of a larger grid, which is the one the author sees.
     """
     load_rules()
     ids = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
@@ -189,7 +213,8 @@ def emit_pipeline_op(
             ref = Value(_block_type(binding), binding.operand.name)
             block_refs.append(ref)
             body_refs.append(ref)
-        im.scopes.append(GridScope(ids, tuple(grid), what))
+        seen = GridScope(ids, tuple(grid), what)
+        im.scopes.append(seen if part is None else part.seen(im, seen))
         im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}
         import_body(body_refs)
         im.scopes.pop()
@@ -201,7 +226,7 @@ def emit_pipeline_op(
         for b, a, c in zip(bindings, arrays, map_captures, strict=True)
         if b.window is not None
     ]
-    maps = [_index_map_region(im, b, len(grid), prefetch, c) for b, _, c in windowed]
+    maps = [_index_map_region(im, b, grid, prefetch, c, part) for b, _, c in windowed]
     windows = [b.window for b, _, _ in windowed]
     for ref, _ in captured:
         windows.append(_whole_window(ref.ref))
@@ -220,9 +245,9 @@ def emit_pipeline_op(
 
 
 def _block_type(binding: Binding) -> T.RefType:
-    dtype = T.dtype_of(binding.operand.dtype)
-    assert dtype is not None
-    return T.RefType(binding.ref_shape, dtype, binding.space)
+    operand = binding.operand
+    shape = (*binding.ref_shape, *operand.words)
+    return T.RefType(shape, operand.stored, binding.space)
 
 
 def _take_captured(im: Importer) -> list[tuple[Value, Value]]:
@@ -236,8 +261,6 @@ def _take_captured(im: Importer) -> list[tuple[Value, Value]]:
 
 
 def _whole_window(ref: T.RefType) -> Window:
-    from pallasite.ir.nodes import BlockDim
-
     return Window(tuple(BlockDim(n) for n in ref.shape), "in")
 
 
@@ -250,25 +273,30 @@ def _zero_map(im: Importer, grid_rank: int, rank: int) -> Block:
 def _index_map_region(
     im: Importer,
     binding: Binding,
-    grid_rank: int,
+    grid: Sequence[int | Value],
     prefetch: Sequence[Value],
     captures: Sequence[Value] | None,
+    part: Part | None,
 ) -> Block:
     assert binding.window is not None
     traced = binding.index_map
     if traced is None:
-        return _zero_map(im, grid_rank, len(binding.window.dims))
-    params = tuple(Value(T.INDEX, f"i{n}") for n in range(grid_rank))
-    scopes, im.scopes = im.scopes, []
+        return _zero_map(im, len(grid), len(binding.window.dims))
+    params = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
+    scope = GridScope(params, tuple(grid), "index map")
+    scopes = im.scopes
     try:
         with im.nested() as builder:
+            scope = scope if part is None else part.seen(im, scope)
+            im.scopes = [scope]
             values = captures
             if values is None:
                 values = [_captured_scalar(im, c, binding) for c in traced.captured]
             for var, value in zip(traced.jaxpr.constvars, values, strict=True):
                 im.env[var] = value
-            results = im.run(_without_consts(traced.jaxpr), [*params, *prefetch])
-            return builder.block(params, results)
+            results = im.run(_without_consts(traced.jaxpr), [*scope.ids, *prefetch])
+            whole_words = [builder.index(0) for _ in binding.operand.words]
+            return builder.block(params, [*results, *whole_words])
     finally:
         im.scopes = scopes
 

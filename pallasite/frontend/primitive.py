@@ -23,7 +23,7 @@ from pallasite.errors import (
     UnknownBackendError,
     UnsupportedError,
 )
-from pallasite.frontend.batching import batch_kernel
+from pallasite.frontend.batching import batch_kernel, maps_a_grid_size
 from pallasite.frontend.emulate import emulate
 from pallasite.frontend.partition import call_task, lower_partitioned, result_specs
 from pallasite.frontend.partition_rule import Partition
@@ -333,6 +333,8 @@ def _batch(
     (size,) = sizes
     if not isinstance(size, int):
         return _batch_symbolic(operands, dims, call)
+    if maps_a_grid_size(call.kernel, [d is not None for d in dims]):
+        return _one_by_one(operands, dims, call)
     moved = [
         x if d is None else jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
@@ -361,6 +363,13 @@ def _batch_symbolic(
         run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
         results = run(*operands)
         return list(results), [0] * len(results)
+    return _one_by_one(operands, dims, call)
+
+
+def _one_by_one(
+    operands: Sequence[Any], dims: Sequence[int | None], call: Call
+) -> tuple[list[Any], list[int]]:
+    """vmap as a loop of calls."""
     mapped = [
         jax.numpy.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)

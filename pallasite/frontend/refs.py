@@ -19,8 +19,13 @@ from jax.interpreters import mlir
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
-from pallasite.frontend.spaces import MemoryRef, as_memory_ref
-from pallasite.frontend.trace import user_location
+from pallasite.frontend.spaces import (
+    MemoryRef,
+    MemorySpace,
+    SemaphoreType,
+    as_memory_ref,
+)
+from pallasite.frontend.trace import known_grid_size, user_location
 
 ds = jax.ds
 dslice = jax.ds
@@ -60,12 +65,16 @@ num_programs_p.def_abstract_eval(lambda *, axis: _INT32)
 
 def program_id(axis: int) -> jax.Array:
     """This program's index along a grid axis (int32)."""
-    return program_id_p.bind(axis=_axis(axis, "program_id"))
+    axis = _axis(axis, "program_id")
+    known_grid_size(axis, "program_id")
+    return program_id_p.bind(axis=axis)
 
 
-def num_programs(axis: int) -> jax.Array:
-    """The size of the grid along an axis (int32)."""
-    return num_programs_p.bind(axis=_axis(axis, "num_programs"))
+def num_programs(axis: int) -> int | jax.Array:
+    """The size of the grid along an axis: an int if it is known, else an int32."""
+    axis = _axis(axis, "num_programs")
+    size = known_grid_size(axis, "num_programs")
+    return num_programs_p.bind(axis=axis) if size is None else size
 
 
 def _axis(axis: Any, name: str) -> int:
@@ -423,11 +432,15 @@ class AsyncCopyDescriptor:
         copy_p.bind(*flat, tree=tree, action=action)
 
     def start(self, priority: int = 0, *, add: bool = False) -> None:
-        if add:
-            raise KernelTypeError(
-                "a copy that adds to its destination is not available"
-            )
-        self._bind("start")
+        """Begin to copy; with `add` the destination gets the sum of both."""
+        del priority
+        if not add:
+            self._bind("start")
+            return
+        total = self.src_ref[...] + self.dst_ref[...]
+        staged = _empty_ref(MemoryRef(total, MemorySpace.VMEM))
+        staged[...] = total
+        AsyncCopyDescriptor(staged, self.dst_ref, self.sem).start()
 
     def wait(self) -> None:
         self._bind("wait")
@@ -441,18 +454,25 @@ def make_async_copy(src_ref: Any, dst_ref: Any, sem: Any) -> AsyncCopyDescriptor
     return AsyncCopyDescriptor(src_ref, dst_ref, sem)
 
 
-def async_copy(src_ref: Any, dst_ref: Any, sem: Any) -> AsyncCopyDescriptor:
+def async_copy(
+    src_ref: Any, dst_ref: Any, sem: Any, *, priority: int = 0, add: bool = False
+) -> AsyncCopyDescriptor:
     """Start a copy; `.wait()` on what it returns."""
     descriptor = make_async_copy(src_ref, dst_ref, sem)
-    descriptor.start()
+    descriptor.start(priority, add=add)
     return descriptor
 
 
-def sync_copy(src_ref: Any, dst_ref: Any) -> None:
-    """Copy from ref to ref and wait for it."""
-    from pallasite.frontend.spaces import SemaphoreType
+def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
+    """Copy from ref to ref (or pytrees of them) and wait for it."""
 
-    run_scoped(lambda sem: async_copy(src_ref, dst_ref, sem).wait(), SemaphoreType.DMA)
+    def copy_each(sem: Any) -> None:
+        sources, tree = jax.tree.flatten(src_ref, is_leaf=jaxcompat.is_ref)
+        targets = tree.flatten_up_to(dst_ref)
+        for source, target in zip(sources, targets, strict=True):
+            async_copy(source, target, sem, add=add).wait()
+
+    run_scoped(copy_each, SemaphoreType.DMA)
 
 
 def semaphore_signal(sem: Any, inc: Any = 1, *, device_id: Any = None, **kwargs: Any):
@@ -516,8 +536,9 @@ def with_scoped(*types: Any, **kw_types: Any) -> Callable[..., Callable[..., Any
 
     def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(f)
-        def call(*args: Any) -> Any:
-            return run_scoped(functools.partial(f, *args), *types, **kw_types)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            body = functools.partial(f, *args, **kwargs)
+            return run_scoped(body, *types, **kw_types)
 
         return call
 

@@ -37,20 +37,24 @@ draw_p.def_effectful_abstract_eval(
 
 
 def prng_seed(*seeds: Any) -> None:
-    """Seed the generator of this program with one or more integers.
+    """Seed the generator of this program with integers, or with a random key.
 
     Programs that may run at once have to seed it themselves: give `pl.program_id` as
     one of the seeds.
     """
+    words: list[Any] = []
     for seed in seeds:
-        dtype = jnp.result_type(seed)
+        dtype = getattr(seed, "dtype", None) or jnp.result_type(seed)
+        if jaxcompat.is_key_dtype(dtype):
+            words.extend(jax.random.key_data(seed).ravel())
+            continue
         if jnp.shape(seed) or not jnp.issubdtype(dtype, jnp.integer):
             raise KernelTypeError(
                 f"pltpu.prng_seed takes integers, got {dtype}{list(jnp.shape(seed))}",
                 at=user_location(),
-                fix="with a key, pass the elements of jax.random.key_data(key)",
             )
-    seed_p.bind(*(jnp.asarray(s).astype(jnp.uint32) for s in seeds))
+        words.append(seed)
+    seed_p.bind(*(jnp.asarray(s).astype(jnp.uint32) for s in words))
 
 
 def prng_random_bits(shape: Sequence[int]) -> jax.Array:

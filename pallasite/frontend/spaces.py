@@ -34,6 +34,10 @@ class MemorySpace(enum.Enum):
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         return MemoryRef(shape, np.dtype(dtype), self)
 
+    def like(self, x: Any) -> "MemoryRef":
+        """Memory here of the shape and dtype of `x`."""
+        return self(x.shape, x.dtype)
+
     def __str__(self) -> str:
         return self.value
 
@@ -51,13 +55,27 @@ class MemorySpace(enum.Enum):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MemoryRef:
-    """Memory a kernel asks for: shape, dtype and space."""
+    """Memory a kernel asks for: shape, dtype and space.
+
+    `MemoryRef(shape, dtype, space)`, or `MemoryRef(array_type, space)`.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     memory_space: MemorySpace
+
+    def __init__(self, shape: Any, dtype: Any, memory_space: Any = None):
+        if memory_space is None:
+            shape, dtype, memory_space = shape.shape, shape.dtype, dtype
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "dtype", np.dtype(dtype))
+        object.__setattr__(self, "memory_space", memory_space)
+
+    @property
+    def inner_aval(self) -> Any:
+        return self.get_array_aval()
 
     def get_array_aval(self) -> Any:
         return jax.core.ShapedArray(self.shape, self.dtype)
@@ -81,6 +99,10 @@ class SemaphoreType(enum.Enum):
     @property
     def shape(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def dtype(self) -> Any:
+        return np.dtype(np.int32)
 
     @property
     def memory_space(self) -> MemorySpace:

@@ -4,6 +4,7 @@ Plain data plus validation. `window_of` turns a checked BlockSpec into the IR's 
 `call.py` comes next.
 """
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.trace import user_location
+from pallasite.ir import types as T
 from pallasite.ir.nodes import BlockDim, Window
 
 
@@ -51,12 +53,21 @@ class BoundedSlice:
     block_size: int
 
 
+class RevisitMode(enum.Enum):
+    """When a program may come back to an output block: here always."""
+
+    IMMEDIATE = "immediate"
+    ANY = "any"
+
+
 @dataclass(frozen=True)
 class Buffered:
-    """How many buffers a window rotates through."""
+    """How many buffers a window rotates through; the other fields change nothing."""
 
     buffer_count: int
     use_lookahead: bool = False
+    revisit: RevisitMode | None = None
+    prefetched_count: int = 0
 
 
 squeezed = Squeezed()
@@ -152,8 +163,12 @@ class GridSpec:
     ):
         self.grid = as_grid(grid)
         self.axis_names = axis_names(grid)
-        self.in_specs, self.out_specs = in_specs, out_specs
-        self.scratch_shapes = scratch_shapes if scratch_types is None else scratch_types
+        scratch = scratch_shapes if scratch_types is None else scratch_types
+        # Lists are kept as tuples, which code that reads a grid spec counts on.
+        self.in_specs, self.out_specs, self.scratch_shapes = (
+            tuple(s) if isinstance(s, list) else s
+            for s in (in_specs, out_specs, scratch)
+        )
         self.num_scalar_prefetch = 0
 
 
@@ -259,10 +274,24 @@ class Operand:
     dtype: Any
     name: str = ""
 
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Dimensions that an element has in memory: a random key is a few words."""
+        is_key = jaxcompat.is_key_dtype(self.dtype)
+        return jaxcompat.key_data_shape(self.dtype) if is_key else ()
+
+    @property
+    def stored(self) -> T.DType:
+        """The element type in memory."""
+        dtype = T.U32 if self.words else T.dtype_of(self.dtype)
+        assert dtype is not None
+        return dtype
+
     def __str__(self) -> str:
         name = f" ('{self.name}')" if self.name else ""
         dims = ", ".join(map(str, self.shape))
-        return f"{self.role}{self.path}{name}, {np.dtype(self.dtype).name}[{dims}]"
+        dtype = getattr(self.dtype, "name", self.dtype)
+        return f"{self.role}{self.path}{name}, {dtype}[{dims}]"
 
 
 def window_of(
@@ -273,6 +302,8 @@ def window_of(
     if spec.block_shape is None and space is not None and not space.has_windows:
         return None
     if space is not None and not space.has_windows:
+        if spec.block_shape == operand.shape:
+            return None
         raise SpecError(
             f"a block in memory space {space.name} has no meaning",
             [("operand", operand), ("block", spec.block_shape)],

@@ -4,18 +4,25 @@ What a kernel captures from outside (arrays, outer tracers) comes back beside th
 to be passed as operands. `from_jaxpr.py` imports what comes out.
 """
 
+import contextlib
+import contextvars
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from pallasite import jaxcompat
-from pallasite.errors import KernelTypeError, PallasError, RefIndexError
+from pallasite.errors import (
+    KernelTypeError,
+    PallasError,
+    RefIndexError,
+    SpecError,
+)
 from pallasite.ir.nodes import Loc
 
 # What JAX says (0.10, 0.12) where a ref stands in place of an array.
@@ -36,17 +43,69 @@ class Traced:
     out_tree: Any
 
 
+@dataclass(frozen=True)
+class KnownGrid:
+    """The grid around the code being traced; None: a size not known before it runs."""
+
+    sizes: tuple[int | None, ...]
+    kernel: str
+
+    def size(self, axis: int, asked: str) -> int | None:
+        """The size along an axis, which must be there."""
+        if 0 <= axis < len(self.sizes):
+            return self.sizes[axis]
+        shown = tuple("?" if s is None else s for s in self.sizes)
+        raise SpecError(
+            f"pl.{asked}({axis}): the grid has {len(shown)} axes",
+            [("kernel", self.kernel), ("grid", shown)],
+            user_location(),
+        )
+
+
+_grid: contextvars.ContextVar[KnownGrid | None]
+_grid = contextvars.ContextVar("grid", default=None)
+
+
+def known_grid_size(axis: int, asked: str) -> int | None:
+    """The size of the innermost grid along an axis, if tracing knows it.
+
+    Raises:
+        SpecError: the grid has no such axis. Code that does not know how many there are
+            asks until it meets this.
+    """
+    grid = _grid.get()
+    return None if grid is None else grid.size(axis, asked)
+
+
+@contextlib.contextmanager
+def _inside_grid(grid: Sequence[Any] | None, kernel: str) -> Iterator[None]:
+    """Let `known_grid_size` answer. JAX keeps traced functions by the named axes around
+    them, so one that asks is traced anew for a grid of other sizes."""
+    if grid is None:
+        yield
+        return
+    sizes = tuple(g if isinstance(g, int) else None for g in grid)
+    token = _grid.set(KnownGrid(sizes, kernel))
+    try:
+        with jaxcompat.named_axes([(f"pallasite grid {sizes}", 1)]):
+            yield
+    finally:
+        _grid.reset(token)
+
+
 def trace(
     fn: Callable[..., Any],
     tree: Any,
     avals: Sequence[Any],
     author: Callable[..., Any],
     axes: Sequence[tuple[str, int]] = (),
+    grid: Sequence[Any] | None = None,
 ) -> Traced:
     """Stage `fn(*args)` where the flat arguments have the given types.
 
     `author`: the author's function behind `fn`, for errors. `axes`: names and sizes
-    that `lax.axis_index` and `lax.axis_size` know besides.
+    that `lax.axis_index` and `lax.axis_size` know besides. `grid`: the sizes of the
+    grid that `fn` runs over; None: the one around it.
     """
     out_tree: list[Any] = []
 
@@ -63,7 +122,9 @@ def trace(
         out_tree.append(out)
         return flat_out
 
-    with jaxcompat.kernel_tracing(), jaxcompat.named_axes(axes):
+    axis_names = jaxcompat.named_axes(axes)
+    inside = _inside_grid(grid, name_of(author))
+    with jaxcompat.kernel_tracing(), axis_names, inside:
         closed = jax.make_jaxpr(flat_fn)(*avals)
         closed = jaxcompat.lower_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)

@@ -128,7 +128,6 @@ BAD = {
         lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].astype(jnp.int32))
     ),
     "dtype operand": lambda: call(args=(x.astype(jnp.complex64),)),
-    "key operand": lambda: call(args=(jax.random.key(0),)),
     "primitive": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.linalg.qr(x_ref[...])[1])
     ),
@@ -203,7 +202,7 @@ BAD = {
         lambda x_ref, o_ref: pl.when(x_ref[...] > 0)(lambda: None)
     ),
     "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
-    "missing name": lambda: pltpu.to_pallas_key(0),
+    "missing name": lambda: pltpu.make_async_remote_copy(0),
     "params": lambda: call(compiler_params=3),
     "kernel mesh": lambda: pl.kernel(copy, out)(x),
     "bounded no ds": lambda: call(

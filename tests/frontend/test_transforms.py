@@ -97,15 +97,20 @@ def test_vmap_leaves_unbatched_operands_unbatched(x):
     check(jax.vmap(call, (0, None))(stacked, x), stacked + x)
 
 
-def test_vmap_over_a_grid_size_is_refused(x):
-    def call(n, v):
-        return pl.pallas_call(
-            kernel, out_shape=v, grid=(n,), in_specs=[ROWS], out_specs=ROWS,
-            interpret=True,
-        )(v)  # fmt: skip
+def test_vmap_over_a_grid_size_runs_one_call_after_another(x):
+    def count(o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
 
-    with pytest.raises(NotImplementedError, match="vmap over a grid size"):
-        jax.vmap(call)(jnp.array([1, 2]), jnp.stack([x, x]))
+        o_ref[...] += pl.num_programs(0)
+
+    def call(n):
+        out = jax.ShapeDtypeStruct((8,), jnp.int32)
+        return pl.pallas_call(count, out_shape=out, grid=(n,))()
+
+    got = jax.jit(jax.vmap(call))(jnp.array([1, 3]))
+    np.testing.assert_array_equal(got[:, 0], [1, 9])
 
 
 def test_scan_cond_remat_and_eval_shape(x):

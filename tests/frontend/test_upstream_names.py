@@ -1,5 +1,7 @@
 """Names that kernels written for TPUs use: emulated, checked and on the CPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,100 @@ def test_seeds_are_integers_and_checked_mode_finds_a_missing_one():
         pl.pallas_call(unseeded, out_shape=out, interpret=pl.Checked())()
 
 
+# --- keys as operands ---
+
+
+def test_keys_are_operands_in_blocks_and_indexed():
+    keys = jax.random.split(jax.random.key(7), 4).reshape(2, 2)
+
+    def kernel(prefetched_ref, key_ref, o_ref):
+        mixed = jax.random.fold_in(key_ref[1], pl.program_id(0))
+        o_ref[0] = jax.random.bits(key_ref.at[0][...], (16,))
+        o_ref[1] = jax.random.bits(mixed, (16,))
+        o_ref[2] = jax.random.bits(prefetched_ref[0, 1], (16,))
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=2,
+        in_specs=[pl.BlockSpec((None, 2), lambda i, _: (i, 0))],
+        out_specs=pl.BlockSpec((None, 3, 16), lambda i, _: (i, 0, 0)),
+    )
+    out = S((2, 3, 16), jnp.uint32)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (16,)))
+    first, second = keys[:, 0], jax.vmap(jax.random.fold_in)(keys[:, 1], jnp.arange(2))
+    third = jnp.broadcast_to(keys[0, 1], 2)
+    expected = jnp.stack([bits(first), bits(second), bits(third)], axis=1)
+    for mode in MODES:
+        call = pl.pallas_call(kernel, out, grid_spec=spec, interpret=mode)
+        np.testing.assert_array_equal(call(keys, keys), expected)
+        if mode is False:  # the batch axis goes around the words
+            mapped = jax.vmap(call, (None, 0))(keys, keys[None])
+            np.testing.assert_array_equal(mapped[0], expected)
+
+
+def test_upstream_keys_seed_generators_and_sample_blocks():
+    key = pltpu.to_pallas_key(jax.random.key(3, impl="rbg"))
+    several = pltpu.to_pallas_key(jax.random.split(jax.random.PRNGKey(0), 3))
+    assert several.shape == (3,)
+
+    def kernel(key_ref, o_ref):
+        pltpu.prng_seed(key_ref[...])
+        o_ref[...] = pltpu.prng_random_bits(o_ref.shape)
+
+    words = in_every_mode(kernel, S((8,), jnp.int32), key)
+    assert len(np.unique(words)) == 8
+
+    def sampled(blocks, swapped):
+        def kernel(key_ref, o_ref):
+            i, j = pl.program_id(0), pl.program_id(1)
+            o_ref[...] = pltpu.sample_block(
+                jax.random.uniform, key_ref[...], blocks, (2, 4), (8, 16),
+                block_index=(j, i) if swapped else None, maxval=3.0,
+            )  # fmt: skip
+
+        order = (lambda i, j: (j, i)) if swapped else (lambda i, j: (i, j))
+        grid = (8 // blocks[0], 16 // blocks[1])
+        return pl.pallas_call(
+            kernel, S((8, 16), f32), grid=grid[::-1] if swapped else grid,
+            out_specs=pl.BlockSpec(blocks, order),
+        )(key)  # fmt: skip
+
+    small = sampled((2, 4), False)
+    np.testing.assert_array_equal(sampled((4, 8), True), small)
+    assert len(np.unique(small)) == small.size
+    assert 1 < small.max() < 3
+    with pytest.raises(KernelTypeError, match="not made of whole tiles"):
+        pltpu.sample_block(jax.random.uniform, key, (3, 4), (2, 4), (8, 16))
+
+
+# --- shapes and chips ---
+
+
+def test_einshape_splits_moves_and_joins():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = pltpu.einshape("(ab)(cd)->c(ad)b", x_ref[...], a=2, c=4)
+
+    moved = X.reshape(2, 2, 4, 2).transpose(2, 0, 3, 1).reshape(4, 4, 2)
+    np.testing.assert_array_equal(in_every_mode(kernel, S((4, 4, 2), f32), X), moved)
+    for equation, sizes, problem in [
+        ("a(bc)->abc", {}, "Ambiguous split: give sizes of 'bc'"),
+        ("a(bc)->abc", {"b": 3}, "Cannot split size 8 by"),
+        ("abc->abc", {}, "it has 3 dimensions for 2"),
+        ("ab->a", {}, "each letter must stand once"),
+    ]:
+        with pytest.raises(KernelTypeError, match=problem):
+            pltpu.einshape(equation, X, **sizes)
+
+
+def test_tpu_numbers_are_there_without_a_tpu():
+    info = pltpu.get_tpu_info()
+    assert (info.num_lanes, info.num_sublanes, info.num_cores) == (128, 8, 1)
+    assert info.get_sublane_tiling(jnp.int8) == 32
+    seven = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_7X, 1)
+    assert seven.generation == 7
+    assert not seven.is_lite
+
+
 # --- cores, memory, words ---
 
 
@@ -110,15 +206,113 @@ def test_core_map_works_on_the_refs_it_closes_over(mode):
 def test_scoped_memory_as_a_decorator_comes_after_the_arguments():
     def kernel(x_ref, o_ref):
         @pl.with_scoped(pltpu.VMEM((4, 8), f32), other=pltpu.VMEM((8,), f32))
-        def negate(source_ref, memory_ref, other):
+        def negate(source_ref, memory_ref, other, scale=0):
             pltpu.touch(other)
-            memory_ref[...] = -source_ref[...]
+            memory_ref[...] = scale * source_ref[...]
             return memory_ref[...]
 
-        o_ref[...] = pltpu.reciprocal(negate(x_ref) - 1, approx=True)
+        negated = negate(x_ref, scale=-1)
+        o_ref[...] = pltpu.reciprocal(negated - 1, approx=True)
 
     got = in_every_mode(kernel, S((4, 8), f32), X)
     np.testing.assert_allclose(got, 1 / (-X - 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["emulated", "cpu", "checked"])
+def test_kernels_over_cores_take_refs_and_close_over_them(mode):
+    mesh = pltpu.TensorCoreMesh(axis_name="core", num_cores=2)
+
+    @jax.jit
+    def run(x):
+        o_ref, total_ref = jax.new_ref(jnp.zeros_like(x)), jax.new_ref(jnp.zeros(2))
+
+        @pl.kernel(out_type=S((2,), jnp.int32), mesh=mesh, interpret=mode)
+        def negate(x_ref, o_ref, core_ref):
+            core = lax.axis_index("core")
+            o_ref[core] = -x_ref[core]
+            core_ref[core] = core
+
+        @functools.partial(pl.kernel, mesh=mesh, interpret=mode)
+        def add_up():
+            core = lax.axis_index("core")
+            total_ref[core] = jnp.sum(o_ref[core])
+
+        cores = negate(x, o_ref)
+        assert add_up() is None
+        return o_ref[...], total_ref[...], cores
+
+    negative, totals, cores = run(X[:2])
+    np.testing.assert_array_equal(negative, -X[:2])
+    np.testing.assert_array_equal(totals, -X[:2].sum(1))
+    np.testing.assert_array_equal(cores, [0, 1])
+
+
+def test_copies_of_a_size_known_at_run_time():
+    def kernel(sizes_ref, x_ref, before_ref, o_ref, sem):
+        first, count = sizes_ref[0], sizes_ref[1]
+        copy = pltpu.make_async_copy(
+            x_ref.at[pl.ds(0, count)], o_ref.at[pl.ds(first, count)], sem
+        )
+        copy.start(priority=1)
+        copy.wait()
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    args = jnp.array([1, 2]), X, jnp.asarray(-X)
+    options = dict(
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), whole, whole],
+        out_specs=whole,
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+        input_output_aliases={2: 0},
+    )
+    got = in_every_mode(kernel, S((4, 8), f32), *args, **options)
+    np.testing.assert_array_equal(got, [-X[0], X[0], X[1], -X[3]])
+
+    def two_sizes(sizes_ref, x_ref, before_ref, o_ref, sem):
+        part = (pl.ds(0, sizes_ref[0]), pl.ds(1, sizes_ref[1]))
+        pltpu.async_copy(x_ref.at[part], o_ref.at[part], sem).wait()
+
+    got = in_every_mode(two_sizes, S((4, 8), f32), *args, **options)
+    expected = -X
+    expected[:1, 1:3] = X[:1, 1:3]
+    np.testing.assert_array_equal(got, expected)
+
+    def one_sided(sizes_ref, x_ref, before_ref, o_ref, sem):
+        pltpu.async_copy(x_ref.at[:2], o_ref.at[pl.ds(0, sizes_ref[0])], sem)
+
+    with pytest.raises(KernelTypeError, match="known at run time on one side only"):
+        in_every_mode(one_sided, S((4, 8), f32), *args, **options)
+
+
+def test_copies_that_add():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.ones_like(o_ref)
+        pltpu.sync_copy(x_ref, o_ref, add=True)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    got = in_every_mode(kernel, S((4, 8), f32), X, in_specs=[whole])
+    np.testing.assert_array_equal(got, X + 1)
+
+
+def test_a_semaphore_can_be_a_result():
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    sem_spec = pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
+
+    def begin(x_ref, o_ref, sem):
+        pltpu.make_async_copy(x_ref, o_ref, sem).start()
+
+    def end(x_ref, o_ref, sem, same_ref):
+        pltpu.make_async_copy(x_ref, o_ref, sem).wait()
+
+    out = S((4, 8), f32)
+    started, sem = pl.pallas_call(
+        begin,
+        out_shape=[out, pltpu.SemaphoreType.DMA],
+        in_specs=[whole],
+        out_specs=[whole, sem_spec],
+    )(X)
+    specs = dict(in_specs=[whole, whole, sem_spec], out_specs=whole)
+    call = pl.pallas_call(end, out_shape=out, input_output_aliases={1: 0}, **specs)
+    np.testing.assert_array_equal(call(X, started, sem), X)
 
 
 def test_dot_of_transposed_tiles():
