@@ -33,9 +33,9 @@ class Slices:
     operand_batch: tuple[int, ...]
     index_batch: tuple[int, ...]
 
-    def places(self, e: "Emitter", indices: Value) -> Place:
+    def places(self, e: "Emitter", indices: Value, result: Value) -> Place:
         f = e.f
-        vectors = e.stored(e.as_tile(indices))
+        vectors = e.stored(e.as_tile(indices), result)
         rows = [d for d in range(len(self.shape)) if d not in self.left_out]
 
         def place(position: Indices) -> tuple[list[Val], Val]:
@@ -72,7 +72,8 @@ def emit_gather(e: "Emitter", op: Op) -> None:
         (*collapsed, *rest[1]),
         *rest,
     )
-    tile, place = e.stored(e.as_tile(operand)), slices.places(e, indices)
+    tile = e.stored(e.as_tile(operand), op.result)
+    place = slices.places(e, indices, op.result)
 
     def element(position: Indices) -> Val:
         where, inside = place(position)
@@ -93,7 +94,7 @@ def emit_scatter(e: "Emitter", op: Op) -> None:
         left_out = (*inserted, *rest[1])
         sizes = _slice_sizes(operand, updates, window_dims, left_out)
         slices = Slices(type.shape, sizes, window_dims, left_out, *rest)
-        place, new = slices.places(e, indices), e.element(updates)
+        place, new = slices.places(e, indices, op.result), e.element(updates)
         with e.f.nest(updates.tile.shape) as position:
             where, inside = place(position)
             value = new(position)

@@ -38,7 +38,7 @@ def emit_broadcast_in_dim(e: "Emitter", op: Op) -> None:
         return
     tile = e.tile(operand)
     if type.size > operand.tile.size:
-        tile = e.stored(tile)
+        tile = e.stored(tile, op.result)
     e.define(op.result, tiles.broadcast(e.f, tile, type.shape, op.attrs["dims"]))
 
 
@@ -211,7 +211,7 @@ def emit_bitcast(e: "Emitter", op: Op) -> None:
         emit_elementwise(e, op)
         return
     if min(old.bits, new.bits) < 8:
-        tile = e.stored(e.as_tile(operand))
+        tile = e.stored(e.as_tile(operand), op.result)
         part = reinterpret.last_parts(e.f, tile, new)
         e.define_lazy(op, tiles.formula(type.shape, new, part, [tile]))
         return
