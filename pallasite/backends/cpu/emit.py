@@ -412,7 +412,8 @@ class Emitter:
     def stored(self, tile: Tile, view: Value | None = None) -> Tile:
         """The same tile, but cheap to evaluate many times.
 
-        A tile of a block outside lasts for this op only, or as long as its `view`.
+        A tile of a block outside lasts for this op only, or as long as `view`, a
+        result that is computed from it late.
         """
         if tile.buffer is not None or tile.is_free:
             return tile

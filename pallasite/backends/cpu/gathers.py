@@ -33,9 +33,10 @@ class Slices:
     operand_batch: tuple[int, ...]
     index_batch: tuple[int, ...]
 
-    def places(self, e: "Emitter", indices: Value, result: Value) -> Place:
+    def places(self, e: "Emitter", indices: Value, user: Value | None = None) -> Place:
+        """Where slices begin; asked as long as `user` is computed, or by this op."""
         f = e.f
-        vectors = e.stored(e.as_tile(indices), result)
+        vectors = e.stored(e.as_tile(indices), user)
         rows = [d for d in range(len(self.shape)) if d not in self.left_out]
 
         def place(position: Indices) -> tuple[list[Val], Val]:
@@ -94,7 +95,7 @@ def emit_scatter(e: "Emitter", op: Op) -> None:
         left_out = (*inserted, *rest[1])
         sizes = _slice_sizes(operand, updates, window_dims, left_out)
         slices = Slices(type.shape, sizes, window_dims, left_out, *rest)
-        place, new = slices.places(e, indices, op.result), e.element(updates)
+        place, new = slices.places(e, indices), e.element(updates)
         with e.f.nest(updates.tile.shape) as position:
             where, inside = place(position)
             value = new(position)
