@@ -6,7 +6,7 @@ from math import prod
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
 from pallasite.ops.tile import REDUCE_KINDS, SCAN_KINDS
-from tests.fuzz.writer import EXACT, MAX_SIZE, ROUGH, Writer
+from tests.fuzz.writer import BITS, EXACT, MAX_SIZE, ROUGH, Writer
 
 Step = Callable[[Writer], None]
 
@@ -208,6 +208,14 @@ def sort(w: Writer) -> None:
     w.emit_all("sort", *keys, *rest, most=EXACT, **attrs)
 
 
+def top_k(w: Writer) -> None:
+    """Zeros of either sign differ here, and so do NaNs: only known bits are ordered."""
+    x = ranked(w, w.world.dtype(), BITS)
+    axis = axis_of(w, x)
+    n = x.tile.shape[axis]
+    w.emit_all("top_k", x, axis=axis, k=w.world.integer(min(n, 1), n))
+
+
 # --- data-dependent selection ---
 
 
@@ -348,6 +356,7 @@ STEPS: tuple[Step, ...] = (
     scan,
     dot,
     sort,
+    top_k,
     dynamic_slice,
     dynamic_update_slice,
     gather,

@@ -14,8 +14,8 @@ from tests.fuzz.generate import ALWAYS, FAMILIES, OTHERS, WIDE, random_kernel
 
 KERNELS = 80  # of each family
 # Printing and checks have effects outside; a block_view is made by passes; custom needs
-# a rule in Python; top_k is drawn as lax.top_k (`snippets.py`).
-NOT_GENERATED = {"block_view", "custom", "debug_check", "debug_print", "top_k"}
+# a rule in Python.
+NOT_GENERATED = {"block_view", "custom", "debug_check", "debug_print"}
 
 
 def test_every_op_window_and_type_is_generated():

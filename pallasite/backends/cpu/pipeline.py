@@ -136,6 +136,10 @@ def _placed(
     changes = root.mutable and (
         root in seen_elsewhere or any(plans[n].written for n in group)
     )
+    together = root not in seen_elsewhere and _move_together([plans[n] for n in group])
+    if shared and changes and together:
+        # They share what one of them needs.
+        plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
     if not plan.may_be_copied:
         return plan
     if plan.written and plan.window.fill is not None:
@@ -144,7 +148,7 @@ def _placed(
     if not shared or not changes:
         room = e.temporary(plan.window.block_shape, plan.array.dtype)
         return replace(plan, room=room)
-    if root not in seen_elsewhere and _move_together([plans[n] for n in group]):
+    if together:
         first = group[0]
         if number != first:
             return replace(plan, twin=first)

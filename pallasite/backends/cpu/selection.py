@@ -1,12 +1,14 @@
 """top_k: a row is read once, beside a list of the largest elements so far.
 
 Most elements are no larger than the last of the list, and a vector of them is passed
-over by one comparison. What is larger is put in its place and moves those behind it:
-of random rows k * log(n / k) elements or so, at worst all of them. Where many are asked
-for, all are sorted.
+over by one comparison. What is larger is put in its place and moves those behind it: of
+random rows k * log(n / k) elements or so. A sample of the row is looked at before the
+rest, so that of rows that rise it is not all of them. Where many are asked for, all are
+sorted.
 """
 
 from collections.abc import Callable, Sequence
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu import scalars, sorting, tiles, vectors
@@ -91,7 +93,8 @@ class _Largest:
         full, rest = divmod(n - start, count)
         if full:
             with f.loop(integer(full)) as loop:
-                first = f.add(integer(start), f.mul(loop.index, integer(count)))
+                number = self._sample_first(loop.index, full)
+                first = f.add(integer(start), f.mul(number, integer(count)))
                 self._insert_larger(at(Lanes(first, count)), first)
         if rest:
             start += full * count
@@ -99,6 +102,21 @@ class _Largest:
                 x = f.splat(at(lanes), lanes.count)
                 x = x if f.mask is None else f.select(f.mask, x, self.least)
             self._insert_larger(x, integer(start))
+
+    def _sample_first(self, turn: Val, vectors: int) -> Val:
+        """The vector that has its turn: the first of each group, then the others.
+
+        Of a row that rises, the sample and the groups of the largest are inserted.
+        """
+        f, size = self.e.f, isqrt(vectors * self.count // (self.k + self.count))
+        if size < 2:
+            return turn
+        groups = integer(vectors // size)
+        others = f.sub(turn, groups)
+        left_out = f.add(f.binary("udiv", others, integer(size - 1)), integer(1))
+        number = f.add(others, f.least(left_out, groups))
+        sampled = f.compare("icmp slt", turn, groups)
+        return f.select(sampled, f.mul(turn, integer(size)), number)
 
     def _clear(self) -> None:
         """Places after all others, so that even the least element goes before."""
@@ -113,12 +131,12 @@ class _Largest:
             scalars.store(self.e.f, dtype, above, address)
 
     def _insert_larger(self, x: Val, first: Val) -> None:
-        """Put those of a vector into the list that are larger than its last."""
+        """Put those of a vector into the list that come before its last."""
         f, count = self.e.f, x.count
         if not count:
             self._insert(x, first)
             return
-        bits, before = self._larger(x), f.block
+        bits, before = self._larger(x, first), f.block
         head, inside, done = f.labels("look", "put", "seen")
         f.branch(head)
         f.label(head)
@@ -131,17 +149,28 @@ class _Largest:
         key = f.pure(scalars.register(self.dtype), f"extractelement {x}, {lane}")
         self._insert(key, f.add(first, lane))
         others = f.binary("and", left, f.binary("sub", left, integer(1, bits.type)))
-        left = f.binary("and", others, self._larger(x))
+        left = f.binary("and", others, self._larger(x, first))
         f.close_phi(phi, [(bits, before), (left, f.block)])
         f.branch(head)
         f.label(done)
 
-    def _larger(self, x: Val) -> Val:
-        """The lanes that are larger than the last of the list, as bits."""
-        f = self.e.f
-        address = self.keys.address(f, self.dtype, [integer(self.k - 1)])
-        larger = f.compare("icmp sgt", x, scalars.load(f, self.dtype, address))
-        return f.pure(f"i{x.count}", f"bitcast {larger} to i{x.count}")
+    def _larger(self, x: Val, first: Val) -> Val:
+        """The lanes that come before the last of the list, as bits.
+
+        Equal ones do if the last is from a vector behind them. One of this vector is
+        from a lane that has had its turn.
+        """
+        f, count = self.e.f, x.count
+        key, place = self.found(integer(self.k - 1))
+        behind = f.add(first, integer(count - 1))
+        is_behind = f.compare("icmp sgt", f.convert("sext", place, "i64"), behind)
+        larger, equal_too = (
+            f.pure(
+                f"i{count}", f"bitcast {f.compare(f'icmp {test}', x, key)} to i{count}"
+            )
+            for test in ("sgt", "sge")
+        )
+        return f.select(is_behind, equal_too, larger)
 
     def _insert(self, key: Val, place: Val) -> None:
         """Put one element in its place; those behind it move from the end on."""

@@ -35,8 +35,9 @@ def test_lengths(host: str):
     """Lists of less than a vector, of one and of several; rows with any rest."""
     with target.using(target.SSE if host == "sse" else target.host()):
         for n in (1, 33, 300):
-            x = RNG.normal(size=(3, n)).astype(np.float32)
+            x = RNG.normal(size=(4, n)).astype(np.float32)
             x[1], x[2] = np.sort(x[1]), 0.5  # each is larger; all are equal
+            x[3] = np.rint(x[3])  # many are
             most = n // selection.PART  # of a list; the others sort
             check(
                 x,

@@ -300,6 +300,23 @@ def test_an_aliased_operand_is_updated_in_place():
     np.testing.assert_array_equal(got, np.concatenate([2 * x[:8], x[8:]]))
 
 
+def test_stores_are_seen_through_a_regrouped_alias():
+    """A view that wants the block without gaps gets a copy; so does the alias."""
+    refs = [main_ref("x", 4, 20), main_ref("out", 4, 20)]
+
+    def body(b: Builder, ids, old: Value, new: Value) -> None:
+        b.store(new, b.neg(b.load(old)))
+        flat = b.load(b.reshape_view(old, shape=(80,)))
+        b.store(new, b.reshape(b.add(flat, flat), shape=(4, 20)))
+
+    b = Builder()
+    windows = [blocked("in", 4, 20), blocked("out", 4, 20)]
+    emit_pipeline(b, refs, windows, [lambda b, i: (i, b.index(0))] * 2, (1,), body)
+    x = normal(4, 20)
+    (got,) = run(Kernel("twice", tuple(refs), b.block(), 1, ((0, 0),)), x)
+    np.testing.assert_array_equal(got, -2 * x)
+
+
 def test_writing_to_an_input_block_leaves_the_operand_alone():
     refs = [main_ref("x", 8), main_ref("o", 8)]
     windows = [blocked("in", 4), blocked("out", 4)]
