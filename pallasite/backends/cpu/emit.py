@@ -211,10 +211,20 @@ class Scope:
 
     number: int
     uses: Uses
-    end: int  # the position after the last op
+    ops: tuple[Op, ...]
     position: int = 0
     tiles: list[Tile] = field(default_factory=list)
     held: list[tuple[int, int]] = field(default_factory=list)  # until, arena offset
+
+    @property
+    def end(self) -> int:
+        """The position after the last op."""
+        return len(self.ops)
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        """Of the op being emitted."""
+        return self.ops[self.position].results if self.position < self.end else ()
 
 
 class Emitter:
@@ -245,7 +255,7 @@ class Emitter:
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
         block = fuse_addends(block, self._root_of)
-        scope = Scope(self._count, uses_of(block), len(block.ops))
+        scope = Scope(self._count, uses_of(block), block.ops)
         self._scopes.append(scope)
         for position, op in enumerate(block.ops):
             scope.position = position
@@ -404,24 +414,22 @@ class Emitter:
         return self.result_buffer(op, dtype)
 
     def room_for(self, tile: Tile) -> Buffer:
-        """Memory for a tile that lasts as long as it is needed here."""
-        here = tile.scope == self.scope.number
-        until = max(tile.last, self.scope.position) if here else None
+        """Memory for a tile that lasts as long as it is needed here.
+
+        A tile of a block outside is needed by the op being emitted, and where that
+        leaves its results to be computed later, by whoever uses those.
+        """
+        if tile.scope == self.scope.number:
+            until = max(tile.last, self.scope.position)
+        else:
+            until = max(map(self._end_of, self.scope.results), default=None)
         return self.temporary(tile.shape, tile.dtype, until)
 
-    def stored(self, tile: Tile, view: Value | None = None) -> Tile:
-        """The same tile, but cheap to evaluate many times.
-
-        A tile of a block outside lasts for this op only, or as long as `view`, a
-        result that is computed from it late.
-        """
+    def stored(self, tile: Tile) -> Tile:
+        """The same tile, but cheap to evaluate many times."""
         if tile.buffer is not None or tile.is_free:
             return tile
-        if view is None or tile.scope == self.scope.number:
-            return Tile(tile.shape, tile.dtype, self.force(tile))
-        buffer = self.temporary(tile.shape, tile.dtype, self._end_of(view))
-        self.fill(buffer, tile)
-        return Tile(tile.shape, tile.dtype, buffer)
+        return Tile(tile.shape, tile.dtype, self.force(tile))
 
     def fill(self, buffer: Buffer, tile: Tile) -> None:
         """Store every element of a tile, in the order of the memory it goes to."""

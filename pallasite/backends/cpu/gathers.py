@@ -33,10 +33,9 @@ class Slices:
     operand_batch: tuple[int, ...]
     index_batch: tuple[int, ...]
 
-    def places(self, e: "Emitter", indices: Value, user: Value | None = None) -> Place:
-        """Where slices begin; asked as long as `user` is computed, or by this op."""
+    def places(self, e: "Emitter", indices: Value) -> Place:
         f = e.f
-        vectors = e.stored(e.as_tile(indices), user)
+        vectors = e.stored(e.as_tile(indices))
         rows = [d for d in range(len(self.shape)) if d not in self.left_out]
 
         def place(position: Indices) -> tuple[list[Val], Val]:
@@ -73,8 +72,8 @@ def emit_gather(e: "Emitter", op: Op) -> None:
         (*collapsed, *rest[1]),
         *rest,
     )
-    tile = e.stored(e.as_tile(operand), op.result)
-    place = slices.places(e, indices, op.result)
+    tile = e.stored(e.as_tile(operand))
+    place = slices.places(e, indices)
 
     def element(position: Indices) -> Val:
         where, inside = place(position)

@@ -38,7 +38,7 @@ def emit_broadcast_in_dim(e: "Emitter", op: Op) -> None:
         return
     tile = e.tile(operand)
     if type.size > operand.tile.size:
-        tile = e.stored(tile, op.result)
+        tile = e.stored(tile)
     e.define(op.result, tiles.broadcast(e.f, tile, type.shape, op.attrs["dims"]))
 
 
@@ -51,7 +51,7 @@ def emit_transpose(e: "Emitter", op: Op) -> None:
     """A view; what is still to be computed from memory is computed in its own order."""
     tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
     if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
-        tile = e.stored(tile, op.result)
+        tile = e.stored(tile)
     e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
 
@@ -211,7 +211,7 @@ def emit_bitcast(e: "Emitter", op: Op) -> None:
         emit_elementwise(e, op)
         return
     if min(old.bits, new.bits) < 8:
-        tile = e.stored(e.as_tile(operand), op.result)
+        tile = e.stored(e.as_tile(operand))
         part = reinterpret.last_parts(e.f, tile, new)
         e.define_lazy(op, tiles.formula(type.shape, new, part, [tile]))
         return
