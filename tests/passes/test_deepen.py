@@ -14,8 +14,9 @@ from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.deepen import deepen
 from pallasite.passes.deepen_loops import deepen_loops
-from tests.passes.test_promote import expect, program
+from tests.passes.test_promote import expect
 from tests.passes.test_same_meaning import outputs
+from tests.passes.test_strips import code
 from tests.zoo import all_cases
 
 BYTES = 1 << 10  # of computed tiles, unless a test is about them
@@ -65,13 +66,6 @@ SUM = f"""
 store %acc[:, :] = %new
 """
 WHOLE = f"{when(0, ZERO)} {PARTS} {SUM} {when(7, FINISH, 'd')}"
-
-
-def code(kernel: Kernel) -> str:
-    """The body's ops."""
-    lines = program(kernel).split("\n")
-    start = next(n for n, line in enumerate(lines) if line.lstrip().startswith("body"))
-    return expect("\n".join(lines[start + 1 : -1]))
 
 
 def test_steps_between_the_first_and_the_last_branch_are_merged():
