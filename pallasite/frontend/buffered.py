@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from pallasite import jaxcompat
+from pallasite.frontend.match import is_spec
 from pallasite.frontend.spec import BlockSpec, no_block_spec
 
 
@@ -78,7 +79,6 @@ def allocations_for(
     refs: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]
 ) -> Any:
     """One BufferedRef per spec, in the structure of the specs; None for no spec."""
-    is_spec = lambda s: isinstance(s, BlockSpec) or s is None or s is no_block_spec
     flat, tree = jax.tree.flatten((*in_specs, *out_specs), is_leaf=is_spec)
     num_inputs = len(jax.tree.leaves(in_specs, is_leaf=is_spec))
     made: list[Any] = []

@@ -18,7 +18,7 @@ from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.frontend import derivative as derivative  # registers its rules
 from pallasite.frontend import partition_rule, plan
 from pallasite.frontend.from_jaxpr import Captures, Importer, load_rules
-from pallasite.frontend.match import describe, input_specs, output_specs
+from pallasite.frontend.match import describe, input_specs, is_shaped, output_specs
 from pallasite.frontend.primitive import Call, bind_call, interpret_mode
 from pallasite.frontend.spaces import (
     MemoryRef,
@@ -154,7 +154,7 @@ def pallas_call(
         )
     if isinstance(out_shape, list):  # several results come back as a tuple
         out_shape = tuple(out_shape)
-    out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=_is_shape)
+    out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=is_shaped)
     request = Request(
         kernel,
         grid_spec,
@@ -229,12 +229,8 @@ def _cost(given: Any, at: Any) -> Any:
     return given
 
 
-def _is_shape(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
 def _shape_of(leaf: Any, n: int, at: Any) -> Any:
-    if not _is_shape(leaf):
+    if not is_shaped(leaf):
         raise SpecError(
             "out_shape must hold shapes with dtypes",
             [("entry", n), ("got", repr(leaf))],

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from pallasite import jaxcompat
+from pallasite.frontend.match import is_shaped
 from pallasite.frontend.primitive import Call, call_p
 from pallasite.frontend.spec import CostEstimate
 from pallasite.ir.opdef import OpDef, Unit, table
@@ -32,7 +33,7 @@ def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEst
     shapes = {
         n: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for n, x in enumerate(leaves)
-        if _is_array(x)
+        if is_shaped(x)
     }
 
     def of_arrays(arrays: dict[int, Any]) -> Any:
@@ -102,7 +103,3 @@ def _multiplications(power: int) -> int:
 def _rows() -> dict[str, OpDef]:
     """Elementwise ops by the name of the primitive that imports to them."""
     return {r.jax: r for r in table().values() if r.elementwise and r.jax}
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -51,7 +51,7 @@ class GridScope:
 
     ids: tuple[Value, ...]
     sizes: tuple[int | Value, ...]
-    what: str = "grid"
+    is_index_map: bool = False
 
 
 @dataclass

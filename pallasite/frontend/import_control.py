@@ -8,7 +8,7 @@ import jax
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.frontend.custom_rules import register
-from pallasite.frontend.from_jaxpr import GridScope, Importer, rule, tile_type
+from pallasite.frontend.from_jaxpr import Importer, rule, tile_type
 from pallasite.frontend.refs import positional_fields
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
@@ -260,35 +260,25 @@ def _put_row(im: Importer, x: Value, row: Value, n: Value) -> Value:
 # --- the grid ---
 
 
+# Which axes there are is checked where they are asked for (`trace.KnownGrid`).
+
+
 @rule("pallasite_program_id")
 def _program_id(im: Importer, eqn: Any) -> Value:
-    return _grid_axis(im, eqn).ids[eqn.params["axis"]]
-
-
-@rule("pallasite_num_programs")
-def _num_programs(im: Importer, eqn: Any) -> Value:
-    size = _grid_axis(im, eqn).sizes[eqn.params["axis"]]
-    return size if isinstance(size, Value) else im.builder.index(size)
-
-
-def _grid_axis(im: Importer, eqn: Any) -> GridScope:
-    axis, name = eqn.params["axis"], eqn.primitive.name.removeprefix("pallasite_")
-    scope = im.grid
-    if name == "program_id" and scope.what == "index map":
+    if im.grid.is_index_map:
         raise KernelTypeError(
-            f"pl.{name} cannot be used in an index map",
+            "pl.program_id cannot be used in an index map",
             [("kernel", im.kernel_name)],
             im.where,
             "the grid indices are the index map's arguments",
         )
-    if not 0 <= axis < len(scope.ids):
-        sizes = tuple("?" if isinstance(s, Value) else s for s in scope.sizes)
-        raise KernelTypeError(
-            f"pl.{name}({axis}): the {scope.what} has {len(sizes)} axes",
-            [("kernel", im.kernel_name), ("grid", sizes)],
-            im.where,
-        )
-    return scope
+    return im.grid.ids[eqn.params["axis"]]
+
+
+@rule("pallasite_num_programs")
+def _num_programs(im: Importer, eqn: Any) -> Value:
+    size = im.grid.sizes[eqn.params["axis"]]
+    return size if isinstance(size, Value) else im.builder.index(size)
 
 
 @rule("axis_index")

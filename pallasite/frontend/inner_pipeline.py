@@ -16,6 +16,7 @@ from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.frontend import cores, plan
 from pallasite.frontend.buffered import BufferedRef, allocations_for
 from pallasite.frontend.from_jaxpr import Importer
+from pallasite.frontend.match import is_spec
 from pallasite.frontend.refs import _picked, _ref_effects, flatten_views
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec, Operand, as_grid, no_block_spec
@@ -89,7 +90,6 @@ class Plan:
             (),
             import_body,
             captures,
-            what="pipeline's grid",
             part=part,
         )
 
@@ -194,10 +194,6 @@ def _as_tuple(specs: Any) -> tuple[Any, ...]:
     return tuple(specs) if isinstance(specs, (list, tuple)) else (specs,)
 
 
-def _is_spec(s: Any) -> bool:
-    return isinstance(s, BlockSpec) or s is None or s is no_block_spec
-
-
 def _bind(
     body: Callable[..., None],
     sizes: tuple[Any, ...],
@@ -211,7 +207,7 @@ def _bind(
     at = user_location()
     name = name_of(body)
     tree, leaves = _matched(specs, refs, name, at)
-    num_inputs = len(jax.tree.leaves(specs[0], is_leaf=_is_spec))
+    num_inputs = len(jax.tree.leaves(specs[0], is_leaf=is_spec))
     bindings, bound = [], []
     for n, (spec, ref) in enumerate(leaves):
         if spec is no_block_spec:
@@ -255,7 +251,7 @@ def _matched(
     specs: tuple[tuple[Any, ...], tuple[Any, ...]], refs: Sequence[Any], name: str, at
 ) -> tuple[Any, list[tuple[Any, Any]]]:
     """The structure of the body's arguments, and each spec with its ref."""
-    flat_specs, tree = jax.tree.flatten((*specs[0], *specs[1]), is_leaf=_is_spec)
+    flat_specs, tree = jax.tree.flatten((*specs[0], *specs[1]), is_leaf=is_spec)
     try:
         flat_refs = tree.flatten_up_to(tuple(refs))
     except ValueError:

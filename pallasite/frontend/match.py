@@ -36,7 +36,8 @@ def input_specs(
     return _match(specs, tuple(arguments), role, request)
 
 
-def _is_spec(s: Any) -> bool:
+def is_spec(s: Any) -> bool:
+    """Does it stand for the spec of one operand?"""
     return isinstance(s, BlockSpec) or s is None or s is no_block_spec
 
 
@@ -45,9 +46,9 @@ def _no_spec_is_whole(s: Any) -> Any:
 
 
 def _match(specs: Any, operands: Any, role: str, request: Any):
-    specs = jax.tree.map(_no_spec_is_whole, specs, is_leaf=_is_spec)
+    specs = jax.tree.map(_no_spec_is_whole, specs, is_leaf=is_spec)
     try:
-        spread = jax.tree.broadcast(specs, operands, is_leaf=_is_spec)
+        spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
     except ValueError as error:
         for n, entry in enumerate(specs if isinstance(specs, tuple) else ()):
             if not isinstance(entry, (BlockSpec, dict, list)) and entry is not None:
@@ -95,6 +96,11 @@ def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:
     elif isinstance(specs, (list, tuple)) and len(specs) == 1 and count == 1:
         specs = specs[0]
     return _match(specs, target, "out_specs", request)
+
+
+def is_shaped(x: Any) -> bool:
+    """Is it an array, or a type of one?"""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def describe(x: Any) -> str:

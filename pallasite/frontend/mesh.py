@@ -13,6 +13,7 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import SpecError
 from pallasite.frontend.call import pallas_call
+from pallasite.frontend.match import is_shaped
 from pallasite.frontend.refs import run_scoped
 from pallasite.frontend.spaces import MemorySpace
 from pallasite.frontend.spec import BlockSpec
@@ -156,7 +157,7 @@ def _on_refs(
     as_ref = lambda x: x if is_ref(x) else jax.new_ref(jnp.asarray(x))
     operands = jax.tree.map(as_ref, args, is_leaf=is_ref)
     results = jax.tree.map(
-        lambda t: jax.new_ref(jnp.zeros(t.shape, t.dtype)), out, is_leaf=_is_shape
+        lambda t: jax.new_ref(jnp.zeros(t.shape, t.dtype)), out, is_leaf=is_shaped
     )
     if isinstance(results, list):
         results = tuple(results)
@@ -231,12 +232,8 @@ def _axes(mesh: Any, name: str, at: Any) -> Mapping[str, int]:
     return shape
 
 
-def _is_shape(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
 def _like(tree: Any, spec: BlockSpec) -> Any:
-    return jax.tree.map(lambda _: spec, tree, is_leaf=_is_shape)
+    return jax.tree.map(lambda _: spec, tree, is_leaf=is_shaped)
 
 
 def _with_core_axes(params: Any, rank: int) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class Part:
         ids, sizes = list(scope.ids), list(scope.sizes)
         ids[self.axis] = im.builder.add(ids[self.axis], self.first)
         sizes[self.axis] = self.whole
-        return GridScope(tuple(ids), tuple(sizes), scope.what)
+        return replace(scope, ids=tuple(ids), sizes=tuple(sizes))
 
 
 def emit_pipeline_op(
@@ -193,7 +193,6 @@ def emit_pipeline_op(
     import_body: Callable[[list[Value]], None],
     map_captures: Sequence[Sequence[Value] | None],
     axis_names: Sequence[str | None] = (),
-    what: str = "grid",
     part: Part | None = None,
 ) -> None:
     """Append a `pipeline` op over `arrays` (one per binding).
@@ -213,7 +212,7 @@ def emit_pipeline_op(
             ref = Value(_block_type(binding), binding.operand.name)
             block_refs.append(ref)
             body_refs.append(ref)
-        seen = GridScope(ids, tuple(grid), what)
+        seen = GridScope(ids, tuple(grid))
         im.scopes.append(seen if part is None else part.seen(im, seen))
         im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}
         import_body(body_refs)
@@ -283,7 +282,7 @@ def _index_map_region(
     if traced is None:
         return _zero_map(im, len(grid), len(binding.window.dims))
     params = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
-    scope = GridScope(params, tuple(grid), "index map")
+    scope = GridScope(params, tuple(grid), is_index_map=True)
     scopes = im.scopes
     try:
         with im.nested() as builder:

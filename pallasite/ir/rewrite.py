@@ -5,6 +5,7 @@ where nothing changed (`new is old` tells). A rewriting function sees one op wit
 `Rewriter` to build replacements; `passes/canonicalize.py` is a table of such functions.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -166,6 +167,15 @@ def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value
     copy = clone(Block((), block.ops, block.yields), mapping)
     builder.ops += copy.ops
     return copy.yields
+
+
+def users_of(block: Block) -> dict[Value, list[Op]]:
+    """The ops that use each value, once per use; those in regions among them."""
+    users: dict[Value, list[Op]] = defaultdict(list)
+    for op in walk(block):
+        for value in (*op.operands, *(v for r in op.regions for v in r.yields)):
+            users[value].append(op)
+    return users
 
 
 # --- what an op may do to memory ---

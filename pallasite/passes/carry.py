@@ -8,7 +8,7 @@ crosses into that step, so only those last axes carry. Used by `grid.py`.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk, window_arrays
 from pallasite.passes.affine import Sizes, fold_scalar
 
 VIEWS = ("subview", "block_view", "reshape_view", "bitcast_view", "transpose_view")
@@ -158,7 +158,7 @@ class _Reader:
 
     def at_pipeline(self, op: Op, state: _State) -> bool:
         windows = op.attrs["windows"]
-        refs = op.operands[len(op.operands) - len(windows) :]
+        refs = window_arrays(op)
         body = op.regions[-1]
         count = len(body.params) - len(windows)
         ids, blocks = body.params[:count], body.params[count:]

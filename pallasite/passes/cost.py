@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.types import Type
 from pallasite.passes.grid import analyze_pipeline
@@ -111,7 +111,7 @@ class _Counter:
         """The body at each step; each block whenever its window moves."""
         grid, windows = op.attrs["grid"], op.attrs["windows"]
         total = self.block(op.regions[-1]).times(_steps(grid))
-        refs = op.operands[len(op.operands) - len(windows) :]
+        refs = window_arrays(op)
         moves = analyze_pipeline(op).windows
         for ref, window, moved in zip(refs, windows, moves, strict=True):
             if window.space in MAIN_MEMORY or ref.ref.space not in MAIN_MEMORY:

@@ -22,15 +22,15 @@ from pallasite.ir.nodes import (
     Value,
     Window,
     walk,
+    window_arrays,
 )
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, map_ops, writes
+from pallasite.ir.rewrite import Rewriter, map_ops, users_of, writes
 from pallasite.passes.depths import (
     Deeper,
     Depths,
     adds_up,
     only_user,
-    users_of,
 )
 
 
@@ -57,7 +57,7 @@ def deepen(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
 
 def _merged(pipeline: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
     moving = _moving(pipeline)
-    if not moving or not apart.issuperset(_arrays(pipeline)):
+    if not moving or not apart.issuperset(window_arrays(pipeline)):
         return pipeline
     found = _Steps(pipeline, moving, apart)
     if not found.are_sums():
@@ -72,10 +72,6 @@ def _merged(pipeline: Op, apart: set[Value], deepest: int, most_bytes: int) -> O
     new = {"grid": (*grid, steps // factor), "windows": tuple(windows)}
     regions = (*pipeline.regions[:-1], _deeper(found, factor))
     return pipeline.with_(attrs={**pipeline.attrs, **new}, regions=regions)
-
-
-def _arrays(pipeline: Op) -> tuple[Value, ...]:
-    return pipeline.operands[len(pipeline.operands) - len(pipeline.attrs["windows"]) :]
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,9 @@ def _moving(pipeline: Op) -> dict[Value, _Moving] | None:
     if not grid or grid[-1] is None:
         return None
     found: dict[Value, _Moving] = {}
-    each = zip(windows, maps, _arrays(pipeline), body.params[len(grid) :], strict=True)
+    each = zip(
+        windows, maps, window_arrays(pipeline), body.params[len(grid) :], strict=True
+    )
     for number, (window, index_map, array, block) in enumerate(each):
         if not _uses(index_map, index_map.params[-1]):
             continue
@@ -144,7 +142,7 @@ class _Steps:
 
     def __init__(self, pipeline: Op, moving: dict[Value, _Moving], apart: set[Value]):
         self.body, self.moving, self.apart = pipeline.regions[-1], moving, apart
-        self.arrays, self.count = _arrays(pipeline), pipeline.attrs["grid"][-1]
+        self.arrays, self.count = window_arrays(pipeline), pipeline.attrs["grid"][-1]
         axes = len(pipeline.attrs["grid"])
         self.step, self.blocks = self.body.params[axes - 1], self.body.params[axes:]
         self.depths = Depths({v: op for op in self.body.ops for v in op.results})

@@ -14,14 +14,13 @@ from functools import partial
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.rewrite import Rewriter, inline, map_ops, users_of
 from pallasite.passes.affine import Affine, Form, Forms
 from pallasite.passes.depths import (
     Deeper,
     Depths,
     adds_up,
     only_user,
-    users_of,
 )
 
 

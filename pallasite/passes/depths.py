@@ -6,15 +6,12 @@ over k; `Deeper` rebuilds the ops that make them. Used by `deepen.py` and
 `deepen_loops.py`.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
 from pallasite.ir.build import Builder, Scalar
-from pallasite.ir.nodes import Block, Op, Span, Value, walk
+from pallasite.ir.nodes import Op, Span, Value
 from pallasite.ir.opdef import table
-
-Users = dict[Value, list[Op]]
 
 
 class Depths:
@@ -87,7 +84,8 @@ class Deeper:
         if op in self.depths.loads:
             self.new[op.result] = self._load(b, op)
         elif any(v in self.depths.dims for v in op.results):
-            dim = next(d for v, d in self.depths.dims.items() if v in op.operands)
+            dims = self.depths.dims
+            dim = next(dims[v] for v in op.operands if v in dims)
             operands = [self.new.get(v) or self._number(b, v, dim) for v in op.operands]
             self.new[op.result] = b.op(op.name, *operands, **op.attrs)
         else:
@@ -122,16 +120,7 @@ def adds_up(dot: Op) -> bool:
     return dot.result.tile.dtype.bits >= max(32, *operands)
 
 
-def users_of(block: Block) -> Users:
-    """The ops that use each value, those in regions among them."""
-    users: Users = defaultdict(list)
-    for op in walk(block):
-        for value in op.operands:
-            users[value].append(op)
-    return users
-
-
-def only_user(users: Users, value: Value, name: str) -> Op | None:
+def only_user(users: Mapping[Value, list[Op]], value: Value, name: str) -> Op | None:
     """The op that uses a value, if it is the only one and has that name."""
     found = users[value]
     return found[0] if len(found) == 1 and found[0].name == name else None

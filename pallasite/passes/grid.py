@@ -21,6 +21,7 @@ from pallasite.ir.nodes import (
     Span,
     Value,
     walk,
+    window_arrays,
 )
 from pallasite.ir.nodes import Window as WindowAttr
 from pallasite.passes.affine import Affine, Form, Forms, recoverable
@@ -151,7 +152,7 @@ class _Analysis:
         self.grid: tuple[int | None, ...] = op.attrs["grid"]
         self.window_attrs: tuple[WindowAttr, ...] = op.attrs["windows"]
         *self.maps, self.body = op.regions
-        self.refs = op.operands[len(op.operands) - len(self.window_attrs) :]
+        self.refs = window_arrays(op)
         self.ids = self.body.params[: len(self.grid)]
         self.blocks = self.body.params[len(self.grid) :]
         self.everything = frozenset(range(len(self.grid)))

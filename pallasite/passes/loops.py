@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.types import INDEX
 from pallasite.passes.grid import GridInfo, analyze_pipeline, find_pipeline
@@ -88,7 +88,7 @@ class _Nest:
         *self.maps, self.body = op.regions
         self.ids = self.body.params[: len(self.grid)]
         self.windows = op.attrs["windows"]
-        self.refs = op.operands[len(op.operands) - len(self.windows) :]
+        self.refs = window_arrays(op)
         dynamic = iter(op.operands)
         self.sizes = {a: next(dynamic) for a, n in enumerate(self.grid) if n is None}
         self.single = [a for a, n in enumerate(self.grid) if n == 1]

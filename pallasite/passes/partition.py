@@ -13,7 +13,7 @@ from math import lcm
 
 import numpy as np
 
-from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import Kernel, Op, Value, window_arrays
 from pallasite.passes.affine import Affine
 from pallasite.passes.block_table import evaluate_map
 from pallasite.passes.canonicalize import canonicalize
@@ -141,8 +141,7 @@ class _Derivation:
         self.op: Op = find_pipeline(kernel)
         self.info: GridInfo = analyze(kernel)
         self.grid: tuple[int | None, ...] = self.op.attrs["grid"]
-        windows = self.op.attrs["windows"]
-        arrays = self.op.operands[len(self.op.operands) - len(windows) :]
+        arrays = window_arrays(self.op)
         self.window_of = {a: n for n, a in enumerate(arrays)}
         blocks = self.op.regions[-1].params[len(self.grid) :]
         self.block_of = dict(zip(arrays, blocks, strict=True))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk, window_arrays
 from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, substitute
 from pallasite.passes.grid import find_pipeline
 from pallasite.passes.partition import ArrayRule, PartitionRule
@@ -72,7 +72,7 @@ class _Sharding:
     def pipeline(self) -> Op:
         *maps, body = self.op.regions
         windows: tuple[Window, ...] = self.op.attrs["windows"]
-        refs = self.op.operands[len(self.op.operands) - len(windows) :]
+        refs = window_arrays(self.op)
         new_maps = [
             self.index_map(region, window, self.rules[ref].axes)
             for region, window, ref in zip(maps, windows, refs, strict=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import users_of
 from pallasite.passes.carry import carried_from, covers_whole
 from pallasite.passes.grid import GridInfo
 
@@ -91,7 +92,7 @@ class _Search:
         ids = self.body.params[: len(grid)]
         self.id, self.last = ids[axis], grid[axis] - 1
         self.producers = {v: o for o in walk(self.body) for v in o.results}
-        self.uses = _uses(self.body)
+        self.uses = users_of(self.body)
         self.kept = {r: _Kept(r.name or "an output") for r in blocks}
         for ref in self.scratch():
             if carried_from(self.body, ref, ids, grid) <= axis:
@@ -330,15 +331,3 @@ def _holds(cond: Op, access: Access) -> bool:
     return any(
         o.name == "store" and Access.of(o) == access for o in walk(cond.regions[-1])
     )
-
-
-def _uses(body: Block) -> dict[Value, list[Op]]:
-    """The ops that use each value, once per use."""
-    uses: dict[Value, list[Op]] = {}
-    for op in walk(body):
-        for value in op.operands:
-            uses.setdefault(value, []).append(op)
-        for region in op.regions:
-            for value in region.yields:
-                uses.setdefault(value, []).append(op)
-    return uses

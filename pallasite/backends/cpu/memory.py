@@ -120,9 +120,13 @@ def emit_load(e: "Emitter", op: Op) -> None:
 
 
 def _settle_indices(e: "Emitter", access: Access) -> None:
-    """Index tiles are read once per element of the spans: store them first."""
+    """Index tiles are read once per element of the spans: store them first.
+
+    Not those of a block outside, of which nobody would find the copy again.
+    """
     for tile in e.tiles_of(access.index_operands):
-        e.stored(tile)
+        if tile.scope == e.scope.number:
+            e.stored(tile)
 
 
 def emit_store(e: "Emitter", op: Op) -> None:

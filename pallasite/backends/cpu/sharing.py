@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pallasite.backends.cpu.llvm import TRUE, Val, integer
 from pallasite.backends.cpu.uses import flattened_refs
 from pallasite.errors import InternalError
-from pallasite.ir.nodes import Kernel, Op, Window, walk
+from pallasite.ir.nodes import Kernel, Op, Window, walk, window_arrays
 from pallasite.passes.cost import cost
 from pallasite.passes.grid import GridInfo, analyze, find_pipeline
 
@@ -141,7 +141,7 @@ def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
     everything = frozenset(range(len(grid)))
     body = op.regions[-1]
     regrouped = flattened_refs(body)
-    arrays = op.operands[len(op.operands) - len(windows) :]
+    arrays = window_arrays(op)
     found = frozenset[int]()
     for block, array, moves, window in zip(
         body.params[len(grid) :], arrays, info.windows, windows, strict=True

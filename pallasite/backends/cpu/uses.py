@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from pallasite.backends.cpu.vectors import vector_dim
-from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.nodes import Block, Op, Value, walk, window_arrays
 from pallasite.ir.opdef import Effect, Unit, table
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
@@ -249,7 +249,7 @@ def _targets(op: Op) -> tuple[Value, ...]:
 def window_refs(pipeline: Op) -> list[tuple[Value, bool]]:
     """The arrays a pipeline has windows of, and whether it writes there."""
     windows, body = pipeline.attrs["windows"], pipeline.regions[-1]
-    refs = pipeline.operands[len(pipeline.operands) - len(windows) :]
+    refs = window_arrays(pipeline)
     blocks = body.params[len(body.params) - len(windows) :]
     written = written_refs(body)
     return [

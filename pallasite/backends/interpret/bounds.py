@@ -13,7 +13,16 @@ from pallasite.backends.interpret.monitor import Monitor
 from pallasite.backends.interpret.shadow import CheckedNumbers
 from pallasite.backends.interpret.shadow_tiles import Partly, codes_of, value_of
 from pallasite.backends.interpret.views import Entry
-from pallasite.ir.nodes import Access, At, Block, BlockDim, Gather, Op, Span
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Gather,
+    Op,
+    Span,
+    window_arrays,
+)
 
 Array = Any
 
@@ -121,7 +130,7 @@ class Indices:
     def window(self, op: Op, number: int, found: Sequence[Array]) -> list[Array]:
         """Plain block indices, after a look at their range."""
         window, index_map = op.attrs["windows"][number], op.regions[number]
-        ref = op.operands[len(op.operands) - len(op.attrs["windows"]) + number]
+        ref = window_arrays(op)[number]
         plain = [self.numbers.certain(x, "which block is seen") for x in found]
         pending = iter(plain)
         for d, (dim, n) in enumerate(zip(window.dims, ref.ref.shape, strict=True)):

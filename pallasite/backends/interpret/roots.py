@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk, window_arrays
 from pallasite.ir.opdef import table
 
 _VIEWS = (
@@ -55,8 +55,7 @@ class Roots:
                 self._add_windows(op)
 
     def _add_windows(self, op: Op) -> None:
-        windows = op.attrs["windows"]
-        arrays = op.operands[len(op.operands) - len(windows) :]
+        arrays = window_arrays(op)
         blocks = op.regions[-1].params[len(op.attrs["grid"]) :]
         self.parent.update(zip(blocks, arrays, strict=True))
 

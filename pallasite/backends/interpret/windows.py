@@ -14,7 +14,7 @@ from typing import Any
 from pallasite.backends.interpret.numbers import Array, Numbers
 from pallasite.backends.interpret.roots import Roots
 from pallasite.backends.interpret.views import Range, View, whole_picks
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, window_arrays
 from pallasite.passes.affine import Forms
 
 
@@ -34,7 +34,7 @@ def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
         if op.name != "pipeline":
             continue
         windows = op.attrs["windows"]
-        arrays = op.operands[len(op.operands) - len(windows) :]
+        arrays = window_arrays(op)
         for window, array, index_map in zip(
             windows, arrays, op.regions[:-1], strict=True
         ):
