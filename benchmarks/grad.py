@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.frontend.backward import cotangents, plan
-from pallasite.frontend.primitive import calls_in
+from pallasite.autodiff.backward import cotangents, plan
+from pallasite.primitive import calls_in
 
 MASKED = -1e30
 MOST = 4.0  # times the forward kernel that a backward may take

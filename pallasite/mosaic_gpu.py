@@ -1,15 +1,15 @@
 """The names of upstream's `pallas.mosaic_gpu`, as they arrive."""
 
 from pallasite import missing
-from pallasite.frontend.refs import atomic_add as atomic_add
-from pallasite.frontend.refs import atomic_and as atomic_and
-from pallasite.frontend.refs import atomic_max as atomic_max
-from pallasite.frontend.refs import atomic_min as atomic_min
-from pallasite.frontend.refs import atomic_or as atomic_or
-from pallasite.frontend.refs import atomic_xor as atomic_xor
-from pallasite.frontend.refs import load as load
-from pallasite.frontend.refs import store as store
-from pallasite.frontend.spaces import MemorySpace as MemorySpace
+from pallasite.language.memory_spaces import MemorySpace as MemorySpace
+from pallasite.language.refs import atomic_add as atomic_add
+from pallasite.language.refs import atomic_and as atomic_and
+from pallasite.language.refs import atomic_max as atomic_max
+from pallasite.language.refs import atomic_min as atomic_min
+from pallasite.language.refs import atomic_or as atomic_or
+from pallasite.language.refs import atomic_xor as atomic_xor
+from pallasite.language.refs import load as load
+from pallasite.language.refs import store as store
 
 GMEM = MemorySpace.GMEM
 SMEM = MemorySpace.SMEM

@@ -10,44 +10,44 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import config, missing
-from pallasite.frontend.buffered import BufferedRef as BufferedRef
-from pallasite.frontend.buffered import BufferType as BufferType
-from pallasite.frontend.chips import ChipVersion as ChipVersion
-from pallasite.frontend.chips import TpuInfo as TpuInfo
-from pallasite.frontend.chips import get_tpu_info as get_tpu_info
-from pallasite.frontend.chips import get_tpu_info_for_chip as get_tpu_info_for_chip
-from pallasite.frontend.control import reciprocal as reciprocal
-from pallasite.frontend.einshape import einshape as einshape
-from pallasite.frontend.inner_pipeline import PipelineStep as PipelineStep
-from pallasite.frontend.inner_pipeline import emit_pipeline as emit_pipeline
-from pallasite.frontend.inner_pipeline import (
+from pallasite.calls.buffered_ref import BufferedRef as BufferedRef
+from pallasite.calls.buffered_ref import BufferType as BufferType
+from pallasite.calls.emit_pipeline import PipelineStep as PipelineStep
+from pallasite.calls.emit_pipeline import emit_pipeline as emit_pipeline
+from pallasite.calls.emit_pipeline import (
     emit_pipeline_with_allocations as emit_pipeline_with_allocations,
 )
-from pallasite.frontend.keys import sample_block as sample_block
-from pallasite.frontend.keys import to_pallas_key as to_pallas_key
-from pallasite.frontend.mesh import TensorCoreMesh as TensorCoreMesh
-from pallasite.frontend.mesh import create_tensorcore_mesh as create_tensorcore_mesh
-from pallasite.frontend.packing import pack_elementwise as pack_elementwise
-from pallasite.frontend.packing import stochastic_round as stochastic_round
-from pallasite.frontend.packing import unpack_elementwise as unpack_elementwise
-from pallasite.frontend.refs import async_copy as async_copy
-from pallasite.frontend.refs import delay as delay
-from pallasite.frontend.refs import load as load
-from pallasite.frontend.refs import make_async_copy as make_async_copy
-from pallasite.frontend.refs import semaphore_read as semaphore_read
-from pallasite.frontend.refs import semaphore_signal as semaphore_signal
-from pallasite.frontend.refs import semaphore_wait as semaphore_wait
-from pallasite.frontend.refs import store as store
-from pallasite.frontend.refs import sync_copy as sync_copy
-from pallasite.frontend.seeded_random import prng_random_bits as prng_random_bits
-from pallasite.frontend.seeded_random import prng_seed as prng_seed
-from pallasite.frontend.seeded_random import stateful_bernoulli as stateful_bernoulli
-from pallasite.frontend.seeded_random import stateful_bits as stateful_bits
-from pallasite.frontend.seeded_random import stateful_normal as stateful_normal
-from pallasite.frontend.seeded_random import stateful_uniform as stateful_uniform
-from pallasite.frontend.spaces import MemorySpace as MemorySpace
-from pallasite.frontend.spaces import SemaphoreType as SemaphoreType
-from pallasite.frontend.spec import PrefetchScalarGridSpec as PrefetchScalarGridSpec
+from pallasite.calls.mesh import TensorCoreMesh as TensorCoreMesh
+from pallasite.calls.mesh import create_tensorcore_mesh as create_tensorcore_mesh
+from pallasite.importer.seeded_random import prng_random_bits as prng_random_bits
+from pallasite.importer.seeded_random import prng_seed as prng_seed
+from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bernoulli
+from pallasite.importer.seeded_random import stateful_bits as stateful_bits
+from pallasite.importer.seeded_random import stateful_normal as stateful_normal
+from pallasite.importer.seeded_random import stateful_uniform as stateful_uniform
+from pallasite.language.einshape import einshape as einshape
+from pallasite.language.helpers import reciprocal as reciprocal
+from pallasite.language.memory_spaces import MemorySpace as MemorySpace
+from pallasite.language.memory_spaces import SemaphoreType as SemaphoreType
+from pallasite.language.packing import pack_elementwise as pack_elementwise
+from pallasite.language.packing import stochastic_round as stochastic_round
+from pallasite.language.packing import unpack_elementwise as unpack_elementwise
+from pallasite.language.random_keys import sample_block as sample_block
+from pallasite.language.random_keys import to_pallas_key as to_pallas_key
+from pallasite.language.refs import async_copy as async_copy
+from pallasite.language.refs import delay as delay
+from pallasite.language.refs import load as load
+from pallasite.language.refs import make_async_copy as make_async_copy
+from pallasite.language.refs import semaphore_read as semaphore_read
+from pallasite.language.refs import semaphore_signal as semaphore_signal
+from pallasite.language.refs import semaphore_wait as semaphore_wait
+from pallasite.language.refs import store as store
+from pallasite.language.refs import sync_copy as sync_copy
+from pallasite.language.specs import PrefetchScalarGridSpec as PrefetchScalarGridSpec
+from pallasite.language.tpu_info import ChipVersion as ChipVersion
+from pallasite.language.tpu_info import TpuInfo as TpuInfo
+from pallasite.language.tpu_info import get_tpu_info as get_tpu_info
+from pallasite.language.tpu_info import get_tpu_info_for_chip as get_tpu_info_for_chip
 
 ANY = MemorySpace.ANY
 HBM = MemorySpace.HBM
@@ -145,7 +145,7 @@ def roll(
 
 def bitcast(x: Any, ty: Any) -> jax.Array:
     """The same bits as another type; a width change moves along the second-last dim."""
-    from pallasite.frontend.emulate import _bitcast_rows
+    from pallasite.emulation.emulate import _bitcast_rows
     from pallasite.ir import types as T
 
     before, after = T.dtype_of(x.dtype), T.dtype_of(ty)
@@ -196,7 +196,7 @@ def with_memory_space_constraint(x: Any, memory_space: Any) -> Any:
 
 def run_on_first_core(core_axis_name: str) -> Any:
     """Run the decorated function on core 0 of a mesh axis."""
-    from pallasite.frontend.control import when
+    from pallasite.language.helpers import when
 
     return when(jax.lax.axis_index(core_axis_name) == 0)
 

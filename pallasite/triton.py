@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import missing
-from pallasite.frontend.control import dot as dot
-from pallasite.frontend.control import max_contiguous as max_contiguous
-from pallasite.frontend.refs import atomic_add as atomic_add
-from pallasite.frontend.refs import atomic_and as atomic_and
-from pallasite.frontend.refs import atomic_cas as atomic_cas
-from pallasite.frontend.refs import atomic_max as atomic_max
-from pallasite.frontend.refs import atomic_min as atomic_min
-from pallasite.frontend.refs import atomic_or as atomic_or
-from pallasite.frontend.refs import atomic_xchg as atomic_xchg
-from pallasite.frontend.refs import atomic_xor as atomic_xor
-from pallasite.frontend.refs import load as load
-from pallasite.frontend.refs import multiple_of
-from pallasite.frontend.refs import store as store
+from pallasite.language.helpers import dot as dot
+from pallasite.language.helpers import max_contiguous as max_contiguous
+from pallasite.language.refs import atomic_add as atomic_add
+from pallasite.language.refs import atomic_and as atomic_and
+from pallasite.language.refs import atomic_cas as atomic_cas
+from pallasite.language.refs import atomic_max as atomic_max
+from pallasite.language.refs import atomic_min as atomic_min
+from pallasite.language.refs import atomic_or as atomic_or
+from pallasite.language.refs import atomic_xchg as atomic_xchg
+from pallasite.language.refs import atomic_xor as atomic_xor
+from pallasite.language.refs import load as load
+from pallasite.language.refs import multiple_of
+from pallasite.language.refs import store as store
 
 
 @dataclass(frozen=True)

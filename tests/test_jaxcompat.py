@@ -181,7 +181,7 @@ def test_closed_over_values_become_operands():
 
 def test_our_primitive_is_not_special_to_jax():
     """JAX imports upstream Pallas for a primitive *named* pallas_call."""
-    from pallasite.frontend.primitive import call_p
+    from pallasite.primitive import call_p
 
     assert call_p.name != "pallas_call"
 

@@ -280,7 +280,7 @@ BREACHES = {
         ("ir/nodes", "from pallasite.ops import tile"),
         ("ir/nodes", "from ..ops import tile"),
         ("ir/nodes", "from pallasite import ops"),
-        ("ops/tile", "def f():\n    import pallasite.passes.cost"),
+        ("ops/tile", "def f():\n    import pallasite.passes.analysis.cost"),
         ("backends/cpu/emit", "import pallasite.frontend"),
         ("frontend/call", "import pallasite"),
         ("frontend/call", "from .. import tpu"),

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallasite as pl
-from pallasite.frontend.primitive import kernels_in
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
+from pallasite.primitive import kernels_in
 
 BLOCK = pl.BlockSpec((128,), lambda i: (i,))
 

@@ -12,8 +12,8 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute
-from pallasite.passes.affine import fold_scalar
-from pallasite.passes.carry import VIEWS
+from pallasite.passes.analysis.affine import fold_scalar
+from pallasite.passes.analysis.carried import VIEWS
 
 Producers = Mapping[Value, Op]
 

@@ -14,7 +14,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.types import INDEX
-from pallasite.passes.grid import GridInfo, analyze_pipeline, find_pipeline
+from pallasite.passes.analysis.grid import GridInfo, analyze_pipeline, find_pipeline
 
 
 def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> Kernel:

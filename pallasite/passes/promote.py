@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Index, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import dead_code
+from pallasite.passes.analysis.carried import Known, covers_whole, is_overwritten
+from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.carry import Known, covers_whole, is_overwritten
-from pallasite.passes.grid import analyze, find_pipeline
 from pallasite.passes.hoist import hoist
 from pallasite.passes.loops import to_loops
 

@@ -13,9 +13,9 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk, window_arrays
 from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, substitute
-from pallasite.passes.grid import find_pipeline
-from pallasite.passes.partition import ArrayRule, PartitionRule
-from pallasite.passes.sums import LAST
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.partition import ArrayRule, PartitionRule
+from pallasite.passes.analysis.sums import LAST
 
 Cuts = Mapping[int, int]  # grid axis -> number of parts
 

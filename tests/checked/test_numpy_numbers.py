@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from pallasite.backends.interpret.numbers import Pick
-from pallasite.backends.interpret.numpy_memory import region_of
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers, poison
-from pallasite.frontend.emulate import JaxNumbers, _poison_of
-from pallasite.frontend.import_tile import _GATHER_FIELDS, _SCATTER_FIELDS
+from pallasite.emulation.emulate import JaxNumbers, _poison_of
+from pallasite.importer.tiles import _GATHER_FIELDS, _SCATTER_FIELDS
+from pallasite.interpret.numbers import Pick
+from pallasite.interpret.numpy_memory import region_of
+from pallasite.interpret.numpy_numbers import NumpyNumbers, poison
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import table

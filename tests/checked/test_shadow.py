@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallasite.backends.interpret.monitor import Monitor
-from pallasite.backends.interpret.numbers import Pick
-from pallasite.backends.interpret.roots import Roots
-from pallasite.backends.interpret.shadow import CheckedNumbers
-from pallasite.backends.interpret.shadow_tiles import Partly, codes_of, partly, value_of
-from pallasite.frontend.primitive import Checked
+from pallasite.interpret.monitor import Monitor
+from pallasite.interpret.numbers import Pick
+from pallasite.interpret.shadow import CheckedNumbers
+from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import table
+from pallasite.passes.analysis.roots import Roots
+from pallasite.primitive import Checked
 
 ROWS = table()
 KERNEL = Kernel("k", (), Block(), 0)

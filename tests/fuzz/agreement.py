@@ -11,8 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallasite.backends.interpret import Walker
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.opdef import OpDef
 from pallasite.ir.types import TileType

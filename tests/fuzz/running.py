@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite.frontend.emulate import emulate
+from pallasite.emulation.emulate import emulate
 from tests.fuzz.agreement import close_to, expected, mismatch
 from tests.fuzz.generate import Case
 from tests.xla import QUICK, USUAL

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from pallasite import target
-from pallasite.backends.cpu import sharing
+from pallasite.backends.cpu.call import parallel_units
 from tests.backends.cpu.direct import Code
 from tests.fuzz.batches import SHARE, check_batches
 from tests.fuzz.generate import FAMILIES, Case
@@ -44,12 +44,12 @@ class Native:
         return [self.run(case, n, optimise) for n, case in enumerate(cases)]
 
     def run(self, case: Case, number: int, optimise: bool):
-        shared = 0 if number % 2 else sharing.PROFITABLE_NS
+        shared = 0 if number % 2 else parallel_units.PROFITABLE_NS
         host = HOSTS[number % 3] or target.host()
         with (
             target.using(host),
-            mock.patch.object(sharing, "PROFITABLE_NS", shared),
-            mock.patch.object(sharing, "CHUNK_NS", 0),
+            mock.patch.object(parallel_units, "PROFITABLE_NS", shared),
+            mock.patch.object(parallel_units, "CHUNK_NS", 0),
         ):
             code = Code(case.kernel, optimise)
         return code(*case.arrays, pool=THREADS)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallasite.frontend.primitive import Call, bind_call
+from pallasite.primitive import Call, bind_call
 from tests.fuzz.agreement import expected, mismatch
 from tests.fuzz.batches import each_batch
 from tests.fuzz.choices import Stream, chance

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallasite.frontend.batching import batch_kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
+from pallasite.passes.batch import batch_kernel
 from pallasite.passes.legalize import legalize
 from pallasite.passes.promote import promote
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same

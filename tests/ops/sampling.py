@@ -11,8 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
-from pallasite.backends.interpret.walker import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret.walker import Walker
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.opdef import OpDef, table

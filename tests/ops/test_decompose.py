@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
-from pallasite.backends.interpret.walker import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret.walker import Walker
 from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.opdef import OpDef, table
 from pallasite.ir.types import DTYPES, DType
@@ -218,7 +218,7 @@ def test_decomposition_survives_an_optimizing_compiler(row: OpDef):
     """XLA reassociates constants, turns a/b/c into a/(b*c) and flushes subnormals."""
     import jax
 
-    from pallasite.frontend.emulate import emulate
+    from pallasite.emulation.emulate import emulate
 
     dtype = DTYPES["f32"]
     if dtype not in row.dtypes:

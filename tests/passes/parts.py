@@ -4,11 +4,11 @@ from itertools import product
 
 import numpy as np
 
-from pallasite.backends.interpret import Walker
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.partition import ArrayRule, PartitionRule, derive
+from pallasite.passes.analysis.partition import ArrayRule, PartitionRule, derive
 from pallasite.passes.shard import Cuts, shard
 
 Arrays = list[np.ndarray]

@@ -5,7 +5,7 @@ import pytest
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Span, Value
 from pallasite.ir.types import BF16, BOOL, F32, I32, INDEX, RefType, TileType, scalar
-from pallasite.passes.cost import Cost, cost
+from pallasite.passes.analysis.cost import Cost, cost
 from tests.ir import kernels
 
 TILE = TileType((8, 128), F32)

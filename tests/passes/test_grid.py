@@ -3,7 +3,7 @@
 import pytest
 
 from pallasite.ir.text import parse_kernel
-from pallasite.passes.grid import analyze
+from pallasite.passes.analysis.grid import analyze
 
 PARAMS = "%x: ref<f32[64,64] any>, %t: ref<i32[4] smem>, %o: ref<f32[64,64] any>"
 

@@ -8,10 +8,10 @@ import pytest
 import pallasite as pl
 from benchmarks.partitioning import matmul
 from pallasite import tpu as pltpu
-from pallasite.frontend.partition import Cut, _is_even, place, shardy_text
-from pallasite.frontend.primitive import kernels_in
-from pallasite.passes.partition import derive, pull_back_rule
+from pallasite.passes.analysis.partition import derive, pull_back_rule
 from pallasite.passes.shard import shard
+from pallasite.primitive import kernels_in
+from pallasite.sharding.custom_call import Cut, _is_even, place, shardy_text
 from tests.passes.parts import assert_parts_agree
 from tests.zoo import all_cases
 

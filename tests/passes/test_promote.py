@@ -4,8 +4,8 @@ import textwrap
 
 import numpy as np
 
-from pallasite.backends.interpret import Walker
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify

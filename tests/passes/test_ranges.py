@@ -5,7 +5,7 @@ import pytest
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Value
 from pallasite.ir.types import INDEX
-from pallasite.passes.ranges import Ranges, loop_range
+from pallasite.passes.analysis.ranges import Ranges, loop_range
 
 CASES = {
     "x * 8": (lambda b, x: b.mul(x, b.index(8)), (0, 24)),

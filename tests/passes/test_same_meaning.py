@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallasite.backends.interpret import Walker
-from pallasite.backends.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret import Walker
+from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Index, Kernel, Span, Value, walk
 from pallasite.ir.text import parse_kernel

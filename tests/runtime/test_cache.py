@@ -164,7 +164,7 @@ import sys
 import jax.numpy as jnp
 import pallasite as pl
 import pallasite.backends.cpu as backend
-from pallasite.backends.cpu import compile as compiler
+from pallasite.backends.cpu.call import compile as compiler
 
 if "warm" in sys.argv:
     backend.emit_kernel = compiler._optimized = None  # must not be needed

@@ -11,17 +11,17 @@ from typing import Any
 
 from pallasite import config
 from pallasite.backends.base import Launch, Options, Stage
-from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu.debugging import RULES as DEBUG_RULES
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.call.parallel_units import sharing_text
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native, with_own_inputs
-from pallasite.backends.cpu.sharing import sharing_text
+from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import print_kernel
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.deepen import deepen
-from pallasite.passes.deepen_loops import deepen_loops
 from pallasite.passes.legalize import legalize
-from pallasite.passes.strips import strips
+from pallasite.passes.merge_k_rounds import merge_k_rounds
+from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.row_strips import row_strips
 
 DEEPEST = 1024  # steps of k for each time that sums are read and written
 COMPUTED_BYTES = 256 << 10  # of a tile that is multiplied, so that it is still near
@@ -72,11 +72,11 @@ class CpuBackend:
 
 
 def _legal(kernel: Kernel) -> Kernel:
-    kernel = deepen(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
-    deeper = deepen_loops(kernel, COMPUTED_BYTES)
+    kernel = merge_k_steps(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
+    deeper = merge_k_rounds(kernel, COMPUTED_BYTES)
     if deeper is not kernel:  # loops that are gone leave numbers to be computed
         kernel = canonicalize(deeper)
-    return strips(legalize(kernel, is_native, "cpu"), STRIP_BYTES)
+    return row_strips(legalize(kernel, is_native, "cpu"), STRIP_BYTES)
 
 
 def scheduled_text(kernel: Kernel) -> str:

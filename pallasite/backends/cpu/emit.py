@@ -10,29 +10,39 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
-from pallasite.backends.cpu import (
+from pallasite.backends.cpu.call import handler
+from pallasite.backends.cpu.call.parallel_units import (
+    Share,
+    Sharing,
+    count_units,
+    sharing_of,
+)
+from pallasite.backends.cpu.dot import dot
+from pallasite.backends.cpu.dot.fusion import fuse_addends
+from pallasite.backends.cpu.dot.pack_once import PackedOnce, find_packed_once
+from pallasite.backends.cpu.llvm import scalars, vector_loops
+from pallasite.backends.cpu.llvm.writer import NULL, Function, Module, Val, integer
+from pallasite.backends.cpu.ops import (
     arithmetic,
     control,
     debugging,
-    dot,
     gathers,
-    handler,
     memory,
     pipeline,
     reductions,
-    scalars,
-    selection,
     shapes,
     sorting,
-    turning,
-    vectors,
+    top_k,
 )
-from pallasite.backends.cpu.arena import Arena
-from pallasite.backends.cpu.dot_ahead import AllAhead, find_ahead
-from pallasite.backends.cpu.dot_fusion import fuse_addends
-from pallasite.backends.cpu.llvm import NULL, Function, Module, Val, integer
-from pallasite.backends.cpu.sharing import Share, Sharing, count_units, sharing_of
-from pallasite.backends.cpu.tiles import (
+from pallasite.backends.cpu.tiles import transpose_copy
+from pallasite.backends.cpu.tiles.arena import Arena
+from pallasite.backends.cpu.tiles.lifetimes import (
+    Uses,
+    has_writes,
+    uses_of,
+    written_refs,
+)
+from pallasite.backends.cpu.tiles.tiles import (
     Buffer,
     Indices,
     Ref,
@@ -45,7 +55,6 @@ from pallasite.backends.cpu.tiles import (
     transpose,
     ungrouped,
 )
-from pallasite.backends.cpu.uses import Uses, has_writes, uses_of, written_refs
 from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.types import DType
@@ -59,7 +68,7 @@ RULES: dict[str, Callable[["Emitter", Op], None]] = {
     **shapes.RULES,
     **reductions.RULES,
     **dot.RULES,
-    **selection.RULES,
+    **top_k.RULES,
     **sorting.RULES,
     **gathers.RULES,
     **memory.RULES,
@@ -72,7 +81,7 @@ NATIVE = frozenset([*RULES, *arithmetic.NATIVE])
 
 def is_native(op: Op) -> bool:
     """Whether there is a rule for an op with these operands."""
-    return op.name in NATIVE and (op.name != "top_k" or selection.has_top_k(op))
+    return op.name in NATIVE and (op.name != "top_k" or top_k.has_top_k(op))
 
 
 def with_own_inputs(kernel: Kernel) -> Kernel:
@@ -101,7 +110,7 @@ def emit_kernel(kernel: Kernel) -> str:
     The kernel writes only memory it owns (`with_own_inputs`).
     """
     module, sharing = Module(), sharing_of(kernel)
-    ahead = find_ahead(kernel)
+    ahead = find_packed_once(kernel)
     params = _pointer_params(kernel, sharing)
     more = [("ptr align 64", "shared")] if ahead.boxes else []
     units = [("i64", "first"), ("i64", "last")] if sharing else []
@@ -239,7 +248,7 @@ class Emitter:
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them
         self.shared_roots = frozenset[Root]()  # memory of which updates are atomic
-        self.ahead = AllAhead()  # operands of dots that are packed once, in `shared`
+        self.ahead = PackedOnce()  # operands of dots that are packed once, in `shared`
         self.shared = NULL
         # Buffers that values are to be stored to, each with the value it holds before.
         self.offered: dict[Value, tuple[Value, Buffer]] = {}
@@ -439,9 +448,9 @@ class Emitter:
             self._fill_parts(buffer, tile)
             return
         source, shape = tile.buffer, tile.shape
-        if source and turning.turn(self.f, tile.dtype, shape, source, buffer):
+        if source and transpose_copy.turn(self.f, tile.dtype, shape, source, buffer):
             return
-        along = turning.contiguous_dim(shape, buffer)
+        along = transpose_copy.contiguous_dim(shape, buffer)
         with self.straightened(tile, along):
             order = lanes_last(shape, along)
             if order is not None:
@@ -454,7 +463,7 @@ class Emitter:
                 address = buffer.address(self.f, tile.dtype, indices)
                 scalars.store(self.f, tile.dtype, value, address)
 
-            vectors.each(self.f, tile.shape, body)
+            vector_loops.each(self.f, tile.shape, body)
 
     def _fill_parts(self, buffer: Buffer, tile: Tile) -> None:
         whole, steps = Tile(tile.shape, tile.dtype, buffer), [1] * len(tile.shape)
@@ -473,7 +482,7 @@ class Emitter:
         elsewhere: list[tuple[Tile, Buffer]] = []
         for part in tile.pointwise_sources():
             view = part.buffer
-            if view and turning.runs_across(part.shape, view, along) is not None:
+            if view and transpose_copy.runs_across(part.shape, view, along) is not None:
                 if part.scope != self.scope.number:
                     elsewhere.append((part, view))
                 part.source = self.force(part)

@@ -13,7 +13,7 @@ from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import I32, TileType
-from pallasite.passes.facts import Fact
+from pallasite.passes.analysis.intervals import Fact
 
 
 class Control(Memory):

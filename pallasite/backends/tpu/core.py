@@ -10,7 +10,7 @@ from pallasite.backends.tpu.writer import ELEMENTS, Writer
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.types import TileType, Type
-from pallasite.passes.facts import Facts
+from pallasite.passes.analysis.intervals import Facts
 
 
 class Core:

@@ -30,7 +30,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import RefType
-from pallasite.passes.facts import HIGHEST, Fact
+from pallasite.passes.analysis.intervals import HIGHEST, Fact
 
 DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
 SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")

@@ -10,7 +10,7 @@ from pallasite.backends.tpu.views import LANES, SUBLANES
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
 from pallasite.ir.types import RefType
-from pallasite.passes.facts import Fact
+from pallasite.passes.analysis.intervals import Fact
 
 
 def memref_shape(window: Window) -> tuple[int, ...]:

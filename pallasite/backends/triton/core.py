@@ -21,7 +21,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.text import print_op
 from pallasite.ir.types import DType, TileType
-from pallasite.passes.ranges import Ranges
+from pallasite.passes.analysis.ranges import Ranges
 
 MAX_ELEMENTS = 1 << 20  # Triton refuses larger tensors
 

@@ -17,9 +17,9 @@ from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.types import TileType
-from pallasite.passes.carry import VIEWS
-from pallasite.passes.grid import find_pipeline
-from pallasite.passes.ranges import loop_range
+from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.ranges import loop_range
 
 MAX_PROGRAMS = (1 << 31) - 1
 

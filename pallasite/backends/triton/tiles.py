@@ -13,7 +13,7 @@ from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.text import Val, physical, type_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
-from pallasite.passes.ranges import type_range
+from pallasite.passes.analysis.ranges import type_range
 
 Combine = Callable[[Sequence[Val], Sequence[Val]], Sequence[Val]]
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu import handler, llvm_text, spare, threads
+from pallasite.backends.cpu import llvm_text
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.call import handler, kept_memory, threads
 from pallasite.backends.cpu.emit import with_own_inputs
 from pallasite.ir.nodes import Kernel
 
@@ -70,7 +71,7 @@ class Guarded(Memory):
     def arena(self, size: int) -> Pointer:
         """As malloc; what is moved up to a multiple of 64 there fits exactly."""
         wanted = size - handler.ALIGNMENT
-        if self.after and wanted % handler.ALIGNMENT == spare.HEADER:
+        if self.after and wanted % handler.ALIGNMENT == kept_memory.HEADER:
             return self.room(wanted)
         if not self.after or wanted % handler.ALIGNMENT:
             return self.room(size)
@@ -211,9 +212,9 @@ class Code:
             for n, out in enumerate(self.kernel.outputs)
         ]
         frame = _frame(api, arguments, results)
-        outside = spare.slot.value
+        outside = kept_memory.slot.value
         if isinstance(self.memory, Guarded):
-            spare.slot.value = None  # guarded memory comes new for each call
+            kept_memory.slot.value = None  # guarded memory comes new for each call
         failed = self.handler(ctypes.addressof(frame[0]))
         api.finish()
         found = [np.array(r) for r in results[: self.num_outputs]]
@@ -224,7 +225,7 @@ class Code:
         ]
         if isinstance(self.memory, Guarded):
             self.memory.release()
-            spare.slot.value = outside
+            kept_memory.slot.value = outside
         if failed:
             raise KernelError(api.messages[0])
         assert all(old == new for old, new in unchanged), "an operand was changed"

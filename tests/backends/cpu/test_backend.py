@@ -10,8 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallasite import config, target
 from pallasite.backends import base
-from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu.arena import Arena
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.tiles.arena import Arena
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Loc, Span
 from pallasite.ir.opdef import table

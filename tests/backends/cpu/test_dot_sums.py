@@ -9,11 +9,11 @@ import pytest
 
 import pallasite as pl
 from pallasite import target
-from pallasite.backends.cpu.arena import ALIGNMENT
-from pallasite.frontend.primitive import kernels_in
+from pallasite.backends.cpu.tiles.arena import ALIGNMENT
+from pallasite.primitive import kernels_in
 from tests.backends.cpu.running import llvm_of
 from tests.backends.cpu.test_dot import numbers
-from tests.backends.cpu.test_dot_ahead import VECTORS
+from tests.backends.cpu.test_pack_once import VECTORS
 
 HOSTS = [VECTORS, target.AVX2]
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallasite.backends.cpu.functions import DECOMPOSED
+from pallasite.backends.cpu.ops.functions import DECOMPOSED
 from pallasite.ir.opdef import OpDef, table
 from pallasite.ir.types import DTYPES, DType
 from tests.backends.cpu.running import compute

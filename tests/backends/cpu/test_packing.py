@@ -5,9 +5,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from pallasite.backends.cpu import compile as compiler
-from pallasite.backends.cpu.llvm import Function, Module
-from pallasite.backends.cpu.packing import Packing, packer
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.dot.packing import Packing, packer
+from pallasite.backends.cpu.llvm.writer import Function, Module
 from pallasite.ir.types import F16, F32
 
 PANELS, ROOM, UNTOUCHED = 2, 48, 777.0

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.backends.cpu import emit, sharing
-from pallasite.frontend.primitive import kernels_in
-from pallasite.passes.pipeline import run as run_passes
+from pallasite.backends.cpu import emit
+from pallasite.backends.cpu.call import parallel_units
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
 
 ROWS = pl.BlockSpec((4, 32), lambda i: (i, 0))
 PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",))
@@ -26,8 +27,8 @@ PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel",))
 @pytest.fixture
 def eager_threads(monkeypatch):
     """Use threads however little there is to do."""
-    monkeypatch.setattr(sharing, "PROFITABLE_NS", 0)
-    monkeypatch.setattr(sharing, "CHUNK_NS", 0)
+    monkeypatch.setattr(parallel_units, "PROFITABLE_NS", 0)
+    monkeypatch.setattr(parallel_units, "CHUNK_NS", 0)
 
 
 def llvm_of(function, *args) -> str:

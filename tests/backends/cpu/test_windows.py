@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallasite.frontend.emulate import emulate
+from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
 from pallasite.ir.types import F32, I32, INDEX, RefType

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from pallasite.backends.base import Options, compile_stages, get
-from pallasite.frontend.emulate import emulate
-from pallasite.frontend.primitive import kernels_in
+from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BOOL, DTYPES, I32, DType, RefType, TileType
-from pallasite.passes.pipeline import run as run_passes
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import Job
 from tests.backends.tpu.kernels import CASES
 from tests.backends.tpu.simulate import run_module

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pallasite.errors import PallasError
-from pallasite.frontend.primitive import kernels_in
-from pallasite.passes.pipeline import run
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
 from pallasite.runtime.aot import Job, compile_all
 from tests.backends.tpu import harness
 from tests.backends.tpu.kernels import CASES

@@ -11,8 +11,8 @@ from pallasite.backends.base import Options, compile_stages, get
 from pallasite.backends.tpu.compile import call_config, verify
 from pallasite.backends.tpu.emit import emit_module
 from pallasite.errors import PallasError, SpecError, UnsupportedError
-from pallasite.frontend.primitive import kernels_in
 from pallasite.ir.nodes import Kernel, Loc
+from pallasite.primitive import kernels_in
 from tests.backends.tpu.harness import kernel_of, mosaic
 from tests.backends.tpu.kernels import CASES, array
 from tests.ir import kernels as by_hand

@@ -37,7 +37,7 @@ def test_case_means_the_same(name):
 
 def _zoo_kernels(case):
     """The kernels of a zoo case with the operands they are called with."""
-    from pallasite.frontend import primitive
+    from pallasite import primitive
 
     seen = []
     bind = primitive.call_p.bind
@@ -64,7 +64,7 @@ def _traced(operands):
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
 def test_zoo_kernel_means_the_same_or_is_refused(case):
     from pallasite.errors import PallasError
-    from pallasite.passes.pipeline import run
+    from pallasite.passes.run import run
 
     for kernel, operands, results in _zoo_kernels(case):
         kernel = run(kernel)

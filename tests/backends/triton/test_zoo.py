@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallasite.frontend import primitive
+from pallasite import primitive
 from tests.backends.triton.harness import simulated
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments, assert_agrees

@@ -1,0 +1,1 @@
+"""Derivatives of kernel calls, as kernels."""

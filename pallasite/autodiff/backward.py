@@ -1,0 +1,273 @@
+"""Backward kernels: the cotangents of a kernel call, computed by generated kernels.
+
+`cotangents` runs them; `plan` makes them, once per kernel. The path: the kernel as a
+program (`per_program.py`), its reverse (`reverse.py`), cut into stages
+(`backward_stages.py`), each as one or more kernels (`backward_windows.py`). They are
+ordinary kernels: every backend runs them, and they can be mapped and differentiated.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallasite.autodiff.backward_axes import split_axes
+from pallasite.autodiff.backward_stages import Stages, split
+from pallasite.autodiff.backward_windows import (
+    Built,
+    Parts,
+    Placement,
+    build,
+    only,
+    place,
+)
+from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.per_program import Program, main_refs, program_of, written_refs
+from pallasite.autodiff.reverse import Reversed, reverse_program
+from pallasite.autodiff.reverse_rules import accumulated
+from pallasite.errors import NoBackwardKernel
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Kernel, Value
+from pallasite.sharding.rule import Partition, inherit
+
+ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is cut into parts
+MOST_PARTS = 16
+LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels that compute some cotangents of a kernel, in order."""
+
+    steps: tuple[Built, ...]
+    primals: tuple[Value, ...]  # the kernel's operands
+    seeds: dict[int, Value]  # the refs of cotangents of results, by their position
+    targets: dict[int, Value]  # the refs of wanted cotangents, by operand position
+    changing: dict[int, Value]  # refs that start as seeds, by the result's position
+
+
+def cotangents(
+    call: Any, primals: Sequence[Any], cotangents: Sequence[Any], wanted: Sequence[bool]
+) -> list[Any]:
+    """The cotangents of a call's operands, by backward kernels.
+
+    Args:
+        call: the `Call`; its options go to the backward kernels too.
+        primals: the operands.
+        cotangents: of the results; None is zero, as for every integer result.
+        wanted: the operands whose cotangents are asked for.
+
+    Returns:
+        One array per operand; None where it is zero or was not wanted.
+
+    Raises:
+        NoBackwardKernel: there is none; the message says which op and why.
+    """
+    known = tuple(c is not None for c in cotangents)
+    if not any(known):
+        return [None] * len(primals)
+    made = plan(call.kernel, tuple(map(bool, wanted)), known)
+    arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
+    arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
+    for n, ref in made.changing.items():
+        start = cotangents[n]
+        if start is None:
+            start = jnp.zeros(ref.ref.shape, ref.ref.dtype.np)
+        arrays[ref] = start.astype(ref.ref.dtype.np)
+    names = _names(call.partition, made)
+    for step in made.steps:
+        arrays |= _run(call, step, arrays, names)
+    found: list[Any] = [None] * len(primals)
+    for n, ref in made.targets.items():
+        if ref in arrays:
+            found[n] = arrays[ref].astype(primals[n].dtype)
+    return found
+
+
+def _names(rule: bool | Partition | None, made: Plan) -> dict[Value, Sequence[str]]:
+    """What the author calls the dimensions of arrays and of their cotangents."""
+    if not isinstance(rule, Partition):
+        return {}
+    return {
+        **dict(zip(made.primals, rule.operands, strict=True)),
+        **{ref: rule.operands[n] for n, ref in made.targets.items()},
+        **{ref: rule.results[n] for n, ref in (made.seeds | made.changing).items()},
+    }
+
+
+def _run(
+    call: Any,
+    step: Built,
+    arrays: dict[Value, Any],
+    names: dict[Value, Sequence[str]],
+) -> dict[Value, Any]:
+    from pallasite.primitive import bind_call
+
+    known = [names.get(ref, ()) for ref in (*step.operands, *step.results)]
+    rule = inherit(call.partition, step.kernel, known)
+    options = replace(call, kernel=step.kernel, cost_estimate=None, partition=rule)
+    results = bind_call(options, [arrays[ref] for ref in step.operands])
+    whole = [
+        x if parts == 1 else jnp.sum(x, axis=0)
+        for x, parts in zip(results, step.parts, strict=True)
+    ]
+    # An operand that two stages add to gets both sums.
+    return {
+        ref: arrays[ref] + x if ref in arrays and ref not in step.changing else x
+        for ref, x in zip(step.results, whole, strict=True)
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> Plan:
+    """The backward kernels of a kernel.
+
+    Args:
+        kernel: what was called.
+        wanted: per operand, whether its cotangent is asked for.
+        known: per result, whether it has a cotangent.
+
+    Raises:
+        NoBackwardKernel: there are none.
+    """
+    program = program_of(kernel)
+    shared = {o: i for i, o in kernel.aliases}
+    targets = {
+        n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
+        for n, (ref, is_wanted) in enumerate(zip(kernel.inputs, wanted, strict=True))
+        if is_wanted and ref.ref.dtype.is_float
+    }
+    seeds = {
+        n: _cotangent_ref(ref, ref.ref.dtype, f"result{n}")
+        for n, (ref, is_known) in enumerate(zip(kernel.outputs, known, strict=True))
+        if (is_known or shared.get(n) in targets) and ref.ref.dtype.is_float
+    }
+    memory = {
+        n: kernel.inputs[shared[n]] if n in shared else kernel.outputs[n] for n in seeds
+    }
+    made = _reversed(kernel, program, targets, {memory[n]: seeds[n] for n in seeds})
+    changing = {n: made.changing[r] for n, r in memory.items() if r in made.changing}
+    for n, ref in changing.items():
+        if shared.get(n) in targets:
+            targets[shared[n]] = ref
+    results = list(dict.fromkeys([*targets.values(), *changing.values()]))
+    program = split_axes(replace(program, body=made.body), results)
+    stages = _stages(program, made)
+    # Partial sums are for small operands, as the weights of a norm are.
+    budget = sum(_bytes(ref) for ref in kernel.inputs) // 4
+    steps: list[Built] = []
+    for stage in stages.programs:
+        refs = [*results, *stages.saved]
+        steps += _kernels(stage, refs, set(changing.values()), budget)
+    return Plan(tuple(steps), kernel.inputs, seeds, targets, changing)
+
+
+def _reversed(
+    kernel: Kernel,
+    program: Program,
+    targets: dict[int, Value],
+    seeds: dict[Value, Value],
+) -> Reversed:
+    body, copies = harmless_edges(program.body)
+    return reverse_program(
+        body,
+        {kernel.inputs[n]: ref for n, ref in targets.items()},
+        seeds,
+        program.sizes,
+        copies,
+        kernel.inputs,
+    )
+
+
+def _stages(program: Program, made: Reversed) -> Stages:
+    """Cut into stages, unless they would have to change the same memory in turn."""
+    program = program.simplified()
+    for ref in main_refs(program.body):
+        if ref in made.lost:
+            op = made.lost[ref]
+            raise NoBackwardKernel(
+                "the reverse needs what a result held before it was overwritten",
+                at=op.loc,
+            )
+    return Stages((program,)) if made.changing else split(program)
+
+
+def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
+    return Value(replace(ref.ref, dtype=dtype, space="any"), f"d_{ref.name or name}")
+
+
+def _bytes(ref: Value) -> int:
+    return ref.ref.size * ref.ref.dtype.bytes
+
+
+def _kernels(
+    stage: Program, results: Sequence[Value], changing: set[Value], budget: int
+) -> list[Built]:
+    """One kernel per group of results that one order of the grid serves."""
+    refs = written_refs(stage.body)
+    mine = [place(stage, ref) for ref in results if ref in refs]
+    mine = [replace(p, changes=p.ref in changing) for p in mine]
+    built = []
+    for group in [together(mine)] if changing else groups(mine):
+        program = only(stage, [p.ref for p in group])
+        names = "_".join(p.ref.name.removesuffix("_ref") for p in group)
+        order = grid_order(group, len(stage.sizes))
+        parts = None
+        if not changing:
+            parts = cut_into_parts(group, order, stage.sizes, budget)
+        built.append(build(program, f"{stage.name}_{names}", group, order, parts))
+    return built
+
+
+def together(placements: Sequence[Placement]) -> list[Placement]:
+    """One group for all: what does not fit its order is shown whole."""
+    chain: list[Placement] = []
+    for placement in sorted(placements, key=lambda p: -len(p.own)):
+        if chain and not placement.own <= chain[-1].own:
+            whole = (False,) * len(placement.kept)
+            placement = replace(placement, kept=whole, own=frozenset())
+        chain.append(placement)
+    return chain
+
+
+def groups(placements: Sequence[Placement]) -> list[list[Placement]]:
+    """Results whose own axes are nested in one another: one order serves them."""
+    chains: list[list[Placement]] = []
+    for placement in sorted(placements, key=lambda p: -len(p.own)):
+        for chain in chains:
+            if placement.own <= chain[-1].own:
+                chain.append(placement)
+                break
+        else:
+            chains.append([placement])
+    return chains
+
+
+def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
+    """Axes that more results call their own come first."""
+    return sorted(range(rank), key=lambda a: -sum(a in p.own for p in group))
+
+
+def cut_into_parts(
+    group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], budget: int
+) -> Parts | None:
+    """Parallel programs where the grid has too few: sums over parts of an axis.
+
+    `budget`: bytes that the partial sums may take in all.
+    """
+    shared = frozenset[int].intersection(*(p.own for p in group))
+    programs = prod(sizes[a] for a in shared)
+    rest = [a for a in order if a not in shared and sizes[a] > 1]
+    if programs >= ENOUGH_PROGRAMS or not rest:
+        return None
+    axis = rest[0]
+    taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
+    most = min(MOST_PARTS, budget // max(taken, 1))
+    counts = [d for d in range(1, most + 1) if sizes[axis] % d == 0]
+    # Devices come in powers of two, and each is to have whole parts.
+    count = max(counts, key=lambda d: (d & -d, d), default=1)
+    enough = count >= LEAST_PARTS or count == sizes[axis]
+    return Parts(axis, count) if enough else None

@@ -1,0 +1,102 @@
+"""Grid axes whose quotient chooses a cotangent's block become two axes.
+
+Heads of queries that share keys see the block `head // 4` of them, so four programs in
+a row add to one block of the keys' cotangent. With the heads as two axes, groups and
+heads of a group, that block belongs to one step of the first axis: groups run in
+parallel, and devices can share them.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from pallasite.autodiff.backward_windows import IndexCode
+from pallasite.autodiff.per_program import Program
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.rewrite import map_ops, substitute
+from pallasite.passes.analysis.block_table import evaluate_map
+
+
+def split_axes(program: Program, results: Iterable[Value]) -> Program:
+    """Split every axis of which a quotient chooses blocks of a result."""
+    results = set(results)
+    axis = 0
+    while axis < len(program.sizes):
+        group = _group(program, axis, results)
+        if group > 1:
+            program = _split(program, axis, group)
+            axis += 1
+        axis += 1
+    return program
+
+
+def _group(program: Program, axis: int, results: set[Value]) -> int:
+    """How many steps of an axis share a block of a result; 1: none, or not in order."""
+    quotients = _Quotients(program, axis)
+    for op in walk(program.body):
+        if op.name == "block_view" and op.operands[0] in results:
+            for index in op.operands[1:]:
+                if (group := quotients.group(index)) > 1:
+                    return group
+    return 1
+
+
+class _Quotients:
+    """Finds values that are an axis' grid index divided by a number."""
+
+    def __init__(self, program: Program, axis: int):
+        self.body, self.axis, self.size = program.body, axis, program.sizes[axis]
+        self.code = IndexCode(program.body)
+
+    def group(self, index: Value) -> int:
+        """What the grid index is divided by; 1 if the value is no proper quotient."""
+        if self.size < 4 or self.code.key(index) is None or index in self.code.ids:
+            return 1
+        ids = self.body.params
+        b = Builder()
+        made = self.code.emit(b, index, {v: v for v in ids})
+        steps = np.zeros((len(ids), self.size), np.int32)
+        steps[self.axis] = np.arange(self.size)
+        if not self._depends_on_axis_alone(b.ops, made):
+            return 1
+        found = evaluate_map(b.block(ids, [made]), steps)
+        if found is None:
+            return 1
+        # The first step with another block ends the first group.
+        group = int(np.argmax(found[0] != found[0][0]))
+        is_split = 1 < group < self.size and self.size % group == 0
+        same = is_split and np.array_equal(found[0], steps[self.axis] // group)
+        return group if same else 1
+
+    def _depends_on_axis_alone(self, ops: Iterable[Op], made: Value) -> bool:
+        used = {v for op in ops for v in op.operands} | {made}
+        mine = {v for v in self.code.ids if v in used}
+        return mine == {self.body.params[self.axis]}
+
+
+def _split(program: Program, axis: int, group: int) -> Program:
+    """The axis as two: groups, and steps within one."""
+    quotients = _Quotients(program, axis)
+    old = program.body.params[axis]
+    name = old.name or f"i{axis}"
+    outer, inner = Value(T.INDEX, name), Value(T.INDEX, f"{name}_within")
+
+    def by_group(op: Op, builder: Builder) -> list[Value] | None:
+        indices = [quotients.group(v) == group for v in op.operands[1:]]
+        if op.name != "block_view" or not any(indices):
+            return None
+        pairs = zip(op.operands[1:], indices, strict=True)
+        chosen = [outer if is_group else v for v, is_group in pairs]
+        return list(builder.emit(op.name, op.operands[0], *chosen, **op.attrs))
+
+    body = map_ops(program.body, by_group)
+    b = Builder()
+    whole = b.add(b.mul(outer, b.index(group)), inner)
+    body = substitute(body, {old: whole})
+    params = [*body.params[:axis], outer, inner, *body.params[axis + 1 :]]
+    sizes = [*program.sizes]
+    sizes[axis : axis + 1] = [program.sizes[axis] // group, group]
+    made = Block(tuple(params), (*b.ops, *body.ops), body.yields)
+    return Program(program.name, made, tuple(sizes), program.loc)

@@ -1,0 +1,101 @@
+"""Sums of cotangents, spelled out: a block is set to zero at its first step, then added
+to in place; where there is one step and one addend, it is just stored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.passes.analysis.carried import VIEWS, covers_whole
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A block that addends go to; it stays the same along the `inner` grid indices."""
+
+    block: Value
+    inner: Sequence[Value]
+
+
+def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
+    """The body with `atomic_rmw` add, as `reverse.py` emits it, in plain ops."""
+    start = Builder()
+    replaced: set[Op] = set()
+    for each in sums:
+        first = _first_addend(body, each.block)
+        if first is None:
+            continue
+        if not each.inner and _replaces(first, each.block) and first in body.ops:
+            replaced.add(first)
+        else:
+            _set_zero(start, each)
+    used = {v for op in walk(body) for v in op.operands}
+    spelled = _Spelling(replaced, used).block(body)
+    return Block((), (*start.ops, *spelled.ops))
+
+
+def _first_addend(body: Block, block: Value) -> Op | None:
+    """The first op that adds to a block or to a view of it."""
+    views = {block}
+    for op in walk(body):
+        if op.name in VIEWS and op.operands[0] in views:
+            views.add(op.result)
+        elif op.name == "atomic_rmw" and op.operands[0] in views:
+            return op
+    return None
+
+
+def _replaces(op: Op, block: Value) -> bool:
+    """Whether an addend goes to every element of the block, and so may be stored."""
+    if op.operands[0] is not block or op.attrs["mask"]:
+        return False
+    return covers_whole(block.ref.shape, op.attrs["index"])
+
+
+def _set_zero(b: Builder, each: Sum) -> None:
+    inside = Builder()
+    inside.store(each.block, inside.constant(0, each.block.ref.tile))
+    if not each.inner:
+        b.ops += inside.ops
+        return
+    zero = b.index(0)
+    is_first = [b.op("eq", index, zero) for index in each.inner]
+    test = is_first[0]
+    for more in is_first[1:]:
+        test = b.op("and", test, more)
+    b.emit("cond", b.cast(test, zero.tile.dtype), regions=(Block(), inside.block()))
+
+
+class _Spelling:
+    def __init__(self, replaced: set[Op], used: set[Value]):
+        self.replaced, self.used = replaced, used
+
+    def block(self, block: Block) -> Block:
+        b = Builder()
+        for op in block.ops:
+            b.loc = op.loc
+            if op.name == "atomic_rmw" and self.is_addend(op):
+                self.add(b, op)
+                continue
+            if op.regions:
+                op = op.with_(regions=tuple(map(self.block, op.regions)))
+            b.ops.append(op)
+        return Block(block.params, tuple(b.ops), block.yields)
+
+    def is_addend(self, op: Op) -> bool:
+        """Not the program's own atomics, nor those that may name a place twice."""
+        is_sum = op.attrs["kind"] == "add" and op.result not in self.used
+        return is_sum and not any(isinstance(e, Gather) for e in op.attrs["index"])
+
+    def add(self, b: Builder, op: Op) -> None:
+        access = Access.of(op)
+        value = access.value
+        assert value is not None
+        place = (access.index, access.index_operands, access.mask)
+        if op not in self.replaced:
+            other = None if access.mask is None else b.like(0, value)
+            old = replace(access, value=None, other=other)
+            loaded = b.load(old.ref, *place, other)
+            value = b.add(loaded, value)
+        b.store(access.ref, value, *place)

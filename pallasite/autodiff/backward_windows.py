@@ -1,0 +1,503 @@
+"""From a program that adds to cotangents to a kernel with a grid and windows.
+
+Each cotangent gets a window of its own. Grid axes that choose its block come first, the
+others are innermost and sequential: the block is set to zero at the first of them and
+added to in place. Dimensions whose block is not chosen by one grid index alone (two
+programs may share it, or a loop moves over it) are shown whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from pallasite.autodiff.backward_sums import Sum, spell_sums
+from pallasite.autodiff.per_program import Program, main_refs, producers_of, roots_of
+from pallasite.errors import NoBackwardKernel
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import (
+    At,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+)
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.text import attr_text
+from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.unused import drop_unused
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one result of a program lies over its grid."""
+
+    ref: Value
+    kept: tuple[bool, ...]  # dimensions cut into blocks by grid indices
+    own: frozenset[int]  # those grid axes: other steps touch other blocks
+    changes: bool = False  # it starts as something, rather than as zero
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A sequential axis cut into parts that run at once, each with sums of its own."""
+
+    axis: int
+    count: int
+
+
+class IndexCode:
+    """Block indices as functions of the grid indices alone."""
+
+    def __init__(self, body: Block):
+        self.body = body
+        self.ids = {value: axis for axis, value in enumerate(body.params)}
+        self.made = producers_of(body)
+        self.keys: dict[Value, Key | None] = {}
+
+    def key(self, value: Value) -> Key | None:
+        """What tells equal functions apart; None if loops or memory come in."""
+        if value not in self.keys:
+            self.keys[value] = self._key(value)
+        return self.keys[value]
+
+    def _key(self, value: Value) -> Key | None:
+        if value in self.ids:
+            return ("id", self.ids[value])
+        op = self.made.get(value)
+        if op is None:
+            # A ref in main memory is itself; a parameter of a region is unknown.
+            return ("ref", id(value)) if value.is_ref else None
+        effect = table()[op.name].effect
+        reads = op.name == "load" and not op.operands[0].ref.dtype.is_float
+        if op.regions or not (effect is Effect.PURE or reads):
+            return None
+        operands = [self.key(v) for v in op.operands]
+        if None in operands:
+            return None
+        attrs = tuple((k, attr_text(op.attrs[k])) for k in sorted(op.attrs))
+        return (op.name, attrs, *operands)
+
+    @cached_property
+    def forms(self) -> Forms:
+        forms = Forms(self.body.params)
+        forms.add_ops(self.body.ops)
+        return forms
+
+    def digits(self, value: Value, sizes: Sequence[int]) -> list[int]:
+        """The axes whose grid indices are the digits of the value, or nothing.
+
+        An axis has one digit; two, as `backward_axes.py` makes them, count as
+        `outer * sizes[inner] + inner`.
+        """
+        form = self.forms.of(value)
+        if self.key(value) is None or form.affine is None or form.affine.const != 0:
+            return []
+        coeffs = form.affine.coeffs
+        axes = sorted(form.axes, key=lambda a: -coeffs[a])
+        unit = 1
+        for axis in reversed(axes):
+            if coeffs[axis] != unit:
+                return []
+            unit *= sizes[axis]
+        return axes
+
+    def is_zero(self, value: Value) -> bool:
+        op = self.made.get(value)
+        return op is not None and op.name == "constant" and op.attrs["value"] == 0
+
+    def emit(self, b: Builder, value: Value, known: dict[Value, Value]) -> Value:
+        """Emit the function; `known` maps grid indices and grows."""
+        if value not in known:
+            op = self.made.get(value)
+            if op is None:
+                return value  # a ref
+            operands = tuple(self.emit(b, v, known) for v in op.operands)
+            (known[value],) = b.emit(op.name, *operands, **op.attrs)
+        return known[value]
+
+
+def place(program: Program, ref: Value) -> Placement:
+    """Find which dimensions of a result are cut into blocks by the grid."""
+    code = IndexCode(program.body)
+    uses = [op for op in walk(program.body) if ref in op.operands]
+    views = [op for op in uses if op.name == "block_view"]
+    rank = ref.ref.rank
+    if len(views) < len(uses) or not views:
+        return Placement(ref, (False,) * rank, frozenset())
+    kept, own = [], set[int]()
+    for d in range(rank):
+        dims = {op.attrs["window"].dims[d] for op in views}
+        keys = {code.key(op.operands[1 + d]) for op in views}
+        axes = code.digits(views[0].operands[1 + d], program.sizes)
+        dim = views[0].attrs["window"].dims[d]
+        blocks = _blocks(dim, ref.ref.shape[d])
+        alone = len(dims) == len(keys) == 1 and blocks is not None
+        count = prod(program.sizes[a] for a in axes)
+        by_axes = bool(axes) and not own & set(axes) and count == blocks
+        single = blocks == 1 and code.is_zero(views[0].operands[1 + d])
+        kept.append(alone and (by_axes or single))
+        if kept[-1] and by_axes:
+            own.update(axes)
+    return Placement(ref, tuple(kept), frozenset(own))
+
+
+def _blocks(dim: BlockDim, n: int) -> int | None:
+    if dim.kind == "squeezed":
+        return n
+    return -(-n // dim.size) if dim.kind == "blocked" and dim.size else None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel and the refs of the program that its operands stand for."""
+
+    kernel: Kernel
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    parts: tuple[int, ...]  # per result: how many partial sums it has; 1: it is whole
+    own: tuple[frozenset[int], ...]  # per result: the axes that choose its block
+    order: tuple[int, ...]  # the program's grid axes with several steps, slowest first
+    changing: tuple[Value, ...] = ()  # results that start as the last operands
+
+
+def build(
+    program: Program,
+    name: str,
+    results: Sequence[Placement],
+    order: Sequence[int],
+    parts: Parts | None = None,
+) -> Built:
+    """The kernel that computes some of a program's results.
+
+    Args:
+        program: its code; results that are not listed are left out.
+        name: of the kernel.
+        results: with their placements.
+        order: the grid axes, slowest first.
+        parts: an axis to cut in two, the parts being in front.
+    """
+    return _Build(program, name, results, order, parts).run()
+
+
+class _Build:
+    def __init__(
+        self,
+        program: Program,
+        name: str,
+        results: Sequence[Placement],
+        order: Sequence[int],
+        parts: Parts | None,
+    ):
+        self.program, self.name, self.parts = program, name, parts
+        self.placed = {p.ref: p for p in results}
+        self.order = list(order)
+        self.code = IndexCode(program.body)
+        self.main = set(main_refs(program.body))
+        self.windows: dict[Key, int] = {}
+        self.window_attrs: list[Window] = []
+        self.arrays: list[Value] = []
+        self.maps: list[Block] = []
+        self.blocks: list[Value] = []
+        self.mapping: dict[Value, Value] = {}
+        self.result_refs = {p.ref: self.result_ref(p) for p in results}
+
+    # --- the grid ---
+
+    def is_partial(self, placement: Placement) -> bool:
+        return self.parts is not None and self.parts.axis not in placement.own
+
+    def result_ref(self, placement: Placement) -> Value:
+        ref = placement.ref.ref
+        if self.is_partial(placement):
+            assert self.parts is not None
+            ref = ref.with_shape((self.parts.count, *ref.shape))
+        return Value(ref, placement.ref.name)
+
+    def grid(self) -> list[int]:
+        sizes = []
+        for axis in self.order:
+            n = self.program.sizes[axis]
+            if self.is_cut(axis):
+                assert self.parts is not None
+                sizes += [self.parts.count, n // self.parts.count]
+            else:
+                sizes.append(n)
+        return sizes
+
+    def is_cut(self, axis: int) -> bool:
+        """Whether an axis is two axes of the kernel: parts, and steps of a part."""
+        if self.parts is None or axis != self.parts.axis:
+            return False
+        return self.program.sizes[axis] > self.parts.count
+
+    def semantics(self) -> list[str]:
+        shared = frozenset[int].intersection(*(p.own for p in self.placed.values()))
+        found = []
+        for axis in self.order:
+            part = self.parts is not None and axis == self.parts.axis
+            found.append("parallel" if axis in shared or part else "sequential")
+            if self.is_cut(axis):
+                found.append("sequential")
+        return found
+
+    def new_ids(self, b: Builder) -> tuple[list[Value], dict[Value, Value], Value]:
+        """Grid indices of the kernel; what the program's are; the number of the part"""
+        ids: list[Value] = []
+        known: dict[Value, Value] = {}
+        part = None
+        for axis in self.order:
+            old = self.program.body.params[axis]
+            ids.append(Value(T.INDEX, old.name or f"i{axis}"))
+            if self.parts is not None and axis == self.parts.axis:
+                part = ids[-1]
+            if not self.is_cut(axis):
+                known[old] = ids[-1]
+                continue
+            assert self.parts is not None
+            ids.append(Value(T.INDEX, "step"))
+            length = b.index(self.program.sizes[axis] // self.parts.count)
+            known[old] = b.add(b.mul(ids[-2], length), ids[-1])
+        return ids, known, part if part is not None else b.index(0)
+
+    # --- windows ---
+
+    def window(
+        self, ref: Value, window: Window, indices: Sequence[Value | None]
+    ) -> Value:
+        """The block ref of a window; `indices` None: that dimension is shown whole."""
+        keys = tuple(None if i is None else self.code.key(i) for i in indices)
+        key = (ref, window, keys)
+        if key not in self.windows:
+            self.windows[key] = len(self.blocks)
+            self.add_window(ref, window, indices)
+        return self.blocks[self.windows[key]]
+
+    def add_window(
+        self, ref: Value, window: Window, indices: Sequence[Value | None]
+    ) -> None:
+        b = Builder()
+        ids, known, part = self.new_ids(b)
+        yields = [
+            b.index(0) if i is None else self.code.emit(b, i, known) for i in indices
+        ]
+        array = self.result_refs.get(ref, ref)
+        if ref in self.placed and self.is_partial(self.placed[ref]):
+            window = replace(window, dims=(BlockDim(1, "squeezed"), *window.dims))
+            yields = [part, *yields]
+        type_ = T.RefType(window.block_shape, array.ref.dtype, window.space)
+        self.arrays.append(array)
+        self.window_attrs.append(window)
+        self.maps.append(b.block(ids, yields))
+        self.blocks.append(Value(type_, array.name))
+
+    def open_view(self, b: Builder, op: Op) -> Value:
+        """What stands for a `block_view`: a window, or a part of a larger one."""
+        ref, window = op.operands[0], op.attrs["window"]
+        if any(d.kind == "bounded" for d in window.dims):
+            raise NoBackwardKernel("blocks of varying size", at=op.loc)
+        if ref in self.placed:
+            kept = self.placed[ref].kept
+        else:
+            kept = [self.code.key(i) is not None for i in op.operands[1:]]
+        dims, indices, entries, starts = [], [], [], []
+        pairs = zip(window.dims, ref.ref.shape, op.operands[1:], kept, strict=True)
+        for dim, n, index, is_kept in pairs:
+            if is_kept:
+                dims.append(dim)
+                indices.append(index)
+                if dim.kind != "squeezed":
+                    entries.append(Span(0, dim.size))
+                continue
+            dims.append(_whole(dim, n))
+            indices.append(None)
+            index = self.mapping.get(index, index)
+            if dim.kind == "squeezed":
+                entries.append(At(None))
+            else:
+                entries.append(Span(None, dim.size))
+                if dim.kind == "blocked":
+                    index = b.mul(index, b.index(dim.size))
+            starts.append(index)
+        block = self.window(ref, replace(window, dims=tuple(dims)), indices)
+        if all(kept):
+            return block
+        return b.subview(block, tuple(entries), starts)
+
+    def scratch_view(self, b: Builder, op: Op) -> Value:
+        """A block of scratch, as an inner pipeline shows it."""
+        ref, window = op.operands[0], op.attrs["window"]
+        entries, starts = [], []
+        pairs = zip(window.dims, ref.ref.shape, op.operands[1:], strict=True)
+        for dim, n, index in pairs:
+            index = self.new(index)
+            if dim.kind == "squeezed":
+                entries.append(At(None))
+            elif dim.kind == "blocked" and n % max(dim.size, 1) == 0:
+                entries.append(Span(None, dim.size))
+                index = b.mul(index, b.index(dim.size))
+            else:
+                raise NoBackwardKernel("blocks that hang over scratch", at=op.loc)
+            starts.append(index)
+        return b.subview(self.new(ref), tuple(entries), starts)
+
+    def whole_result(self, ref: Value) -> Value:
+        dims = tuple(BlockDim(n) for n in ref.ref.shape)
+        return self.window(ref, Window(dims, "out"), [None] * len(dims))
+
+    # --- the body ---
+
+    def run(self) -> Built:
+        start = Builder()
+        ids, known, _ = self.new_ids(start)
+        self.mapping |= known
+        for ref in self.placed:
+            uses = [op for op in walk(self.program.body) if ref in op.operands]
+            if any(op.name != "block_view" for op in uses):
+                self.mapping[ref] = self.whole_result(ref)
+        code = self.block(self.program.body)
+        sums = [
+            Sum(block, self.inner_ids(self.placed[ref], ids))
+            for ref, placement in self.placed.items()
+            for block in self.blocks_of(ref)
+            if not placement.changes
+        ]
+        body = spell_sums(Block((), code.ops), sums)
+        ops = (*start.ops, *body.ops)
+        return self.finish(Block((*ids, *self.blocks), ops))
+
+    def block(self, block: Block) -> Block:
+        b = Builder()
+        for op in block.ops:
+            b.loc = op.loc
+            if op.name == "block_view":
+                is_main = op.operands[0] in self.main
+                opened = self.open_view(b, op) if is_main else self.scratch_view(b, op)
+                self.mapping[op.result] = opened
+                continue
+            op = op.with_(operands=tuple(map(self.new, op.operands)))
+            if op.regions:
+                op = op.with_(regions=tuple(map(self.block, op.regions)))
+            b.ops.append(op)
+        return Block(block.params, tuple(b.ops), tuple(map(self.new, block.yields)))
+
+    def new(self, value: Value) -> Value:
+        return self.mapping.get(value, value)
+
+    def blocks_of(self, ref: Value) -> list[Value]:
+        pairs = zip(self.blocks, self.arrays, strict=True)
+        return [block for block, array in pairs if array is self.result_refs[ref]]
+
+    def inner_ids(self, placement: Placement, ids: Sequence[Value]) -> list[Value]:
+        """The grid indices along which a result's block stays the same."""
+        found, pending = [], iter(ids)
+        for axis in self.order:
+            index = next(pending)
+            if self.is_cut(axis):
+                index = next(pending)
+            is_parts = self.parts is not None and axis == self.parts.axis
+            alone = is_parts and not self.is_cut(axis)
+            if axis not in placement.own and not alone:
+                found.append(index)
+        return found
+
+    def finish(self, body: Block) -> Built:
+        refs = [r for r in main_refs(self.program.body) if r not in self.placed]
+        results = tuple(self.result_refs.values())
+        outside = Builder(self.program.loc)
+        outside.emit(
+            "pipeline",
+            *self.arrays,
+            regions=(*self.maps, body),
+            grid=tuple(self.grid()),
+            windows=tuple(self.window_attrs),
+            semantics=tuple(self.semantics()),
+        )
+        kernel = Kernel(
+            self.name,
+            (*refs, *results),
+            outside.block(),
+            len(results),
+            loc=self.program.loc,
+        )
+        kernel = without_idle_windows(drop_unused(kernel))
+        used = set(main_refs(kernel.body))
+        operands = tuple(r for r in refs if r in used)
+        changing = tuple(r for r, p in self.placed.items() if p.changes)
+        starts = [Value(r.ref, r.name) for r in changing]
+        aliases = tuple(
+            (len(operands) + n, list(self.placed).index(r))
+            for n, r in enumerate(changing)
+        )
+        params = (*operands, *starts, *results)
+        kernel = kernel.with_(params=params, aliases=aliases)
+        counts = [
+            self.parts.count if self.parts is not None and self.is_partial(p) else 1
+            for p in self.placed.values()
+        ]
+        sizes = self.program.sizes
+        return Built(
+            kernel,
+            (*operands, *changing),
+            tuple(self.placed),
+            tuple(counts),
+            tuple(p.own for p in self.placed.values()),
+            tuple(a for a in self.order if sizes[a] > 1),
+            changing,
+        )
+
+
+def _whole(dim: BlockDim, n: int) -> BlockDim:
+    """A dimension shown whole, with room for a last block that hangs over."""
+    if dim.kind == "squeezed":
+        return BlockDim(n)
+    if dim.kind == "element":
+        return replace(dim, size=n + sum(dim.padding) + dim.size - 1)
+    return BlockDim(-(-n // dim.size) * dim.size)
+
+
+def without_idle_windows(kernel: Kernel) -> Kernel:
+    """Without windows that the body does not use."""
+    op = find_pipeline(kernel)
+    windows, grid = op.attrs["windows"], op.attrs["grid"]
+    *maps, body = op.regions
+    blocks = body.params[len(grid) :]
+    used = {v for inner in walk(body) for v in inner.operands}
+    kept = [n for n, block in enumerate(blocks) if block in used]
+    new = op.with_(
+        operands=tuple(op.operands[n] for n in kept),
+        attrs={**op.attrs, "windows": tuple(windows[n] for n in kept)},
+        regions=(
+            *(maps[n] for n in kept),
+            Block((*body.params[: len(grid)], *(blocks[n] for n in kept)), body.ops),
+        ),
+    )
+    ops = tuple(new if o is op else o for o in kernel.body.ops)
+    return kernel.with_(body=Block((), ops))
+
+
+def only(program: Program, results: Sequence[Value]) -> Program:
+    """The program without what it does to other results."""
+    roots = roots_of(program.body)
+    others = set(main_refs(program.body)) - set(results)
+
+    def strip(block: Block) -> Block:
+        ops = []
+        for op in block.ops:
+            writes = op.name in ("atomic_rmw", "store")
+            if writes and roots.get(op.operands[0], op.operands[0]) in others:
+                continue
+            if op.regions:
+                op = op.with_(regions=tuple(map(strip, op.regions)))
+            ops.append(op)
+        return Block(block.params, tuple(ops), block.yields)
+
+    return program.with_body(strip(program.body)).simplified()

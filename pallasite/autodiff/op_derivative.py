@@ -1,0 +1,300 @@
+"""Derivatives of single ops: what JAX knows about an op, brought back into IR.
+
+The emulation spells every pure op in `lax`, and JAX knows the derivative of each such
+spelling. So the derivative of an op is `jax.jvp` or `jax.vjp` of its emulation, traced
+once per signature and imported like any other jaxpr: there is no second table.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.emulation.emulate import JaxNumbers
+from pallasite.errors import UnsupportedError
+from pallasite.importer import custom_rules
+from pallasite.importer.importer import Captures, Importer, load_rules
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.text import attr_text
+from pallasite.ir.types import TileType
+
+Values = Sequence[Value]
+MaybeValues = Sequence[Value | None]
+
+
+def is_pure(op: Op) -> bool:
+    """Whether an op computes tiles from tiles and does nothing else."""
+    row = table()[op.name]
+    if op.name == "custom":
+        return True
+    tiles = not any(v.is_ref for v in (*op.operands, *op.results))
+    return row.effect is Effect.PURE and tiles and not op.regions
+
+
+def meaning_of(op: Op) -> Callable[..., Sequence[Any]]:
+    """A pure op as a JAX function of its operands; gives the list of its results."""
+    if op.name == "custom":
+        return custom_rules.function(op)
+    row, numbers = table()[op.name], JaxNumbers()
+
+    def run(*operands: Any) -> Sequence[Any]:
+        if op.name == "assume_multiple":
+            return list(operands)
+        if row.elementwise and op.name != "bitcast":
+            result = op.result.tile
+            return [numbers.elementwise(row, operands, op.attrs, result)]
+        return list(numbers.tile_op(op, operands))
+
+    return run
+
+
+def jvp_ops(
+    builder: Builder, op: Op, primals: Values, results: Values, tangents: MaybeValues
+) -> list[Value | None]:
+    """Emit the tangents of an op's results.
+
+    Args:
+        builder: where the ops go.
+        op: a pure op (see `is_pure`); its own operands and results are not used.
+        primals, results: values of its operands and results at this point.
+        tangents: of the operands; None is zero, as for every integer.
+
+    Returns:
+        One tangent per result; None where it is zero.
+
+    Raises:
+        UnsupportedError: the derivative needs something the language does not have.
+    """
+    active = tuple(t is not None for t in tangents)
+    if not any(active):
+        return [None] * len(op.results)
+    traced = _traced(_Signature.of(op, primals, active, "jvp"))
+    args = [*primals, *(t for t in tangents if t is not None)]
+    return traced.emit(builder, op, args, results)
+
+
+def vjp_ops(
+    builder: Builder,
+    op: Op,
+    primals: Values,
+    results: Values,
+    cotangents: MaybeValues,
+    wanted: Sequence[bool],
+) -> list[Value | None]:
+    """Emit the cotangents of an op's operands.
+
+    Args:
+        builder: where the ops go.
+        op: a pure op (see `is_pure`); its own operands and results are not used.
+        primals, results: values of its operands and results at this point.
+        cotangents: of the results; None is zero.
+        wanted: the operands whose cotangents are asked for; others give None.
+
+    Returns:
+        One cotangent per operand; None where it is zero or was not wanted.
+
+    Raises:
+        UnsupportedError: the derivative needs something the language does not have.
+    """
+    wanted = [w and v.tile.dtype.is_float for w, v in zip(wanted, primals, strict=True)]
+    known = tuple(c is not None for c in cotangents)
+    if not any(known) or not any(wanted):
+        return [None] * len(primals)
+    traced = _traced(_Signature.of(op, primals, tuple(wanted), "vjp", known))
+    args = [*primals, *(c for c in cotangents if c is not None)]
+    found = iter(traced.emit(builder, op, args, results))
+    return [next(found) if w else None for w in wanted]
+
+
+# --- tracing, once per signature ---
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What a traced derivative depends on. `op` is any op with these attributes."""
+
+    name: str
+    attrs: str
+    types: tuple[TileType, ...]
+    active: tuple[bool, ...]
+    mode: str  # "jvp" or "vjp"
+    known: tuple[bool, ...]  # vjp: the results with a cotangent
+    op: "_Example"
+    context: Any  # what else tracing depends on: x64 and the like
+
+    @staticmethod
+    def of(
+        op: Op,
+        primals: Values,
+        active: tuple[bool, ...],
+        mode: str,
+        known: tuple[bool, ...] = (),
+    ) -> "_Signature":
+        attrs = " ".join(f"{k}={attr_text(op.attrs[k])}" for k in sorted(op.attrs))
+        types = tuple(v.tile for v in primals)
+        context = jaxcompat.trace_context()
+        return _Signature(
+            op.name, attrs, types, active, mode, known, _Example(op), context
+        )
+
+
+class _Example:
+    """Carries an op along in a signature without being part of it."""
+
+    def __init__(self, op: Op):
+        self.op = op
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Example)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A jaxpr from operands and (co)tangents to results and (co)tangents.
+
+    Only what the (co)tangents need is kept: `equations` in order, the results of the
+    op itself being there already.
+    """
+
+    closed: Any
+    results: tuple[Any, ...]  # the variables of the op's own results
+    equations: tuple[Any, ...]
+    answers: tuple[Any, ...]  # the variables of the (co)tangents; None: zero
+
+    @staticmethod
+    def of(closed: Any, num_results: int, answers: Sequence[Any]) -> "_Traced":
+        jaxpr, _ = jaxcompat.opened(closed)
+        results = tuple(jaxpr.outvars[:num_results])
+        made = {v for v in results if not hasattr(v, "val")}
+        needed = {v for v in answers if v is not None}
+        kept = []
+        for eqn in reversed(jaxpr.eqns):
+            if any(v in needed and v not in made for v in eqn.outvars):
+                kept.append(eqn)
+                needed.update(v for v in eqn.invars if not hasattr(v, "val"))
+        return _Traced(closed, results, tuple(reversed(kept)), tuple(answers))
+
+    def emit(
+        self, builder: Builder, op: Op, args: Values, results: Values
+    ) -> list[Value | None]:
+        before, builder.loc = builder.loc, op.loc
+        importer = _Splicer(op, builder)
+        jaxpr, consts = jaxcompat.opened(self.closed)
+        importer.env.update(zip(jaxpr.invars, args, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            importer.env[var] = importer.captured(const)
+        for var, value in zip(self.results, results, strict=True):
+            if not hasattr(var, "val"):
+                importer.env[var] = value
+        for eqn in self.equations:
+            importer.equation(eqn, set())
+        builder.loc = before
+        return [None if v is None else importer.value(v) for v in self.answers]
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced(signature: _Signature) -> _Traced:
+    load_rules()
+    trace = _trace_jvp if signature.mode == "jvp" else _trace_vjp
+    with jaxcompat.kernel_tracing():
+        return trace(signature)
+
+
+def _shapes(types: Sequence[TileType]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype.np) for t in types]
+
+
+def _chosen(active: Sequence[bool], fn: Callable, operands: Sequence[Any]) -> Callable:
+    """`fn` as a function of its active operands, the others fixed."""
+
+    def run(*some: Any) -> Any:
+        pending = iter(some)
+        pairs = zip(active, operands, strict=True)
+        return fn(*(next(pending) if a else x for a, x in pairs))
+
+    return run
+
+
+def _trace_jvp(signature: _Signature) -> _Traced:
+    op, active = signature.op.op, signature.active
+    inputs = _shapes(signature.types)
+    moving = [x for x, a in zip(inputs, active, strict=True) if a]
+    is_float = [v.tile.dtype.is_float for v in op.results]
+
+    def run(*args: Any) -> Any:
+        operands, tangents = args[: len(inputs)], args[len(inputs) :]
+        primals = [x for x, a in zip(operands, active, strict=True) if a]
+        fn = _chosen(active, meaning_of(op), operands)
+        results, moved = jax.jvp(fn, tuple(primals), tuple(tangents))
+        floats = [t for t, f in zip(moved, is_float, strict=True) if f]
+        return [*results, *floats]
+
+    closed = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*inputs, *moving))
+    found = iter(_moving_outputs(closed, len(inputs))[len(op.results) :])
+    answers = [next(found) if f else None for f in is_float]
+    return _Traced.of(closed, len(op.results), answers)
+
+
+def _trace_vjp(signature: _Signature) -> _Traced:
+    op, active, known = signature.op.op, signature.active, signature.known
+    inputs = _shapes(signature.types)
+    given = _shapes([v.tile for v, k in zip(op.results, known, strict=True) if k])
+
+    def run(*args: Any) -> Any:
+        operands, cotangents = args[: len(inputs)], iter(args[len(inputs) :])
+        primals = [x for x, a in zip(operands, active, strict=True) if a]
+        fn = _chosen(active, meaning_of(op), operands)
+        results, pull = jax.vjp(fn, *primals)
+        full = [
+            next(cotangents) if k else _zero_like(x)
+            for x, k in zip(results, known, strict=True)
+        ]
+        return [*results, *pull(type(results)(full))]
+
+    closed = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*inputs, *given))
+    answers = _moving_outputs(closed, len(inputs))[len(op.results) :]
+    return _Traced.of(closed, len(op.results), answers)
+
+
+def _zero_like(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros(x.shape, x.dtype)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+def _moving_outputs(closed: Any, first: int) -> list[Any]:
+    """The output variables that depend on inputs from `first` on; None for others."""
+    jaxpr, _ = jaxcompat.opened(closed)
+    moving = set(jaxpr.invars[first:])
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(v, "val") and v in moving for v in eqn.invars):
+            moving.update(eqn.outvars)
+    return [v if not hasattr(v, "val") and v in moving else None for v in jaxpr.outvars]
+
+
+class _Splicer(Importer):
+    """Imports a derivative in place of an op: with the op's own source line, and
+    taking nothing from outside."""
+
+    def __init__(self, op: Op, builder: Builder):
+        super().__init__(op.name, Captures())
+        self.op, self.builder = op, builder
+
+    def locate(self, eqn: Any) -> None:
+        """Equations here come from JAX's rules, not from the user's lines."""
+
+    def captured(self, value: Any) -> Value:
+        raise UnsupportedError(
+            f"the derivative of {self.op.name} needs a table of constants",
+            at=self.op.loc,
+        )

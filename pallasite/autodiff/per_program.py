@@ -1,0 +1,123 @@
+"""A kernel as one program per parallel grid index, in a form that can be taken apart.
+
+`Program` is what `passes/promote.py` makes of a kernel: grid indices as parameters,
+windows as `block_view`s of the kernel's refs, sequential axes as loops, scratch and
+read-back results as values. It is a Kernel whose pipeline has no windows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.errors import NoBackwardKernel
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute
+from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.promote import promote
+from pallasite.passes.unused import drop_unused
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code over grid indices (the parameters of `body`) and refs in main memory."""
+
+    name: str
+    body: Block
+    sizes: tuple[int, ...]
+    loc: Loc | None = None
+
+    def with_body(self, body: Block) -> "Program":
+        return replace(self, body=body)
+
+    def simplified(self) -> "Program":
+        """Canonical, without anything that serves nothing."""
+        refs = main_refs(self.body)
+        kernel = drop_unused(kernel_of(self, refs, ()))
+        return self.with_body(find_pipeline(kernel).regions[-1])
+
+
+def kernel_of(
+    program: Program, inputs: Sequence[Value], outputs: Sequence[Value]
+) -> Kernel:
+    """The program as a kernel without windows."""
+    builder = Builder()
+    builder.emit(
+        "pipeline",
+        regions=(program.body,),
+        grid=program.sizes,
+        windows=(),
+        semantics=("parallel",) * len(program.sizes),
+    )
+    params = (*inputs, *outputs)
+    return Kernel(program.name, params, builder.block(), len(outputs))
+
+
+def program_of(kernel: Kernel) -> Program:
+    """Take a kernel apart.
+
+    Raises:
+        NoBackwardKernel: it is no single pipeline.
+    """
+    if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
+        raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
+    promoted = promote(without_copies(kernel), in_parts=True)
+    pipeline = find_pipeline(promoted)
+    place = promoted.body.ops.index(pipeline)
+    after = promoted.body.ops[place + 1 :]
+    if after:
+        raise NoBackwardKernel(f"{after[0].name} after the grid", at=after[0].loc)
+    body = pipeline.regions[-1]
+    # What comes before the grid (its dynamic sizes) is the same for every program.
+    body = Block(body.params, (*promoted.body.ops[:place], *body.ops))
+    # A result that shares its memory with an operand is that operand.
+    same = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
+    body = substitute(body, same)
+    sizes = pipeline.attrs["grid"]
+    if 0 in sizes:
+        raise NoBackwardKernel("the grid is empty", at=kernel.loc)
+    if any(0 in p.ref.shape for p in kernel.params):
+        raise NoBackwardKernel("an array is empty", at=kernel.loc)
+    return Program(kernel.name, body, sizes, kernel.loc)
+
+
+def without_copies(kernel: Kernel) -> Kernel:
+    """Async copies as loads and stores: a copy may happen when it is started."""
+
+    def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
+        refs = list(op.operands)
+        if op.name == "copy_start" and len(refs) <= 3:
+            builder.store(refs[1], builder.load(refs[0]))
+            return []
+        waits = op.name == "copy_wait" and len(refs) <= 3
+        return [] if waits or op.name in ("sem_signal", "sem_wait") else None
+
+    return map_ops(kernel, rewrite)
+
+
+def main_refs(body: Block) -> list[Value]:
+    """The refs in main memory that a program uses, in order."""
+    inside = {v for op in walk(body) for v in op.results}
+    inside |= {p for op in walk(body) for r in op.regions for p in r.params}
+    used = (v for op in walk(body) for v in op.operands if v.is_ref)
+    return [v for v in dict.fromkeys(used) if v not in inside]
+
+
+def producers_of(body: Block) -> dict[Value, Op]:
+    return {v: op for op in walk(body) for v in op.results}
+
+
+def roots_of(body: Block) -> dict[Value, Value]:
+    """For each view, the ref it is a view of in the end."""
+    roots: dict[Value, Value] = {}
+    for op in walk(body):
+        if op.name in VIEWS:
+            roots[op.result] = roots.get(op.operands[0], op.operands[0])
+    return roots
+
+
+def written_refs(body: Block) -> set[Value]:
+    """The refs in main memory that a program writes."""
+    roots, refs = roots_of(body), set(main_refs(body))
+    writes = (op for op in walk(body) if op.name in ("store", "atomic_rmw"))
+    return {roots.get(op.operands[0], op.operands[0]) for op in writes} & refs

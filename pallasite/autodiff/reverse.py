@@ -1,0 +1,467 @@
+"""Reverse mode on the IR of one program: its code again, then backwards.
+
+`reverse_program(body, targets, seeds, sizes)` takes the code of a program after
+`passes/promote.py` and gives code that computes what the program did and then, op by
+op from the last to the first, the cotangents. Memory has cotangents too: a `load` adds
+to the cotangent of what it read (as `atomic_rmw` add, which `backward_windows.py`
+spells out), a `store` takes the cotangent of what it wrote. Branches and loops are run
+again inside their reverse; a loop keeps on a stack what that needs of its carries.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pallasite.autodiff.op_derivative import is_pure
+from pallasite.autodiff.reverse_activity import (
+    Activity,
+    ranges_of,
+    written,
+)
+from pallasite.autodiff.reverse_loop import Cotangents, ReverseLoop, live
+from pallasite.autodiff.reverse_rules import accumulated, pull_back
+from pallasite.errors import NoBackwardKernel
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder, access_operands
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    Gather,
+    Op,
+    Value,
+    Window,
+    walk,
+)
+from pallasite.ir.rewrite import clone
+from pallasite.passes.analysis.carried import VIEWS
+
+# What a reverse leaves out when it runs code again.
+EFFECTS = ("store", "atomic_rmw", "atomic_cas", "debug_print", "debug_check", "delay")
+MOST_KEPT = 1 << 16  # steps of a loop whose carries may be kept on a stack
+
+
+def reverse_program(
+    body: Block,
+    targets: Mapping[Value, Value],
+    seeds: Mapping[Value, Value],
+    sizes: Sequence[int | None],
+    constants: Iterable[Value] = (),
+    inputs: Iterable[Value] = (),
+) -> "Reversed":
+    """The program's code followed by its reverse.
+
+    A ref may have a target and a seed: an operand that shares its memory with a result.
+
+    Args:
+        body: a program; its parameters are the grid indices.
+        targets: for each operand with a wanted cotangent, the ref that gets it added.
+        seeds: for each result with a cotangent, the ref that holds it.
+        sizes: the grid.
+        constants: values that count as independent of the operands.
+        inputs: the refs that hold something when the program starts.
+
+    Raises:
+        NoBackwardKernel: something in the program has no reverse.
+    """
+    return _Reverse(
+        body, targets, seeds, sizes, frozenset(constants), frozenset(inputs)
+    ).run()
+
+
+@dataclass(frozen=True)
+class Reversed:
+    """What `reverse_program` made."""
+
+    body: Block
+    # Refs whose cotangent changes while the reverse runs: it starts as the seed and, if
+    # the ref has a target, ends as what the target gets.
+    changing: Mapping[Value, Value]
+    # Stand-ins for memory that is not there any more: the reverse must not need them.
+    lost: Mapping[Value, Op]
+
+
+@dataclass
+class _Reverse:
+    body: Block
+    targets: Mapping[Value, Value]
+    seeds: Mapping[Value, Value]
+    sizes: Sequence[int | None]
+    constants: frozenset[Value]
+    inputs: frozenset[Value]
+    # refs and views by their primal twin
+    memory: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    copied: set[Value] = field(default_factory=set[Value])  # their seed is a copy
+    changing: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    lost_loads: dict[Value, Op] = field(default_factory=dict[Value, Op])
+    stand_ins: dict[Value, Op] = field(default_factory=dict[Value, Op])
+
+    def __post_init__(self) -> None:
+        self.activity = Activity(self.body, self.targets, self.constants)
+        self.ranges = ranges_of(self.body, self.sizes)
+        self.memory |= self.targets
+        self.scratch = {op.result for op in walk(self.body) if op.name == "alloc"}
+
+    def run(self) -> Reversed:
+        b = Builder()
+        self.find_lost(self.body, set())
+        b.ops += self.again(self.body.ops, first=True)
+        self.open_scratch(b)
+        self.open_seeds(b)
+        self.backward(b, self.body.ops, {})
+        lost = {op.operands[0]: self.lost_loads[v] for v, op in self.stand_ins.items()}
+        return Reversed(Block(self.body.params, tuple(b.ops)), self.changing, lost)
+
+    # --- what runs forward ---
+
+    def find_lost(self, block: Block, stored: set[Value]) -> None:
+        """Loads of results' memory that may see what this program stored there.
+
+        `stored`: roots that may have been stored to; grows.
+        """
+        for op in block.ops:
+            if op.name in ("for", "while"):
+                inside = (r for o in walk(Block((), (op,))) for r in written(o))
+                stored.update(map(self.activity.root, inside))
+            for region in op.regions:
+                self.find_lost(region, stored)
+            stored.update(map(self.activity.root, written(op)))
+            if op.name == "load":
+                root = self.activity.root(op.operands[0])
+                if root in self.seeds and (root in stored or root not in self.inputs):
+                    self.lost_loads[op.result] = op
+                    self.stand_ins[op.result] = _stand_in(op)
+
+    def again(self, ops: Sequence[Op], first: bool = False) -> tuple[Op, ...]:
+        """Ops without what they do to the world; the `first` time, scratch counts
+        as their own."""
+        kept = []
+        for op in ops:
+            if op.name in EFFECTS and not (first and self.is_private(op)):
+                continue
+            if op.name == "load" and op.result in self.stand_ins:
+                op = self.stand_ins[op.result]
+            if op.regions:
+                regions = [
+                    Block(r.params, self.again(r.ops, first), r.yields)
+                    for r in op.regions
+                ]
+                op = op.with_(regions=tuple(regions))
+            kept.append(op)
+        return tuple(kept)
+
+    def is_private(self, op: Op) -> bool:
+        """Whether an op does something to scratch, and to nothing else."""
+        if not op.operands or not op.operands[0].is_ref:
+            return False
+        return self.activity.root(op.operands[0]) in self.scratch
+
+    def open_scratch(self, b: Builder) -> None:
+        """Cotangents of scratch that depends on something, zero to begin with."""
+        top = {op.result for op in self.body.ops if op.name == "alloc"}
+        for op in walk(self.body):
+            if op.name != "alloc" or op.result not in self.activity.varied:
+                continue
+            if op.result not in top:
+                raise NoBackwardKernel("scratch inside a loop or branch", at=op.loc)
+            ref = op.result.ref
+            dtype = accumulated(ref.dtype)
+            self.memory[op.result] = _zeroed(b, replace(ref, dtype=dtype))
+
+    def open_seeds(self, b: Builder) -> None:
+        """Cotangents of results; as copies where several stores may overlap."""
+        for result, seed in self.seeds.items():
+            if result in self.inputs or result in self.activity.loaded:
+                self.change_seed(result, seed)
+            elif self.is_written_once(result):
+                self.memory[result] = seed
+            elif not self.copy_seed(b, result, seed):
+                self.change_seed(result, seed)
+
+    def change_seed(self, result: Value, seed: Value) -> None:
+        """Let the reverse change the whole cotangent as the program did the memory."""
+        dtype = accumulated(seed.ref.dtype)
+        self.changing[result] = Value(replace(seed.ref, dtype=dtype), seed.name)
+        self.memory[result] = self.changing[result]
+        self.copied.add(result)
+
+    def is_written_once(self, result: Value) -> bool:
+        """Whether one store writes the result, in no loop that might repeat it."""
+        stores = list(_stores(self.body, self.activity, result))
+        if len(stores) != 1:
+            return not stores
+        ((op, loops),) = stores
+        return op.name == "store" and not any(
+            self.may_repeat(op, loop) for loop in loops
+        )
+
+    def may_repeat(self, op: Op, loop: Op) -> bool:
+        """Whether two steps of a loop may store to the same place.
+
+        Not if one of the block's numbers is the loop's own index.
+        """
+        view = self.activity.view_ops.get(op.operands[0])
+        index = loop.regions[0].params[0]
+        return view is None or index not in view.operands[1:]
+
+    def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
+        """A block of the seed that stores can take from, and leave zero behind.
+
+        Only where one block is all the program sees of the result.
+        """
+        views = [
+            op for op in walk(self.body) if op.operands[:1] == (result,) and op.results
+        ]
+        opened = [op for op in self.body.ops if op.name == "block_view" and op in views]
+        if len(views) != 1 or opened != views:
+            return False
+        (view,) = views
+        source = self.same_view(b, view, seed)
+        ref = replace(source.ref, dtype=accumulated(source.ref.dtype), space="vmem")
+        copy = b.op("alloc", type=ref)
+        b.store(copy, b.cast(b.load(source), ref.dtype))
+        self.memory[view.result] = copy
+        self.copied.add(result)
+        return True
+
+    # --- refs ---
+
+    def twin(self, b: Builder, ref: Value) -> Value:
+        """The ref that holds the cotangent of what `ref` shows."""
+        if ref in self.memory:
+            return self.memory[ref]
+        op = self.activity.view_ops.get(ref)
+        if op is None:
+            raise NoBackwardKernel(f"{ref.name or 'a ref'} has no cotangent")
+        if op.name == "bitcast_view":
+            raise NoBackwardKernel("a ref is seen as another type", at=op.loc)
+        return self.same_view(b, op, self.twin(b, op.operands[0]))
+
+    def same_view(self, b: Builder, op: Op, ref: Value) -> Value:
+        attrs = dict(op.attrs)
+        if op.name == "block_view":
+            attrs["window"] = self.twin_window(op.attrs["window"], ref)
+        return b.op(op.name, ref, *op.operands[1:], **attrs)
+
+    def twin_window(self, window: Window, ref: Value) -> Window:
+        if ref in self.seeds.values():
+            return replace(window, mode="in", fill=0)
+        fill = 0 if ref in self.changing.values() else None
+        return replace(window, mode="out", fill=fill)
+
+    # --- going backwards ---
+
+    def backward(self, b: Builder, ops: Sequence[Op], ct: Cotangents) -> None:
+        """Emit the reverse of ops that were emitted before; `ct` grows and shrinks."""
+        for op in reversed(ops):
+            b.loc = op.loc
+            handler = getattr(self, f"at_{op.name}", None)
+            if handler is not None:
+                handler(b, op, ct)
+            elif op.name in VIEWS or op.name in ("alloc", "debug_print", "delay"):
+                continue
+            elif is_pure(op):
+                self.at_pure(b, op, ct)
+            elif any(map(self.activity.depends, (*op.operands, *op.results))):
+                raise NoBackwardKernel(f"{op.name} has no reverse", at=op.loc)
+
+    def add(self, b: Builder, ct: Cotangents, value: Value, more: Value) -> None:
+        if value in self.activity.varied:
+            ct[value] = b.add(ct[value], more) if value in ct else more
+
+    def at_pure(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        cotangents = [ct.pop(r, None) for r in op.results]
+        if all(c is None for c in cotangents):
+            return
+        wanted = [v in self.activity.varied for v in op.operands]
+        found = pull_back(b, op, cotangents, wanted)
+        for value, cotangent in zip(op.operands, found, strict=True):
+            if cotangent is not None:
+                self.add(b, ct, value, cotangent)
+
+    # --- memory ---
+
+    def at_load(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        cotangent = ct.pop(op.result, None)
+        if cotangent is None:
+            return
+        access = Access.of(op)
+        if access.mask is not None:
+            zero = b.like(0, cotangent)
+            if access.other is not None and access.other in self.activity.varied:
+                self.add(b, ct, access.other, b.select(access.mask, zero, cotangent))
+        if not self.activity.depends(access.ref):
+            return
+        ref = self.twin(b, access.ref)
+        value = b.cast(_widest(b, cotangent, ref.ref.dtype), ref.ref.dtype)
+        index_operands = tuple(_read_indices(b, access))
+        new = Access(ref, access.index, index_operands, value, None, access.mask)
+        b.emit(
+            "atomic_rmw",
+            *access_operands(new),
+            kind="add",
+            index=access.index,
+            mask=access.mask is not None,
+        )
+
+    def at_store(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        access = Access.of(op)
+        root = self.activity.root(access.ref)
+        if root not in self.seeds and root not in self.activity.varied:
+            return
+        if root in self.activity.varied and not self.has_cotangent(root):
+            return  # a result nobody has a cotangent for
+        if any(isinstance(e, Gather) for e in access.index):
+            raise NoBackwardKernel(
+                "a store to gathered places may write one of them twice", at=op.loc
+            )
+        ref = self.twin(b, access.ref)
+        self.take(b, access, ref, ct)
+        if root in self.copied or root not in self.seeds:
+            zero = b.constant(0, T.TileType(op.operands[1].tile.shape, ref.ref.dtype))
+            b.store(ref, zero, access.index, access.index_operands, access.mask)
+
+    def has_cotangent(self, root: Value) -> bool:
+        return root in self.seeds or root in self.memory
+
+    def take(self, b: Builder, access: Access, ref: Value, ct: Cotangents) -> None:
+        """The cotangent of a stored value is that of the place it went to."""
+        value = access.value
+        assert value is not None
+        if value not in self.activity.varied:
+            return
+        other = None
+        if access.mask is not None:
+            other = b.constant(0, T.TileType(value.tile.shape, ref.ref.dtype))
+        taken = b.load(ref, access.index, access.index_operands, access.mask, other)
+        self.add(b, ct, value, b.cast(taken, value.tile.dtype))
+
+    def at_atomic_rmw(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        access = Access.of(op)
+        root = self.activity.root(access.ref)
+        if not self.activity.depends(access.ref) or not self.has_cotangent(root):
+            return
+        if op.attrs["kind"] != "add" or op.result in ct:
+            raise NoBackwardKernel(
+                f"atomic {op.attrs['kind']} has no reverse", at=op.loc
+            )
+        self.take(b, access, self.twin(b, access.ref), ct)
+
+    # --- branches ---
+
+    def is_live(self, op: Op, ct: Cotangents) -> bool:
+        """Whether an op with regions has cotangents to hand on."""
+        if any(r in ct for r in op.results):
+            return True
+        refs = (r for inner in walk(Block((), (op,))) for r in written(inner))
+        return any(self.has_cotangent(self.activity.root(r)) for r in refs)
+
+    def at_cond(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        if not self.is_live(op, ct):
+            return
+        cotangents = [ct.pop(r, None) for r in op.results]
+        captured = self.activity.captured(*op.regions)
+        inside: list[tuple[Builder, Cotangents]] = []
+        for region in op.regions:
+            inner, found = Builder(op.loc), Cotangents()
+            for value, cotangent in zip(region.yields, cotangents, strict=True):
+                if cotangent is not None:
+                    self.add(inner, found, value, cotangent)
+            inner.ops += self.again(region.ops)
+            self.backward(inner, region.ops, found)
+            inside.append((inner, found))
+        moved = [v for v in captured if any(v in found for _, found in inside)]
+        regions = []
+        for inner, found in inside:
+            yields = [found.get(v) or inner.like(0, v) for v in moved]
+            regions.append(self.finished(Block((), tuple(inner.ops), tuple(yields))))
+        results = b.emit("cond", op.operands[0], regions=regions)
+        for value, cotangent in zip(moved, results, strict=True):
+            self.add(b, ct, value, cotangent)
+
+    def finished(self, region: Block) -> Block:
+        """A region of the reverse, with values of its own and no more than it needs."""
+        region = live(region)
+        self.check_memory(region)
+        return clone(region)
+
+    def check_memory(self, region: Block) -> None:
+        """Code that runs again must find in memory what it found the first time."""
+        for op in walk(region):
+            if op.name != "load":
+                continue
+            root = self.activity.root(op.operands[0])
+            if root in self.scratch and root in self.activity.written:
+                raise NoBackwardKernel(
+                    "a loop or branch reads scratch that the program writes", at=op.loc
+                )
+
+    def at_while(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        if self.is_live(op, ct):
+            raise NoBackwardKernel("a while loop has no reverse", at=op.loc)
+
+    # --- loops ---
+
+    def at_for(self, b: Builder, op: Op, ct: Cotangents) -> None:
+        if self.is_live(op, ct):
+            ReverseLoop(self, b, op, ct).emit()
+
+    def most_steps(self, op: Op) -> int:
+        first, limit, step = (self.ranges.of(v) for v in op.operands[:3])
+        bound = -(-(limit[1] - first[0]) // max(step[0], 1))
+        if step[0] < 1 or bound > MOST_KEPT:
+            raise NoBackwardKernel(
+                "the length of a loop whose values are needed again has no known bound",
+                at=op.loc,
+            )
+        return max(bound, 1)
+
+
+def _zeroed(b: Builder, ref: T.RefType) -> Value:
+    made = b.op("alloc", type=ref)
+    b.store(made, b.constant(0, ref.tile))
+    return made
+
+
+def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...] = ()):
+    """The ops that write a root, each with the loops around it."""
+    for op in block.ops:
+        if any(activity.root(ref) is root for ref in written(op)):
+            yield op, loops
+        inner = (*loops, op) if op.name in ("for", "while") else loops
+        for region in op.regions:
+            yield from _stores(region, activity, root, inner)
+
+
+def _stand_in(op: Op) -> Op:
+    """A load from nowhere of the same type; nothing should need it in the end."""
+    tile = op.result.tile
+    nowhere = Value(T.RefType(tile.shape, tile.dtype, "any"), "lost")
+    b = Builder(op.loc)
+    b.load(nowhere)
+    return b.ops[0].with_(results=op.results)
+
+
+def _widest(b: Builder, value: Value, limit: T.DType) -> Value:
+    """What a value was narrowed from just now, if that is no wider than `limit`."""
+    op = next((o for o in reversed(b.ops) if value in o.results), None)
+    if op is None or op.name != "cast":
+        return value
+    (source,) = op.operands
+    fits = source.tile.dtype.is_float and source.tile.dtype.bits <= limit.bits
+    return source if fits and source.tile.dtype.bits > value.tile.dtype.bits else value
+
+
+def _read_indices(b: Builder, access: Access) -> list[Value]:
+    """Index operands; gathered ones clamped, as a read clamps them."""
+    result = []
+    for n, (entry, operand) in zip(
+        access.ref.ref.shape, access.split_index(), strict=True
+    ):
+        if operand is None:
+            continue
+        if isinstance(entry, Gather):
+            low, high = (
+                b.constant(k, T.scalar(operand.tile.dtype)) for k in (0, n - 1)
+            )
+            operand = b.op("clamp", low, operand, high)
+        result.append(operand)
+    return result

@@ -1,0 +1,144 @@
+"""Which values of a program depend on the operands whose cotangents are wanted.
+
+`Activity` walks the code of one program (after `passes/promote.py`) until nothing new
+turns up. Refs count by their root: a view depends on what its memory depends on.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.types import TileType
+from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.ranges import Ranges, loop_range
+
+WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
+
+
+class Activity:
+    """What depends on `wanted`, where each ref comes from, what is written."""
+
+    def __init__(
+        self, block: Block, wanted: Iterable[Value], constants: Iterable[Value] = ()
+    ):
+        self.constants = frozenset(constants)
+        self.roots: dict[Value, Value] = {}
+        self.view_ops: dict[Value, Op] = {}
+        self.varied: set[Value] = set(wanted)  # values, and roots of refs
+        for op in walk(block):
+            if op.name in VIEWS:
+                self.roots[op.result] = self.root(op.operands[0])
+                self.view_ops[op.result] = op
+        self.written = {self.root(ref) for op in walk(block) for ref in written(op)}
+        self.loaded = {self.root(op.operands[0]) for op in walk(block) if reads(op)}
+        before = -1
+        while before != len(self.varied):
+            before = len(self.varied)
+            self.block(block)
+
+    def root(self, ref: Value) -> Value:
+        return self.roots.get(ref, ref)
+
+    def depends(self, value: Value) -> bool:
+        """Whether a value, or the memory of a ref, has a cotangent."""
+        return (self.root(value) if value.is_ref else value) in self.varied
+
+    def block(self, block: Block) -> None:
+        for op in block.ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        for region in op.regions:
+            self.block(region)
+        if op.name == "for":
+            self.loop(op.operands[3:], op.regions[0].params[1:], op.regions[0], op)
+        elif op.name == "while":
+            self.loop(op.operands, op.regions[1].params, op.regions[1], op)
+            for param, twin in zip(
+                op.regions[0].params, op.regions[1].params, strict=True
+            ):
+                self.join([param], [twin])
+        elif op.name == "cond":
+            for region in op.regions:
+                self.join(op.results, region.yields)
+        elif op.name in WRITES:
+            for ref in written(op):
+                if any(map(self.depends, op.operands)) and ref.ref.dtype.is_float:
+                    self.varied.add(self.root(ref))
+        is_one = not op.regions or op.name == "custom"
+        if is_one and any(map(self.depends, op.operands)):
+            moved = (r for r in op.results if not r.is_ref and is_float(r))
+            self.varied.update(r for r in moved if r not in self.constants)
+
+    def loop(
+        self, inits: Sequence[Value], params: Sequence[Value], body: Block, op: Op
+    ) -> None:
+        self.join(params, inits)
+        self.join(params, body.yields)
+        self.join(op.results, params)
+
+    def join(self, targets: Sequence[Value], sources: Sequence[Value]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            if self.depends(source) and is_float(target):
+                self.varied.add(target)
+
+    def captured(self, *regions: Block) -> list[Value]:
+        """Values with cotangents that regions use and do not define."""
+        inside = {v for region in regions for v in defined(region)}
+        used = [v for region in regions for v in used_values(region)]
+        return [
+            v
+            for v in dict.fromkeys(used)
+            if v not in inside and not v.is_ref and v in self.varied
+        ]
+
+
+def is_float(value: Value) -> bool:
+    return isinstance(value.type, TileType) and value.type.dtype.is_float
+
+
+def written(op: Op) -> list[Value]:
+    """The refs an op itself writes."""
+    if op.name in ("store", "atomic_rmw", "atomic_cas"):
+        return [op.operands[0]]
+    return [op.operands[1]] if op.name == "copy_start" else []
+
+
+def reads(op: Op) -> bool:
+    return op.name in ("load", "atomic_rmw", "atomic_cas", "copy_start")
+
+
+def defined(block: Block) -> set[Value]:
+    """Every value that a block and its regions define."""
+    found = set(block.params)
+    for op in walk(block):
+        found.update(op.results)
+        found.update(p for region in op.regions for p in region.params)
+    return found
+
+
+def used_values(block: Block) -> list[Value]:
+    """Every value that a block and its regions use, in order, with repetitions."""
+    found = [v for op in walk(block) for v in op.operands]
+    found += [v for op in walk(block) for region in op.regions for v in region.yields]
+    return [*found, *block.yields]
+
+
+def ranges_of(block: Block, sizes: Sequence[int | None]) -> Ranges:
+    """Ranges of the integers of a program; `sizes` bound its first parameters."""
+    ranges = Ranges()
+    for index, size in zip(block.params, sizes, strict=True):
+        if size is not None:
+            ranges.set(index, 0, max(size - 1, 0))
+    _add_ranges(ranges, block)
+    return ranges
+
+
+def _add_ranges(ranges: Ranges, block: Block) -> None:
+    for op in block.ops:
+        ranges.add(op)
+        if op.name == "for":
+            bounds = loop_range(ranges, op.operands)
+            if bounds is not None:
+                ranges.set(op.regions[0].params[0], *bounds)
+        for region in op.regions:
+            _add_ranges(ranges, region)

@@ -1,0 +1,154 @@
+"""The reverse of a `for` loop: its steps from the last to the first, each run again.
+
+A step is run again from its carries. Those that its reverse needs are kept on a stack
+by the forward loop; a loop that only adds up needs none, and its reverse may take the
+steps in any order.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pallasite.autodiff.reverse_activity import Activity, used_values
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.rewrite import clone, dead_code, substitute
+
+Cotangents = dict[Value, Value]
+
+
+class Reverse(Protocol):
+    """What the reverse of a loop needs of the reverse around it (`reverse.py`)."""
+
+    activity: Activity
+
+    def again(self, ops: Sequence[Op]) -> tuple[Op, ...]: ...
+    def add(self, b: Builder, ct: Cotangents, value: Value, more: Value) -> None: ...
+    def backward(self, b: Builder, ops: Sequence[Op], ct: Cotangents) -> None: ...
+    def check_memory(self, region: Block) -> None: ...
+    def most_steps(self, op: Op) -> int: ...
+
+
+class ReverseLoop:
+    """The reverse of one `for`."""
+
+    def __init__(self, outer: "Reverse", b: Builder, op: Op, ct: Cotangents):
+        self.outer, self.b, self.op, self.ct = outer, b, op, ct
+        (self.body,) = op.regions
+        self.index, *self.params = self.body.params
+        self.inner = Builder(op.loc)
+
+    def emit(self) -> None:
+        activity = self.outer.activity
+        moving = [n for n, p in enumerate(self.params) if p in activity.varied]
+        given = [_like(self.params[n]) for n in moving]
+        found: Cotangents = {}
+        for n, param in zip(moving, given, strict=True):
+            self.outer.add(self.inner, found, self.body.yields[n], param)
+        self.inner.ops += self.outer.again(self.body.ops)
+        self.outer.backward(self.inner, self.body.ops, found)
+        yields = [self.cotangent(found, self.params[n]) for n in moving]
+        captured = [v for v in activity.captured(self.body) if v in found]
+        sums = [_like(v) for v in captured]
+        for total, value in zip(sums, captured, strict=True):
+            yields.append(self.inner.add(total, found[value]))
+        block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
+        inits = [self.result_cotangent(n) for n in moving]
+        inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
+        results = self.emit_loop(live(block), inits)
+        for value, total in zip(captured, results[len(moving) :], strict=True):
+            self.ct[value] = total
+        # After the sums, which would hide them: a carry may start as a captured value.
+        for n, cotangent in zip(moving, results, strict=False):
+            self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
+
+    def cotangent(self, found: Cotangents, value: Value) -> Value:
+        # The same value may stand for a captured one: its share is taken once.
+        return found.pop(value, None) or self.inner.constant(0, value.tile)
+
+    def result_cotangent(self, n: int) -> Value:
+        result = self.op.results[n]
+        return self.ct.pop(result, None) or self.b.constant(0, result.tile)
+
+    def emit_loop(self, block: Block, inits: list[Value]) -> Sequence[Value]:
+        needed = [n for n, p in enumerate(self.params) if p in used_values(block)]
+        if not needed and self.is_free(block):
+            region = Block((self.index, *block.params), block.ops, block.yields)
+            self.outer.check_memory(region)
+            bounds = self.op.operands[:3]
+            return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
+        stacks = self.keep(needed)
+        count = self.count()
+        counter = Value(T.INDEX, "back")
+        head = Builder(self.op.loc)
+        one = head.index(1)
+        position = head.sub(head.sub(count, one), counter)
+        first, _, step = self.op.operands[:3]
+        moved = head.mul(head.cast(position, first.tile.dtype), step)
+        known = {self.index: head.add(first, moved)}
+        for n, stack in stacks.items():
+            known[self.params[n]] = _at(head, stack, position)
+        block = substitute(block, known)
+        region = Block((counter, *block.params), (*head.ops, *block.ops), block.yields)
+        self.outer.check_memory(region)
+        bounds = (self.b.index(0), count, self.b.index(1))
+        return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
+
+    def is_free(self, block: Block) -> bool:
+        """Whether the steps may be taken in any order: they only add to sums."""
+        moving = sum(p in self.outer.activity.varied for p in self.params)
+        carried = zip(block.params[:moving], block.yields[:moving], strict=True)
+        stores = any(op.name == "store" for op in walk(block))
+        return all(p is y for p, y in carried) and not stores
+
+    def count(self) -> Value:
+        """How many steps the loop takes."""
+        first, limit, step = self.op.operands[:3]
+        b = self.b
+        one = b.like(1, first)
+        steps = b.add(b.div(b.sub(b.sub(limit, first), one), step), one)
+        steps = b.select(b.op("lt", first, limit), steps, b.like(0, steps))
+        return b.cast(steps, T.I32)
+
+    def keep(self, needed: list[int]) -> dict[int, Value]:
+        """Make the forward loop keep these of its carries, one entry per step."""
+        if not needed:
+            return {}
+        depth = self.outer.most_steps(self.op)
+        # The op there may lack effects of this one, and so be another object.
+        place = next(
+            i for i, op in enumerate(self.b.ops) if op.results == self.op.results
+        )
+        there = self.b.ops[place]
+        before, head = Builder(self.op.loc), Builder(self.op.loc)
+        first, _, step = self.op.operands[:3]
+        position = head.div(head.sub(self.index, first), step)
+        stacks = {}
+        for n in needed:
+            tile = self.params[n].tile
+            type_ = T.RefType((depth, *tile.shape), tile.dtype, "vmem")
+            stacks[n] = before.op("alloc", type=type_)
+            index = (At(None), *(Span(0, size) for size in tile.shape))
+            head.store(stacks[n], self.params[n], index, [position])
+        forward = Block(
+            self.body.params,
+            (*head.ops, *there.regions[0].ops),
+            self.body.yields,
+        )
+        kept = there.with_(regions=(forward,))
+        self.b.ops[place : place + 1] = [*before.ops, kept]
+        return stacks
+
+
+def _at(b: Builder, stack: Value, position: Value) -> Value:
+    index = (At(None), *(Span(0, size) for size in stack.ref.shape[1:]))
+    return b.load(stack, index, [position])
+
+
+def _like(value: Value) -> Value:
+    return Value(value.tile, f"d_{value.name}" if value.name else "")
+
+
+def live(block: Block) -> Block:
+    """The block without what nobody needs."""
+    return dead_code(Kernel("reverse", (), block, 0)).body

@@ -1,0 +1,111 @@
+"""Cotangents of pure ops: a product has a rule of its own, JAX knows the others."""
+
+from collections.abc import Sequence
+
+from pallasite.autodiff.op_derivative import vjp_ops
+from pallasite.errors import NoBackwardKernel
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Op, Value
+
+Dims = tuple[int, ...]
+
+
+def pull_back(
+    b: Builder, op: Op, cotangents: Sequence[Value | None], wanted: Sequence[bool]
+) -> list[Value | None]:
+    """Emit the cotangents of a pure op's operands; None where zero or not wanted."""
+    if op.name == "dot" and cotangents[0] is not None:
+        return [
+            _dot_operand(b, op, cotangents[0], side) if is_wanted else None
+            for side, is_wanted in enumerate(wanted)
+        ]
+    if op.name == "cast" and cotangents[0] is not None:
+        (x,) = op.operands
+        both_float = x.tile.dtype.is_float and op.result.tile.dtype.is_float
+        return [b.cast(cotangents[0], x.tile.dtype) if both_float else None]
+    try:
+        return vjp_ops(b, op, op.operands, op.results, cotangents, wanted)
+    except (NotImplementedError, TypeError) as error:
+        # JAX has no rule, or the rule needs what the language does not have.
+        reason = str(error).splitlines()[0]
+        what = f"{op.name} has no derivative here: {reason}"
+        raise NoBackwardKernel(what, at=op.loc) from error
+
+
+def accumulated(dtype: T.DType) -> T.DType:
+    """The type in which sums of cotangents of a type are kept."""
+    return T.F32 if dtype.bits < 32 else dtype
+
+
+def _dot_operand(b: Builder, op: Op, cotangent: Value, side: int) -> Value:
+    """The cotangent of one side of a product: that of the result times the other side.
+
+    The order of the two is chosen such that the result needs no transposition where
+    possible: `x @ y` gives `ct @ y.T` and `x.T @ ct`, in one dot each.
+    """
+    x, other = op.operands[side], op.operands[1 - side]
+    x_batch, other_batch = (op.attrs["batch"][s] for s in (side, 1 - side))
+    x_contract, other_contract = (op.attrs["contract"][s] for s in (side, 1 - side))
+    x_free = _free(x, x_batch, x_contract)
+    other_free = _free(other, other_batch, other_contract)
+    n = len(x_batch)
+    free = (len(x_free), len(other_free))
+    # The result of the product is batch, lhs rest, rhs rest.
+    first_other = n + (free[0] if side == 0 else 0)
+    ct_other = tuple(range(first_other, first_other + free[1]))
+    cotangent, other = _same_types(b, op, cotangent, other, x.tile.dtype)
+    dtype = accumulated(x.tile.dtype)
+    ct_side = (cotangent, ct_other, tuple(range(n)))
+    other_side = (other, other_free, other_batch)
+    # What is left of `other` is the contracted dimensions, in the order it has them.
+    order = sorted(range(len(other_contract)), key=lambda i: other_contract[i])
+    contracted = tuple(x_contract[i] for i in order)
+    if (*x_batch, *x_free, *contracted) == tuple(range(x.tile.rank)):
+        result, layout = _dot(b, op, ct_side, other_side, dtype), None
+    elif (*x_batch, *contracted, *x_free) == tuple(range(x.tile.rank)):
+        result, layout = _dot(b, op, other_side, ct_side, dtype), None
+    else:
+        result = _dot(b, op, ct_side, other_side, dtype)
+        layout = (*x_batch, *x_free, *contracted)
+    if layout is not None:
+        perm = tuple(layout.index(d) for d in range(x.tile.rank))
+        result = b.op("transpose", result, perm=perm)
+    return b.cast(result, x.tile.dtype)
+
+
+def _dot(
+    b: Builder,
+    op: Op,
+    left: tuple[Value, Dims, Dims],
+    right: tuple[Value, Dims, Dims],
+    dtype: T.DType,
+) -> Value:
+    return b.op(
+        "dot",
+        left[0],
+        right[0],
+        contract=(left[1], right[1]),
+        batch=(left[2], right[2]),
+        dtype=dtype,
+        precision=op.attrs["precision"],
+    )
+
+
+def _free(x: Value, batch: Dims, contract: Dims) -> Dims:
+    return tuple(d for d in range(x.tile.rank) if d not in (*batch, *contract))
+
+
+def _same_types(
+    b: Builder, op: Op, cotangent: Value, other: Value, x: T.DType
+) -> tuple[Value, Value]:
+    """Both factors in one type.
+
+    A product of bf16 operands keeps bf16 factors, as its hardware does: the cotangent
+    is rounded. Otherwise the narrower one is widened.
+    """
+    y = other.tile.dtype
+    if x == y == T.BF16:
+        return b.cast(cotangent, T.BF16), other
+    wide = max(cotangent.tile.dtype, y, key=lambda d: d.bits)
+    return b.cast(cotangent, wide), b.cast(other, wide)

@@ -1,0 +1,508 @@
+"""Rules of differentiation: jvp, transpose, and vmap of both, for kernel calls.
+
+Two primitives of their own keep derivatives of a call together, so that they can be
+batched, partitioned and differentiated again as one thing:
+
+- `tangent_p` takes operands and tangents and gives tangents of the results. It runs the
+  tangent kernel (`tangent.py`) through the same backends as the call.
+- `cotangent_p` takes operands and cotangents of the results and gives cotangents of
+  operands, through the functional form of the kernel (`reversible.py`).
+
+They are each other's transpose. `pull_back` decides how cotangents are found: by
+backward kernels (`backward.py`) where there are some, else by `cotangent_p`.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from pallasite import jaxcompat, primitive
+from pallasite.autodiff import backward
+from pallasite.autodiff.activity import activity
+from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_kernel
+from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
+from pallasite.errors import NoBackwardKernel, UnsupportedError
+from pallasite.passes.analysis.partition import pull_back_rule
+from pallasite.passes.shard import shard
+from pallasite.primitive import Call, call_p
+from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
+from pallasite.sharding.rule import Partition, inherit, local_of, rule_of
+
+Array = Any
+Flags = tuple[bool, ...]
+
+tangent_p = jaxcompat.Primitive("pallasite_tangent")
+tangent_p.multiple_results = True
+cotangent_p = jaxcompat.Primitive("pallasite_cotangent")
+cotangent_p.multiple_results = True
+
+
+def pull_back(
+    call: Call,
+    primals: Sequence[Array],
+    cotangents: Sequence[Array | None],
+    wanted: Sequence[bool],
+) -> list[Array | None]:
+    """Cotangents of a call's operands: the one place that chooses how.
+
+    Args:
+        call: the kernel call.
+        primals: its operands.
+        cotangents: of its results; None is zero.
+        wanted: the operands whose cotangents are asked for; others give None.
+    """
+    if all(c is None for c in cotangents):
+        return [None] * len(primals)
+    known = tuple(c is not None for c in cotangents)
+    given = [c for c in cotangents if c is not None]
+    operands = jaxcompat.vary_alike([*primals, *given])
+    primals, pending = operands[: len(primals)], iter(operands[len(primals) :])
+    cotangents = [next(pending) if k else None for k in known]
+    try:
+        if local_of(call) is not None:
+            raise NoBackwardKernel("the author says what one device runs")
+        made = backward.cotangents(call, primals, cotangents, wanted)
+        return [
+            # Its type must be that of what it belongs to, also on explicit mesh axes.
+            c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
+            for c, p in zip(made, primals, strict=True)
+        ]
+    except NoBackwardKernel:  # the functional form serves every kernel
+        found = iter(
+            cotangent_p.bind(*operands, call=call, wanted=tuple(wanted), known=known)
+        )
+        return [next(found) if w else None for w in wanted]
+
+
+# --- forward ---
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
+    """The call itself, and beside it a call of its tangent kernel."""
+    results = call_p.bind(*primals, call=call)
+    return results, _push(call, primals, tangents)
+
+
+def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list[Any]:
+    """Tangents of the call's results, some of them symbolic zeros."""
+    active = tuple(map(_moves, tangents))
+    avals = list(map(jaxcompat.aval_of, primals))
+    moved = [_no_tangent(aval) for aval in primitive.result_types(call, avals)]
+    outputs = activity(call.kernel, active).outputs
+    if outputs:
+        given = [t for t, a in zip(tangents, active, strict=True) if a]
+        operands = jaxcompat.vary_alike([*primals, *given])
+        found = tangent_p.bind(*operands, call=call, active=active)
+        for position, tangent in zip(outputs, found, strict=True):
+            moved[position] = tangent
+    return moved
+
+
+def _no_tangent(aval: Any) -> Any:
+    """The symbolic zero that is the tangent of a value of this type."""
+    return ad.Zero(aval.to_tangent_aval())
+
+
+def _moves(tangent: Any) -> bool:
+    """Whether a tangent is there: not a symbolic zero, and not that of an integer."""
+    return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
+
+
+def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
+    """The meaning of `tangent_p`: (operands, active tangents) to result tangents."""
+    try:
+        made = tangent_kernel(call.kernel, active)
+    except NoTangentKernel as error:
+        _announce(call, error)
+        return _tangents_of(emulate_smooth(call.kernel), call, active)
+
+    def run(*operands: Array) -> list[Array]:
+        primals, tangents = _split(operands, active)
+        full = [_full(primals, tangents, n) for n in made.inputs]
+        return call_p.bind(*primals, *full, call=_moving(call, made))[made.skipped :]
+
+    return run
+
+
+def _moving(call: Call, made: TangentKernel) -> Call:
+    """The call of a tangent kernel."""
+    rule = call.partition
+    if isinstance(rule, Partition):
+        moving = [rule.operands[n] for n in made.inputs]
+        results = [*[()] * made.skipped, *(rule.results[n] for n in made.outputs)]
+        rule = inherit(rule, made.kernel, [*rule.operands, *moving, *results])
+    return replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
+
+
+def _full(primals: Sequence[Array], tangents: Sequence[Any], n: int) -> Array:
+    return jnp.zeros_like(primals[n]) if tangents[n] is None else tangents[n]
+
+
+def _split(
+    operands: Sequence[Array], active: Flags
+) -> tuple[Sequence[Array], list[Array | None]]:
+    """Operands of the call, and one tangent per operand, None where not active."""
+    primals, given = operands[: len(active)], iter(operands[len(active) :])
+    return primals, [next(given) if a else None for a in active]
+
+
+def _tangents_of(fn: Callable, call: Call, active: Flags) -> Callable[..., list[Array]]:
+    """The same by JAX, of a function that computes what the call does."""
+    outputs = activity(call.kernel, active).outputs
+
+    def run(*operands: Array) -> list[Array]:
+        primals, tangents = _split(operands, active)
+        run, moving = _of_active(fn, primals, active)
+        given = [t for t in tangents if t is not None]
+        _, found = jax.jvp(run, tuple(moving), tuple(given))
+        return [found[n] for n in outputs]
+
+    return run
+
+
+def _of_active(
+    fn: Callable, operands: Sequence[Array], active: Sequence[bool]
+) -> tuple[Callable, list[Array]]:
+    """`fn` as a function of its active operands, and those operands."""
+
+    def run(*moving: Array) -> Any:
+        pending = iter(moving)
+        pairs = zip(operands, active, strict=True)
+        return fn(*(next(pending) if a else x for x, a in pairs))
+
+    return run, [x for x, a in zip(operands, active, strict=True) if a]
+
+
+def _announce(call: Call, error: Exception) -> None:
+    if not primitive.wants_emulation(call):
+        primitive.warn_fallback(call.kernel, error, "the derivative of kernel")
+
+
+# --- backward ---
+
+
+def _cotangents(call: Call, wanted: Flags, known: Flags) -> Callable[..., list[Array]]:
+    """The meaning of `cotangent_p`: (operands, known cotangents) to those wanted."""
+    if local_of(call) is None:
+        return _cotangents_of(emulate_reverse(call.kernel), wanted, known)
+    whole = replace(call, partition=None)
+
+    def run(*operands: Array) -> list[Array]:
+        primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
+        cotangents = [next(given) if k else None for k in known]
+        found = pull_back(whole, primals, cotangents, wanted)
+        return [
+            jnp.zeros_like(p) if c is None else c
+            for c, p, w in zip(found, primals, wanted, strict=True)
+            if w
+        ]
+
+    return run
+
+
+def _cotangents_of(
+    fn: Callable, wanted: Flags, known: Flags
+) -> Callable[..., list[Array]]:
+    """The same by JAX, of a function that computes what the call does."""
+
+    def run(*operands: Array) -> list[Array]:
+        primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
+        run, moving = _of_active(fn, primals, wanted)
+        results, pull = jax.vjp(run, *moving)
+        full = [
+            next(given) if k else _zero_cotangent(r)
+            for r, k in zip(results, known, strict=True)
+        ]
+        return list(pull(full))
+
+    return run
+
+
+def _zero_cotangent(result: Array) -> Array:
+    if jnp.issubdtype(result.dtype, jnp.floating):
+        return jnp.zeros_like(result)
+    return np.zeros(result.shape, jax.dtypes.float0)
+
+
+def _transpose_tangent(
+    cotangents: Sequence[Any], *operands: Any, call: Call, active: Flags
+) -> list[Any]:
+    """Cotangents of the tangents are those of the operands they belong to."""
+    count = len(active)
+    primals, tangents = _split(operands, active)
+    # A tangent that is known adds something fixed, which a transpose leaves out.
+    wanted = [t is not None and ad.is_undefined_primal(t) for t in tangents]
+    full: list[Any] = [None] * call.kernel.num_outputs
+    outputs = activity(call.kernel, active).outputs
+    for position, cotangent in zip(outputs, cotangents, strict=True):
+        full[position] = _instantiated(cotangent)
+    found = pull_back(call, primals, full, wanted)
+    return [*[None] * count, *(x for x, a in zip(found, active, strict=True) if a)]
+
+
+def _transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
+    """A call that is linear in some operands (`jax.linear_transpose`): its derivative
+    is the same everywhere, so it is taken at zero."""
+    linear = tuple(map(ad.is_undefined_primal, operands))
+    primals = [
+        jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x
+        for x, f in zip(operands, linear, strict=True)
+    ]
+    return pull_back(call, primals, [_instantiated(c) for c in cotangents], linear)
+
+
+def _instantiated(cotangent: Any) -> Array | None:
+    if type(cotangent) is ad.Zero or cotangent.dtype == jax.dtypes.float0:
+        return None
+    return cotangent
+
+
+def _transpose_cotangent(
+    tangents: Sequence[Any], *operands: Any, call: Call, wanted: Flags, known: Flags
+) -> list[Any]:
+    """Backwards through a pull-back is a push-forward."""
+    primals, cotangents = operands[: len(wanted)], iter(operands[len(wanted) :])
+    asked = [k and ad.is_undefined_primal(next(cotangents)) for k in known]
+    pending = iter(tangents)
+    full = [next(pending) if w else None for w in wanted]
+    active = tuple(t is not None and type(t) is not ad.Zero for t in full)
+    outputs = activity(call.kernel, active).outputs
+    moved: list[Any] = [None] * call.kernel.num_outputs
+    if outputs:
+        given = [t for t, a in zip(full, active, strict=True) if a]
+        operands = tuple(jaxcompat.vary_alike([*primals, *given]))
+        found = tangent_p.bind(*operands, call=call, active=active)
+        for position, tangent in zip(outputs, found, strict=True):
+            moved[position] = tangent
+    answers = [t if a else None for t, a in zip(moved, asked, strict=True)]
+    chosen = (t for t, k in zip(answers, known, strict=True) if k)
+    return [*[None] * len(wanted), *chosen]
+
+
+# --- once more ---
+
+
+def _jvp_tangent(
+    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, active: Flags
+) -> Any:
+    """The tangent kernel is a kernel: it has a tangent kernel of its own."""
+    results = tangent_p.bind(*operands, call=call, active=active)
+    try:
+        made = tangent_kernel(call.kernel, active)
+    except NoTangentKernel:
+        fn = _tangents_of(emulate_smooth(call.kernel), call, active)
+        return results, _jvp_in_line(fn, operands, moved)[1]
+    primals, tangents = _split(operands, active)
+    primal_moves, tangent_moves = _split(moved, active)
+    full = [_full(primals, tangents, n) for n in made.inputs]
+    second = [
+        tangent_moves[n]
+        if tangent_moves[n] is not None
+        else _no_tangent(jaxcompat.aval_of(x))
+        for n, x in zip(made.inputs, full, strict=True)
+    ]
+    found = _push(_moving(call, made), [*primals, *full], [*primal_moves, *second])
+    return results, found[made.skipped :]
+
+
+def _jvp_cotangent(
+    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, **params: Any
+) -> Any:
+    if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
+        raise UnsupportedError(
+            "a second derivative, in reverse, of a kernel that has no backward kernel "
+            "cannot be taken in a shard_map that checks its types",
+            [("kernel", call.kernel.name)],
+            call.kernel.loc,
+            "give shard_map check_vma=False, or take it forward over forward",
+        )
+    return _jvp_in_line(_cotangents(call, **params), operands, moved)
+
+
+def _jvp_in_line(fn: Callable, operands: Sequence[Array], moved: Sequence[Any]) -> Any:
+    active = [_moves(t) for t in moved]
+    run, moving = _of_active(fn, operands, active)
+    given = [t for t, a in zip(moved, active, strict=True) if a]
+    return jax.jvp(run, tuple(moving), tuple(given))
+
+
+# --- vmap ---
+
+
+def _batch_tangent(
+    operands: Sequence[Array], dims: Sequence[int | None], *, call: Call, active: Flags
+) -> Any:
+    """The tangent of the batched call. An operand and its tangent are batched alike."""
+    count = len(active)
+    tangent_dims = _split(dims, active)[1]
+    needed = [
+        d is not None or t is not None
+        for d, t in zip(dims[:count], tangent_dims, strict=True)
+    ]
+    size = _batch_size(operands, dims)
+    needed = _with_aliased(call, needed)
+    flags = [*needed, *(n for n, a in zip(needed, active, strict=True) if a)]
+    moved = _lead(operands, dims, flags, size)
+    batched = primitive.batched(call, needed, size)
+    results = tangent_p.bind(*moved, call=batched, active=active)
+    return results, [0] * len(results)
+
+
+def _batch_cotangent(
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    call: Call,
+    wanted: Flags,
+    known: Flags,
+) -> Any:
+    """Cotangents of the batched call. Each wanted one differs between examples."""
+    size = _batch_size(operands, dims)
+    needed = [d is not None or w for d, w in zip(dims, wanted, strict=False)]
+    needed = _with_aliased(call, needed)
+    flags = [*needed, *[True] * sum(known)]
+    moved = _lead(operands, dims, flags, size)
+    batched = primitive.batched(call, needed, size)
+    results = cotangent_p.bind(*moved, call=batched, wanted=wanted, known=known)
+    return results, [0] * len(results)
+
+
+def _batch_size(operands: Sequence[Array], dims: Sequence[int | None]) -> int:
+    pairs = zip(operands, dims, strict=True)
+    return next(x.shape[d] for x, d in pairs if d is not None)
+
+
+def _with_aliased(call: Call, needed: list[bool]) -> list[bool]:
+    """An operand that is also a result has one copy per example."""
+    aliased = {source for source, _ in call.kernel.aliases}
+    return [f or n in aliased for n, f in enumerate(needed)]
+
+
+def _lead(
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    flags: Sequence[bool],
+    size: int,
+) -> list[Array]:
+    """Operands with the batch in front where `flags` say so."""
+    made = []
+    for x, d, f in zip(operands, dims, flags, strict=True):
+        if d is not None:
+            x = jnp.moveaxis(x, d, 0)
+        elif f:
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        made.append(x)
+    return made
+
+
+# --- types, running, lowering ---
+
+
+@tangent_p.def_abstract_eval
+def _tangent_types(*avals: Any, call: Call, active: Flags) -> list[Any]:
+    results = primitive.result_types(call, avals[: len(active)], avals)
+    return [results[n] for n in activity(call.kernel, active).outputs]
+
+
+@cotangent_p.def_abstract_eval
+def _cotangent_types(*avals: Any, call: Call, wanted: Flags, known: Flags) -> list[Any]:
+    return [
+        jaxcompat.out_aval_like(
+            avals, aval.shape, aval.dtype, jaxcompat.explicit_spec(aval)
+        )
+        for aval, w in zip(avals, wanted, strict=False)
+        if w
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(which: Any, params: tuple[tuple[str, Any], ...]) -> Callable:
+    return jax.jit(lambda *operands: which.bind(*operands, **dict(params)))
+
+
+def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
+    """Cotangents of a call as something to be cut: by the rule of the call itself."""
+    rule, local = rule_of(call), local_of(call)
+
+    def of_local(cuts: Mapping[int, int]) -> Any:
+        return _cotangents_of(_leaves_of(local), wanted, known), ()
+
+    def compute(cuts: Mapping[int, int]) -> Any:
+        part = shard(rule, cuts)
+        one = replace(call, kernel=part.kernel, partition=False)
+        count, told = len(wanted), len(part.offset_axes)
+        params = dict(call=one, wanted=(*wanted, *[False] * told), known=known)
+
+        def run(*operands: Array) -> Any:
+            given = operands[count : len(operands) - told]
+            first_steps = operands[len(operands) - told :]
+            return cotangent_p.bind(*operands[:count], *first_steps, *given, **params)
+
+        return run, part.offset_axes
+
+    key = repr((call_key(call), "cotangents", wanted, known))
+    pulled = pull_back_rule(rule, wanted, known)
+    made = compute if local is None else of_local
+    return Task(call.kernel.name, key, pulled, made, call.kernel.loc)
+
+
+def _tangent_task(call: Call, active: Flags) -> Task:
+    """Tangents of a call for which the author says what one device runs."""
+    rule, local = rule_of(call), local_of(call)
+    outputs = activity(call.kernel, active).outputs
+    moving = [a for a, f in zip(rule.inputs, active, strict=True) if f]
+    pushed = replace(
+        rule,
+        inputs=(*rule.inputs, *moving),
+        outputs=tuple(rule.outputs[n] for n in outputs),
+    )
+
+    def compute(cuts: Mapping[int, int]) -> Any:
+        return _tangents_of(_leaves_of(local), call, active), ()
+
+    key = repr((call_key(call), "tangents", active))
+    return Task(call.kernel.name, key, pushed, compute, call.kernel.loc)
+
+
+def _leaves_of(local: Any) -> Callable[..., list[Array]]:
+    return lambda *parts: jax.tree.leaves(local(*parts))
+
+
+def _register(which: Any, meaning: Callable[..., Callable]) -> None:
+    def run(*operands: Array, **params: Any) -> Any:
+        with jax.disable_jit(False):
+            return _jitted(which, tuple(sorted(params.items())))(*operands)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.partitions(ctx, params["call"]):
+            if which is cotangent_p:
+                return lower_partitioned(ctx, operands, _cotangent_task(**params))
+            if local_of(params["call"]) is not None:
+                return lower_partitioned(ctx, operands, _tangent_task(**params))
+        plain = ctx.replace(
+            avals_in=jaxcompat.plain_avals(ctx.avals_in),
+            avals_out=jaxcompat.plain_avals(ctx.avals_out),
+        )
+        fn = meaning(**params)
+        return mlir.lower_fun(fn, multiple_results=True)(plain, *operands)
+
+    which.def_impl(run)
+    mlir.register_lowering(which, lower)
+
+
+_register(tangent_p, _tangents)
+_register(cotangent_p, _cotangents)
+ad.primitive_jvps[call_p] = _jvp
+ad.primitive_transposes[call_p] = _transpose_call
+ad.primitive_jvps[tangent_p] = _jvp_tangent
+ad.primitive_transposes[tangent_p] = _transpose_tangent
+ad.primitive_jvps[cotangent_p] = _jvp_cotangent
+ad.primitive_transposes[cotangent_p] = _transpose_cotangent
+batching.primitive_batchers[tangent_p] = _batch_tangent
+batching.primitive_batchers[cotangent_p] = _batch_cotangent

@@ -1,0 +1,1 @@
+"""What XLA calls: handler, threads, memory between calls, machine code."""

@@ -1,0 +1,211 @@
+"""Which programs of a kernel may run at once, in what units, and whether it pays.
+
+`sharing_of(kernel)` looks at the kernel's own pipeline: its parallel axes, flattened,
+number the *units*; the sequential axes loop inside a unit. `each_program` writes those
+loops. `threads.py` hands units to threads; without a Sharing the grid is plain loops.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
+from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
+from pallasite.errors import InternalError
+from pallasite.ir.nodes import Kernel, Op, Window, walk, window_arrays
+from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+# What one core takes, roughly: enough to tell microseconds from milliseconds.
+NS_PER_FLOP, NS_PER_TRANSCENDENTAL, NS_PER_BYTE, NS_PER_PROGRAM = 0.01, 0.8, 0.05, 10.0
+UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
+# Waking a thread takes 10 us or more; below this much work in all it does not pay.
+PROFITABLE_NS = 40_000
+CHUNK_NS = 8_000  # the least work that is worth one visit to the shared counter
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a kernel's grid is cut into units for threads."""
+
+    op: Op  # the pipeline
+    parallel: tuple[int, ...]
+    sequential: tuple[int, ...]
+    unit_ns: int  # what one unit takes, by estimate; at least 1
+    has_atomics: bool  # programs that run at once may change the same elements
+    most: tuple[int | None, ...]  # sizes of parallel axes up to which it holds
+
+    @property
+    def units(self) -> int | None:
+        """How many units there are; None if only the run knows."""
+        sizes = [self.op.attrs["grid"][a] for a in self.parallel]
+        return None if None in sizes else prod(sizes)
+
+    @property
+    def least_chunk(self) -> int:
+        return max(1, CHUNK_NS // self.unit_ns)
+
+    @property
+    def least_units(self) -> int:
+        """From this many units on, threads are worth their price."""
+        return max(2, -(-PROFITABLE_NS // self.unit_ns))
+
+
+def sharing_of(kernel: Kernel) -> Sharing | None:
+    """How to share the work among threads; None: one thread does it all."""
+    try:
+        op = find_pipeline(kernel)
+    except InternalError:
+        return None
+    if op is not kernel.body.ops[-1] or not op.attrs["grid"]:
+        return None
+    if _has_hidden_atomics(op) or _prints(op):
+        return None
+    info = analyze(kernel)
+    grid = op.attrs["grid"]
+    ruled_out = _axes_of_shared_copies(op, info)
+    parallel = tuple(a for a in info.parallel if a not in ruled_out and grid[a] != 1)
+    parallel = _safe_if_too_large(parallel, info)
+    if not parallel:
+        return None
+    sequential = tuple(a for a in range(len(grid)) if a not in parallel)
+    steps = prod(n for n in grid if n is not None)
+    units = prod(n for a in parallel if (n := grid[a]) is not None)
+    unit_ns = max(1, round(_nanoseconds(kernel, steps) / max(units, 1)))
+    has_atomics = any(o.name.startswith("atomic") for o in walk(op.regions[-1]))
+    most = tuple(info.axes[a].most for a in parallel)
+    sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics, most)
+    if sharing.units is not None and sharing.units < sharing.least_units:
+        return None
+    return sharing
+
+
+def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, ...]:
+    """The axes, less those that the run may find too large to be parallel.
+
+    One thread then takes unit after unit. That is the order of the grid, and those axes
+    may stay, where all sequential axes come after the parallel ones.
+    """
+    before = range(max(parallel, default=0))
+    if all(a in parallel or info.axes[a].size == 1 for a in before):
+        return parallel
+    return tuple(a for a in parallel if info.axes[a].most is None)
+
+
+def _has_hidden_atomics(op: Op) -> bool:
+    """Atomics, and views through which no address says what they change."""
+    names = {inner.name for inner in walk(op.regions[-1])}
+    views = names & {"bitcast_view", "reshape_view"}
+    return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
+
+
+def _prints(op: Op) -> bool:
+    """Lines come in the order of the grid."""
+    return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
+
+
+def sharing_text(kernel: Kernel) -> str:
+    """The decision as a line to read."""
+    sharing = sharing_of(kernel)
+    if sharing is None:
+        return "threads: one"
+    count = "so many" if sharing.units is None else sharing.units
+    return (
+        f"threads: axes {sharing.parallel} in units, axes {sharing.sequential} inside "
+        f"one; {count} units of about {sharing.unit_ns} ns"
+    )
+
+
+def _nanoseconds(kernel: Kernel, steps: int) -> float:
+    total = cost(kernel)
+    rounds = 1 if total.exact else UNKNOWN_ROUNDS
+    return NS_PER_PROGRAM * steps + rounds * (
+        NS_PER_FLOP * total.flops
+        + NS_PER_TRANSCENDENTAL * total.transcendentals
+        + NS_PER_BYTE * total.bytes_accessed
+    )
+
+
+def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
+    """Axes along which programs may copy one block of an output out and back.
+
+    Programs that write parts of one block may run at once only where the block is a
+    view of the array: of two copies, the one stored last would undo the other.
+    """
+    grid, windows = op.attrs["grid"], op.attrs["windows"]
+    everything = frozenset(range(len(grid)))
+    body = op.regions[-1]
+    regrouped = flattened_refs(body)
+    arrays = window_arrays(op)
+    found = frozenset[int]()
+    for block, array, moves, window in zip(
+        body.params[len(grid) :], arrays, info.windows, windows, strict=True
+    ):
+        is_view = _fits(window, array.ref.shape) and block not in regrouped
+        if moves.written and not is_view:
+            found |= everything - moves.apart
+    return found
+
+
+def _fits(window: Window, shape: Sequence[int]) -> bool:
+    """Is every block surely inside the array?"""
+    return all(
+        dim.kind == "squeezed"
+        or (dim.kind == "blocked" and dim.size > 0 and n % dim.size == 0)
+        for dim, n in zip(window.dims, shape, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the units that one call of the kernel function runs."""
+
+    sharing: Sharing
+    first: Val
+    last: Val
+
+
+@contextmanager
+def each_program(e: "Emitter", op: Op, grid: Sequence[Val]) -> Iterator[Sequence[Val]]:
+    """The loops over a grid; gives the position along each axis."""
+    share = e.share
+    if share is None or share.sharing.op is not op:
+        with e.f.nest(grid) as positions:
+            yield positions
+        return
+    f, sharing = e.f, share.sharing
+    with f.loop(f.sub(share.last, share.first)) as loop:
+        rest = f.add(share.first, loop.index)
+        found: dict[int, Val] = {}
+        for axis in reversed(sharing.parallel[1:]):
+            found[axis] = f.binary("urem", rest, grid[axis])
+            rest = f.binary("udiv", rest, grid[axis])
+        found[sharing.parallel[0]] = rest
+        with f.nest([grid[a] for a in sharing.sequential]) as inner:
+            found.update(zip(sharing.sequential, inner, strict=True))
+            yield [found[axis] for axis in range(len(grid))]
+
+
+def count_units(e: "Emitter", sharing: Sharing) -> tuple[Val, Val]:
+    """The number of units, from the grid sizes that the kernel's operands hold.
+
+    And whether they may run at once: no axis is larger than it may be for that.
+    """
+    f, op = e.f, sharing.op
+    sizes = iter(op.operands)
+    grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
+    total, at_once = integer(1), TRUE
+    for axis, most_steps in zip(sharing.parallel, sharing.most, strict=True):
+        size = f.greatest(grid[axis], integer(0))
+        if most_steps is not None:
+            fits = f.compare("icmp sle", size, integer(most_steps))
+            at_once = f.both(at_once, fits)
+        # More than this never end; the product must not wrap around.
+        most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
+        total = f.mul(f.least(total, most), size)
+    return total, at_once

@@ -1,0 +1,396 @@
+"""Loops around the microkernels: cache blocks, packing, register blocks, edges.
+
+`emit_product` writes sums[batch, row, column] (or adds to them) for strided operands of
+any layout; `emit_packing` packs a whole operand, part by part, for several products.
+`dot.py` comes before, `scheme.py` after.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pallasite.backends.cpu.dot.scheme import (
+    Blocks,
+    Operand,
+    PanelPlace,
+    PanelProduct,
+    Scheme,
+    Sizes,
+    Sums,
+    depth_blocks,
+)
+from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm import vector_ops as vec
+from pallasite.backends.cpu.llvm.writer import FALSE, Function, Val, integer
+from pallasite.ir.types import DType
+
+# Bytes of packed operands in a block, which stay in L2.
+ROWS_BYTES, COLUMNS_BYTES = 512 << 10, 1 << 20
+PART_BYTES = 64 << 10  # of what one thread packs at a time where several may
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cache blocks of one product."""
+
+    scheme: Scheme
+    sizes: Sizes
+    depth: Blocks
+    rows: Blocks
+    columns: Blocks
+
+    @staticmethod
+    def of(scheme: Scheme, sizes: Sizes) -> "Plan":
+        row_bytes = scheme.row_dtype.bytes
+        column_bytes = scheme.column_dtype.bytes
+        depth = depth_blocks(scheme, sizes)
+        most_rows = ROWS_BYTES // (row_bytes * depth.block)
+        most_columns = COLUMNS_BYTES // (column_bytes * depth.block)
+        return Plan(
+            scheme,
+            sizes,
+            depth,
+            Blocks.of(sizes.rows, scheme.rows, most_rows),
+            Blocks.of(sizes.columns, scheme.columns, most_columns),
+        )
+
+    def layout(self, is_rows: bool) -> "Layout":
+        scheme, sizes = self.scheme, self.sizes
+        return Layout(
+            scheme.form(is_rows),
+            is_rows,
+            scheme.row_dtype if is_rows else scheme.column_dtype,
+            scheme.rows if is_rows else scheme.columns,
+            scheme.apart(is_rows),
+            scheme.depth_step,
+            sizes.batch,
+            sizes.rows if is_rows else sizes.columns,
+            self.depth,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an operand lies packed: regions [batch][block of k], each of panels.
+
+    Products whose layouts are equal can share what was packed.
+    """
+
+    form: str
+    is_rows: bool
+    dtype: DType
+    panel: int
+    apart: int  # as the scheme has it; 0: packed
+    step: int  # packed depths are multiples of it
+    batch: int
+    width: int
+    depth: Blocks
+
+    @property
+    def regions(self) -> int:
+        return self.batch * self.depth.count
+
+    def room(self, width: int) -> int:
+        """Elements for that many rows or columns."""
+        panels = -(-width // self.panel)
+        return panels * self.panel * self.depth.block
+
+    @property
+    def region_bytes(self) -> int:
+        return -(-self.room(self.width) * self.dtype.bytes // 64) * 64
+
+    @property
+    def bytes(self) -> int:
+        return self.regions * self.region_bytes
+
+    def place(self, f: Function, base: Val, number: Val, depth: Val) -> Val:
+        """Where a panel begins, counted from the first of its block of k."""
+        if self.apart:
+            step = integer(self.apart)
+        elif self.step > 1:
+            step = _rounded_up(f, depth, self.step)
+        else:
+            step = depth
+        size = f.mul(integer(self.panel), step)
+        return vec.offset(f, base, scalars.memory(self.dtype), f.mul(number, size))
+
+
+def _rounded_up(f: Function, number: Val, step: int) -> Val:
+    if number.constant is not None:
+        return integer(-(-number.constant // step) * step)
+    up = f.add(number, integer(step - 1))
+    return f.sub(up, f.binary("urem", up, integer(step)))
+
+
+# Gives the address of an operand that is already packed in a layout; None: it is not.
+Ahead = Callable[[Layout], Val | None]
+
+
+# Stores what sums start from: batch, first row and column, address, how many of each.
+Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Pieces that an operand is packed in, each of about `PART_BYTES`.
+
+    `widths` cut its width, `depths` each of its blocks of k.
+    """
+
+    layout: Layout
+    widths: Blocks
+    depths: Blocks
+
+    @staticmethod
+    def of(layout: Layout, along: str) -> "Parts":
+        """`along`: the dimension whose neighbours are neighbours in memory.
+
+        It stays whole, so that memory is read in long runs.
+        """
+        most, depth = PART_BYTES // layout.dtype.bytes, layout.depth.block
+        deepest, widest = depth, layout.width + layout.panel
+        if along == "width":
+            deepest = most // layout.width
+        else:
+            widest = most // depth
+        return Parts(
+            layout,
+            Blocks.of(layout.width, layout.panel, widest),
+            Blocks.of(depth, layout.step, deepest),
+        )
+
+    @property
+    def count(self) -> int:
+        return self.layout.regions * self.widths.count * self.depths.count
+
+
+def emit_packing(
+    f: Function, plan: Plan, operand: Operand, parts: Parts, part: Val, target: Val
+) -> None:
+    """Pack one part of an operand to where it belongs after `target`."""
+    layout, widths, depths = parts.layout, parts.widths, parts.depths
+    side = _Side(f, plan, operand, layout, widths, target, False)
+    rest, k_piece = _split(f, part, depths.count)
+    region, number = _split(f, rest, widths.count)
+    batch, k_block = _split(f, region, layout.depth.count)
+    region_at = f.element(target, "i8", f.mul(region, integer(layout.region_bytes)))
+    k = f.mul(k_block, integer(layout.depth.block))
+    room = layout.depth.extent(f, k)
+    # The last block of k may be shorter than the others and have fewer pieces.
+    before = f.least(f.mul(k_piece, integer(depths.block)), room)
+    depth = f.least(integer(depths.block), f.sub(room, before))
+    panel = f.mul(number, integer(widths.block // widths.panel))
+    there = layout.place(f, region_at, panel, room)
+    down = f.mul(before, integer(layout.panel))
+    there = vec.offset(f, there, scalars.memory(layout.dtype), down)
+    side.pack(there, batch, number, f.add(k, before), depth, room)
+
+
+def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
+    """Quotient and remainder."""
+    if count == 1:
+        return number, integer(0)
+    whole, rest = (f.binary(n, number, integer(count)) for n in ("udiv", "urem"))
+    return whole, rest
+
+
+def emit_product(
+    f: Function,
+    plan: Plan,
+    lhs: Operand,
+    rhs: Operand,
+    sums: Sums,
+    fresh: Val,
+    room: Callable[[int, DType], Val],
+    ahead: tuple[Ahead | None, Ahead | None] = (None, None),
+    begin: Begin | None = None,
+    factors: Val | None = None,
+) -> None:
+    """Write the loops.
+
+    Args:
+      f: where to.
+      plan: how far dimensions are cut.
+      lhs: rows.
+      rhs: columns.
+      sums: where the product goes.
+      fresh: what sums hold does not count.
+      room: gives memory for so many elements.
+      ahead: gives what is packed already of each operand.
+      begin: writes what a block of sums starts from, before it is first added to.
+      factors: address of one number per row, which sums are multiplied by first; for
+        schemes that can, one batch and one block of k.
+    """
+    sides = []
+    rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
+    for (is_rows, operand, blocks), find in zip((rows, columns), ahead, strict=True):
+        layout = plan.layout(is_rows)
+        packed = find(layout) if find else None
+        if packed is not None:
+            side = _Side(f, plan, operand, layout, blocks, packed, True)
+        elif layout.apart:
+            side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
+        else:
+            pointer = room(layout.room(blocks.block), layout.dtype)
+            side = _Side(f, plan, operand, layout, blocks, pointer, False)
+        sides.append(side)
+    product = _Product(f, plan, sides[0], sides[1], sums, fresh, begin, factors)
+    plan.scheme.begin(f)
+    with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
+        product.column_block(n, k, j)
+    plan.scheme.end(f)
+
+
+class _Side(NamedTuple):
+    """One operand: `blocks` cut it for the caches, `target` is where it is packed."""
+
+    f: Function
+    plan: Plan
+    operand: Operand
+    layout: Layout
+    blocks: Blocks
+    target: Val
+    is_ahead: bool
+
+    def packed(self, batch: Val, k_block: Val, k: Val, number: Val, depth: Val) -> Val:
+        """The address of a packed cache block, which is packed now if need be."""
+        f, layout = self.f, self.layout
+        if self.is_ahead:
+            region = f.add(f.mul(batch, integer(layout.depth.count)), k_block)
+            offset = f.mul(region, integer(layout.region_bytes))
+            base = f.element(self.target, "i8", offset)
+            panel = f.mul(number, integer(self.blocks.block // self.blocks.panel))
+            return layout.place(f, base, panel, depth)
+        if layout.apart:
+            return self.source(batch, self.start(number), k)
+        self.pack(self.target, batch, number, k, depth, depth)
+        return self.target
+
+    def start(self, number: Val) -> Val:
+        """The first row or column of a cache block."""
+        return self.f.mul(number, integer(self.blocks.block))
+
+    def source(self, batch: Val, start: Val, k: Val) -> Val:
+        """Where the operand's element lies before it is packed."""
+        operand = self.operand
+        strides = [operand.batch, operand.width, operand.depth]
+        where = self.f.inner([batch, start, k], strides)
+        element = scalars.memory(operand.dtype)
+        return vec.offset(self.f, operand.pointer, element, where)
+
+    def pack(
+        self, target: Val, batch: Val, number: Val, k: Val, depth: Val, room: Val
+    ) -> None:
+        """Pack one cache block, or `depth` steps of k of one that is `room` deep."""
+        f, operand, blocks = self.f, self.operand, self.blocks
+        pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
+        start, element = self.start(number), scalars.memory(operand.dtype)
+        source = self.source(batch, start, k)
+        full = blocks.full_panels(f, start)
+        if full.constant != 0:
+            place = PanelPlace(source, target, full, blocks.panel, depth, room)
+            pack(f, operand, place, is_rows)
+        if blocks.rest:
+            with f.when(blocks.is_last(f, number)):
+                width = f.mul(full, integer(blocks.panel))
+                rest = vec.offset(f, source, element, f.mul(width, operand.width))
+                there = self.layout.place(f, target, full, room)
+                one = integer(1)
+                place = PanelPlace(rest, there, one, blocks.rest, depth, room)
+                pack(f, operand, place, is_rows)
+
+
+class _Product(NamedTuple):
+    f: Function
+    plan: Plan
+    rows: _Side
+    columns: _Side
+    sums: Sums
+    fresh: Val
+    begin: Begin | None
+    factors: Val | None
+
+    def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
+        f, plan = self.f, self.plan
+        k = f.mul(k_block, integer(plan.depth.block))
+        depth = plan.depth.extent(f, k)
+        columns = self.columns.packed(batch, k_block, k, number, depth)
+        fresh = self.fresh
+        if plan.depth.count > 1 and fresh != FALSE:
+            fresh = f.both(fresh, f.compare("icmp eq", k_block, integer(0)))
+        with f.nest([plan.rows.count]) as (row_number,):
+            rows = self.rows.packed(batch, k_block, k, row_number, depth)
+            self.register_blocks(
+                batch, (row_number, rows), (number, columns), k_block, depth, fresh
+            )
+
+    def register_blocks(
+        self,
+        batch: Val,
+        rows: tuple[Val, Val],
+        columns: tuple[Val, Val],
+        k_block: Val,
+        depth: Val,
+        fresh: Val,
+    ) -> None:
+        """The product of two cache blocks, each its number and where it is packed."""
+        f, plan = self.f, self.plan
+        (row_number, packed_rows), (column_number, packed_columns) = rows, columns
+        row = f.mul(row_number, integer(plan.rows.block))
+        column = f.mul(column_number, integer(plan.columns.block))
+        element = scalars.memory(self.sums.dtype)
+        start = f.inner([batch, row], [self.sums.batch, self.sums.row])
+        sums = vec.offset(f, self.sums.pointer, element, f.add(start, column))
+
+        def one(i: Val, j: Val, valid_rows: int, valid_columns: int) -> None:
+            down = f.mul(i, integer(plan.rows.panel))
+            across = f.mul(j, integer(plan.columns.panel))
+            where = f.add(f.mul(down, self.sums.row), across)
+            here = vec.offset(f, sums, element, where)
+            if self.begin is not None:
+                at = (f.add(row, down), f.add(column, across))
+                with f.when(f.compare("icmp eq", k_block, integer(0))):
+                    self.begin(batch, *at, here, (valid_rows, valid_columns))
+            factors = self.factors
+            if factors is not None:
+                factors = vec.offset(f, factors, element, f.add(row, down))
+            call = PanelProduct(
+                self.rows.layout.place(f, packed_rows, i, depth),
+                self.columns.layout.place(f, packed_columns, j, depth),
+                here,
+                self.sums.row,
+                depth,
+                fresh,
+                valid_rows,
+                valid_columns,
+                factors,
+            )
+            plan.scheme.multiply(f, call)
+
+        def each_row(body: Callable[[Val, int], None]) -> None:
+            _each_panel(f, plan.rows, row_number, row, body)
+
+        def each_column(body: Callable[[Val, int], None]) -> None:
+            _each_panel(f, plan.columns, column_number, column, body)
+
+        if plan.scheme.rows_stay:
+            each_row(lambda i, m: each_column(lambda j, n: one(i, j, m, n)))
+        else:
+            each_column(lambda j, n: each_row(lambda i, m: one(i, j, m, n)))
+
+
+def _each_panel(
+    f: Function,
+    blocks: Blocks,
+    number: Val,
+    start: Val,
+    body: Callable[[Val, int], None],
+) -> None:
+    """Run `body` with the number of each panel of a cache block, and its width."""
+    full = blocks.full_panels(f, start)
+    if full.constant != 0:
+        with f.nest([full]) as (panel,):
+            body(panel, blocks.panel)
+    if blocks.rest:
+        with f.when(blocks.is_last(f, number)):
+            body(blocks.full_panels(f, start), blocks.rest)

@@ -1,0 +1,75 @@
+"""What is known of a dot from its types alone: sizes, roles of dimensions, the scheme.
+
+`dot.py` decides by it how to multiply, `pack_once.py` what to pack before the grid.
+"""
+
+from math import prod
+
+from pallasite import target
+from pallasite.backends.cpu.dot import amx, grouped, inner_products
+from pallasite.backends.cpu.dot.scheme import (
+    UNKNOWN_LAYOUT,
+    MemoryLayout,
+    Scheme,
+    Sizes,
+    VectorScheme,
+)
+from pallasite.ir.nodes import Op
+from pallasite.ir.types import DType
+
+SMALL = 4096  # multiplications that do not repay packing
+
+
+Groups = tuple[tuple[int, ...], ...]  # dimensions by role
+
+
+def groups_of(op: Op) -> list[Groups]:
+    """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
+    contract, batch = op.attrs["contract"], op.attrs["batch"]
+    ranks = [v.tile.rank for v in op.operands[:2]]
+    groups: list[Groups] = []
+    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
+        rest = tuple(d for d in range(rank) if d not in (*summed, *shared))
+        groups.append((tuple(shared), rest, tuple(summed)))
+    return groups
+
+
+def sizes_of(op: Op) -> Sizes:
+    lhs, rhs = (v.tile.shape for v in op.operands[:2])
+    left, right = groups_of(op)
+    return Sizes(
+        *(prod(lhs[d] for d in group) for group in left[:2]),
+        *(prod(rhs[d] for d in group) for group in right[1:]),
+    )
+
+
+def scheme_for(
+    lhs: DType,
+    rhs: DType,
+    sums: DType,
+    sizes: Sizes,
+    rows: MemoryLayout = UNKNOWN_LAYOUT,
+    columns: MemoryLayout = UNKNOWN_LAYOUT,
+) -> Scheme:
+    """The best way this CPU has for operands of these types that lie so in memory."""
+    host = target.host()
+    inner = inner_products.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
+    if inner is not None:
+        return inner
+    for special in (amx.scheme_for, grouped.scheme_for):
+        scheme = special(host, lhs, rhs, sums, sizes)
+        if scheme is not None:
+            return scheme
+    # What is of another type must be converted, that is packed.
+    rows, columns = (
+        lies if dtype == sums else UNKNOWN_LAYOUT
+        for dtype, lies in ((lhs, rows), (rhs, columns))
+    )
+    return VectorScheme.of(host, sums, sizes, rows, columns)
+
+
+def is_small(sizes: Sizes, in_rows: bool) -> bool:
+    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
+    if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
+        return True
+    return in_rows and sizes.depth < 3 and sizes.columns > 1

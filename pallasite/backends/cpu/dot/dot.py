@@ -1,0 +1,312 @@
+"""dot: operands brought to [batch, rows, k] and [batch, k, columns], then multiplied.
+
+Large products go to packed, register-blocked microkernels (`cache_blocks.py`); a plain
+loop nest takes those too small to repay packing. `fusion.py` has found the sums
+that a product may be added to in place.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from pallasite.backends.cpu.dot.cache_blocks import Ahead, Plan, emit_product
+from pallasite.backends.cpu.dot.choose_scheme import (
+    Groups,
+    groups_of,
+    is_small,
+    scheme_for,
+    sizes_of,
+)
+from pallasite.backends.cpu.dot.fusion import running_dtype
+from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand, Sizes, Sums
+from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.ops import memory
+from pallasite.backends.cpu.tiles import tiles
+from pallasite.backends.cpu.tiles.tiles import Buffer, Root, Tile
+from pallasite.ir.nodes import Access, Op, Value
+from pallasite.ir.types import DType
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+Packed = tuple[Ahead | None, Ahead | None]  # of rows and columns
+
+
+def emit_dot(e: "Emitter", op: Op) -> None:
+    """A dot into a buffer of its own, which may start with an addend."""
+    if "store" in op.attrs:
+        _emit_dot_store(e, op)
+        return
+    lhs, rhs, *addend = (e.as_tile(v) for v in op.operands[:3])
+    result = op.result.tile
+    running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
+    buffer = e.place_for(op, running, [lhs, rhs], addend)
+    sums = Tile(result.shape, running, buffer)
+    if addend:
+        start = _start(e, addend[0], op.operands[3:], buffer)
+        _accumulate(e, op, lhs, rhs, sums, FALSE, start)
+    else:
+        _accumulate(e, op, lhs, rhs, sums, TRUE)
+    if running == result.dtype:
+        e.define_lazy(op, sums)
+        return
+    element = lambda i: scalars.cast(e.f, sums.at(e.f, i), running, result.dtype)
+    cast = tiles.formula(result.shape, result.dtype, element, [sums], pointwise=True)
+    e.define_lazy(op, cast)
+
+
+def _emit_dot_store(e: "Emitter", op: Op) -> None:
+    """A dot added to a tile in the ref where the sum is to be stored."""
+    dot, store = op.attrs["dot"], op.attrs["store"]
+    lhs, rhs = (e.as_tile(v) for v in dot.operands[:2])
+    access = Access.of(store)
+    ref = e.ref(access.ref)
+    lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
+    e.before_write(ref.root, e.scope.position + 1)
+    box = memory.box(e, ref, access)
+    start = None
+    if not op.attrs["in_place"]:
+        addend = e.as_tile(op.attrs["addend"])
+        if not addend.may_overwrite(box):
+            addend = Tile(addend.shape, addend.dtype, e.force(addend))
+        start = _start(e, addend, dot.operands[2:], box)
+    fresh = FALSE
+    if "fresh_if" in op.attrs:
+        which = e.scalar(op.attrs["fresh_if"])
+        fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
+    sums = Tile(dot.result.tile.shape, ref.dtype, box)
+    if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
+        _accumulate(e, dot, lhs, rhs, sums, fresh, start)
+        return
+    dense = Tile(sums.shape, sums.dtype, e.force(sums))
+    _accumulate(e, dot, lhs, rhs, dense, fresh, start and Start(start.tile))
+    e.fill(box, dense)
+
+
+def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
+    """The tile in memory that a write to `root` leaves alone."""
+    if root not in tile.reads():
+        return tile
+    return Tile(tile.shape, tile.dtype, e.force(tile))
+
+
+class Start(NamedTuple):
+    """What sums are before a product is added to them.
+
+    `factors`: it is what their memory holds, each row times its factor.
+    """
+
+    tile: Tile
+    factors: Tile | None = None
+
+
+def _start(e: "Emitter", addend: Tile, scaled: Sequence[Value], sums: Buffer) -> Start:
+    """`scaled`: a tile and factors whose product is the addend, if that is known."""
+    if not scaled:
+        return Start(addend)
+    tile, factors = (e.as_tile(v) for v in scaled)
+    here = (sums.pointer, sums.strides)
+    there = tile.buffer and (tile.buffer.pointer, tile.buffer.strides)
+    apart = sums.root is None or sums.root not in factors.reads()
+    return Start(addend, factors if here == there and apart else None)
+
+
+def _accumulate(
+    e: "Emitter",
+    op: Op,
+    lhs: Tile,
+    rhs: Tile,
+    sums: Tile,
+    fresh: Val,
+    start: Start | None = None,
+) -> None:
+    """Add the product to `sums`, which are first set to `start`, if there is one.
+
+    `fresh`: whatever they hold does not count.
+    """
+    sizes, (left, right) = sizes_of(op), groups_of(op)
+    flat = tiles.reshape(e.f, sums, sizes[:3])
+    assert flat.buffer is not None
+    if is_small(sizes, _runs_along(rhs, right[1])):
+        if start is not None:
+            e.fill(flat.buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
+        if fresh != FALSE:
+            zero = scalars.zero(flat.dtype)
+            with e.f.when(fresh):
+                e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
+        a = _canonical(e, lhs, left, in_rows=False)
+        b = _canonical(e, rhs, (right[0], right[2], right[1]), in_rows=True)
+        _multiply(e.f, a, b, flat, sizes.depth)
+        return
+    a, b = (
+        _operand(e, _canonical(e, tile, groups, in_rows=False))
+        for tile, groups in ((lhs, left), (rhs, right))
+    )
+    ahead = (
+        _ahead(e, op.operands[0], left, lhs),
+        _ahead(e, op.operands[1], right, rhs),
+    )
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, start)
+
+
+def _ahead(e: "Emitter", value: Value, groups: Groups, tile: Tile) -> Ahead:
+    return partial(e.ahead.find, e, value, groups, tile)
+
+
+def _blocked(
+    e: "Emitter",
+    sizes: Sizes,
+    lhs: Operand,
+    rhs: Operand,
+    dtype: DType,
+    buffer: Buffer,
+    fresh: Val,
+    ahead: Packed,
+    start: Start | None,
+) -> None:
+    batch, row, column = buffer.strides
+    turned = _is_turned(sizes, row, column)
+    if start is not None and (turned or column.constant != 1):
+        e.fill(buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
+        start = None
+    if turned:
+        # Columns become rows, so that neighbours in memory are columns.
+        sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
+        lhs, rhs, row, column = rhs, lhs, column, row
+        ahead = (None, None)
+    through = None
+    if column.constant != 1:
+        shape = sizes[:3]
+        through = e.temporary(shape, dtype)
+        fresh_here, (batch_here, row_here, _) = TRUE, through.strides
+        sums = Sums(dtype, through.pointer, batch_here, row_here)
+    else:
+        fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
+    lies = [MemoryLayout.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
+    room = lambda count, kind: e.temporary((count,), kind).pointer
+    plan = Plan.of(scheme, sizes)
+    factors = begin = None
+    if start is not None:
+        factors = _factors(e, plan, start)
+        addend = tiles.reshape(e.f, start.tile, sizes[:3])
+        begin = None if factors else partial(_begin, e, addend, sums)
+    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead, begin, factors)
+    if through is not None:
+        _add_into(
+            e,
+            Buffer(buffer.pointer, (batch, row, column)),
+            through,
+            sizes,
+            dtype,
+            fresh,
+        )
+
+
+def _factors(e: "Emitter", plan: Plan, start: Start) -> Val | None:
+    """Where the factors of the rows lie, if the product is to apply them itself."""
+    once = plan.sizes.batch == plan.depth.count == 1
+    if start.factors is None or not plan.scheme.can_scale or not once:
+        return None
+    column = e.stored(tiles.reshape(e.f, start.factors, [plan.sizes.rows])).buffer
+    if column is None or column.strides[0].constant != 1:
+        return None
+    return column.pointer
+
+
+def _begin(
+    e: "Emitter",
+    addend: Tile,
+    sums: Sums,
+    batch: Val,
+    row: Val,
+    column: Val,
+    place: Val,
+    size: tuple[int, int],
+) -> None:
+    """Set a block of sums to the addend, right before the product is added to it."""
+    part = tiles.cut(e.f, addend, (1, *size), (batch, row, column), (1, 1, 1))
+    e.fill(Buffer(place, (sums.batch, sums.row, integer(1))), part)
+
+
+def _add_into(
+    e: "Emitter",
+    target: Buffer,
+    source: Buffer,
+    sizes: Sizes,
+    dtype: DType,
+    fresh: Val,
+) -> None:
+    f = e.f
+    with f.nest(sizes[:3]) as indices:
+        value = scalars.load(f, dtype, source.address(f, dtype, indices))
+        place = target.address(f, dtype, indices)
+        if fresh != TRUE:
+            plus = "fadd" if dtype.is_float else "add"
+            total = f.binary(plus, scalars.load(f, dtype, place), value)
+            value = f.select(fresh, value, total)
+        scalars.store(f, dtype, value, place)
+
+
+def _is_turned(sizes: Sizes, row: Val, column: Val) -> bool:
+    """Are rows, not columns, the neighbours in memory?"""
+    return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
+
+
+def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:
+    """Is the last of these dimensions contiguous in memory, now or once stored?"""
+    if not dims:
+        return False
+    if tile.buffer is None:
+        return dims[-1] == len(tile.shape) - 1
+    return tile.buffer.strides[dims[-1]].constant == 1
+
+
+def _operand(e: "Emitter", tile: Tile) -> Operand:
+    buffer = tile.buffer or e.force(tile)
+    return Operand(tile.dtype, buffer.pointer, *buffer.strides)
+
+
+def _canonical(e: "Emitter", tile: Tile, groups: Groups, in_rows: bool) -> Tile:
+    """The tile with three dimensions, one per group, ready to be read many times.
+
+    `in_rows`: the last dimension must be the one that is contiguous in memory.
+    """
+    order = [d for group in groups for d in group]
+    turned = tiles.transpose(e.f, tile, order)
+    shape = [prod(tile.shape[d] for d in group) for group in groups]
+    if not in_rows and tile.buffer is None and not tile.is_free:
+        # In its own order it is computed fastest; packing turns it.
+        turned = tiles.transpose(e.f, e.stored(tile), order)
+    buffer = turned.buffer
+    if buffer is not None and order:
+        strides = tiles.reshape_strides(e.f, turned.shape, buffer.strides, shape)
+        if strides is not None and (not in_rows or strides[-1].constant == 1):
+            return tiles.reshape(e.f, turned, shape)
+    if not turned.is_free:
+        turned = Tile(turned.shape, turned.dtype, e.force(turned))
+    return tiles.reshape(e.f, turned, shape)
+
+
+def _multiply(f: Function, a: Tile, b: Tile, sums: Tile, depth: int) -> None:
+    """Sums in memory, one multiplication after the other."""
+    batch, rows, columns = sums.shape
+    assert sums.buffer is not None
+    with f.nest([batch, rows, depth]) as (i, row, k):
+        left = scalars.cast(f, a.at(f, [i, row, k]), a.dtype, sums.dtype)
+        with f.nest([columns]) as (column,):
+            right = scalars.cast(f, b.at(f, [i, k, column]), b.dtype, sums.dtype)
+            address = sums.buffer.address(f, sums.dtype, [i, row, column])
+            total = _fused(f, sums.dtype, left, right, f.load(left.type, address))
+            f.store(total, address)
+
+
+def _fused(f: Function, dtype: DType, a: Val, b: Val, c: Val) -> Val:
+    if dtype.is_float:
+        return f.binary("fadd contract", f.binary("fmul contract", a, b), c)
+    return f.binary("add", f.binary("mul", a, b), c)
+
+
+RULES = {"dot": emit_dot}

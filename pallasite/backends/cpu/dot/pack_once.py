@@ -1,0 +1,362 @@
+"""Operands of dot that are packed once per call, by whoever needs them first.
+
+A block that is multiplied at several steps of a grid, or in several rounds of a loop,
+would be packed again each time. `find_packed_once` looks for boxes of the kernel's inputs,
+cut evenly, that dots read more than once; their packed form has a place in memory that
+all threads share. `PackedOnce.find` writes what a dot does: it looks whether its box has
+been packed and packs it if not, together with other threads that wait for it. So a box
+is in the caches when it is used, and nobody waits for what is not needed yet. What does
+not fit this mould is packed where it is used.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from pallasite.backends.cpu.call import threads
+from pallasite.backends.cpu.dot.cache_blocks import Layout, Parts, Plan, emit_packing
+from pallasite.backends.cpu.dot.choose_scheme import (
+    Groups,
+    groups_of,
+    is_small,
+    scheme_for,
+    sizes_of,
+)
+from pallasite.backends.cpu.dot.fusion import running_dtype
+from pallasite.backends.cpu.dot.packing import direction
+from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand
+from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
+from pallasite.backends.cpu.tiles import tiles
+from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, written_refs
+from pallasite.backends.cpu.tiles.tiles import Tile
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, Window
+from pallasite.passes.analysis.intervals import Facts
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+USES = 2  # on average, of a packed box, from which keeping it pays
+MOST_BYTES = 64 << 20  # in all, which stays with the process (`kept_memory.py`)
+
+# A box has two counters: parts that some thread has begun to pack and, after it, parts
+# that are done.
+DONE, COUNTERS_BYTES = 8, 16
+
+
+class Role(NamedTuple):
+    """What a dot makes of a value: the layout it wants of it."""
+
+    value: Value
+    groups: Groups
+    layout: Layout
+
+
+class Cut(NamedTuple):
+    """A ref or a tile as one of the equal boxes that an array is cut into."""
+
+    array: Value  # one of the kernel's inputs
+    sizes: tuple[int, ...]  # of a box along each dimension of the array
+    kept: tuple[int, ...]  # the dimensions that the ref or tile has
+
+    @staticmethod
+    def whole(array: Value) -> "Cut":
+        shape = array.ref.shape
+        return Cut(array, tuple(shape), tuple(range(len(shape))))
+
+    @property
+    def count(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Boxes along each dimension."""
+        shape = self.array.ref.shape
+        return [n // size for n, size in zip(shape, self.sizes, strict=True)]
+
+    def smaller(self, sizes: Sequence[int | None]) -> "Cut | None":
+        """Boxes of this one; None for a dimension that disappears."""
+        new = list(self.sizes)
+        for d, size in zip(self.kept, sizes, strict=True):
+            new[d] = 1 if size is None else size
+            if not new[d] or self.sizes[d] % new[d]:
+                return None
+        pairs = zip(self.kept, sizes, strict=True)
+        return Cut(self.array, tuple(new), tuple(d for d, n in pairs if n is not None))
+
+    def number(self, f: Function, offset: Val) -> Val:
+        """Which box begins so many elements after the array does."""
+        number = integer(0)
+        shape, steps = self.array.ref.shape, tiles.row_major(self.array.ref.shape)
+        dims = zip(shape, steps, self.sizes, self.counts, strict=True)
+        for n, step, size, count in dims:
+            if count > 1:
+                place = f.binary("udiv", offset, step)
+                place = f.binary("urem", place, integer(n))
+                place = f.binary("udiv", place, integer(size))
+                number = f.add(f.mul(number, integer(count)), place)
+        return number
+
+    def strides(self, groups: Groups) -> list[Val] | None:
+        """Strides of batch, width and depth; None if they are not regular."""
+        unused = Function(Module(), "unused")
+        steps = tiles.row_major(self.array.ref.shape)
+        order = [self.kept[d] for group in groups for d in group]
+        old = [self.sizes[d] for d in order]
+        new = [prod(self.sizes[self.kept[d]] for d in group) for group in groups]
+        return tiles.reshape_strides(unused, old, [steps[d] for d in order], new)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """All boxes of an array, packed in one layout."""
+
+    cut: Cut
+    groups: Groups
+    layout: Layout
+    plan: Plan = field(compare=False)  # of the first product that wants them so
+    # Where in the shared memory their counters are, and they themselves.
+    counters_at: int = 0
+    packed_at: int = 0
+
+    @property
+    def operand_strides(self) -> list[Val]:
+        strides = self.cut.strides(self.groups)
+        assert strides is not None
+        return strides
+
+    @property
+    def parts(self) -> Parts:
+        """Of one box."""
+        dtype, (_, *strides) = self.cut.array.ref.dtype, self.operand_strides
+        return Parts.of(self.layout, direction(dtype, self.layout.dtype, *strides))
+
+    @property
+    def bytes(self) -> int:
+        return self.cut.count * self.layout.bytes
+
+    @property
+    def counter_bytes(self) -> int:
+        return self.cut.count * COUNTERS_BYTES
+
+
+@dataclass(frozen=True)
+class PackedOnce:
+    """What a kernel keeps packed, and for which dots; maybe nothing."""
+
+    boxes: tuple[Boxes, ...] = ()
+    roles: dict[Role, int] = field(default_factory=dict[Role, int])
+
+    @property
+    def counter_bytes(self) -> int:
+        """At the start of the shared memory; zero before the kernel runs."""
+        return -(-sum(each.counter_bytes for each in self.boxes) // 64) * 64
+
+    @property
+    def bytes(self) -> int:
+        return self.counter_bytes + sum(each.bytes for each in self.boxes)
+
+    def find(
+        self, e: "Emitter", value: Value, groups: Groups, tile: Tile, layout: Layout
+    ) -> Val | None:
+        """Where the box that a dot reads lies packed, once it is; None if it is not."""
+        number = self.roles.get(Role(value, groups, layout))
+        if number is None or tile.buffer is None:
+            return None
+        f, each = e.f, self.boxes[number]
+        array = e.ref(each.cut.array)
+        # A copy of a window has its array's root, too, but never comes here: `_open`
+        # takes only windows that are views of their array at every step.
+        if tile.buffer.root is not array.root:
+            return None
+        begin, here = (
+            f.convert("ptrtoint", b.pointer, "i64") for b in (array.buffer, tile.buffer)
+        )
+        size = integer(array.dtype.bytes)
+        box = each.cut.number(f, f.binary("udiv", f.sub(here, begin), size))
+        at = f.add(integer(each.counters_at), f.mul(box, integer(COUNTERS_BYTES)))
+        counters = f.element(e.shared, "i8", at)
+        at = f.add(integer(each.packed_at), f.mul(box, integer(layout.bytes)))
+        packed = f.element(e.shared, "i8", at)
+        done = f.element(counters, "i8", integer(DONE))
+        count = f.value("i64", f"load atomic i64, {done} acquire, align 8")
+        with f.when(f.compare("icmp ult", count, integer(each.parts.count))):
+            name = _packer(f.module, each, number)
+            f.call_defined(name, tile.buffer.pointer, packed, counters)
+        return packed
+
+
+# --- what to keep packed ---
+
+
+def find_packed_once(kernel: Kernel) -> PackedOnce:
+    uses: dict[Boxes, int] = {}
+    roles: dict[Role, Boxes] = {}
+    for use in _Search(kernel).uses(kernel.body, 1):
+        boxes = _boxes(use)
+        if boxes is not None:
+            roles[Role(use.value, boxes.groups, boxes.layout)] = boxes
+            uses[boxes] = uses.get(boxes, 0) + use.times
+    chosen: list[Boxes] = []
+    for boxes, times in uses.items():
+        total = sum(each.bytes for each in chosen) + boxes.bytes
+        if times >= USES * boxes.cut.count and total <= MOST_BYTES:
+            chosen.append(boxes)
+    numbers = {boxes: n for n, boxes in enumerate(chosen)}
+    named = {role: numbers[b] for role, b in roles.items() if b in numbers}
+    return PackedOnce(tuple(_placed(chosen)), named)
+
+
+def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
+    """Counters of all come first, then what is packed."""
+    counters_at, packed_at = 0, PackedOnce(tuple(chosen)).counter_bytes
+    for boxes in chosen:
+        yield replace(boxes, counters_at=counters_at, packed_at=packed_at)
+        counters_at += boxes.counter_bytes
+        packed_at += boxes.bytes
+
+
+class _Use(NamedTuple):
+    """A box that a dot reads, so many times in all, by estimate."""
+
+    value: Value
+    cut: Cut
+    dot: Op
+    side: int
+    times: int
+
+
+class _Search:
+    """Walks a kernel's code for dots of boxes of its inputs."""
+
+    def __init__(self, kernel: Kernel):
+        changed = written_refs(kernel.body)
+        changed |= {kernel.inputs[i] for i, _ in kernel.aliases}
+        self.facts = Facts()
+        same = [v for v in kernel.inputs if v not in changed and v.ref.size]
+        self.cuts = {v: Cut.whole(v) for v in same}
+        self.times: dict[Value, int] = {}  # of boxes, each time their code runs
+
+    def uses(self, block: Block, times: int) -> Iterator[_Use]:
+        """Uses in a block that runs so many times."""
+        for op in block.ops:
+            self.facts.note_op(op)
+            if op.name in ("load", "subview"):
+                self._pick(op)
+            elif op.name == "dot":
+                for side, value in enumerate(op.operands[:2]):
+                    if value in self.cuts:
+                        often = times * self.times.get(value, 1)
+                        yield _Use(value, self.cuts[value], op, side, often)
+            elif op.name == "pipeline":
+                self._open(op)
+                steps = prod(n for n in op.attrs["grid"] if n is not None)
+                yield from self.uses(op.regions[-1], times * steps)
+            else:
+                for region in op.regions:
+                    yield from self.uses(region, times)
+
+    def _open(self, pipeline: Op) -> None:
+        """Windows whose blocks divide their array are boxes of it."""
+        windows: Sequence[Window] = pipeline.attrs["windows"]
+        body, count = pipeline.regions[-1], len(windows)
+        copied = flattened_refs(body)
+        arrays = pipeline.operands[len(pipeline.operands) - count :]
+        blocks = body.params[len(body.params) - count :]
+        for window, array, block in zip(windows, arrays, blocks, strict=True):
+            kinds = {dim.kind for dim in window.dims}
+            if block in copied or not kinds <= {"blocked", "squeezed"}:
+                continue
+            if array in self.cuts:
+                sizes = [None if d.kind == "squeezed" else d.size for d in window.dims]
+                self._note(block, self.cuts[array].smaller(sizes))
+
+    def _pick(self, op: Op) -> None:
+        """A plain slice whose start is a multiple of its size is a box."""
+        access = Access.of(op)
+        cut = self.cuts.get(access.ref)
+        if cut is None or access.mask is not None:
+            return
+        sizes: list[int | None] = []
+        often = 1
+        for entry, start in access.split_index():
+            if isinstance(entry, At):
+                sizes.append(None)
+            elif isinstance(entry, Span) and entry.stride == 1 and entry.size:
+                multiple = (
+                    entry.start if start is None else self.facts.of(start).multiple
+                )
+                if (multiple or 0) % entry.size:
+                    return
+                sizes.append(entry.size)
+            else:
+                return
+            if start is not None:  # a loop may well visit them all
+                d = cut.kept[len(sizes) - 1]
+                often *= max(1, cut.sizes[d] // (sizes[-1] or 1))
+        self._note(op.result, cut.smaller(sizes))
+        self.times[op.result] = often * self.times.get(access.ref, 1)
+
+    def _note(self, value: Value, cut: Cut | None) -> None:
+        if cut is not None:
+            self.cuts[value] = cut
+
+
+def _boxes(use: _Use) -> Boxes | None:
+    """The box that a dot reads in the layout it wants, if packing is of use at all."""
+    dot, is_rows = use.dot, use.side == 0
+    groups = groups_of(dot)[use.side]
+    strides = use.cut.strides(groups)
+    sizes = sizes_of(dot)
+    if strides is None or is_small(sizes, in_rows=True):
+        return None
+    lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
+    running = running_dtype(lhs, rhs, result)
+    here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
+    lies = {"rows" if is_rows else "columns": here}
+    scheme = scheme_for(lhs, rhs, running, sizes, **lies)
+    other = sizes.columns if is_rows else sizes.rows
+    if other >= scheme.ahead_below or scheme.apart(is_rows):
+        return None
+    plan = Plan.of(scheme, sizes)
+    return Boxes(use.cut, groups, plan.layout(is_rows), plan)
+
+
+# --- packing it ---
+
+
+def _packer(module: Module, boxes: Boxes, number: int) -> str:
+    """The name of a function that packs a box: source, target, counters.
+
+    Threads that want the same box take its parts in turn; each comes back when all are
+    done.
+    """
+    name = f"pack_box_{number}"
+    if module.defines(name):
+        return name
+    params = [("ptr", "source"), ("ptr", "target"), ("ptr", "counters")]
+    attributes = "noinline cold nounwind"
+    f = Function(module, name, params, linkage="internal", attributes=attributes)
+    source, target, counters = f.params
+    parts = boxes.parts
+    count = integer(parts.count)
+    done = f.element(counters, "i8", integer(DONE))
+    claim, pack, leave = f.labels("claim", "pack", "leave")
+    f.branch(claim)
+    f.label(claim)
+    part = f.value("i64", f"atomicrmw add {counters}, i64 1 monotonic")
+    f.branch_if(f.compare("icmp ult", part, count), pack, leave)
+    f.label(pack)
+    operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
+    emit_packing(f, boxes.plan, operand, parts, part, target)
+    if parts.count == 1:
+        # A plain store, unlike an atomic addition, need not wait for those before it.
+        f.line(f"store atomic i64 1, {done} release, align 8")
+        f.line("ret void")
+    else:
+        f.value("i64", f"atomicrmw add {done}, i64 1 release")
+        f.branch(claim)
+    f.label(leave)
+    threads.wait_for(f, done, count)
+    f.line("ret void")
+    return name

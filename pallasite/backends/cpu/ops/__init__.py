@@ -1,0 +1,1 @@
+"""The rules of single ops, a family a file."""

@@ -1,0 +1,363 @@
+"""pipeline: the grid as nested loops, and each window as a view of main memory.
+
+A window whose block lies inside the array is pointer and strides; nothing is copied.
+A block that hangs over the edge is copied to the arena before the body and, if the body
+writes it, its part inside the array is copied back after it. `parallel_units.py` says which
+programs may run at once; the others run one by one, in grid order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING
+
+from pallasite.backends.cpu.call.parallel_units import each_program
+from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
+from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
+from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
+from pallasite.passes.analysis.affine import Form, Forms
+
+if TYPE_CHECKING:
+    from pallasite.backends.cpu.emit import Emitter
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One dimension of a block in its array: from `start`, `size` elements, of which
+    those from `low` up to `high` (counted in the block) are in the array."""
+
+    start: Val
+    size: int
+    low: Val
+    high: Val
+    squeezed: bool = False
+
+    def is_inside(self, f: Function) -> Val:
+        """Is the whole block inside along this dimension?"""
+        known = (self.low.constant, self.high.constant)
+        if None not in known:
+            return TRUE if known == (0, self.size) else FALSE
+        starts = self.low.constant == 0
+        low = TRUE if starts else f.compare("icmp eq", self.low, integer(0))
+        return f.both(low, f.compare("icmp eq", self.high, integer(self.size)))
+
+
+def emit_pipeline(e: "Emitter", op: Op) -> None:
+    body, sizes = op.regions[-1], iter(op.operands)
+    grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
+    plans = _plans(e, op)
+    with each_program(e, op, grid) as counters:
+        ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
+        opened: list[OpenWindow] = []
+        for plan in plans:
+            twin = None if plan.twin is None else opened[plan.twin]
+            opened.append(twin or open_window(e, plan, ids))
+        with e.block(body, [*ids, *(view.ref for view in opened)]):
+            pass
+        for plan, view in zip(plans, opened, strict=True):
+            if plan.written:
+                view.copy_back(e)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known about a window before the grid runs.
+
+    A block that may hang over the edge is copied to `room` and back, unless other code
+    of the same program sees the same memory: then its elements are reached one by one,
+    or two windows that move together share a copy (the `twin` is the first of them).
+    """
+
+    array: Ref
+    window: Window
+    index_map: Block
+    forms: list[Form]  # what the index map yields
+    fits: list[bool]  # per dimension: no block of the grid hangs over the edge
+    written: bool
+    regrouped: bool = False  # some view needs it without gaps
+    twin: int | None = None
+    one_by_one: bool = False
+    room: Buffer | None = None  # arena memory for copies of the block
+
+    @property
+    def may_be_copied(self) -> bool:
+        return not all(self.fits) or self.always_copied
+
+    @property
+    def always_copied(self) -> bool:
+        return self.regrouped or self.array.through is not None
+
+
+def _plans(e: "Emitter", op: Op) -> list[Plan]:
+    windows: Sequence[Window] = op.attrs["windows"]
+    *maps, body = op.regions
+    regrouped = flattened_refs(body)
+    plans: list[Plan] = []
+    for (array, written), window, index_map, block in zip(
+        window_refs(op),
+        windows,
+        maps,
+        body.params[len(op.attrs["grid"]) :],
+        strict=True,
+    ):
+        ref, forms = e.ref(array), _forms(index_map)
+        ranges = _index_ranges(forms, op.attrs["grid"], window)
+        fits = [
+            _always_fits(dim, n, *bounds)
+            for dim, n, bounds in zip(window.dims, ref.shape, ranges, strict=True)
+        ]
+        plans.append(
+            Plan(ref, window, index_map, forms, fits, written, block in regrouped)
+        )
+    seen_elsewhere = _direct_roots(e, op)
+    return [_placed(e, plans, n, seen_elsewhere) for n in range(len(plans))]
+
+
+def _direct_roots(e: "Emitter", op: Op) -> set[Root]:
+    """Memory that the body uses without a window."""
+    inside = {v for inner in walk(op.regions[-1]) for v in inner.results}
+    inside |= {v for r in op.regions for v in r.params}
+    for inner in walk(op.regions[-1]):
+        inside |= {v for r in inner.regions for v in r.params}
+    used = {v for inner in walk(op.regions[-1]) for v in inner.operands if v.is_ref}
+    return {e.ref(v).root for v in used - inside}
+
+
+def _placed(
+    e: "Emitter", plans: Sequence[Plan], number: int, seen_elsewhere: set[Root]
+) -> Plan:
+    """Decide how the block is reached where it is not a plain view."""
+    plan = plans[number]
+    root = plan.array.root
+    group = [n for n, other in enumerate(plans) if other.array.root is root]
+    shared = len(group) > 1 or root in seen_elsewhere
+    changes = root.mutable and (
+        root in seen_elsewhere or any(plans[n].written for n in group)
+    )
+    together = root not in seen_elsewhere and _move_together([plans[n] for n in group])
+    if shared and changes and together:
+        # They share what one of them needs.
+        plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
+    if not plan.may_be_copied:
+        return plan
+    if plan.written and plan.window.fill is not None:
+        # What is written outside is dropped, and the fill value is read there again.
+        return replace(plan, one_by_one=True)
+    if not shared or not changes:
+        room = e.temporary(plan.window.block_shape, plan.array.dtype)
+        return replace(plan, room=room)
+    if together:
+        first = group[0]
+        if number != first:
+            return replace(plan, twin=first)
+        room = e.temporary(plan.window.block_shape, plan.array.dtype)
+        return replace(plan, room=room)
+    return replace(plan, one_by_one=True)
+
+
+def _move_together(plans: Sequence[Plan]) -> bool:
+    """Do the windows show the same block at every step?"""
+    first = plans[0]
+    known = all(
+        f.affine is not None and f.affine.const is not None for f in first.forms
+    )
+    return known and all(
+        plan.window.dims == first.window.dims
+        and plan.forms == first.forms
+        and plan.window.fill is None
+        for plan in plans
+    )
+
+
+def _forms(index_map: Block) -> list[Form]:
+    forms = Forms(index_map.params)
+    forms.add_ops(index_map.ops)
+    return [forms.of(value) for value in index_map.yields]
+
+
+def _index_ranges(
+    forms: Sequence[Form], grid: Sequence[int | None], window: Window
+) -> Iterator[tuple[float, float]]:
+    """Per dimension, the least and the greatest index over the grid, if known."""
+    pending = iter(forms)
+    for dim in window.dims:
+        affine = next(pending).affine
+        if dim.kind == "bounded":
+            next(pending)
+        yield (-inf, inf) if affine is None else affine.range(grid)
+
+
+def _always_fits(dim: BlockDim, n: int, first: float, last: float) -> bool:
+    if dim.kind == "squeezed" or not dim.size:
+        return n > 0 or not dim.size
+    if dim.kind == "blocked":
+        # A number that is no block's is clamped to the first or last one, whole or not.
+        return n > 0 and (n % dim.size == 0 or max(last, 0) < n // dim.size)
+    inside = dim.padding[0] <= first and last + dim.size <= n + dim.padding[0]
+    return dim.kind == "element" and inside
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """A window at one step: what the body sees, and where it came from."""
+
+    ref: Ref
+    plan: Plan
+    extents: list[Extent]
+    is_view: Val
+
+    def copy_back(self, e: "Emitter") -> None:
+        """Store the part of a copied block that lies in the array."""
+        array, room = self.plan.array, self.plan.room
+        if room is None or 0 in array.shape:
+            return
+        f, extents = e.f, self.extents
+        with f.when(f.negate(self.is_view)):
+            counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
+            with f.nest(counts) as steps:
+                inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
+                places = [
+                    f.add(x.start, i) for x, i in zip(extents, inside, strict=True)
+                ]
+                source = Ref(self.ref.shape, array.dtype, room)
+                bits = source.read_bits(f, _kept(extents, inside))
+                array.write_bits(f, places, bits)
+
+
+def open_window(e: "Emitter", plan: Plan, ids: Sequence[Val]) -> OpenWindow:
+    """Place the block for one program; copies it if it is not wholly in the array."""
+    f, array, window, room = e.f, plan.array, plan.window, plan.room
+    with e.block(plan.index_map, ids) as yields:
+        numbers = iter([f.convert("sext", _register(y), "i64") for y in yields])
+        extents = [
+            _extent(f, dim, n, fits, numbers)
+            for dim, n, fits in zip(window.dims, array.shape, plan.fits, strict=True)
+        ]
+    if plan.one_by_one:
+        return OpenWindow(_edge_ref(f, plan, extents), plan, extents, TRUE)
+    is_view = FALSE if plan.always_copied else TRUE
+    if room is not None:
+        for extent in extents:
+            is_view = f.both(is_view, extent.is_inside(f))
+    buffer = _choose(f, array, extents, room, is_view)
+    if room is not None:
+        with f.when(f.negate(is_view)):
+            _copy_in(f, array, window, extents, room)
+    ref = Ref(window.block_shape, array.dtype, buffer)
+    return OpenWindow(ref, plan, extents, is_view)
+
+
+def _edge_ref(f: Function, plan: Plan, extents: list[Extent]) -> Ref:
+    """A block reached through its array, element by element."""
+    array, window = plan.array, plan.window
+
+    def place(indices: Indices) -> tuple[list[Val], Val]:
+        pending = iter(indices)
+        steps = [integer(0) if x.squeezed else next(pending) for x in extents]
+        return _in_array(f, array, extents, steps)
+
+    def read(indices: Indices) -> Val:
+        where, valid = place(indices)
+        outside = scalars.constant(window.fill or 0, array.dtype)
+        return f.select(valid, array.read(f, where), outside)
+
+    def write(indices: Indices, value: Val) -> None:
+        where, valid = place(indices)
+        with f.when(valid):
+            array.write(f, where, value)
+
+    through = Through(read, write)
+    return Ref(window.block_shape, array.dtype, array.buffer, through)
+
+
+def _register(meaning: object) -> Val:
+    assert isinstance(meaning, Val)
+    return meaning
+
+
+def _extent(
+    f: Function, dim: BlockDim, n: int, fits: bool, numbers: Iterator[Val]
+) -> Extent:
+    """Where a block lies along one dimension, from what the index map yields.
+
+    What `fits` promises is clamped all the same: safety does not hang on a proof.
+    """
+    zero, size = integer(0), integer(dim.size)
+    index = next(numbers)
+    if dim.kind == "squeezed":
+        start = f.clamp(index, zero, integer(max(n - 1, 0)))
+        return Extent(start, 1, zero, integer(min(n, 1)), squeezed=True)
+    if dim.kind == "blocked":
+        blocks = n // max(dim.size, 1) if fits else -(-n // dim.size)
+        number = f.clamp(index, zero, integer(max(blocks - 1, 0)))
+        start = f.mul(number, size)
+        high = size if fits else f.least(size, f.sub(integer(n), start))
+        return Extent(start, dim.size, zero, high)
+    low_padding, high_padding = dim.padding
+    last = integer(max(n + low_padding + high_padding - 1, 0))
+    start = f.sub(f.clamp(index, zero, last), integer(low_padding))
+    if fits:
+        start = f.clamp(start, zero, integer(n - dim.size))
+        return Extent(start, dim.size, zero, size)
+    end = f.sub(integer(n), start)
+    if dim.kind == "bounded":
+        end = f.least(end, next(numbers))
+    low = f.clamp(f.sub(zero, start), zero, size)
+    return Extent(start, dim.size, low, f.clamp(end, zero, size))
+
+
+def _choose(
+    f: Function, array: Ref, extents: list[Extent], room: Buffer | None, is_view: Val
+) -> Buffer:
+    """The block's memory: part of the array, or the room it was copied to."""
+    strides = array.buffer.strides
+    offset = f.inner([extent.start for extent in extents], strides)
+    pointer = f.element(array.buffer.pointer, scalars.memory(array.dtype), offset)
+    strides = _kept(extents, strides)
+    if room is not None:
+        pointer = f.select(is_view, pointer, room.pointer)
+        both = zip(strides, room.strides, strict=True)
+        strides = [f.select(is_view, there, here) for there, here in both]
+    return Buffer(pointer, tuple(strides), array.root)
+
+
+def _copy_in(
+    f: Function, array: Ref, window: Window, extents: list[Extent], room: Buffer
+) -> None:
+    """Copy a block; what lies outside the array becomes the fill value, or zero."""
+    dtype = array.dtype
+    outside = scalars.constant(window.fill or 0, dtype)
+    target = Ref(window.block_shape, dtype, room)
+    with f.nest([extent.size for extent in extents]) as steps:
+        value = outside
+        if 0 not in array.shape:
+            where, valid = _in_array(f, array, extents, steps)
+            value = f.select(valid, array.read(f, where), outside)
+        target.write(f, _kept(extents, steps), value)
+
+
+def _in_array(
+    f: Function, array: Ref, extents: list[Extent], steps: Sequence[Val]
+) -> tuple[list[Val], Val]:
+    """Where in the array a block's element is, clamped, and whether it was inside."""
+    valid, clamped = TRUE, []
+    for extent, step, n in zip(extents, steps, array.shape, strict=True):
+        valid = f.both(valid, _is_between(f, extent, step))
+        where = f.add(extent.start, step)
+        clamped.append(f.clamp(where, integer(0), integer(n - 1)))
+    return clamped, valid
+
+
+def _is_between(f: Function, extent: Extent, step: Val) -> Val:
+    low = TRUE if extent.low.constant == 0 else f.compare("icmp sge", step, extent.low)
+    return f.both(low, f.compare("icmp slt", step, extent.high))
+
+
+def _kept(extents: list[Extent], values: Sequence[Val]) -> list[Val]:
+    """Those of the values that belong to dimensions the block has."""
+    return [v for extent, v in zip(extents, values, strict=True) if not extent.squeezed]
+
+
+RULES = {"pipeline": emit_pipeline}

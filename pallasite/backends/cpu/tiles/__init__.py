@@ -1,0 +1,1 @@
+"""Tiles while code is written, their memory and its lifetime."""

@@ -1,0 +1,258 @@
+"""Who uses each value of a block, and until when: decides buffers and their lifetimes.
+
+`uses_of(block)` looks at one block; what regions inside it use counts as used by the op
+that has the region. A tile that is computed late keeps its operands alive as long.
+`Emitter.define` decides what is late; the rule here must promise no less.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from pallasite.backends.cpu.llvm.vector_loops import vector_dim
+from pallasite.ir.nodes import Block, Op, Value, walk, window_arrays
+from pallasite.ir.opdef import Effect, Unit, table
+
+# Ops whose results are complete in a buffer (or a scalar) when the op is done. All
+# others without regions may be evaluated as late as their own last use. Those that join
+# parts may too if their result is only moved, and pads of whole rows.
+COMPLETE = frozenset(
+    [
+        *("reduce", "scan", "top_k", "sort", "dot", "concatenate", "pad"),
+        *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read", "scatter"),
+    ]
+)
+
+
+CHEAP = 3  # computing this many instructions again beats storing their result
+MANY_TIMES = 4  # but not more often than this
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Facts about the values one block defines or uses."""
+
+    last: dict[Value, int]  # position after which nobody evaluates the value
+    consumers: dict[Value, int]  # how many ops of the block use it
+    captured: frozenset[Value]  # used inside a region
+    stored: frozenset[Value]  # elementwise results that get a buffer
+    kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
+    moved: frozenset[Value]  # joined of parts, and nothing is done but store them once
+
+
+def uses_of(block: Block) -> Uses:
+    """Walks backwards: what becomes of a value is known before what it is made of."""
+    last: dict[Value, int] = defaultdict(lambda: -1)
+    # The loops in which a value is computed if it is not stored.
+    loops: dict[Value, set[Hashable]] = defaultdict(set)
+    first: dict[Value, int] = {}
+    captured, stored, kept = set[Value](), set[Value](), set[Value]()
+    moved, wanted = set[Value](), set[Value]()
+    consumers, costs = dict[Value, int](), _costs(block)
+    for place, value in enumerate(block.yields):
+        last[value] = first[value] = len(block.ops)
+        loops[value].add(("yield", place))
+        consumers[value] = consumers.get(value, 0) + 1
+    for position in reversed(range(len(block.ops))):
+        op = block.ops[position]
+        inside = set(_free_values(op))
+        captured |= inside
+        for result in op.results:
+            if _is_elementwise(op) and (
+                result in captured or _is_shared(costs[result], loops[result])
+            ):
+                stored.add(result)
+                if _reduces(block, first.get(result), result):
+                    kept.add(result)
+            if result in wanted and consumers[result] == 1:
+                moved.add(result)
+        done = [v for v in op.results if _is_complete(op) and v not in moved]
+        late = [v for v in op.results if v not in done]
+        until = max(
+            [position, *(_until(op, v, last, first, stored, kept) for v in late)]
+        )
+        wanted |= {v for v in op.operands if _only_moves(op, v, moved)}
+        through = _loops_of_operands(op, position, loops, stored)
+        for value in {*op.operands, *inside}:
+            last[value] = max(last[value], until if value in op.operands else position)
+            first[value] = position
+            loops[value] |= through
+            consumers[value] = consumers.get(value, 0) + 1
+    sets = (frozenset(found) for found in (captured, stored, kept, moved))
+    return Uses(last, consumers, *sets)
+
+
+def _is_complete(op: Op) -> bool:
+    return op.name in COMPLETE and not pads_rows(op)
+
+
+def pads_rows(op: Op) -> bool:
+    """Is it a pad along which no lanes run, so that an element is cheap to find?"""
+    if op.name != "pad" or any(op.attrs["interior"]):
+        return False
+    inner, outer = op.operands[0].tile.shape, op.result.tile.shape
+    along = vector_dim(outer)
+    if along is None or 0 in inner:
+        return False
+    return op.attrs["low"][along] == 0 and inner[along] == outer[along]
+
+
+def _is_elementwise(op: Op) -> bool:
+    return table()[op.name].elementwise and bool(op.result.tile.rank)
+
+
+def _is_shared(cost: int, loops: set[Hashable]) -> bool:
+    """Is it better to store a value than to compute it in each of these loops?"""
+    return len(loops) > 1 and (cost > CHEAP or len(loops) > MANY_TIMES)
+
+
+def _reduces(block: Block, position: int | None, value: Value) -> bool:
+    if position is None or position >= len(block.ops):
+        return False
+    return block.ops[position].name == "reduce"
+
+
+def _until(
+    op: Op,
+    result: Value,
+    last: dict[Value, int],
+    first: dict[Value, int],
+    stored: set[Value],
+    kept: set[Value],
+) -> int:
+    """How late the result may be computed from the op's operands."""
+    if op.regions or (not result.is_ref and not result.tile.rank):
+        return -1
+    if result in kept:
+        return first[result]
+    return -1 if result in stored else last[result]
+
+
+def _only_moves(op: Op, operand: Value, moved: set[Value]) -> bool:
+    """Does the op nothing with the operand but store it, or join it to others?"""
+    if op.operands.count(operand) != 1:
+        return False
+    if op.name == "slice":
+        return op.result in moved and set(op.attrs["strides"]) == {1}
+    if op.name == "pad":
+        is_joined = op.result in moved or not pads_rows(op)
+        return is_joined and operand is op.operands[0]
+    if op.name == "store":
+        return operand is op.operands[1]
+    return op.name == "concatenate"
+
+
+def _loops_of_operands(
+    op: Op, position: int, loops: dict[Value, set[Hashable]], stored: set[Value]
+) -> set[Hashable]:
+    if op.regions or _is_complete(op) or len(op.results) != 1:
+        return {position}
+    result = op.result
+    if result.is_ref or not result.tile.rank or result in stored or _grows(op):
+        return {position}
+    if _is_elementwise(op):
+        return loops[result]
+    # Views: the same loops, but at other indices.
+    return {(position, loop) for loop in loops[result]}
+
+
+def _grows(op: Op) -> bool:
+    """Is it a broadcast, which stores what it repeats?"""
+    broadcast = op.name == "broadcast_in_dim"
+    return broadcast and op.result.tile.size > op.operands[0].tile.size
+
+
+def _costs(block: Block) -> dict[Value, int]:
+    """Roughly the instructions for one element, from memory."""
+    costs: dict[Value, int] = defaultdict(int)
+    for op in block.ops:
+        if op.regions or _is_complete(op) or len(op.results) != 1 or _grows(op):
+            continue
+        if op.result.is_ref or not op.result.tile.rank:
+            continue
+        own = _WEIGHTS.get(table()[op.name].unit, 1) if _is_elementwise(op) else 0
+        own = _DIVISION if op.name in ("div", "rem", "sqrt", "rsqrt") else own
+        total = own + sum(costs[v] for v in set(op.operands))
+        costs[op.result] = min(total, 10**6)
+    return costs
+
+
+_WEIGHTS = {Unit.SPECIAL: 12}
+_DIVISION = 5
+
+
+def _free_values(op: Op) -> Iterator[Value]:
+    for region in op.regions:
+        yield from region.yields
+        for inner in walk(region):
+            yield from inner.operands
+            for nested in inner.regions:
+                yield from nested.yields
+
+
+# --- what is written ---
+
+
+def has_writes(op: Op) -> bool:
+    """May the op, or code in its regions, change memory?"""
+    return any(_writes(inner) for inner in (op, *_inside(op)))
+
+
+def _inside(op: Op) -> Iterator[Op]:
+    for region in op.regions:
+        yield from walk(region)
+
+
+def _writes(op: Op) -> bool:
+    control = op.name in ("for", "while", "cond", "pipeline", "alloc")
+    return table()[op.name].effect is Effect.WRITE and not control
+
+
+VIEWS = frozenset(["subview", "reshape_view", "bitcast_view", "transpose_view"])
+
+
+def written_refs(block: Block) -> set[Value]:
+    """The refs some op of the block writes, traced back through views."""
+    return _traced(block, _targets)
+
+
+def flattened_refs(block: Block) -> set[Value]:
+    """The refs some view regroups, so that they should lie in memory without gaps."""
+    regroups = lambda op: op.operands[:1] if op.name == "reshape_view" else ()
+    return _traced(block, regroups)
+
+
+def _traced(block: Block, pick) -> set[Value]:
+    origin: dict[Value, Value] = {}
+    found: set[Value] = set()
+    for op in walk(block):
+        if op.name in VIEWS:
+            origin[op.result] = op.operands[0]
+        found.update(pick(op))
+    for value in list(found):
+        while value in origin:
+            value = origin[value]
+            found.add(value)
+    return found
+
+
+def _targets(op: Op) -> tuple[Value, ...]:
+    if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
+        return op.operands[:1]
+    if op.name in ("copy_start", "copy_wait"):
+        return op.operands[1:3]
+    if op.name == "pipeline":
+        return tuple(ref for ref, written in window_refs(op) if written)
+    return ()
+
+
+def window_refs(pipeline: Op) -> list[tuple[Value, bool]]:
+    """The arrays a pipeline has windows of, and whether it writes there."""
+    windows, body = pipeline.attrs["windows"], pipeline.regions[-1]
+    refs = window_arrays(pipeline)
+    blocks = body.params[len(body.params) - len(windows) :]
+    written = written_refs(body)
+    return [
+        (ref, window.mode == "out" or block in written)
+        for ref, window, block in zip(refs, windows, blocks, strict=True)
+    ]

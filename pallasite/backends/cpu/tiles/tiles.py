@@ -1,0 +1,475 @@
+"""Tiles while code is written: a strided buffer, or a formula not yet evaluated.
+
+An elementwise tile with one consumer is never stored; the consumer's loop computes its
+elements. Shape ops on a buffer only change pointer and strides. `emit.py` decides when
+a formula is forced into a buffer of the arena.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm.writer import Function, Val, integer
+from pallasite.ir.types import DType
+
+Indices = Sequence[Val]
+
+# While a vector of an array is computed with, what lies so far behind it is fetched.
+# Rows often end where pages do, and there the processor stops fetching by itself.
+FETCH_AHEAD_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """A piece of memory, for deciding whether two accesses may meet.
+
+    `mutable`: some code may write it between a load and the use of what was loaded.
+    `is_array`: it is one of the caller's arrays, most of which may be far away.
+    """
+
+    name: str
+    mutable: bool = True
+    is_array: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Elements in memory; strides count elements. `root` None: never written again."""
+
+    pointer: Val
+    strides: tuple[Val, ...]
+    root: Root | None = None
+
+    def address(self, f: Function, dtype: DType, indices: Indices) -> Val:
+        offset = f.inner(indices, self.strides)
+        return f.element(self.pointer, scalars.memory(dtype), offset)
+
+    def read(self, f: Function, dtype: DType, indices: Indices) -> Val:
+        """The element, or several where an index has lanes."""
+        address = self.address(f, dtype, indices)
+        repeats = any(stride.constant == 0 for stride in self.strides)
+        if self.root is not None and self.root.is_array and not repeats:
+            f.fetch(address, FETCH_AHEAD_BYTES)
+        return scalars.load(f, dtype, address)
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """Elements computed on demand from the elements of `operands`.
+
+    `pointwise`: element i needs only the operands' elements i. `free`: costs next to
+    nothing and reads no memory (constants, iotas), so it is never worth a buffer.
+    `regrouped`: the only operand's elements in the same order, in another shape.
+    `starts`: where in it its operands begin, if it is made by laying them next to each
+    other; then it is only ever stored, an operand at a time.
+    """
+
+    element: Callable[[Indices], Val]
+    operands: tuple["Tile", ...] = ()
+    pointwise: bool = False
+    free: bool = False
+    regrouped: bool = False
+    starts: tuple[tuple[int, ...], ...] = ()
+    depth: int = 1  # how many formulas lie between an element and memory
+
+
+@dataclass(eq=False)
+class Tile:
+    """A tile value of rank one or more. Forcing it replaces `source` by a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    source: Buffer | Formula
+    scope: int = -1  # the block it belongs to; only there may it be forced in place
+    last: int = -1  # position in that block after which nobody needs it
+    keep: bool = False  # whoever evaluates all of it first should store it
+    _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # of one moment
+
+    @property
+    def buffer(self) -> Buffer | None:
+        return self.source if isinstance(self.source, Buffer) else None
+
+    @property
+    def depth(self) -> int:
+        return self.source.depth if isinstance(self.source, Formula) else 0
+
+    @property
+    def parts(self) -> list[tuple[tuple[int, ...], "Tile"]]:
+        """Of a tile made of others next to each other: where each begins, and it."""
+        if not isinstance(self.source, Formula) or not self.source.starts:
+            return []
+        return list(zip(self.source.starts, self.source.operands, strict=True))
+
+    @property
+    def is_free(self) -> bool:
+        return isinstance(self.source, Formula) and self.source.free
+
+    def at(self, f: Function, indices: Indices) -> Val:
+        """The element, or several where an index has lanes.
+
+        Evaluated once as long as nothing is written and the basic block is the same.
+        """
+        if self._memo[0] != f.moment:
+            self._memo = (f.moment, {})
+        known, key = self._memo[1], tuple(indices)
+        if key not in known:
+            value = self._evaluated(f, indices)
+            if self._memo[0] != f.moment:  # it had a loop of its own
+                return value
+            known[key] = value
+        return known[key]
+
+    def _evaluated(self, f: Function, indices: Indices) -> Val:
+        if isinstance(self.source, Formula):
+            return self.source.element(indices)
+        return self.source.read(f, self.dtype, indices)
+
+    @property
+    def comes_from_memory(self) -> bool:
+        return any(tile.buffer is not None for tile in self._sources())
+
+    def reads(self) -> set[Root]:
+        """The memory its elements still come from."""
+        buffers = (tile.buffer for tile in self._sources())
+        return {b.root for b in buffers if b is not None and b.root is not None}
+
+    def _sources(self) -> list["Tile"]:
+        """This tile and those it is made of, each once."""
+        found: dict[Tile, None] = {self: None}
+        pending = [self]
+        while pending:
+            source = pending.pop().source
+            operands = source.operands if isinstance(source, Formula) else ()
+            pending += [tile for tile in operands if tile not in found]
+            found.update(dict.fromkeys(operands))
+        return list(found)
+
+    def pointwise_sources(self) -> list["Tile"]:
+        """This tile and those whose elements it takes at the same indices."""
+        found: dict[Tile, None] = {self: None}
+        pending = [self]
+        while pending:
+            source = pending.pop().source
+            if isinstance(source, Formula) and source.pointwise:
+                new = [t for t in source.operands if t not in found]
+                pending += new
+                found.update(dict.fromkeys(new))
+        return [tile for tile in found if tile.shape == self.shape]
+
+    def may_overwrite(self, target: Buffer) -> bool:
+        """May each element be stored to `target` as soon as it is computed?
+
+        True if nothing here comes from the target's memory, or only from the very
+        element that is being replaced.
+        """
+        known: dict[Tile, bool] = {}
+        self._reaches(target.root, known)
+        return all(
+            tile._is_in_place(target) for tile, reached in known.items() if reached
+        )
+
+    def _reaches(self, root: Root | None, known: dict["Tile", bool]) -> bool:
+        """Do its elements come from that memory? `known`: the same of what it is of."""
+        if self not in known:
+            if isinstance(self.source, Buffer):
+                known[self] = root is not None and self.source.root is root
+            else:
+                found = [tile._reaches(root, known) for tile in self.source.operands]
+                known[self] = any(found)
+        return known[self]
+
+    def _is_in_place(self, target: Buffer) -> bool:
+        if isinstance(self.source, Formula):
+            return self.source.pointwise
+        here = (self.source.pointer, self.source.strides)
+        return here == (target.pointer, target.strides)
+
+
+@dataclass(frozen=True, eq=False)
+class Through:
+    """Elements reached one by one, where a pointer and strides cannot say how."""
+
+    read: Callable[[Indices], Val]
+    write: Callable[[Indices, Val], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A window onto memory: what a value of ref type stands for.
+
+    With `through`, `buffer` only says whose memory it is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DType
+    buffer: Buffer
+    through: Through | None = None
+
+    @property
+    def root(self) -> Root:
+        assert self.buffer.root is not None
+        return self.buffer.root
+
+    @property
+    def tile(self) -> Tile:
+        """Its contents, read when they are used."""
+        memory = Tile(self.shape, self.dtype, self.buffer)
+        if self.through is None:
+            return memory
+        return formula(self.shape, self.dtype, self.through.read, [memory])
+
+    def read(self, f: Function, indices: Indices) -> Val:
+        if self.through is not None:
+            return self.through.read(indices)
+        return scalars.load(f, self.dtype, self.buffer.address(f, self.dtype, indices))
+
+    def write(self, f: Function, indices: Indices, value: Val) -> None:
+        """Store an element; the index has no lanes."""
+        if self.through is not None:
+            self.through.write(indices, value)
+            return
+        address = self.buffer.address(f, self.dtype, indices)
+        scalars.store(f, self.dtype, value, address)
+
+    def read_bits(self, f: Function, indices: Indices) -> Val:
+        """An element as an integer: no float register changes a NaN on the way."""
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            return scalars.to_bits(f, self.dtype, self.read(f, indices))
+        address = self.buffer.address(f, self.dtype, indices)
+        raw = f.load(scalars.memory(self.dtype), address)
+        return f.convert("bitcast", raw, f"i{8 * self.dtype.bytes}")
+
+    def write_bits(self, f: Function, indices: Indices, bits: Val) -> None:
+        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+            self.write(f, indices, scalars.from_bits(f, self.dtype, bits))
+            return
+        raw = f.convert("bitcast", bits, scalars.memory(self.dtype))
+        f.store(raw, self.buffer.address(f, self.dtype, indices))
+
+    def moved(
+        self, f: Function, shape: Sequence[int], to_old: Callable[[Indices], Indices]
+    ) -> "Ref":
+        """A ref whose element i is this one's element `to_old(i)`."""
+        through = Through(
+            lambda indices: self.read(f, to_old(indices)),
+            lambda indices, value: self.write(f, to_old(indices), value),
+        )
+        return Ref(tuple(shape), self.dtype, self.buffer, through)
+
+
+def row_major(shape: Sequence[int]) -> tuple[Val, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(integer(step))
+        step *= n
+    return tuple(reversed(strides))
+
+
+def formula(
+    shape: Sequence[int],
+    dtype: DType,
+    element: Callable[[Indices], Val],
+    operands: Sequence[Tile] = (),
+    pointwise: bool = False,
+    free: bool = False,
+) -> Tile:
+    depth = 1 + max((tile.depth for tile in operands), default=0)
+    source = Formula(element, tuple(operands), pointwise, free, depth=depth)
+    return Tile(tuple(shape), dtype, source)
+
+
+def splat(shape: Sequence[int], dtype: DType, value: Val) -> Tile:
+    return formula(shape, dtype, lambda _: value, pointwise=True, free=True)
+
+
+def joined(
+    shape: Sequence[int],
+    dtype: DType,
+    parts: Sequence[tuple[Sequence[int], Tile]],
+) -> Tile:
+    """Tiles next to each other, each from its start on; those without elements go."""
+    parts = [(start, part) for start, part in parts if 0 not in part.shape]
+    if not parts:
+        return splat(shape, dtype, scalars.zero(dtype))
+    whole = formula(shape, dtype, _no_element, [part for _, part in parts])
+    assert isinstance(whole.source, Formula)
+    starts = tuple(tuple(start) for start, _ in parts)
+    whole.source = replace(whole.source, starts=starts)
+    return whole
+
+
+def _no_element(indices: Indices) -> Val:
+    raise AssertionError("a joined tile must be stored before its elements are used")
+
+
+# --- the same elements in another order ---
+
+
+def remap(
+    f: Function, tile: Tile, shape: Sequence[int], to_old: Callable[[Indices], Indices]
+) -> Tile:
+    """A tile whose element i is the element `to_old(i)` of `tile`."""
+    element = lambda indices: tile.at(f, to_old(indices))
+    return formula(shape, tile.dtype, element, [tile], free=tile.is_free)
+
+
+def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
+    shape = [tile.shape[d] for d in perm]
+    buffer = tile.buffer
+    if buffer is not None:
+        return _view(tile, shape, buffer.pointer, [buffer.strides[d] for d in perm])
+    places = [perm.index(d) for d in range(len(perm))]
+    return remap(f, tile, shape, lambda indices: [indices[p] for p in places])
+
+
+def moves_lanes(shape: Sequence[int], perm: Sequence[int]) -> bool:
+    """Does a transpose put another dimension's elements next to each other?"""
+    before, after = ([d for d in dims if shape[d] > 1] for dims in (sorted(perm), perm))
+    return before[-1:] != after[-1:]
+
+
+def lanes_last(shape: Sequence[int], along: int | None) -> list[int] | None:
+    """The dimensions with `along` moved behind all others; None if nothing changes."""
+    if along is None or all(n == 1 for n in shape[along + 1 :]):
+        return None
+    return [*(d for d in range(len(shape)) if d != along), along]
+
+
+def broadcast(
+    f: Function, tile: Tile, shape: Sequence[int], dims: Sequence[int]
+) -> Tile:
+    kept = [n == shape[d] for n, d in zip(tile.shape, dims, strict=True)]
+    buffer, zero = tile.buffer, integer(0)
+    if buffer is not None:
+        strides = [zero] * len(shape)
+        for d, keep, stride in zip(dims, kept, buffer.strides, strict=True):
+            strides[d] = stride if keep else zero
+        return _view(tile, shape, buffer.pointer, strides)
+    pick = lambda indices: [
+        indices[d] if keep else zero for d, keep in zip(dims, kept, strict=True)
+    ]
+    return remap(f, tile, shape, pick)
+
+
+def cut(
+    f: Function,
+    tile: Tile,
+    shape: Sequence[int],
+    starts: Sequence[Val],
+    steps: Sequence[int],
+) -> Tile:
+    """Elements `steps` apart from `starts` on; a negative step walks backwards."""
+    if tile.parts:
+        assert all(step == 1 for step in steps), "lifetimes.py has such a tile stored"
+        return _cut_parts(f, tile, shape, [int(start.text) for start in starts])
+    buffer = tile.buffer
+    strides = [integer(s) for s in steps]
+    if buffer is not None:
+        offset = f.inner(starts, buffer.strides)
+        pointer = f.element(buffer.pointer, scalars.memory(tile.dtype), offset)
+        old = zip(strides, buffer.strides, strict=True)
+        return _view(tile, shape, pointer, [f.mul(s, b) for s, b in old])
+    move = lambda indices: [
+        f.add(start, f.mul(i, s))
+        for i, start, s in zip(indices, starts, strides, strict=True)
+    ]
+    return remap(f, tile, shape, move)
+
+
+def _cut_parts(
+    f: Function, tile: Tile, shape: Sequence[int], first: Sequence[int]
+) -> Tile:
+    """What a box with steps of one has of each part."""
+    found = []
+    for starts, part in tile.parts:
+        spans = list(zip(starts, part.shape, first, shape, strict=True))
+        low = [max(start, at) for start, _, at, _ in spans]
+        high = [min(start + n, at + size) for start, n, at, size in spans]
+        sizes = [max(0, b - a) for a, b in zip(low, high, strict=True)]
+        inside = [integer(a - start) for a, start in zip(low, starts, strict=True)]
+        piece = cut(f, part, sizes, inside, [1] * len(sizes))
+        found.append(([a - at for a, at in zip(low, first, strict=True)], piece))
+    return joined(shape, tile.dtype, found)
+
+
+def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
+    buffer = tile.buffer
+    if buffer is not None:
+        strides = reshape_strides(f, tile.shape, buffer.strides, shape)
+        if strides is not None:
+            return _view(tile, shape, buffer.pointer, strides)
+    if [n for n in shape if n != 1] == [n for n in tile.shape if n != 1]:
+        places = [d for d, n in enumerate(shape) if n != 1]
+        return remap(
+            f, tile, shape, lambda indices: _insert_units(tile.shape, places, indices)
+        )
+    whole = remap(f, tile, shape, lambda i: unravel(f, tile.shape, shape, i))
+    assert isinstance(whole.source, Formula)
+    whole.source = replace(whole.source, regrouped=True)
+    return whole
+
+
+def ungrouped(f: Function, tile: Tile, target: Buffer) -> tuple[Tile, Buffer] | None:
+    """Where to store which tile instead, so that no index is taken apart."""
+    if not isinstance(tile.source, Formula) or not tile.source.regrouped:
+        return None
+    (inner,) = tile.source.operands
+    strides = reshape_strides(f, tile.shape, target.strides, inner.shape)
+    if strides is None:
+        return None
+    return inner, Buffer(target.pointer, tuple(strides), target.root)
+
+
+def reshape_strides(
+    f: Function, old: Sequence[int], strides: Sequence[Val], new: Sequence[int]
+) -> list[Val] | None:
+    """Strides that show the same memory with shape `new`; None if there are none."""
+    if 0 in old:
+        return list(row_major(new))
+    source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
+    result: list[Val] = []
+    place, size, stride = len(source), 1, integer(1)  # what is left of one old run
+    for n in reversed(new):
+        if n == 1:
+            result.append(stride)
+            continue
+        while size % n or size == 1:
+            if place == 0:
+                return None
+            place -= 1
+            length, step = source[place]
+            if size == 1:
+                size, stride = length, step
+            elif step == f.mul(integer(size), stride):
+                size *= length
+            else:
+                return None
+        result.append(stride)
+        size, stride = size // n, f.mul(stride, integer(n))
+    return result[::-1]
+
+
+def _view(
+    tile: Tile, shape: Sequence[int], pointer: Val, strides: Sequence[Val]
+) -> Tile:
+    assert tile.buffer is not None
+    source = Buffer(pointer, tuple(strides), tile.buffer.root)
+    return Tile(tuple(shape), tile.dtype, source)
+
+
+def _insert_units(old: Sequence[int], places: Sequence[int], indices: Indices):
+    pending = iter(places)
+    return [integer(0) if n == 1 else indices[next(pending)] for n in old]
+
+
+def unravel(f: Function, old: Sequence[int], new: Sequence[int], indices: Indices):
+    """Where in a tile of shape `old` the element of shape `new` is."""
+    linear = f.inner(indices, row_major(new))
+    result = []
+    for n, step in zip(old, row_major(old), strict=True):
+        if n == 1:
+            result.append(integer(0))
+            continue
+        part = linear if step.constant == 1 else f.binary("udiv", linear, step)
+        result.append(f.binary("urem", part, integer(n)))
+    return result

@@ -1,0 +1,148 @@
+"""Moves between views that are contiguous along different dimensions: transposes.
+
+Going along either dimension, reading or writing would touch a cache line for a single
+element. So squares are moved: lines of the source are loaded as vectors, turned in
+registers and stored as lines of the target. The code is a function per element width,
+whatever the shapes, and knows elements only as bits. `Emitter.fill` asks here first.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pallasite.backends.cpu.llvm import vector_ops as vec
+from pallasite.backends.cpu.llvm.values import bytes_of
+from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
+from pallasite.backends.cpu.tiles.tiles import Buffer
+from pallasite.ir.types import DType
+from pallasite.target import host
+
+SMALLEST = 4  # squares of fewer elements a side gain nothing
+LARGEST = 16  # larger ones do not fit the registers
+BLOCK_BYTES = 128  # of a line, moved before the next lines are begun
+
+
+def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int | None:
+    """The dimension a view is contiguous along, if lanes `along` another would jump."""
+    if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
+        return None
+    if shape[along] < SMALLEST:
+        return None
+    long = (d for d, n in enumerate(shape) if n >= SMALLEST)
+    return next((d for d in long if buffer.strides[d].constant == 1), None)
+
+
+def turn(
+    f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
+) -> bool:
+    """Copy all elements by squares, if that is the way to do it."""
+    row = contiguous_dim(shape, target)
+    column = runs_across(shape, source, row)
+    if row is None or column is None or runs_across(shape, target, column) is None:
+        return False
+    bits = 8 * dtype.bytes
+    name = _turner(f.module, bits, _side(bits, shape[row], shape[column]))
+    others = [1 if d in (row, column) else n for d, n in enumerate(shape)]
+    with f.nest(others) as indices:
+        f.call_defined(
+            name,
+            source.address(f, dtype, indices),
+            source.strides[row],
+            target.address(f, dtype, indices),
+            target.strides[column],
+            integer(shape[row]),
+            integer(shape[column]),
+        )
+    return True
+
+
+def contiguous_dim(shape: Sequence[int], buffer: Buffer) -> int | None:
+    """The last dimension whose elements are neighbours in memory."""
+    dims = [d for d, n in enumerate(shape) if n > 1]
+    return next((d for d in reversed(dims) if buffer.strides[d].constant == 1), None)
+
+
+def _side(bits: int, rows: int, columns: int) -> int:
+    """The elements along one side of the largest square."""
+    most = min(LARGEST, host().lanes(bits))
+    return min(most, _power_within(rows), _power_within(columns))
+
+
+def _power_within(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _turner(module: Module, bits: int, side: int) -> str:
+    """The name of the function, which is added to the module the first time.
+
+    It takes the source and the distance of its rows, the target and the distance of the
+    columns there, and how many rows and columns there are: no fewer than `side`.
+    """
+    name = f"turn_i{bits}_{side}"
+    if not module.defines(name):
+        _emit(module, name, f"i{bits}", side)
+    return name
+
+
+def _emit(module: Module, name: str, type: str, side: int) -> None:
+    params = [
+        ("ptr noalias readonly", "source"),
+        ("i64", "across"),
+        ("ptr noalias", "target"),
+        ("i64", "down"),
+        ("i64", "rows"),
+        ("i64", "columns"),
+    ]
+    attributes = "noinline nounwind"
+    f = Function(module, name, params, linkage="internal", attributes=attributes)
+    source, across, target, down, rows, columns = f.params
+    block = max(BLOCK_BYTES // bytes_of(type), side)
+    with (
+        _blocks(f, rows, block) as (first_row, last_row),
+        _blocks(f, columns, block) as (first_column, last_column),
+        _squares(f, first_column, last_column, side) as column,
+        _squares(f, first_row, last_row, side) as row,
+    ):
+        here = vec.offset(f, source, type, f.add(f.mul(row, across), column))
+        there = vec.offset(f, target, type, f.add(f.mul(column, down), row))
+        _move_square(f, side, type, here, across, there, down)
+    f.line("ret void")
+
+
+@contextmanager
+def _blocks(f: Function, n: Val, size: int) -> Iterator[tuple[Val, Val]]:
+    """Where blocks of 0 up to n begin and end."""
+    count = f.binary("udiv", f.add(n, integer(size - 1)), integer(size))
+    with f.loop(count) as loop:
+        first = f.mul(loop.index, integer(size))
+        yield first, f.least(f.add(first, integer(size)), n)
+
+
+@contextmanager
+def _squares(f: Function, first: Val, last: Val, side: int) -> Iterator[Val]:
+    """Where squares from `first` to `last` begin.
+
+    The last one is moved back so that it ends there, and does some elements again.
+    """
+    n = f.add(f.sub(last, first), integer(side - 1))
+    with f.loop(f.binary("udiv", n, integer(side))) as loop:
+        place = f.add(first, f.mul(loop.index, integer(side)))
+        yield f.least(place, f.sub(last, integer(side)))
+
+
+def _move_square(
+    f: Function,
+    side: int,
+    type: str,
+    source: Val,
+    across: Val,
+    target: Val,
+    down: Val,
+) -> None:
+    line, align = vec.vector(type, side), bytes_of(type)
+    lines = [
+        vec.load(f, line, vec.offset(f, source, type, f.mul(across, integer(k))), align)
+        for k in range(side)
+    ]
+    for k, turned in enumerate(vec.transpose(f, lines)):
+        place = vec.offset(f, target, type, f.mul(down, integer(k)))
+        vec.store(f, turned, place, align)

@@ -1,0 +1,1 @@
+"""What an author calls: pallas_call, kernel over a mesh, emit_pipeline."""

@@ -1,0 +1,605 @@
+"""pallas_call: check the specs, trace the kernel, import it, bind the primitive.
+
+The reading order of the package starts here. `specs.py` and `pipeline_op.py` check and describe
+the windows, `trace.py` makes jaxprs, `importer.py` makes IR; the primitive with all
+its rules is in `primitive.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.autodiff import rules as rules  # registers its rules
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.importer import pipeline_op
+from pallasite.importer.importer import Captures, Importer, load_rules
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Kernel, Loc, Op, Value
+from pallasite.language.memory_spaces import (
+    MemoryRef,
+    MemorySpace,
+    SemaphoreType,
+    as_memory_ref,
+)
+from pallasite.language.spec_trees import describe, input_specs, is_shaped, output_specs
+from pallasite.language.specs import (
+    CostEstimate,
+    GridSpec,
+    Operand,
+    no_block_spec,
+)
+from pallasite.language.trace import (
+    check_signature,
+    name_of,
+    parameter_names,
+    storing,
+    trace,
+    user_location,
+)
+from pallasite.primitive import Call, bind_call, interpret_mode
+from pallasite.sharding import rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Everything `pallas_call` was given, once per wrapper."""
+
+    kernel: Callable[..., Any]
+    grid_spec: GridSpec
+    out_shapes: tuple[Any, ...]
+    out_tree: Any
+    aliases: tuple[tuple[int, int], ...]
+    name: str
+    at: Loc | None
+    interpret: Any
+    backend: str | None
+    compiler_params: Mapping[str, Any]
+    cost_estimate: CostEstimate | None
+    debug: bool
+    metadata: Mapping[str, str] | None
+    axis_names: tuple[str | None, ...] = ()
+    partition: Any = None
+
+
+def pallas_call(
+    kernel: Callable[..., None],
+    out_shape: Any = None,
+    *,
+    grid_spec: GridSpec | None = None,
+    grid: Any = (),
+    in_specs: Any = no_block_spec,
+    out_specs: Any = no_block_spec,
+    scratch_shapes: Any = (),
+    input_output_aliases: Mapping[int, int] | None = None,
+    debug: bool = False,
+    interpret: Any = False,
+    name: str | None = None,
+    compiler_params: Any = None,
+    cost_estimate: CostEstimate | None = None,
+    backend: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    out_type: Any = None,
+    scratch_types: Any = None,
+    axis_names: tuple[str, ...] = (),
+    partition: bool | str | rule.Partition | None = None,
+) -> Callable[..., Any]:
+    """Make a JAX function out of a kernel.
+
+    Args:
+        kernel: a function of refs: scalar-prefetch operands, inputs, outputs, scratch.
+            It returns nothing; results are what it stores into the output refs.
+        out_shape: shape and dtype of the result, or a pytree of them (`out_type` is
+            the newer spelling).
+        grid_spec: grid and specs in one object; excludes the next four arguments.
+        grid: the iteration space; one program runs per index, as if one after another
+            with the last axis fastest.
+        in_specs, out_specs: one BlockSpec per operand (pytrees that match them).
+        scratch_shapes: memory the kernel gets besides, e.g. `pltpu.VMEM((8, 128),
+            jnp.float32)`; it keeps its contents from program to program
+            (`scratch_types` is the newer spelling).
+        input_output_aliases: operand number -> result number: the same memory.
+        debug: print the kernel's IR when it is traced.
+        interpret: True runs the emulation on any platform; `pl.Checked()` runs checked
+            mode; False uses the platform's native backend.
+        name: shown in errors, dumps and profiles.
+        compiler_params: `pltpu.CompilerParams(...)`, or a dict.
+        cost_estimate: for XLA's scheduler.
+        backend: name a backend instead of the platform's own.
+        metadata: strings attached to the call.
+        axis_names: names of the grid axes, for `lax.axis_index` and `lax.axis_size` in
+            the kernel; `grid=(("i", 4), ("j", 2))` gives them, too.
+        partition: how devices may share the call under sharded `jit`. By default as
+            grid and specs allow; False keeps it whole; a `pl.Partition`, or its rule
+            alone (`"m k, k n -> m n"`), says it explicitly.
+
+    Returns:
+        A function from arrays to arrays, usable under jit, vmap and shard_map.
+
+    Raises:
+        SpecError, KernelTypeError: when called with operands that do not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, pallasite as pl
+        >>> def double(x_ref, o_ref):
+        ...     o_ref[...] = 2 * x_ref[...]
+        >>> x = jnp.arange(4.0)
+        >>> shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        >>> print(pl.pallas_call(double, out_shape=shape, interpret=True)(x))
+        [0. 2. 4. 6.]
+    """
+    at = user_location()
+    if not callable(kernel):
+        raise KernelTypeError(
+            f"the kernel must be a function, got {type(kernel).__name__}", at=at
+        )
+    out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
+    if scratch_types is not None:
+        scratch_shapes = scratch_types
+    if grid_spec is None:
+        grid_spec = GridSpec(grid, in_specs, out_specs, scratch_shapes)
+    elif (
+        grid not in ((), None)
+        or in_specs is not no_block_spec
+        or out_specs is not no_block_spec
+        or scratch_shapes
+    ):
+        raise SpecError(
+            "grid_spec excludes grid, in_specs, out_specs and scratch_shapes",
+            at=at,
+            fix="put them into the grid_spec",
+        )
+    if isinstance(out_shape, list):  # several results come back as a tuple
+        out_shape = tuple(out_shape)
+    out_leaves, out_tree = jax.tree.flatten(out_shape, is_leaf=is_shaped)
+    request = Request(
+        kernel,
+        grid_spec,
+        tuple(_shape_of(leaf, n, at) for n, leaf in enumerate(out_leaves)),
+        out_tree,
+        _aliases(input_output_aliases, at),
+        str(name or name_of(kernel)),
+        at,
+        interpret_mode(interpret, at),
+        backend,
+        params_of(compiler_params, at),
+        _cost(cost_estimate, at),
+        debug,
+        params_of(metadata, at, "metadata"),
+        axis_names or grid_spec.axis_names,
+        partition,
+    )
+    cache: dict[Any, Call] = {}
+
+    def call(*args: Any) -> Any:
+        flat, tree = jax.tree.flatten(args)
+        flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
+        types = tuple((x.shape, x.dtype) for x in flat)
+        key = (tree, types, jaxcompat.trace_context())
+        built = cache.get(key)
+        extra: tuple[Any, ...] = ()
+        if built is None:
+            built, extra, cacheable = build(request, flat, tree)
+            if cacheable:
+                cache[key] = built
+        arrays = [_stored(x) for x in flat]
+        results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
+        return jax.tree.unflatten(request.out_tree, results)
+
+    call.__name__ = request.name
+    call.__wrapped__ = kernel  # type: ignore[attr-defined]
+    return call
+
+
+_WITHOUT_SYMBOLS = (
+    "write the kernel for one element and jax.vmap it over the symbolic dimension, "
+    "or export the function for each shape it is used with"
+)
+
+
+def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
+    if (a is None) == (b is None):
+        what = "one of" if a is None else "only one of"
+        raise SpecError(f"pallas_call needs {what} {name_a} and {name_b}", at=at)
+    return b if a is None else a
+
+
+def _aliases(given: Any, at: Any) -> tuple[tuple[int, int], ...]:
+    pairs = tuple(given.items()) if isinstance(given, Mapping) else None
+    if given is not None and (
+        pairs is None or not all(isinstance(n, int) for pair in pairs for n in pair)
+    ):
+        raise SpecError(
+            "input_output_aliases must map operand numbers to result numbers",
+            [("input_output_aliases", repr(given))],
+            at,
+            "{0: 0}: operand 0 is the memory of result 0",
+        )
+    return pairs or ()
+
+
+def _cost(given: Any, at: Any) -> Any:
+    if given is not None and not hasattr(given, "bytes_accessed"):
+        raise SpecError(
+            f"cost_estimate must be a pl.CostEstimate, got {given!r}", at=at
+        )
+    return given
+
+
+def _shape_of(leaf: Any, n: int, at: Any) -> Any:
+    if not is_shaped(leaf):
+        raise SpecError(
+            "out_shape must hold shapes with dtypes",
+            [("entry", n), ("got", repr(leaf))],
+            at,
+            "jax.ShapeDtypeStruct(shape, dtype)",
+        )
+    if not all(isinstance(d, (int, np.integer)) for d in leaf.shape):
+        raise UnsupportedError(
+            f"out_shape {n} has a symbolic shape",
+            [("shape", tuple(leaf.shape))],
+            at,
+            _WITHOUT_SYMBOLS,
+        )
+    if any(d < 0 for d in leaf.shape):
+        raise SpecError(
+            "out_shape has a negative size",
+            [("entry", n), ("shape", tuple(leaf.shape))],
+            at,
+        )
+    if isinstance(leaf, (MemoryRef, SemaphoreType)):
+        return as_memory_ref(leaf)
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+
+
+def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, Any]:
+    """Compiler parameters as one flat dict, whatever form they came in."""
+    if given is None:
+        return {}
+    if dataclasses.is_dataclass(given):
+        fields = {f.name: getattr(given, f.name) for f in dataclasses.fields(given)}
+        return {k: v for k, v in fields.items() if v is not None}
+    if isinstance(given, Mapping):
+        flat: dict[str, Any] = {}
+        for key, value in given.items():
+            nested = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+            flat.update(params_of(value, at) if nested else {key: value})
+        return flat
+    kind = "a CompilerParams" if what == "compiler_params" else "a dict"
+    raise SpecError(f"{what} must be {kind}, got {given!r}", at=at)
+
+
+def _as_array(x: Any, n: int, request: Request) -> Any:
+    if jaxcompat.is_ref(x):
+        raise KernelTypeError(
+            f"operand {n} is a ref",
+            [("kernel", request.name), ("ref", jaxcompat.aval_of(x))],
+            user_location(),
+            "pass its value, ref[...]",
+        )
+    try:
+        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    except TypeError:
+        raise KernelTypeError(
+            f"operand {n} is not an array: {type(x).__name__}",
+            [("kernel", request.name)],
+            request.at,
+        ) from None
+    if not all(isinstance(d, int) for d in array.shape):
+        raise UnsupportedError(
+            f"operand {n} has a symbolic shape",
+            [("kernel", request.name), ("shape", array.shape)],
+            request.at,
+            _WITHOUT_SYMBOLS,
+        )
+    is_key = jaxcompat.is_key_dtype(array.dtype)
+    if T.dtype_of(array.dtype) is None and not is_key:
+        raise UnsupportedError(
+            f"operand {n} has dtype {array.dtype}, which kernels do not have",
+            [("kernel", request.name)],
+            request.at,
+        )
+    return array
+
+
+def _stored(x: Any) -> Any:
+    """An operand as it is in memory: random keys are their words."""
+    return jax.random.key_data(x) if jaxcompat.is_key_dtype(x.dtype) else x
+
+
+def _dynamic_sizes(request: Request) -> list[Any]:
+    return [
+        jnp.asarray(g, jnp.int32)
+        for g in request.grid_spec.grid
+        if not isinstance(g, int)
+    ]
+
+
+# --- building the kernel ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """The operands and results of one call, bound to their specs."""
+
+    prefetch: tuple[Operand, ...]
+    inputs: tuple[pipeline_op.Binding, ...]
+    outputs: tuple[pipeline_op.Binding, ...]
+    scratch: tuple[MemoryRef, ...]
+    scratch_tree: Any
+    semantics: tuple[str, ...]
+
+
+def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
+    """Kernel IR for operands of these types; also captured values, and cacheability."""
+    load_rules()
+    bound = _bind(request, flat, tree)
+    traced = _trace_kernel(request, bound, tree)
+    captures = Captures()
+    im = Importer(request.name, captures)
+    im.builder.loc = request.at
+    kernel = _import(request, bound, traced, im)
+    call = Call(
+        kernel,
+        request.interpret,
+        request.backend,
+        _freeze(request.compiler_params),
+        request.cost_estimate,
+        request.debug,
+        _freeze(request.metadata or {}),
+        rule.check(
+            request.partition,
+            kernel,
+            len(_dynamic_sizes(request)),
+            len(flat),
+            request.at,
+        ),
+    )
+    if request.debug:
+        print(kernel.text)
+    cacheable = not captures.values and all(
+        isinstance(g, int) for g in request.grid_spec.grid
+    )
+    return call, tuple(captures.values), cacheable
+
+
+def _freeze(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    def hashable(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _freeze(value)
+        if isinstance(value, (list, tuple, set)):
+            return tuple(hashable(v) for v in value)
+        return value
+
+    return tuple(sorted((k, hashable(v)) for k, v in mapping.items()))
+
+
+def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
+    spec, at = request.grid_spec, request.at
+    num_prefetch = _num_prefetch_leaves(spec, flat, tree, request)
+    names = parameter_names(request.kernel, len(flat) + len(request.out_shapes))
+    in_specs = input_specs(spec.in_specs, "in_specs", flat, tree, spec, request)
+    prefetch = tuple(
+        Operand("operand ", str(n), x.shape, x.dtype, names[n])
+        for n, x in enumerate(flat[:num_prefetch])
+    )
+    prefetch_args = jax.tree.unflatten(tree, flat)[: spec.num_scalar_prefetch]
+    inputs = []
+    for k, (path, s) in enumerate(in_specs):
+        x, n = flat[num_prefetch + k], num_prefetch + k
+        operand = Operand("in_specs", path, tuple(x.shape), x.dtype, names[n])
+        inputs.append(pipeline_op.bind(s, operand, "in", spec.grid, prefetch_args, at))
+    outputs = []
+    out_specs = output_specs(spec.out_specs, request)
+    for k, (shape, (path, s)) in enumerate(
+        zip(request.out_shapes, out_specs, strict=True)
+    ):
+        if T.dtype_of(shape.dtype) is None:
+            raise UnsupportedError(
+                f"result {k} has dtype {shape.dtype}, which kernels do not have", at=at
+            )
+        if jax.dtypes.canonicalize_dtype(shape.dtype) != shape.dtype:
+            raise KernelTypeError(
+                f"result {k} has dtype {shape.dtype}, "
+                "and 64-bit types are switched off",
+                at=at,
+                fix="jax.config.update('jax_enable_x64', True), or a 32-bit dtype",
+            )
+        name = names[len(flat) + k]
+        operand = Operand("out_specs", path, tuple(shape.shape), shape.dtype, name)
+        if isinstance(shape, MemoryRef) and s.memory_space is None:
+            s = s.replace(memory_space=shape.memory_space)
+        outputs.append(
+            pipeline_op.bind(s, operand, "out", spec.grid, prefetch_args, at)
+        )
+    _check_aliases(request, flat)
+    scratch, scratch_tree = _scratch(spec, request)
+    given = request.compiler_params.get("dimension_semantics")
+    semantics = pipeline_op.semantics_of(given, len(spec.grid), at)
+    return Bound(
+        prefetch, tuple(inputs), tuple(outputs), scratch, scratch_tree, semantics
+    )
+
+
+def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request) -> int:
+    count = spec.num_scalar_prefetch
+    arguments = jax.tree.unflatten(tree, flat)
+    if count > len(arguments):
+        raise SpecError(
+            f"the call has {len(arguments)} operands for {count} scalar-prefetch ones",
+            [("kernel", request.name)],
+            request.at,
+        )
+    return len(jax.tree.leaves(arguments[:count]))
+
+
+def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], Any]:
+    is_leaf = lambda s: as_memory_ref(s) is not None
+    shapes = spec.scratch_shapes
+    if shapes is None:
+        shapes = ()
+    if is_leaf(shapes):
+        shapes = (shapes,)
+    if not isinstance(shapes, Mapping):
+        shapes = tuple(shapes)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_leaf)
+    memory = []
+    for n, leaf in enumerate(leaves):
+        ref = as_memory_ref(leaf)
+        if (
+            ref is None
+            or T.dtype_of(ref.dtype) is None
+            or min(ref.shape, default=0) < 0
+        ):
+            raise SpecError(
+                f"scratch_shapes[{n}] does not describe memory",
+                [("got", repr(leaf))],
+                request.at,
+                "pltpu.VMEM((128, 128), jnp.float32)",
+            )
+        memory.append(ref)
+    return tuple(memory), tree
+
+
+def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
+    seen: set[int] = set()
+    for source, target in request.aliases:
+        facts = [
+            ("kernel", request.name),
+            ("input_output_aliases", dict(request.aliases)),
+        ]
+        if not 0 <= source < len(flat) or not 0 <= target < len(request.out_shapes):
+            raise SpecError(
+                f"alias {source}: {target} names something that is not there",
+                [
+                    *facts,
+                    ("operands", len(flat)),
+                    ("results", len(request.out_shapes)),
+                ],
+                request.at,
+            )
+        x, y = flat[source], request.out_shapes[target]
+        if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
+            raise SpecError(
+                "an aliased operand and result must have one shape and dtype",
+                [*facts, ("operand", describe(x)), ("result", describe(y))],
+                request.at,
+            )
+        if target in seen:
+            raise SpecError(f"result {target} is aliased twice", facts, request.at)
+        seen.add(target)
+
+
+def _trace_kernel(request: Request, bound: Bound, tree: Any):
+    """Trace the kernel over refs: prefetch, inputs, outputs, scratch."""
+    ref = jaxcompat.abstract_ref
+    first = [ref(o.shape, o.dtype, MemorySpace.SMEM) for o in bound.prefetch]
+    first += [
+        ref(b.ref_shape, b.operand.dtype, MemorySpace(b.space)) for b in bound.inputs
+    ]
+    results = [
+        ref(b.ref_shape, b.operand.dtype, MemorySpace(b.space)) for b in bound.outputs
+    ]
+    scratch = [m.get_ref_aval() for m in bound.scratch]
+    in_args = jax.tree.unflatten(tree, first)
+    out_args = jax.tree.unflatten(request.out_tree, results)
+    out_args = tuple(out_args) if isinstance(out_args, (tuple, list)) else (out_args,)
+    extra = jax.tree.unflatten(bound.scratch_tree, scratch)
+    kwargs = extra if isinstance(extra, Mapping) else {}
+    args = (*in_args, *out_args, *(() if kwargs else extra))
+    facts = [
+        ("operands", len(first)),
+        ("results", len(results)),
+        ("scratch", len(scratch)),
+    ]
+    check_signature(request.kernel, args, kwargs, facts, request.at)
+    avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
+    body = storing(request.kernel, request.name, request.at)
+    grid = request.grid_spec.grid
+    named = zip(request.axis_names, grid, strict=False)
+    axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
+    return trace(body, full_tree, avals, request.kernel, axes, grid)
+
+
+def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:
+    """The kernel's IR: scratch allocations and one pipeline."""
+    grid = request.grid_spec.grid
+    size_refs = [
+        Value(T.RefType((), T.I32, "smem"), f"size{n}")
+        for n, g in enumerate(grid)
+        if not isinstance(g, int)
+    ]
+    prefetch = [_param(o, "smem") for o in bound.prefetch]
+    inputs = [_param(b.operand, _array_space(b)) for b in bound.inputs]
+    outputs = [_param(b.operand, _array_space(b)) for b in bound.outputs]
+    pending = iter(size_refs)
+    sizes = [g if isinstance(g, int) else im.builder.load(next(pending)) for g in grid]
+    first = len(prefetch) + len(inputs) + len(outputs)
+    names = parameter_names(request.kernel, first + len(bound.scratch))[first:]
+    scratch = [
+        im.builder.emit("alloc", names=[name], type=_scratch_type(m))[0]
+        for m, name in zip(bound.scratch, names, strict=True)
+    ]
+
+    def import_body(refs: list[Value]) -> None:
+        captured = [im.captured(c) for c in traced.captured]
+        for var, value in zip(traced.jaxpr.constvars, captured, strict=True):
+            im.env[var] = value
+        im.run(pipeline_op._without_consts(traced.jaxpr), [*prefetch, *refs, *scratch])
+
+    bindings = [*bound.inputs, *bound.outputs]
+    pipeline_op.emit_pipeline_op(
+        im,
+        sizes,
+        bound.semantics,
+        bindings,
+        [*inputs, *outputs],
+        prefetch,
+        import_body,
+        [None] * len(bindings),
+        request.axis_names,
+    )
+    captured = _captured_params(im)
+    for ref in im.hidden.values():
+        im.builder.ops.insert(0, Op("alloc", (), (ref,), {"type": ref.ref}))
+    params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
+    shift = len(size_refs)
+    aliases = tuple((i + shift, o) for i, o in request.aliases)
+    return Kernel(
+        request.name,
+        params,
+        im.builder.block(),
+        len(outputs),
+        aliases,
+        loc=request.at,
+    )
+
+
+def _captured_params(im: Importer) -> list[Value]:
+    """Kernel parameters of captured values: scalars directly, arrays via windows."""
+    pipeline = im.builder.ops[-1]
+    windows = pipeline.attrs["windows"]
+    arrays = [r for r in im.captures.refs if r.ref.space == "block"]
+    windowed = pipeline.operands[len(pipeline.operands) - len(arrays) :]
+    assert len(windowed) == len(arrays) <= len(windows)
+    pending = iter(windowed)
+    return [r if r.ref.space == "smem" else next(pending) for r in im.captures.refs]
+
+
+def _param(operand: Operand, space: str) -> Value:
+    shape = (*operand.shape, *operand.words)
+    return Value(T.RefType(shape, operand.stored, space), operand.name)
+
+
+def _array_space(binding: pipeline_op.Binding) -> str:
+    return binding.space if binding.window is None else "any"
+
+
+def _scratch_type(memory: MemoryRef) -> T.RefType:
+    dtype = T.dtype_of(memory.dtype)
+    assert dtype is not None
+    return T.RefType(memory.shape, dtype, memory.memory_space.value)

@@ -1,0 +1,84 @@
+"""A pipeline's grid shared by cores: each runs its own part of one parallel axis.
+
+`emit_pipeline(core_axis_name="core")` runs on every core of a mesh. `share` says which
+axis is cut, how many of its steps this core runs and at which one it begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallasite.errors import SpecError, UnsupportedError
+from pallasite.language.refs import num_programs, program_id
+
+
+@dataclass(frozen=True)
+class Share:
+    """This core's steps: `count` of them along `axis`, from `first` on."""
+
+    axis: int
+    count: Any
+    first: Any
+
+
+def share(
+    grid: Sequence[Any], semantics: Sequence[str], core_axis: Any, at: Any
+) -> Share | None:
+    """The part of `grid` that this core runs; None: all of it.
+
+    `core_axis` is an axis of the grid around the pipeline, or a name of the mesh (or
+    several of either).
+    """
+    cores, core = _number_and_place(core_axis)
+    if not isinstance(cores, int):
+        raise UnsupportedError(
+            "a pipeline cannot be shared by a number of cores known only at run time",
+            [("core_axis", core_axis)],
+            at,
+        )
+    if cores == 1:
+        return None
+    parallel = [n for n, s in enumerate(semantics) if s == "parallel"]
+    if not parallel:
+        raise SpecError(
+            "cores can only share a pipeline along a parallel axis",
+            [("cores", cores), ("dimension_semantics", tuple(semantics))],
+            at,
+            "dimension_semantics=(pltpu.PARALLEL, ...) where steps do not depend on "
+            "each other",
+        )
+    axis = _axis_to_cut(grid, parallel, cores)
+    size = grid[axis]
+    if isinstance(size, int) and size % cores == 0:
+        return Share(axis, size // cores, core * (size // cores))
+    each, left = size // cores, size % cores  # the first `left` cores run one more
+    count = each + jnp.where(core < left, 1, 0)
+    first = core * each + jnp.minimum(core, left)
+    return Share(axis, count.astype(jnp.int32), first.astype(jnp.int32))
+
+
+def _number_and_place(core_axis: Any) -> tuple[Any, Any]:
+    """How many cores there are, and which one this is."""
+    axes = core_axis if isinstance(core_axis, tuple) else (core_axis,)
+    cores: Any = 1
+    core: Any = 0
+    for axis in axes:
+        if isinstance(axis, str):
+            size, place = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+        else:
+            size, place = num_programs(axis), program_id(axis)
+        cores, core = cores * size, core * size + place
+    return cores, core
+
+
+def _axis_to_cut(grid: Sequence[Any], parallel: Sequence[int], cores: int) -> int:
+    """An axis that comes out even, else the longest, else one known at run time."""
+    known = [n for n in parallel if isinstance(grid[n], int)]
+    even = [n for n in known if grid[n] % cores == 0]
+    if even:
+        return even[0]
+    longest = max(known, key=lambda n: grid[n], default=None)
+    return parallel[0] if longest is None else longest

@@ -1,0 +1,1 @@
+"""The evaluator over jax.numpy: any kernel as StableHLO."""

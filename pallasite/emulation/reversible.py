@@ -1,0 +1,234 @@
+"""The emulation in a form that JAX can differentiate in reverse.
+
+Three things differ from `emulate.py`, none of them in meaning. Loops have a static
+length where one is known: the program ids and counters give a loop a greatest number of
+trips, and trips beyond its real end do nothing. Loops with no bound are run back by
+recomputation (`reversible_while.py`). Memory nobody wrote holds a harmless number instead
+of NaN, which would come back as 0 * NaN in a gradient.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallasite import jaxcompat
+from pallasite.emulation.emulate import (
+    JaxNumbers,
+    dynamic_bounds,
+    dynamic_product,
+    same_types,
+    static_bounds,
+    unravel,
+)
+from pallasite.emulation.reversible_while import backward_loop
+from pallasite.importer import custom_rules
+from pallasite.interpret import Walker
+from pallasite.interpret.numbers import Picks
+from pallasite.ir.nodes import Block, Kernel, Op
+from pallasite.ir.types import RefType
+from pallasite.passes.analysis.ranges import Ranges, loop_range
+from pallasite.passes.canonicalize import canonicalize
+
+Array = Any
+# Inside the domain of nearly all functions, and no derivative there is infinite.
+_HARMLESS = 0.5
+# A bound from ranges beyond this is no better than none.
+_MOST_TRIPS = 1 << 16
+
+
+def emulate_smooth(kernel: Kernel) -> Callable[..., list[Array]]:
+    """A JAX function with the kernel's meaning, for forward mode."""
+
+    def run(*operands: Array) -> list[Array]:
+        with jaxcompat.kernel_tracing():
+            return SmoothWalker(kernel, SmoothNumbers()).run(list(operands))
+
+    return run
+
+
+def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
+    """A JAX function with the kernel's meaning, for reverse mode."""
+    kernel = _prepared(kernel)
+
+    def run(*operands: Array) -> list[Array]:
+        with jaxcompat.kernel_tracing():
+            return ReverseWalker(kernel, ReverseNumbers()).run(list(operands))
+
+    return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(kernel: Kernel) -> Kernel:
+    return canonicalize(kernel)
+
+
+class SmoothNumbers(JaxNumbers):
+    """Numbers without poison, all of whose operations have derivatives."""
+
+    def uninitialised(self, type: RefType) -> Array:
+        return jnp.full(type.shape, _harmless(type.dtype.np), type.dtype.np)
+
+    def pad(
+        self, array: Array, low: Sequence[int], high: Sequence[int], fill: Any
+    ) -> Array:
+        value = _harmless(array.dtype) if fill is None else fill
+        return super().pad(array, low, high, value)
+
+    def rmw(
+        self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
+    ) -> tuple[Array, Array]:
+        gathers = any(p.gather is not None for p in picks)
+        if gathers and kind in ("max", "min"):
+            return self.rmw_in_turn(array, picks, kind, value, mask)
+        return super().rmw(array, picks, kind, value, mask)
+
+
+def _harmless(dtype: Any) -> Any:
+    return _HARMLESS if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+class ReverseNumbers(SmoothNumbers):
+    """Numbers whose loops JAX can run backwards."""
+
+    def __init__(self) -> None:
+        self.most_trips: int | None = None  # of the next counted loop
+
+    def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
+        if op.name == "constant" and not op.result.tile.shape:
+            # Known while tracing, as the length of a loop must be.
+            return (np.asarray(op.attrs["value"], op.attrs["type"].dtype.np),)
+        return super().tile_op(op, operands)
+
+    def counted(self, first, limit, step, carry, body) -> list[Array]:
+        most, self.most_trips = self.most_trips, None
+        total = static_bounds(first, limit, step)
+        if total is None:
+            total = dynamic_bounds(first, limit, step)
+
+        def one(n: Array, values: list[Array]) -> list[Array]:
+            i = first + lax.convert_element_type(n, first.dtype) * step
+            return body(i, values)
+
+        return _loop(total, most, list(carry), one)
+
+    def while_(self, go_on, body, carry) -> list[Array]:
+        carry = [jnp.asarray(x) for x in carry]
+        return backward_loop(go_on, lambda v: same_types(body(v), v), carry)
+
+    def grid(self, sizes, carry, body) -> list[Array]:
+        """Programs are recomputed on the way back: what they held is not kept."""
+        static = all(isinstance(s, int) for s in sizes)
+        total = int(np.prod(sizes)) if static else dynamic_product(sizes)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def program(step: Array, values: list[Array]) -> list[Array]:
+            ids = unravel(jnp.asarray(step, jnp.int32), sizes)
+            return body(ids, values)
+
+        return _loop(total, None, list(carry), program)
+
+
+def _loop(
+    total: int | Array, most: int | None, carry: list[Array], body: Callable
+) -> list[Array]:
+    """Run `body(n, values)` for n below `total`, of which there are at most `most`."""
+    carry = [jnp.asarray(x) for x in carry]
+
+    def one(n: Array, values: list[Array]) -> list[Array]:
+        return same_types(body(n, values), values)
+
+    if isinstance(total, int):
+        if total <= 1:
+            return one(jnp.int32(0), carry) if total == 1 else carry
+        return lax.fori_loop(0, total, one, carry)
+    if most is None:
+        return _unbounded(total, carry, one)
+
+    def perhaps(n: Array, values: list[Array]) -> list[Array]:
+        return lax.cond(n < total, lambda v: one(n, v), lambda v: v, values)
+
+    return lax.fori_loop(0, most, perhaps, carry)
+
+
+def _unbounded(total: Array, carry: list[Array], body: Callable) -> list[Array]:
+    def go_on(values: list[Array]) -> Array:
+        return values[0] < total
+
+    def step(values: list[Array]) -> list[Array]:
+        n, *rest = values
+        return [n + jnp.ones_like(n), *body(n, rest)]
+
+    return backward_loop(go_on, step, [jnp.zeros_like(total), *carry])[1:]
+
+
+class SmoothWalker(Walker):
+    """The walker, for functions with rules of their own calling those."""
+
+    def do_custom(self, op: Op) -> Sequence[Array]:
+        return custom_rules.function(op)(*(self.env[v] for v in op.operands))
+
+
+class ReverseWalker(SmoothWalker):
+    """The walker, telling the numbers how long each loop can get."""
+
+    def __init__(self, kernel: Kernel, numbers: ReverseNumbers):
+        super().__init__(kernel, numbers)
+        self.reverse = numbers
+        self.most = most_trips(kernel)
+
+    def do_for(self, op: Op) -> Sequence[Array]:
+        self.reverse.most_trips = self.most.get(op)
+        return super().do_for(op)
+
+
+@functools.lru_cache(maxsize=1024)
+def most_trips(kernel: Kernel) -> dict[Op, int]:
+    """The greatest number of trips of each `for`, where that is known."""
+    found: dict[Op, int] = {}
+    _visit(kernel.body, Ranges(), found)
+    return found
+
+
+def _visit(block: Block, ranges: Ranges, found: dict[Op, int]) -> None:
+    for op in block.ops:
+        if op.name == "pipeline":
+            ids = op.regions[-1].params
+            for index, size in zip(ids, op.attrs["grid"], strict=False):
+                if size:
+                    ranges.set(index, 0, size - 1)
+        elif op.name == "for":
+            counter = loop_range(ranges, op.operands)
+            if counter is not None:
+                ranges.set(op.regions[0].params[0], *counter)
+                trips = _trips(op, ranges)
+                if trips <= _MOST_TRIPS:
+                    found[op] = trips
+                    _carried_counters(op, trips, ranges)
+        for region in op.regions:
+            _visit(region, ranges, found)
+        ranges.add(op)
+
+
+def _carried_counters(op: Op, trips: int, ranges: Ranges) -> None:
+    """A carried number that each trip adds a constant to (as fori_loop's own)."""
+    (body,) = op.regions
+    makers = {v: inner for inner in body.ops for v in inner.results}
+    for initial, param, after in zip(
+        op.operands[3:], body.params[1:], body.yields, strict=True
+    ):
+        adds = makers.get(after)
+        if adds is None or adds.name != "add" or adds.operands[0] is not param:
+            continue
+        step, (low, high) = ranges.number(adds.operands[1]), ranges.of(initial)
+        if step is not None and 0 <= step * trips <= _MOST_TRIPS:
+            ranges.set(param, low, high + step * max(0, trips - 1))
+
+
+def _trips(op: Op, ranges: Ranges) -> int:
+    first, limit, step = (ranges.of(v) for v in op.operands[:3])
+    return max(0, -(-(limit[1] - first[0]) // step[0]))

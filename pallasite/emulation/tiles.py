@@ -1,0 +1,181 @@
+"""Ops on whole tiles for the emulation: one line of `lax` each."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite.emulation.emulate import clamp_index, update_slice
+from pallasite.errors import InternalError
+from pallasite.ir.nodes import Op
+
+Array = Any
+_TABLE: dict[str, Callable[..., Any]] = {}
+
+
+def run(op: Op, operands: Sequence[Array]) -> Sequence[Array]:
+    """The results of a tile op."""
+    fn = _TABLE.get(op.name)
+    if fn is None:
+        raise InternalError(f"the emulation has no {op.name}", at=op.loc)
+    out = fn(op, *operands)
+    return out if isinstance(out, (tuple, list)) else (out,)
+
+
+def _tile_op(name: str) -> Callable[[Callable], Callable]:
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        _TABLE[name] = fn
+        return fn
+
+    return register
+
+
+@_tile_op("constant")
+def _constant(op: Op) -> Array:
+    type_ = op.attrs["type"]
+    return jnp.full(type_.shape, op.attrs["value"], type_.dtype.np)
+
+
+@_tile_op("iota")
+def _iota(op: Op) -> Array:
+    type_ = op.attrs["type"]
+    return lax.broadcasted_iota(type_.dtype.np, type_.shape, op.attrs["dim"])
+
+
+@_tile_op("broadcast_in_dim")
+def _broadcast(op: Op, x: Array) -> Array:
+    return lax.broadcast_in_dim(x, op.attrs["shape"], op.attrs["dims"])
+
+
+@_tile_op("reshape")
+def _reshape(op: Op, x: Array) -> Array:
+    return lax.reshape(x, op.attrs["shape"])
+
+
+@_tile_op("transpose")
+def _transpose(op: Op, x: Array) -> Array:
+    return lax.transpose(x, op.attrs["perm"])
+
+
+@_tile_op("bitcast")
+def _bitcast(op: Op, x: Array) -> Array:
+    return lax.bitcast_convert_type(x, op.attrs["dtype"].np)
+
+
+@_tile_op("slice")
+def _slice(op: Op, x: Array) -> Array:
+    return lax.slice(x, op.attrs["starts"], op.attrs["limits"], op.attrs["strides"])
+
+
+@_tile_op("concatenate")
+def _concatenate(op: Op, *parts: Array) -> Array:
+    return lax.concatenate(parts, op.attrs["axis"])
+
+
+@_tile_op("pad")
+def _pad(op: Op, x: Array, value: Array) -> Array:
+    a = op.attrs
+    return lax.pad(x, value, list(zip(a["low"], a["high"], a["interior"], strict=True)))
+
+
+@_tile_op("rev")
+def _rev(op: Op, x: Array) -> Array:
+    return lax.rev(x, op.attrs["axes"])
+
+
+@_tile_op("reduce")
+def _reduce(op: Op, x: Array) -> Array:
+    kind, axes = op.attrs["kind"], op.attrs["axes"]
+    return getattr(lax, f"reduce_{kind}")(x, axes)
+
+
+@_tile_op("arg_reduce")
+def _arg_reduce(op: Op, x: Array) -> Array:
+    fn = lax.argmax if op.attrs["kind"] == "max" else lax.argmin
+    return fn(x, op.attrs["axis"], op.attrs["dtype"].np)
+
+
+@_tile_op("scan")
+def _scan(op: Op, x: Array) -> Array:
+    fn = getattr(lax, f"cum{op.attrs['kind']}")
+    return fn(x, axis=op.attrs["axis"], reverse=op.attrs["reverse"])
+
+
+@_tile_op("dot")
+def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
+    a = op.attrs
+    if a["dtype"].is_float:
+        # XLA's CPU runtime lacks some products of narrow floats, and says so only when
+        # they run; widened they are the same numbers.
+        wide = a["dtype"].np
+        lhs, rhs = (
+            x.astype(wide) if x.dtype.itemsize < wide.itemsize else x
+            for x in (lhs, rhs)
+        )
+    return lax.dot_general(
+        lhs,
+        rhs,
+        (a["contract"], a["batch"]),
+        precision=_precision(a["precision"]),
+        preferred_element_type=a["dtype"].np,
+    )
+
+
+def _precision(name: str | None) -> str | None:
+    """A `DotAlgorithmPreset` names instructions that not every platform has: the
+    emulation is at least as exact as any of them."""
+    return name if name in (None, "default", "high", "highest") else "highest"
+
+
+@_tile_op("dynamic_slice")
+def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
+    # Some releases of XLA merge slices of slices and forget that each is clamped.
+    sizes = op.attrs["sizes"]
+    starts = tuple(
+        clamp_index(start, 0, n - size)
+        for start, n, size in zip(starts, x.shape, sizes, strict=True)
+    )
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+
+
+@_tile_op("dynamic_update_slice")
+def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Array:
+    return update_slice(x, update, starts)
+
+
+@_tile_op("sort")
+def _sort(op: Op, *operands: Array) -> Any:
+    a = op.attrs
+    return lax.sort(
+        operands, dimension=a["axis"], is_stable=a["stable"], num_keys=a["num_keys"]
+    )
+
+
+@_tile_op("top_k")
+def _top_k(op: Op, x: Array) -> Any:
+    # XLA has none of integers that are parts of bytes.
+    wide = x.astype(jnp.int32) if op.operands[0].tile.dtype.bits < 8 else x
+    values, places = lax.top_k(wide, op.attrs["k"], axis=op.attrs["axis"])
+    return values.astype(x.dtype), places
+
+
+_MODES = {"clip": "clip", "fill": "fill", "promise": "clip"}
+
+
+@_tile_op("gather")
+def _gather(op: Op, x: Array, indices: Array) -> Array:
+    a = op.attrs
+    numbers = lax.GatherDimensionNumbers(*a["dimension_numbers"])
+    mode = _MODES[a["mode"]]
+    fill = a["fill_value"] if mode == "fill" else None
+    return lax.gather(x, indices, numbers, a["slice_sizes"], mode=mode, fill_value=fill)
+
+
+@_tile_op("scatter")
+def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
+    a = op.attrs
+    numbers = lax.ScatterDimensionNumbers(*a["dimension_numbers"])
+    kind = a["kind"]
+    fn = lax.scatter if kind == "set" else getattr(lax, f"scatter_{kind}")
+    return fn(x, indices, updates, numbers, mode=_MODES[a["mode"]])

@@ -1,1 +1,0 @@
-"""Frontend: specs and refs, tracing, import to Kernel IR, the primitive."""

@@ -1,0 +1,1 @@
+"""Traced jaxprs become kernel IR here, and end here."""

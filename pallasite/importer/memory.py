@@ -1,0 +1,489 @@
+"""Import rules for refs: indexing, masks, atomics, copies, semaphores, allocation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallasite.errors import KernelTypeError, RefIndexError
+from pallasite.importer.importer import Importer, rule, tile_type
+from pallasite.ir import types as T
+from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+
+# --- views and indices ---
+
+
+class Picked:
+    """The end of a chain of view transforms: a ref and one index into it."""
+
+    def __init__(self, ref: Value, index: Index, operands: list[Value], front: int):
+        self.ref, self.index, self.operands = ref, index, operands
+        # Where JAX puts the gathered dimensions; the IR puts them first.
+        self.gather_position = front
+
+    def gather_rank(self) -> int:
+        ranks = [
+            v.tile.rank
+            for e, v in zip(_dynamic(self.index), self.operands, strict=True)
+            if isinstance(e, Gather)
+        ]
+        return ranks[0] if ranks else 0
+
+    def to_jax(self, im: Importer, value: Value) -> Value:
+        """Move gathered dimensions from the front to where JAX has them."""
+        rank, front = self.gather_rank(), self.gather_position
+        if not rank or not front:
+            return value
+        order = list(range(value.tile.rank))
+        moved = order[rank : rank + front] + order[:rank] + order[rank + front :]
+        return im.builder.op("transpose", value, perm=tuple(moved))
+
+    def from_jax(self, im: Importer, value: Value) -> Value:
+        rank, front = self.gather_rank(), self.gather_position
+        if not rank or not front:
+            return value
+        order = list(range(value.tile.rank))
+        moved = order[front : front + rank] + order[:front] + order[front + rank :]
+        return im.builder.op("transpose", value, perm=tuple(moved))
+
+
+def _dynamic(index: Index) -> list[At | Span | Gather]:
+    return [e for e in index if isinstance(e, Gather) or e.start is None]
+
+
+def pick(
+    im: Importer, ref: Value, transforms: Sequence[Any], masked: bool = False
+) -> Picked:
+    """Follow view transforms; the last indexer becomes the access's own index."""
+    _expect_data(im, ref)
+    transforms = [t for t in transforms if type(t).__name__ not in _NEUTRAL]
+    last = transforms[-1] if transforms else None
+    if type(last).__name__ == "NDIndexer":
+        ref = view(im, ref, transforms[:-1])
+        if masked and _overhangs(last, ref.ref.shape):
+            return Picked(ref, *_element_index(im, ref, last), 0)
+        index, operands, front = _index(im, ref, last)
+        return Picked(ref, index, operands, front)
+    ref = view(im, ref, transforms)
+    return Picked(ref, full_index(ref.ref.shape), [], 0)
+
+
+_NEUTRAL = ("MemorySpaceCastTransform",)
+
+
+def _expect_data(im: Importer, ref: Value) -> None:
+    if not ref.is_ref:
+        raise KernelTypeError(
+            "a ref is needed here, got a value",
+            [("kernel", im.kernel_name), ("value", ref.type)],
+            im.where,
+        )
+    if ref.ref.is_semaphore:
+        raise KernelTypeError(
+            "a semaphore cannot be read or written like memory",
+            [("kernel", im.kernel_name), ("semaphore", ref.type)],
+            im.where,
+            "pl.semaphore_read, pl.semaphore_signal, pl.semaphore_wait",
+        )
+
+
+def view(
+    im: Importer, ref: Value, transforms: Sequence[Any], places: Sequence[Value] = ()
+) -> Value:
+    """Apply view transforms one by one.
+
+    `places`: of slices whose size is a value of the kernel, see this element only (one
+    place for each of them, in order).
+    """
+    b, pending = im.builder, iter(places)
+    for t in transforms:
+        kind = type(t).__name__
+        if kind == "NDIndexer":
+            index, operands, _ = _index(im, ref, t, pending)
+            if index != full_index(ref.ref.shape):
+                ref = b.subview(ref, index, operands)
+        elif kind == "ReshapeTransform":
+            ref = b.op("reshape_view", ref, shape=tuple(t.shape))
+        elif kind == "TransposeTransform":
+            ref = b.op("transpose_view", ref, perm=tuple(t.permutation))
+        elif kind == "BitcastTransform":
+            ref = b.op("bitcast_view", ref, dtype=T.dtype_of(t.dtype))
+        elif kind not in _NEUTRAL:
+            raise KernelTypeError(
+                f"ref views of kind {kind} are not part of the language",
+                [("kernel", im.kernel_name), ("ref", ref.type)],
+                im.where,
+            )
+    return ref
+
+
+def _index(
+    im: Importer, ref: Value, indexer: Any, places: Iterator[Value] | None = None
+) -> tuple[Index, list[Value], int]:
+    entries: list[At | Span | Gather] = []
+    operands: list[Value] = []
+    for d, entry in enumerate(indexer.indices):
+        size = ref.ref.shape[d]
+        if _is_slice(entry):
+            is_open = _static(entry.size) is None
+            place = next(places, None) if places and is_open else None
+            if place is not None:
+                operands.append(_element(im, entry, place))
+                entries.append(Span(None, 1))
+                continue
+            entries.append(_span(im, ref, d, size, entry, operands))
+        else:
+            entries.append(_point(im, ref, d, size, entry, operands))
+    # A random key is indexed as one element and stored as several words.
+    entries += [Span(0, n) for n in ref.ref.shape[len(entries) :]]
+    gathers = [d for d, e in enumerate(entries) if isinstance(e, Gather)]
+    contiguous = (
+        gathers == list(range(gathers[0], gathers[-1] + 1)) if gathers else True
+    )
+    front = 0
+    if gathers and contiguous:
+        front = sum(isinstance(e, Span) for e in entries[: gathers[0]])
+    return tuple(entries), operands, front
+
+
+def _is_slice(entry: Any) -> bool:
+    return hasattr(entry, "size") and hasattr(entry, "stride")
+
+
+def _element(im: Importer, entry: Any, place: Value) -> Value:
+    """Where an element of a slice is in the ref."""
+    b, first, stride = im.builder, _static(entry.start), _static(entry.stride)
+    start = im.value(entry.start) if first is None else b.index(first)
+    step = place if stride == 1 else b.mul(place, b.index(stride or 1))
+    return b.add(b.cast(start, T.I32), step)
+
+
+def _overhangs(indexer: Any, shape: Sequence[int]) -> bool:
+    """Is a slice wider than the ref, or known to end outside it?"""
+    for entry, n in zip(indexer.indices, shape, strict=True):
+        if _is_slice(entry):
+            count, stride = _static(entry.size), _static(entry.stride)
+            if count and stride and count > 0:
+                first = _static(entry.start) or 0
+                if first < 0 or first + (count - 1) * stride + 1 > n:
+                    return True
+    return False
+
+
+def _element_index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value]]:
+    """The index of a masked access that hangs over the ref, element by element.
+
+    Blocks rounded up to a power of two are read so: what the mask switches off may lie
+    outside.
+    """
+    b, entries, operands = im.builder, [], []
+    slices = [e for e in indexer.indices if _is_slice(e)]
+    shape = tuple(_static(e.size) or 0 for e in slices)
+    for d, entry in enumerate(indexer.indices):
+        if not _is_slice(entry):
+            point = _point(im, ref, d, ref.ref.shape[d], entry, operands)
+            if isinstance(point, Gather):
+                raise _outside(im, ref, d, indexer, ref.ref.shape[d])
+            entries.append(point)
+            continue
+        dim = sum(map(_is_slice, indexer.indices[:d]))
+        _expect_integer(im, ref, d, entry.start)
+        places = b.op("iota", type=T.TileType(shape, T.I32), dim=dim)
+        places = b.mul(places, b.like(_static(entry.stride) or 1, places))
+        first = _static(entry.start)
+        start = b.index(first) if first is not None else im.value(entry.start)
+        start = b.cast(start, T.I32)
+        entries.append(Gather())
+        operands.append(b.add(b.broadcast(start, shape), places))
+    return tuple(entries), operands
+
+
+def _span(
+    im: Importer, ref: Value, d: int, size: int, entry: Any, operands: list[Value]
+) -> Span:
+    count, stride = _static(entry.size), _static(entry.stride)
+    if count is None or stride is None:
+        raise KernelTypeError(
+            "a slice of a ref needs a size known when the kernel is traced",
+            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            im.where,
+            "pl.ds(start, size) with an int size; mask what is not wanted",
+        )
+    _expect_integer(im, ref, d, entry.start)
+    start = _static(entry.start)
+    if start is None:
+        operands.append(im.value(entry.start))
+        span = Span(None, count, stride)
+    else:
+        span = Span(start, count, stride)
+    first = start or 0
+    if first < 0 or count < 0 or first + span.extent > size:
+        raise _outside(im, ref, d, f"{first}:{first + span.extent}", size)
+    return span
+
+
+def _point(
+    im: Importer, ref: Value, d: int, size: int, entry: Any, operands: list[Value]
+) -> At | Gather:
+    _expect_integer(im, ref, d, entry)
+    static = _static(entry)
+    if static is not None:
+        position = static + size if static < 0 else static
+        if not 0 <= position < size:
+            raise _outside(im, ref, d, static, size)
+        return At(position)
+    value = im.value(entry)
+    operands.append(value)
+    return Gather() if value.tile.rank else At(None)
+
+
+def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
+    type_ = None if isinstance(entry, (int, np.integer)) else tile_type(entry.aval)
+    if type_ is not None and not type_.dtype.is_integer:
+        raise KernelTypeError(
+            f"an index must be an integer, got {type_}",
+            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            im.where,
+            "use pl.load/pl.store with mask= for a boolean mask",
+        )
+
+
+def _static(entry: Any) -> int | None:
+    """A Python int if the index part is known now."""
+    if isinstance(entry, (int, np.integer)):
+        return int(entry)
+    if hasattr(entry, "val") and np.ndim(entry.val) == 0:
+        return int(entry.val)
+    return None
+
+
+def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefIndexError:
+    return RefIndexError(
+        f"index {index} is outside dimension {d} of the ref, which has {size} elements",
+        [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+        im.where,
+    )
+
+
+# --- plain access: JAX's own primitives ---
+
+
+def _load(im: Importer, picked: Picked, mask=None, other=None) -> Value:
+    loaded = im.builder.load(picked.ref, picked.index, picked.operands, mask, other)
+    return picked.to_jax(im, loaded)
+
+
+def _store(im: Importer, picked: Picked, value: Value, mask=None) -> None:
+    value = picked.from_jax(im, value)
+    im.builder.store(picked.ref, value, picked.index, picked.operands, mask)
+
+
+def _transforms(eqn: Any, first: int) -> Any:
+    return jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
+
+
+@rule("get")
+def _get(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
+    return _load(im, pick(im, ref, _transforms(eqn, 1)))
+
+
+@rule("swap")
+def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
+    picked = pick(im, ref, _transforms(eqn, 2))
+    old = _load(im, picked) if eqn.outvars[0] in im.used else value
+    _store(im, picked, value)
+    return old
+
+
+@rule("addupdate")
+def _addupdate(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> None:
+    picked = pick(im, ref, _transforms(eqn, 2))
+    _store(im, picked, im.builder.add(_load(im, picked), value))
+
+
+# --- ours: masks, atomics ---
+
+
+def _parts(im: Importer, eqn: Any, values: int, ref: Value):
+    """The access, its mask and its other, in the IR's dimension order."""
+    transforms, mask, other = _transforms(eqn, 1 + values)
+    picked = pick(im, ref, transforms, masked=mask is not None)
+    front = [
+        None if v is None else picked.from_jax(im, im.value(v)) for v in (mask, other)
+    ]
+    return picked, front[0], front[1]
+
+
+@rule("pallasite_load")
+def _masked_load(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
+    picked, mask, other = _parts(im, eqn, 0, ref)
+    return _load(im, picked, mask, other)
+
+
+@rule("pallasite_swap")
+def _masked_swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value):
+    picked, mask, _ = _parts(im, eqn, 1, ref)
+    old = value
+    if eqn.outvars[0] in im.used:
+        old = _load(im, picked, mask, picked.from_jax(im, value) if mask else None)
+    _store(im, picked, value, mask)
+    return old
+
+
+@rule("pallasite_atomic_rmw")
+def _atomic_rmw(
+    im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value
+) -> Value:
+    picked, mask, _ = _parts(im, eqn, 1, ref)
+    value = picked.from_jax(im, value)
+    extra = [] if mask is None else [mask]
+    old = im.builder.op(
+        "atomic_rmw",
+        picked.ref,
+        value,
+        *picked.operands,
+        *extra,
+        kind=eqn.params["kind"],
+        index=picked.index,
+        mask=mask is not None,
+    )
+    return picked.to_jax(im, old)
+
+
+@rule("pallasite_atomic_cas")
+def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *rest):
+    picked, _, _ = _parts(im, eqn, 2, ref)
+    cmp, val = picked.from_jax(im, cmp), picked.from_jax(im, val)
+    operands = (picked.ref, cmp, val, *picked.operands)
+    old = im.builder.op("atomic_cas", *operands, index=picked.index)
+    return picked.to_jax(im, old)
+
+
+# --- allocation ---
+
+
+@rule("empty_ref")
+def _empty_ref(im: Importer, eqn: Any) -> Value:
+    return allocate(im, eqn.outvars[0].aval)
+
+
+@rule("new_ref", "ref")
+def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
+    ref = allocate(im, eqn.outvars[0].aval)
+    im.builder.store(ref, init)
+    return ref
+
+
+def allocate(im: Importer, aval: Any) -> Value:
+    space = getattr(aval, "memory_space", None)
+    name = getattr(space, "value", None) or "vmem"
+    tile = tile_type(aval.inner_aval, im.where)
+    return im.builder.op("alloc", type=T.RefType(tile.shape, tile.dtype, name))
+
+
+@rule("freeze")
+def _freeze(im: Importer, eqn: Any, ref: Value) -> Value:
+    return im.builder.load(ref)
+
+
+@rule("free_ref")
+def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
+    return None
+
+
+# --- copies and semaphores ---
+
+
+def _views(
+    im: Importer, eqn: Any, first: int = 0, places: Sequence[Value] = ()
+) -> list[Value]:
+    parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
+    return [view(im, im.value(ref), transforms, places) for ref, transforms in parts]
+
+
+@rule("pallasite_copy")
+def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
+    _copy_elements(im, eqn, _dynamic_counts(im, eqn), ())
+
+
+def _copy_elements(
+    im: Importer, eqn: Any, counts: Sequence[Value], places: tuple[Value, ...]
+) -> None:
+    """A copy, in a loop for each dimension whose size is not known before it runs."""
+    if not counts:
+        _copy_once(im, eqn, places)
+        return
+    place = Value(T.INDEX, "place")
+    with im.nested() as builder:
+        _copy_elements(im, eqn, counts[1:], (*places, place))
+        body = builder.block((place,))
+    b = im.builder
+    count = b.cast(counts[0], T.I32)
+    b.emit("for", b.index(0), count, b.index(1), regions=(body,))
+
+
+def _dynamic_counts(im: Importer, eqn: Any) -> list[Value]:
+    """How many elements a copy moves along the dimensions that its slices leave open
+    (`pl.ds(start, n)` with a value of the kernel for n)."""
+    counts = []
+    source, target, _ = jax.tree.unflatten(eqn.params["tree"], eqn.invars)
+    for _, transforms in (source, target):
+        indices = [e for t in transforms for e in getattr(t, "indices", ())]
+        slices = [e for e in indices if _is_slice(e)]
+        counts.append([e.size for e in slices if _static(e.size) is None])
+    if len(counts[0]) != len(counts[1]):
+        raise KernelTypeError(
+            "a copy has a size known at run time on one side only",
+            [("kernel", im.kernel_name), ("such sizes", tuple(map(len, counts)))],
+            im.where,
+            "slice source and destination with the same size",
+        )
+    return [im.value(count) for count in counts[0]]
+
+
+def _copy_once(im: Importer, eqn: Any, places: Sequence[Value] = ()) -> None:
+    source, target, semaphore = _views(im, eqn, places=places)
+    _expect_semaphore(im, semaphore)
+    if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
+        raise KernelTypeError(
+            "a copy needs a source and a destination of one shape and dtype",
+            [
+                ("kernel", im.kernel_name),
+                ("source", source.type),
+                ("destination", target.type),
+            ],
+            im.where,
+            "slice both with .at[...]"
+            if source.ref.shape != target.ref.shape
+            else "a copy converts nothing: load, convert with .astype and store",
+        )
+    if eqn.params["action"] == "start":
+        im.builder.emit("copy_start", source, target, semaphore, priority=0)
+    else:
+        im.builder.emit("copy_wait", source, target, semaphore)
+
+
+def _expect_semaphore(im: Importer, ref: Value) -> None:
+    if not ref.ref.is_semaphore or ref.ref.shape:
+        raise KernelTypeError(
+            "one semaphore is needed here",
+            [("kernel", im.kernel_name), ("got", ref.type)],
+            im.where,
+            "allocate pltpu.SemaphoreType.DMA; of several, pick one: sems.at[i]",
+        )
+
+
+@rule("pallasite_semaphore_signal", "pallasite_semaphore_wait")
+def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
+    (semaphore,) = _views(im, eqn, 1)
+    _expect_semaphore(im, semaphore)
+    name = "sem_" + eqn.primitive.name.rsplit("_", 1)[1]
+    im.builder.emit(name, semaphore, amount)
+
+
+@rule("pallasite_semaphore_read")
+def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
+    (semaphore,) = _views(im, eqn)
+    _expect_semaphore(im, semaphore)
+    return im.builder.op("sem_read", semaphore)

@@ -1,0 +1,344 @@
+"""From specs and operand types to windows, index maps and the pipeline op.
+
+`pallas_call` and `emit_pipeline` both go through here: a grid, one Binding per ref the
+body sees, and a body. The result is one `pipeline` op in the importer's current block.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, SpecError
+from pallasite.importer.importer import GridScope, Importer, load_rules
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Block, BlockDim, Value, Window
+from pallasite.language.memory_spaces import MemorySpace
+from pallasite.language.refs import Slice
+from pallasite.language.specs import BlockSpec, Operand, window_of
+from pallasite.language.trace import Traced, location_of, trace
+
+SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One array of a pipeline: its spec, what the errors call it, its window."""
+
+    operand: Operand
+    spec: BlockSpec
+    window: Window | None  # None: the body sees the whole array
+    index_map: Traced | None
+
+    @property
+    def ref_shape(self) -> tuple[int, ...]:
+        """The shape of the ref that the body sees, in the operand's own elements."""
+        if self.window is None:
+            return self.operand.shape
+        shape = self.window.block_shape
+        return shape[: len(shape) - len(self.operand.words)]
+
+    @property
+    def space(self) -> str:
+        if self.window is not None:
+            return self.window.space
+        return self.spec.memory_space.value if self.spec.memory_space else "any"
+
+
+def bind(
+    spec: BlockSpec,
+    operand: Operand,
+    mode: str,
+    grid: Sequence[Any],
+    prefetch: Sequence[Any],
+    at: Any,
+) -> Binding:
+    """Check a spec against its operand and trace its index map."""
+    window = window_of(spec, operand, mode, at)
+    index_map = None
+    if window is not None:
+        index_map = _trace_index_map(spec, operand, window, grid, prefetch, at)
+        words = tuple(BlockDim(n) for n in operand.words)
+        window = replace(window, dims=(*window.dims, *words))
+    return Binding(operand, spec, window, index_map)
+
+
+def _trace_index_map(
+    spec: BlockSpec,
+    operand: Operand,
+    window: Window,
+    grid: Sequence[Any],
+    prefetch: Sequence[Any],
+    at: Any,
+) -> Traced | None:
+    fn, grid_rank = spec.index_map, len(grid)
+    if fn is None:
+        if any(d.kind == "bounded" for d in window.dims):
+            raise SpecError(
+                "a BoundedSlice needs an index map", [("operand", operand)], at
+            )
+        return None
+
+    def indices(*args: Any) -> list[Any]:
+        return _flat_indices(fn(*args), window, operand, fn, at)
+
+    ids = [jax.ShapeDtypeStruct((), np.int32)] * grid_rank
+    arrays, tree = jax.tree.flatten(((*ids, *prefetch), {}))
+    smem = [
+        jaxcompat.abstract_ref(a.shape, a.dtype, MemorySpace.SMEM)
+        for a in arrays[grid_rank:]
+    ]
+    _check_index_map_arity(fn, grid_rank + len(prefetch), grid_rank, operand, at)
+    traced = trace(indices, tree, [*ids, *smem], fn, grid=grid)
+    if any(type(e).__name__ == "WriteEffect" for e in traced.jaxpr.effects):
+        raise SpecError(
+            "an index map cannot write", [("operand", operand)], location_of(fn) or at
+        )
+    return traced
+
+
+def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at: Any):
+    import inspect
+
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except TypeError as error:
+        raise KernelTypeError(
+            "the index map's parameters do not fit the grid",
+            [
+                ("operand", operand),
+                ("grid", f"{grid_rank} axes"),
+                ("scalar prefetch", f"{count - grid_rank} refs"),
+                ("problem", str(error)),
+            ],
+            location_of(fn) or at,
+            "one parameter per grid axis, then one per scalar-prefetch operand",
+        ) from None
+    except ValueError:
+        return
+
+
+def _flat_indices(
+    result: Any, window: Window, operand: Operand, fn: Callable[..., Any], at: Any
+) -> list[Any]:
+    """The index map's result as int32 scalars, one per dimension (two if bounded)."""
+    entries = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    where = location_of(fn) or at
+    if len(entries) != len(window.dims):
+        raise SpecError(
+            "the index map does not return one index per array dimension",
+            [
+                ("operand", operand),
+                ("returned", f"{len(entries)} values"),
+                ("needed", len(window.dims)),
+            ],
+            where,
+        )
+    flat: list[Any] = []
+    for d, (entry, dim) in enumerate(zip(entries, window.dims, strict=True)):
+        if isinstance(entry, Slice) != (dim.kind == "bounded"):
+            raise SpecError(
+                "a BoundedSlice dimension, and no other, takes pl.ds(start, size)",
+                [("operand", operand), ("dimension", d), ("returned", repr(entry))],
+                where,
+            )
+        parts = (entry.start, entry.size) if isinstance(entry, Slice) else (entry,)
+        flat.extend(_index_scalar(p, d, operand, where) for p in parts)
+    return flat
+
+
+def _index_scalar(value: Any, d: int, operand: Operand, where: Any) -> Any:
+    dtype = jnp.result_type(value)
+    if np.shape(value) != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise SpecError(
+            "the index map must return integers",
+            [
+                ("operand", operand),
+                ("dimension", d),
+                ("returned", f"{np.dtype(dtype).name}{list(np.shape(value))}"),
+            ],
+            where,
+            "block indices count blocks: use // instead of /",
+        )
+    return jnp.asarray(value, jnp.int32)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps of a larger grid: where along `axis` they begin, how many there are."""
+
+    axis: int
+    first: Value
+    whole: int | Value
+
+    def seen(self, im: Importer, scope: GridScope) -> GridScope:
+        """The scope as the author sees it, ids counted in the larger grid."""
+        ids, sizes = list(scope.ids), list(scope.sizes)
+        ids[self.axis] = im.builder.add(ids[self.axis], self.first)
+        sizes[self.axis] = self.whole
+        return replace(scope, ids=tuple(ids), sizes=tuple(sizes))
+
+
+def emit_pipeline_op(
+    im: Importer,
+    grid: Sequence[int | Value],
+    semantics: Sequence[str],
+    bindings: Sequence[Binding],
+    arrays: Sequence[Value],
+    prefetch: Sequence[Value],
+    import_body: Callable[[list[Value]], None],
+    map_captures: Sequence[Sequence[Value] | None],
+    axis_names: Sequence[str | None] = (),
+    part: Part | None = None,
+) -> None:
+    """Append a `pipeline` op over `arrays` (one per binding).
+
+    `import_body` is called with one ref per binding, in a region of its own. `part`:
+    the steps are a part of those of a larger grid, which is the one the author sees.
+    """
+    load_rules()
+    ids = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
+    block_refs: list[Value] = []
+    body_refs: list[Value] = []
+    with im.nested() as builder:
+        for binding, array in zip(bindings, arrays, strict=True):
+            if binding.window is None:
+                body_refs.append(array)
+                continue
+            ref = Value(_block_type(binding), binding.operand.name)
+            block_refs.append(ref)
+            body_refs.append(ref)
+        seen = GridScope(ids, tuple(grid))
+        im.scopes.append(seen if part is None else part.seen(im, seen))
+        im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}
+        import_body(body_refs)
+        im.scopes.pop()
+        # Arrays captured by the body are windows too: the whole array at every step.
+        captured = _take_captured(im) if len(im.scopes) == 0 else []
+        body = builder.block((*ids, *block_refs, *(ref for ref, _ in captured)))
+    windowed = [
+        (b, a, c)
+        for b, a, c in zip(bindings, arrays, map_captures, strict=True)
+        if b.window is not None
+    ]
+    maps = [_index_map_region(im, b, grid, prefetch, c, part) for b, _, c in windowed]
+    windows = [b.window for b, _, _ in windowed]
+    for ref, _ in captured:
+        windows.append(_whole_window(ref.ref))
+        maps.append(_zero_map(im, len(grid), ref.ref.rank))
+    sizes = [g for g in grid if isinstance(g, Value)]
+    im.builder.emit(
+        "pipeline",
+        *sizes,
+        *(a for _, a, _ in windowed),
+        *(array for _, array in captured),
+        regions=(*maps, body),
+        grid=tuple(None if isinstance(g, Value) else int(g) for g in grid),
+        windows=tuple(windows),
+        semantics=tuple(semantics),
+    )
+
+
+def _block_type(binding: Binding) -> T.RefType:
+    operand = binding.operand
+    shape = (*binding.ref_shape, *operand.words)
+    return T.RefType(shape, operand.stored, binding.space)
+
+
+def _take_captured(im: Importer) -> list[tuple[Value, Value]]:
+    """Captured arrays as (block ref, kernel parameter) pairs."""
+    pairs = []
+    for n, ref in enumerate(im.captures.refs):
+        if ref.ref.space == "block":
+            array = Value(T.RefType(ref.ref.shape, ref.ref.dtype, "any"), f"capture{n}")
+            pairs.append((ref, array))
+    return pairs
+
+
+def _whole_window(ref: T.RefType) -> Window:
+    return Window(tuple(BlockDim(n) for n in ref.shape), "in")
+
+
+def _zero_map(im: Importer, grid_rank: int, rank: int) -> Block:
+    params = tuple(Value(T.INDEX, f"i{n}") for n in range(grid_rank))
+    with im.nested() as builder:
+        return builder.block(params, [builder.index(0) for _ in range(rank)])
+
+
+def _index_map_region(
+    im: Importer,
+    binding: Binding,
+    grid: Sequence[int | Value],
+    prefetch: Sequence[Value],
+    captures: Sequence[Value] | None,
+    part: Part | None,
+) -> Block:
+    assert binding.window is not None
+    traced = binding.index_map
+    if traced is None:
+        return _zero_map(im, len(grid), len(binding.window.dims))
+    params = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
+    scope = GridScope(params, tuple(grid), is_index_map=True)
+    scopes = im.scopes
+    try:
+        with im.nested() as builder:
+            scope = scope if part is None else part.seen(im, scope)
+            im.scopes = [scope]
+            values = captures
+            if values is None:
+                values = [_captured_scalar(im, c, binding) for c in traced.captured]
+            for var, value in zip(traced.jaxpr.constvars, values, strict=True):
+                im.env[var] = value
+            results = im.run(_without_consts(traced.jaxpr), [*scope.ids, *prefetch])
+            whole_words = [builder.index(0) for _ in binding.operand.words]
+            return builder.block(params, [*results, *whole_words])
+    finally:
+        im.scopes = scopes
+
+
+def _captured_scalar(im: Importer, value: Any, binding: Binding) -> Value:
+    if isinstance(value, Value):
+        return value
+    if np.shape(value) != ():
+        raise SpecError(
+            "an index map cannot capture an array",
+            [("operand", binding.operand), ("captured", np.shape(value))],
+            location_of(binding.spec.index_map),
+            "pass it as a scalar-prefetch operand (PrefetchScalarGridSpec)",
+        )
+    return im.captured(value)
+
+
+class _without_consts:
+    """A jaxpr whose constants are already in the environment."""
+
+    def __init__(self, jaxpr: Any):
+        self.invars, self.outvars, self.eqns = jaxpr.invars, jaxpr.outvars, jaxpr.eqns
+        self.constvars: list[Any] = []
+
+
+def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
+    """`dimension_semantics` as names; enums and old spellings are accepted."""
+    if given is None:
+        return ("arbitrary",) * grid_rank
+    names = tuple(
+        str(getattr(s, "value", getattr(s, "name", s))).lower() for s in given
+    )
+    if len(names) != grid_rank:
+        raise SpecError(
+            "dimension_semantics does not have one entry per grid axis",
+            [("dimension_semantics", names), ("grid axes", grid_rank)],
+            at,
+        )
+    for name in names:
+        if name not in SEMANTICS:
+            raise SpecError(
+                f"unknown dimension semantics {name!r}",
+                [("known", ", ".join(SEMANTICS))],
+                at,
+            )
+    return names

@@ -1,0 +1,431 @@
+"""Import rules for ops on whole tiles: shape, cast, reduction, dot, sort, gather."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite.importer.importer import Importer, rule, tile_type
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Value
+
+
+@rule("copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
+def _identity(im: Importer, eqn: Any, x: Value) -> Value:
+    return x
+
+
+@rule("optimization_barrier")
+def _identities(im: Importer, eqn: Any, *xs: Value) -> Sequence[Value]:
+    return xs
+
+
+@rule("convert_element_type")
+def _convert(im: Importer, eqn: Any, x: Value) -> Value:
+    return im.builder.cast(x, tile_type(eqn.outvars[0].aval, im.where).dtype)
+
+
+@rule("bitcast_convert_type")
+def _bitcast(im: Importer, eqn: Any, x: Value) -> Value:
+    dtype = tile_type(eqn.outvars[0].aval, im.where).dtype
+    return x if dtype == x.tile.dtype else im.builder.op("bitcast", x, dtype=dtype)
+
+
+@rule("select_n")
+def _select_n(im: Importer, eqn: Any, which: Value, *cases: Value) -> Value:
+    shape = eqn.outvars[0].aval.shape
+    cases = tuple(im.builder.broadcast(c, shape) for c in cases)
+    return im.builder.op("select_n", which, *cases)
+
+
+@rule("clamp")
+def _clamp(im: Importer, eqn: Any, low: Value, x: Value, high: Value) -> Value:
+    return im.builder.op("clamp", low, x, high)
+
+
+@rule("add_any")
+def _add_any(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
+    return im.builder.op("add", x, y)
+
+
+@rule("broadcast_in_dim")
+def _broadcast_in_dim(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
+    p = eqn.params
+    return im.builder.broadcast(x, p["shape"], p["broadcast_dimensions"])
+
+
+@rule("broadcast_to")
+def _broadcast_to(im: Importer, eqn: Any, x: Value) -> Value:
+    return im.builder.broadcast(x, eqn.outvars[0].aval.shape)
+
+
+@rule("reshape", "squeeze", "expand_dims")
+def _reshape(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
+    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
+        x = im.builder.op("transpose", x, perm=tuple(eqn.params["dimensions"]))
+    return reshape(im, x, tile_type(eqn.outvars[0].aval).shape)
+
+
+def reshape(im: Importer, x: Value, shape: Sequence[int]) -> Value:
+    if x.tile.shape == tuple(shape):
+        return x
+    return im.builder.op("reshape", x, shape=tuple(shape))
+
+
+@rule("transpose")
+def _transpose(im: Importer, eqn: Any, x: Value) -> Value:
+    perm = tuple(eqn.params["permutation"])
+    if perm == tuple(range(len(perm))):
+        return x
+    return im.builder.op("transpose", x, perm=perm)
+
+
+@rule("iota")
+def _iota(im: Importer, eqn: Any, *dynamic: Value) -> Value:
+    type_ = tile_type(eqn.outvars[0].aval, im.where)
+    return im.builder.op("iota", type=type_, dim=eqn.params["dimension"])
+
+
+@rule("concatenate")
+def _concatenate(im: Importer, eqn: Any, *parts: Value) -> Value:
+    return im.builder.op("concatenate", *parts, axis=eqn.params["dimension"])
+
+
+@rule("slice")
+def _slice(im: Importer, eqn: Any, x: Value) -> Value:
+    p = eqn.params
+    strides = p["strides"] or (1,) * x.tile.rank
+    # JAX's own rules give numpy integers.
+    bounds = (p["start_indices"], p["limit_indices"], strides)
+    return take_slice(im, x, *(tuple(map(int, each)) for each in bounds))
+
+
+def take_slice(
+    im: Importer,
+    x: Value,
+    starts: Sequence[int],
+    limits: Sequence[int],
+    strides: Sequence[int] | None = None,
+) -> Value:
+    strides = (1,) * x.tile.rank if strides is None else strides
+    # JAX's own rules give numpy integers, as for pad.
+    starts, limits, strides = (tuple(map(int, s)) for s in (starts, limits, strides))
+    return im.builder.op("slice", x, starts=starts, limits=limits, strides=strides)
+
+
+@rule("split")
+def _split(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    axis, parts, first = eqn.params["axis"], [], 0
+    for size in eqn.params["sizes"]:
+        starts, limits = [0] * x.tile.rank, list(x.tile.shape)
+        starts[axis], limits[axis] = first, first + size
+        parts.append(take_slice(im, x, starts, limits))
+        first += size
+    return parts
+
+
+@rule("unstack")
+def _unstack(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    axis = eqn.params["axis"]
+    parts = []
+    for n in range(x.tile.shape[axis]):
+        starts, limits = [0] * x.tile.rank, list(x.tile.shape)
+        starts[axis], limits[axis] = n, n + 1
+        part = take_slice(im, x, starts, limits)
+        parts.append(reshape(im, part, np.delete(x.tile.shape, axis).tolist()))
+    return parts
+
+
+@rule("stack")
+def _stack(im: Importer, eqn: Any, *parts: Value) -> Value:
+    axis = eqn.params["axis"]
+    shape = list(parts[0].tile.shape)
+    shape.insert(axis, 1)
+    widened = [reshape(im, p, shape) for p in parts]
+    return im.builder.op("concatenate", *widened, axis=axis)
+
+
+@rule("tile")
+def _tile(im: Importer, eqn: Any, x: Value) -> Value:
+    reps = eqn.params["reps"]
+    (result,) = im.splice(lambda v: _tile_by_broadcast(v, reps), [x])
+    return result
+
+
+def _tile_by_broadcast(x: Any, reps: Sequence[int]) -> Any:
+    shape = [1] * (len(reps) - x.ndim) + list(x.shape)
+    x = x.reshape([n for s in shape for n in (1, s)])
+    wide = [n for r, s in zip(reps, shape, strict=True) for n in (r, s)]
+    total = [r * s for r, s in zip(reps, shape, strict=True)]
+    return jnp.broadcast_to(x, wide).reshape(total)
+
+
+@rule("pad")
+def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
+    config = eqn.params["padding_config"]
+    # JAX's own rules give numpy integers.
+    low, high, interior = (tuple(int(row[n]) for row in config) for n in range(3))
+    return im.builder.op("pad", x, value, low=low, high=high, interior=interior)
+
+
+@rule("rev")
+def _rev(im: Importer, eqn: Any, x: Value) -> Value:
+    return im.builder.op("rev", x, axes=tuple(eqn.params["dimensions"]))
+
+
+# --- reductions, scans, dot ---
+
+
+def _reduction(kind: str):
+    def reduction(im: Importer, eqn: Any, x: Value) -> Value:
+        axes = tuple(eqn.params["axes"])
+        return im.builder.op("reduce", x, kind=kind, axes=axes) if axes else x
+
+    return reduction
+
+
+for _kind in ("sum", "prod", "max", "min", "and", "or", "xor"):
+    rule(f"reduce_{_kind}")(_reduction(_kind))
+
+
+@rule("argmax", "argmin")
+def _arg_reduce(im: Importer, eqn: Any, x: Value) -> Value:
+    (axis,) = eqn.params["axes"]
+    dtype = T.dtype_of(eqn.params["index_dtype"])
+    kind = eqn.primitive.name.removeprefix("arg")
+    return im.builder.op("arg_reduce", x, kind=kind, axis=axis, dtype=dtype)
+
+
+def _scan(kind: str):
+    def scan(im: Importer, eqn: Any, x: Value) -> Value:
+        axis, reverse = eqn.params["axis"], bool(eqn.params["reverse"])
+        return im.builder.op("scan", x, kind=kind, axis=axis, reverse=reverse)
+
+    return scan
+
+
+for _kind in ("sum", "prod", "max", "min", "logsumexp"):
+    rule(f"cum{_kind}")(_scan(_kind))
+
+
+@rule("dot_general")
+def _dot_general(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> Value:
+    contract, batch = eqn.params["dimension_numbers"]
+    result = tile_type(eqn.outvars[0].aval, im.where)
+    return im.builder.op(
+        "dot",
+        lhs,
+        rhs,
+        contract=tuple(map(tuple, contract)),
+        batch=tuple(map(tuple, batch)),
+        dtype=result.dtype,
+        precision=_precision(eqn.params.get("precision")),
+    )
+
+
+def _precision(precision: Any) -> str | None:
+    if precision is None:
+        return None
+    if isinstance(precision, tuple):
+        precision = max(precision, key=lambda p: getattr(p, "value", 0) or 0)
+    name = getattr(precision, "name", str(precision))
+    return None if name == "DEFAULT" else name.lower()
+
+
+# --- data-dependent selection on values ---
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(im: Importer, eqn: Any, x: Value, *starts: Value) -> Value:
+    sizes = tuple(eqn.params["slice_sizes"])
+    return im.builder.op("dynamic_slice", x, *starts[: x.tile.rank], sizes=sizes)
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update(im: Importer, eqn: Any, x: Value, u: Value, *starts: Value):
+    return im.builder.op("dynamic_update_slice", x, u, *starts)
+
+
+@rule("sort")
+def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
+    p = eqn.params
+    return im.builder.emit(
+        "sort",
+        *operands,
+        axis=p["dimension"],
+        num_keys=p["num_keys"],
+        stable=bool(p["is_stable"]),
+    )
+
+
+@rule("top_k")
+def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    axis = eqn.params.get("axis", -1) % x.tile.rank
+    return _largest(im, eqn, x, axis)
+
+
+@rule("approx_top_k")
+def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
+    """The exact answer is a fine approximation."""
+    p = eqn.params
+    axis = p["reduction_dimension"] % x.tile.rank
+    if not p["aggregate_to_topk"]:
+        raise im.unsupported(eqn, "aggregate_to_topk=False leaves a size to the chip")
+    if p["is_max_k"]:
+        return _largest(im, eqn, x, axis)
+    values, places = _largest(im, eqn, im.builder.neg(x), axis)
+    return [im.builder.neg(values), places]
+
+
+def _largest(im: Importer, eqn: Any, x: Value, axis: int) -> list[Value]:
+    values, places = im.builder.emit("top_k", x, axis=axis, k=eqn.params["k"])
+    return [values, im.builder.cast(places, tile_type(eqn.outvars[1].aval).dtype)]
+
+
+@rule("gather")
+def _gather(im: Importer, eqn: Any, x: Value, indices: Value) -> Value:
+    p = eqn.params
+    result = tile_type(eqn.outvars[0].aval, im.where)
+    fill = p.get("fill_value")
+    return im.builder.op(
+        "gather",
+        x,
+        indices,
+        dimension_numbers=_dimension_numbers(p["dimension_numbers"], _GATHER_FIELDS),
+        slice_sizes=tuple(p["slice_sizes"]),
+        mode=mode_name(p["mode"]),
+        fill_value=_fill_value(fill, result.dtype),
+        type=result,
+    )
+
+
+def _fill_value(fill: Any, dtype: T.DType) -> Any:
+    """What out-of-range reads give in fill mode: NaN, or the type's extreme."""
+    if fill is not None:
+        return np.asarray(fill).item()
+    if dtype.is_float:
+        return float("nan")
+    if dtype.is_bool:
+        return True
+    if dtype.is_signed_int:
+        return -(2 ** (dtype.bits - 1))
+    return 2**dtype.bits - 1
+
+
+_SCATTER_KINDS = {
+    "scatter": "set",
+    "scatter-add": "add",
+    "scatter-mul": "mul",
+    "scatter-min": "min",
+    "scatter-max": "max",
+    "scatter_add": "add",
+    "scatter_mul": "mul",
+    "scatter_min": "min",
+    "scatter_max": "max",
+}
+
+
+@rule(*_SCATTER_KINDS)
+def _scatter(im: Importer, eqn: Any, x: Value, indices: Value, updates: Value) -> Value:
+    p = eqn.params
+    return im.builder.op(
+        "scatter",
+        x,
+        indices,
+        updates,
+        dimension_numbers=_dimension_numbers(p["dimension_numbers"], _SCATTER_FIELDS),
+        kind=_SCATTER_KINDS[eqn.primitive.name],
+        mode=mode_name(p["mode"]),
+        type=x.tile,
+    )
+
+
+_GATHER_FIELDS = (
+    "offset_dims",
+    "collapsed_slice_dims",
+    "start_index_map",
+    "operand_batching_dims",
+    "start_indices_batching_dims",
+)
+_SCATTER_FIELDS = (
+    "update_window_dims",
+    "inserted_window_dims",
+    "scatter_dims_to_operand_dims",
+    "operand_batching_dims",
+    "scatter_indices_batching_dims",
+)
+
+
+def _dimension_numbers(numbers: Any, fields: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(tuple(getattr(numbers, f)) for f in fields)
+
+
+def mode_name(mode: Any) -> str:
+    """'clip', 'fill' or 'promise' (promised in bounds; treated as clip)."""
+    name = getattr(mode, "name", str(mode)).lower()
+    if "fill" in name or "drop" in name:
+        return "fill"
+    return "promise" if "promise" in name else "clip"
+
+
+# --- primitives that are short for others ---
+
+
+@rule("one_minus_square")
+def _one_minus_square(im: Importer, eqn: Any, x: Value) -> Value:
+    return im.builder.sub(im.builder.like(1, x), im.builder.mul(x, x))
+
+
+@rule("le_to", "lt_to")
+def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
+    """Comparison in the total order of floats: -NaN < -inf < ... < inf < NaN."""
+    compare = jnp.less_equal if eqn.primitive.name == "le_to" else jnp.less
+    if not x.tile.dtype.is_float:
+        return im.builder.op(eqn.primitive.name.removesuffix("_to"), x, y)
+    word = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[x.tile.dtype.bits]
+
+    def key(v: Any) -> Any:
+        bits = jax.lax.bitcast_convert_type(v, word)
+        return jnp.where(bits < 0, bits ^ np.iinfo(word).max, bits)
+
+    (result,) = im.splice(lambda a, b: compare(key(a), key(b)), [x, y])
+    return result
+
+
+@rule("mulhi")
+def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
+    """The upper half of the whole product, from the products of half words."""
+    signed, bits = x.tile.dtype.is_signed_int, x.tile.dtype.bits
+    word = np.dtype(f"uint{bits}")
+    half, low = word.type(bits // 2), word.type(2 ** (bits // 2) - 1)
+
+    def upper(a: Any, b: Any) -> Any:
+        u, v = a.astype(word), b.astype(word)
+        u0, u1, v0, v1 = u & low, u >> half, v & low, v >> half
+        middle = u1 * v0 + ((u0 * v0) >> half)
+        other = u0 * v1 + (middle & low)
+        result = u1 * v1 + (middle >> half) + (other >> half)
+        if signed:  # a negative word stands for itself less 2**bits
+            result = result - jnp.where(a < 0, v, 0) - jnp.where(b < 0, u, 0)
+        return result.astype(a.dtype)
+
+    return im.splice(upper, [x, y])
+
+
+@rule("erf_inv_p", "polynomial")
+def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value:
+    """Horner's rule, highest coefficient first."""
+    if eqn.primitive.name != "polynomial" or not coefficients:
+        raise im.unsupported(eqn)
+    b = im.builder
+    result = b.broadcast(coefficients[0], x.tile.shape)
+    for c in coefficients[1:]:
+        result = b.add(b.mul(result, x), b.broadcast(c, x.tile.shape))
+    return result
+
+
+@rule("platform_index")
+def _platform_index(im: Importer, eqn: Any) -> Value:
+    return im.builder.index(0)

@@ -1,0 +1,194 @@
+"""What checked mode knows while it runs: where it is, and how to report a bug.
+
+The Monitor follows the current op and program, numbers the origins of undefined
+elements, names refs as the author does, and raises CheckError.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pallasite.errors import CheckError, Facts
+from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
+from pallasite.passes.analysis.roots import Roots
+
+_LETTERS = "ijklmnopqrstuvwxyz"
+
+# Why an element has no defined value.
+UNWRITTEN = "nobody wrote it"
+EDGE = "outside the edge of its array"
+MASKED = "masked off, with no `other` value"
+STALE = "left there by another program along a parallel axis"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an undefined element came from, and how far it got."""
+
+    reason: str
+    ref: str
+    read_at: Loc | None = None
+    stored_at: Loc | None = None
+    other: str | None = None  # the program that left a stale value
+
+
+class Monitor:
+    """The state of one checked run."""
+
+    def __init__(self, kernel: Kernel, roots: Roots, options: Any):
+        self.kernel, self.roots, self.options = kernel, roots, options
+        self.op: Op | None = None
+        self.programs: list[tuple[Op, list[Any]]] = []  # pipelines we are inside of
+        self.program = 0  # counts the programs of the kernel's own grid, from 1
+        self._program_ids: list[tuple[int, ...]] = [()]
+        self._axis_names: dict[Op, list[str]] = {}
+        # Codes number origins; 0 is a defined element.
+        self.origins: list[Origin] = [Origin("", "")]
+        self._codes: dict[Origin, int] = {}
+        self._inputs, self._outputs = set(kernel.inputs), set(kernel.outputs)
+        self._makers = {v: op for op in walk(kernel.body) for v in op.results}
+
+    # --- programs ---
+
+    def enter_program(self, op: Op, ids: Sequence[Any]) -> None:
+        self.programs.append((op, list(ids)))
+        if len(self.programs) == 1:
+            self.program += 1
+            self._program_ids.append(tuple(map(int, ids)))
+
+    def leave_program(self) -> None:
+        self.programs.pop()
+
+    def program_text(self, number: int) -> str | None:
+        """`(i, j, k) = (0, 2, 1)` for a program of the kernel's own grid."""
+        pipeline = next((o for o in self.kernel.body.ops if o.name == "pipeline"), None)
+        if pipeline is None or not 0 < number < len(self._program_ids):
+            return None
+        return self._ids_text(pipeline, self._program_ids[number])
+
+    def _ids_text(self, op: Op, ids: Sequence[Any]) -> str | None:
+        if not ids:
+            return None
+        names = self._names(op)
+        if len(ids) == 1:
+            return f"{names[0]} = {int(ids[0])}"
+        return f"({', '.join(names)}) = ({', '.join(str(int(i)) for i in ids)})"
+
+    def _names(self, op: Op) -> list[str]:
+        if op not in self._axis_names:
+            letters = iter(_LETTERS)
+            params = op.regions[-1].params[: len(op.attrs["grid"])]
+            self._axis_names[op] = [
+                "batch" if p.name == "batch" else next(letters, "?") for p in params
+            ]
+        return self._axis_names[op]
+
+    def program_facts(self) -> list[tuple[str, Any]]:
+        labels = ["program", *["inner step"] * (len(self.programs) - 1)]
+        return [
+            (label, self._ids_text(op, ids))
+            for label, (op, ids) in zip(labels, self.programs, strict=False)
+        ]
+
+    # --- refs ---
+
+    def describe(self, ref: Value) -> str:
+        """A ref as the author knows it: name, role and type."""
+        step: Value | None = ref
+        while step is not None and not step.name:
+            step = self.roots.parent.get(step)
+        role = self.role(ref)
+        who = f"unnamed {role}" if step is None else f"{step.name} ({role})"
+        return f"{who}, {ref.ref.tile}"
+
+    def role(self, ref: Value) -> str:
+        while True:
+            if ref in self._outputs:
+                return "output"
+            if ref in self._inputs:
+                return "input"
+            if ref not in self.roots.parent:
+                return "scratch"
+            ref = self.roots.parent[ref]
+
+    # --- undefined elements ---
+
+    def code(self, origin: Origin) -> int:
+        found = self._codes.get(origin)
+        if found is None:
+            found = self._codes[origin] = len(self.origins)
+            self.origins.append(origin)
+        return found
+
+    def code_here(self, reason: str) -> int:
+        """The code of elements that the current op reads and that have no value."""
+        op = self.op
+        ref = op.operands[0] if op is not None and op.operands else None
+        text = self.describe(ref) if ref is not None and ref.is_ref else "a value"
+        return self.code(Origin(reason, text, op.loc if op is not None else None))
+
+    def recode(self, codes: np.ndarray, stored: bool = False) -> np.ndarray:
+        """Codes with the current line noted as where they were read, or stored."""
+        loc = self.op.loc if self.op is not None else None
+        out = codes
+        for code in np.unique(codes):
+            origin = self.origins[code]
+            if stored and code:
+                new = self.code(replace(origin, stored_at=loc))
+            elif code and origin.read_at is None:
+                new = self.code(replace(origin, read_at=loc))
+            else:
+                continue
+            out = np.where(codes == code, np.int32(new), out)
+        return out
+
+    # --- reports ---
+
+    def report(
+        self,
+        kind: str,
+        what: str,
+        facts: Facts = (),
+        fix: str = "",
+        at: Any = None,
+        program: str | None = None,
+    ) -> None:
+        """Raise, unless this kind of bug is not looked for."""
+        if kind != "check" and not getattr(self.options, kind):
+            return
+        where = [("program", program)] if program else self.program_facts()
+        at = at if at is not None else self.op.loc if self.op is not None else None
+        facts = [("kernel", self.kernel.name), *facts, *where]
+        raise CheckError(what, facts, at or self.kernel.loc, fix, kind)
+
+    def report_undefined(self, code: int, what: str, **more: Any) -> None:
+        """An undefined value matters: say what it does and where it came from."""
+        origin = self.origins[code]
+        kind, fix = _KIND_AND_FIX[origin.reason]
+        facts = [
+            *more.pop("facts", ()),
+            ("value from", f"{origin.ref}: {origin.reason}"),
+            ("left by", origin.other),
+            ("read at", origin.read_at),
+        ]
+        self.report(kind, what, facts, fix, **more)
+
+
+_KIND_AND_FIX = {
+    UNWRITTEN: (
+        "uninitialised",
+        "write it first, for example under @pl.when(pl.program_id(axis) == 0)",
+    ),
+    EDGE: (
+        "uninitialised",
+        "mask with jnp.where(positions < size, x, 0), or BlockSpec(..., fill=0)",
+    ),
+    MASKED: ("uninitialised", "give the masked load other=..."),
+    STALE: (
+        "races",
+        "write the scratch before reading it in every program along the axis, or do "
+        "not call the axis parallel",
+    ),
+}

@@ -1,0 +1,466 @@
+"""The walker: runs a Kernel over a number system, op by op, in program order.
+
+This is the definition of the language. Programs run one after another, last grid axis
+fastest; refs are views of root arrays, one root per operand, result and allocation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallasite.errors import InternalError
+from pallasite.interpret.numbers import Array, Numbers, Picks
+from pallasite.interpret.views import (
+    Range,
+    View,
+    entries_of,
+    narrow,
+    picks_of,
+    whole_picks,
+)
+from pallasite.interpret.windows import Padding, plan_padding, window_ranges
+from pallasite.ir import types as T
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index
+from pallasite.ir.opdef import table
+from pallasite.passes.analysis.roots import Roots
+
+
+class Walker:
+    """One run of a kernel."""
+
+    def __init__(self, kernel: Kernel, numbers: Numbers):
+        self.kernel, self.numbers = kernel, numbers
+        self.roots = Roots(kernel)
+        self.env: dict[Value, Any] = {}
+        self.memory: dict[Value, Array] = {}
+        self.padding: dict[Value, Padding] = {}
+        # Roots that a block stands for while a branch runs (see `blocks_as_roots`).
+        self.standing_for: dict[Value, Value] = {}
+        self.predicate: Array | None = None
+        self.rows = table()
+        self._accesses: dict[Op, Access] = {}
+        self._methods: dict[str, Callable[[Op], Any] | None] = {}
+
+    # --- whole kernels ---
+
+    def run(self, inputs: Sequence[Array]) -> list[Array]:
+        """Run on operand arrays; the result arrays."""
+        kernel = self.kernel
+        if self.numbers.functional:  # in-place memory checks bounds instead
+            self.padding = plan_padding(kernel, self.roots)
+        aliased = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
+        for param, array in zip(kernel.inputs, inputs, strict=True):
+            self._add_root(param, array)
+        for param in kernel.outputs:
+            if param not in aliased:
+                self._add_root(param, self.numbers.uninitialised(param.ref))
+        for param in kernel.params:
+            root = aliased.get(param, param)
+            self.env[param] = self._whole(param, root)
+        self.block(kernel.body)
+        return [
+            self._result(param, aliased.get(param, param)) for param in kernel.outputs
+        ]
+
+    def _add_root(self, param: Value, array: Array) -> None:
+        padding = self.padding.get(param)
+        if padding is not None:
+            array = self.numbers.pad(array, padding.low, padding.high, padding.fill)
+        self.memory[param] = array
+
+    def _whole(self, param: Value, root: Value) -> View:
+        padding = self.padding.get(root)
+        low = padding.low if padding else (0,) * param.ref.rank
+        ranges = [Range(lo, n) for lo, n in zip(low, param.ref.shape, strict=True)]
+        return View(root, tuple(ranges))
+
+    def _result(self, param: Value, root: Value) -> Array:
+        padding = self.padding.get(root)
+        array = self.memory[root]
+        if padding is None:
+            return array
+        return self.numbers.unpad(array, padding.low, param.ref.shape)
+
+    # --- blocks and ops ---
+
+    def block(self, block: Block, args: Sequence[Any] = ()) -> list[Any]:
+        """Run a block with its parameters bound; what it yields."""
+        for param, arg in zip(block.params, args, strict=True):
+            self.env[param] = arg
+        for op in block.ops:
+            self.op(op)
+        return [self.env[v] for v in block.yields]
+
+    def op(self, op: Op) -> None:
+        name = op.name
+        if name not in self._methods:
+            self._methods[name] = getattr(self, f"do_{name}", None)
+        method = self._methods[name]
+        if method is not None:
+            results = method(op)
+        else:
+            operands = [self.env[v] for v in op.operands]
+            row = self.rows[op.name]
+            if row.elementwise and op.name != "bitcast":
+                result = op.result.tile
+                results = (self.numbers.elementwise(row, operands, op.attrs, result),)
+            else:
+                results = self.numbers.tile_op(op, operands)
+        for value, result in zip(op.results, results or (), strict=True):
+            self.env[value] = result
+
+    # --- memory ---
+
+    def access(self, op: Op) -> Access:
+        known = self._accesses.get(op)
+        if known is None:
+            known = self._accesses[op] = Access.of(op)
+        return known
+
+    def take(self, root: Value, picks: Picks, mask=None, other=None) -> Array:
+        """Read a root's elements: every read of memory comes through here."""
+        return self.numbers.take(self.memory[root], picks, mask, other)
+
+    def put(self, root: Value, picks: Picks, value: Array, mask=None) -> None:
+        """Write a root's elements: every write but atomics comes through here."""
+        self.memory[root] = self.numbers.put(self.memory[root], picks, value, mask)
+
+    def do_load(self, op: Op) -> tuple[Array]:
+        access = self.access(op)
+        mask, other = (self._maybe(v) for v in (access.mask, access.other))
+        view, entries = self._entries(access)
+        return (self.read(view, entries, mask, other),)
+
+    def do_store(self, op: Op) -> None:
+        access = self.access(op)
+        assert access.value is not None
+        view, entries = self._entries(access)
+        self.write(view, entries, self.env[access.value], self._maybe(access.mask))
+
+    def _maybe(self, value: Value | None) -> Array | None:
+        return None if value is None else self.env[value]
+
+    def _entries(self, access: Access) -> tuple[View, list[Any]]:
+        operands = [self.env[v] for v in access.index_operands]
+        return self.env[access.ref], entries_of(access.index, operands)
+
+    def read(self, view: View, entries: Any = None, mask=None, other=None) -> Array:
+        """Elements of a view; all of them where `entries` is None."""
+        n = self.numbers
+        if not view.steps:
+            if entries is None:
+                picks = whole_picks(view.ranges)
+            else:
+                picks = picks_of(view.ranges, entries, n, mask is not None, reads=True)
+            value = self.take(view.root, picks, mask, other)
+            if view.fill is None:
+                return value
+            filled = n.fill_outside(value, picks, view.fill)
+            return filled if mask is None else n.select(mask, filled, value)
+        picks = whole_picks(view.ranges)
+        base = self.take(view.root, picks)
+        if view.fill is not None:
+            base = n.fill_outside(base, picks, view.fill)
+        for step in view.steps:
+            base = self._apply_step(base, step)
+        return base if entries is None else self._index(base, entries, mask, other)
+
+    def write(self, view: View, entries: Any, value: Array, mask: Array | None) -> None:
+        n = self.numbers
+        if self.predicate is not None:  # a branch folded into selects
+            value = n.select(self.predicate, value, self.read(view, entries))
+        if not view.steps:
+            picks = picks_of(view.ranges, entries, n, mask is not None)
+            self.put(view.root, picks, value, mask)
+            return
+        self._rewrite(view, lambda part: self._update(part, entries, value, mask))
+
+    def _rewrite(self, view: View, change: Callable[[Array], Array]) -> None:
+        """Change the end of a chain of views that are not rectangles."""
+        picks = whole_picks(view.ranges)
+        parts = [self.take(view.root, picks)]
+        for step in view.steps:
+            parts.append(self._apply_step(parts[-1], step))
+        value = change(parts[-1])
+        for step, before in zip(
+            reversed(view.steps), reversed(parts[:-1]), strict=True
+        ):
+            value = self._undo_step(before, step, value)
+        self.put(view.root, picks, value)
+
+    def _apply_step(self, value: Array, step: tuple[str, Any]) -> Array:
+        kind, arg = step
+        if kind == "index":
+            return self._index(value, arg, None, None)
+        return self.numbers.reinterpret(value, kind, arg)
+
+    def _undo_step(self, before: Array, step: tuple[str, Any], value: Array) -> Array:
+        kind, arg = step
+        if kind == "index":
+            return self._update(before, arg, value, None)
+        return self.numbers.restore(before, kind, arg, value)
+
+    def _index(self, value: Array, entries: Any, mask: Any, other: Any) -> Array:
+        ranges = [Range(0, size) for size in value.shape]
+        picks = picks_of(ranges, entries, self.numbers, mask is not None, reads=True)
+        return self.numbers.take(value, picks, mask, other)
+
+    def _update(self, value: Array, entries: Any, new: Array, mask: Any) -> Array:
+        ranges = [Range(0, size) for size in value.shape]
+        picks = picks_of(ranges, entries, self.numbers, mask is not None)
+        return self.numbers.put(value, picks, new, mask)
+
+    def do_atomic_rmw(self, op: Op) -> tuple[Array]:
+        access, kind = self.access(op), op.attrs["kind"]
+        view, entries = self._entries(access)
+        value, mask = self.env[access.value], self._maybe(access.mask)  # type: ignore[index]
+        if view.steps:
+            return (self._rmw_at_end(view, entries, kind, value, mask),)
+        picks = picks_of(view.ranges, entries, self.numbers, mask is not None)
+        old = self.rmw(view.root, picks, kind, value, mask)
+        if view.fill is not None:
+            old = self.numbers.fill_outside(old, picks, view.fill)
+        return (old,)
+
+    def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
+        memory, old = self.numbers.rmw(self.memory[root], picks, kind, value, mask)
+        self.memory[root] = memory
+        return old
+
+    def _rmw_at_end(self, view: View, entries: Any, kind: str, value, mask) -> Array:
+        """Through views that are not rectangles: on a copy of what they show."""
+        found: list[Array] = []
+
+        def change(part: Array) -> Array:
+            ranges = [Range(0, size) for size in part.shape]
+            picks = picks_of(ranges, entries, self.numbers, mask is not None)
+            part, old = self.numbers.rmw(part, picks, kind, value, mask)
+            found.append(old)
+            return part
+
+        self._rewrite(view, change)
+        return found[0]
+
+    def do_atomic_cas(self, op: Op) -> tuple[Array]:
+        access = self.access(op)
+        view, entries = self._entries(access)
+        compare, value = self.env[access.compare], self.env[access.value]  # type: ignore[index]
+        old = self.read(view, entries)
+        same = self.numbers.combine("eq", old, compare)
+        self.write(view, entries, self.numbers.select(same, value, old), None)
+        return (old,)
+
+    def do_alloc(self, op: Op) -> tuple[View]:
+        type_: T.RefType = op.attrs["type"]
+        self.memory[op.result] = self.numbers.uninitialised(type_)
+        return (self._whole(op.result, op.result),)
+
+    # --- views ---
+
+    def do_subview(self, op: Op) -> tuple[View]:
+        view, entries = self._entries(self.access(op))
+        return (narrow(view, entries, self.numbers),)
+
+    def _add_step(self, op: Op, kind: str, arg: Any) -> tuple[View]:
+        view: View = self.env[op.operands[0]]
+        return (View(view.root, view.ranges, (*view.steps, (kind, arg)), view.fill),)
+
+    def do_reshape_view(self, op: Op) -> tuple[View]:
+        return self._add_step(op, "reshape", op.attrs["shape"])
+
+    def do_transpose_view(self, op: Op) -> tuple[View]:
+        return self._add_step(op, "transpose", op.attrs["perm"])
+
+    def do_block_view(self, op: Op) -> tuple[View]:
+        view, *indices = (self.env[v] for v in op.operands)
+        window = op.attrs["window"]
+        return (window_ranges(self.numbers, window, view, indices, padded=False),)
+
+    def do_bitcast_view(self, op: Op) -> tuple[View]:
+        before, after = op.operands[0].ref, op.result.ref
+        return self._add_step(op, "bitcast", (before.tile, after.tile))
+
+    # --- copies and semaphores: a copy happens when it is started ---
+
+    def do_copy_start(self, op: Op) -> None:
+        source, target = (self.env[v] for v in op.operands[:2])
+        everything = entries_of(full_index(op.operands[1].ref.shape), ())
+        self.write(target, everything, self.read(source), None)
+        if len(op.operands) > 2:
+            self._count(self.env[op.operands[2]], op.operands[2], 1)
+
+    def do_copy_wait(self, op: Op) -> None:
+        if len(op.operands) > 2:
+            self._count(self.env[op.operands[2]], op.operands[2], -1)
+
+    def do_sem_signal(self, op: Op) -> None:
+        self._count(self.env[op.operands[0]], op.operands[0], self.env[op.operands[1]])
+
+    def do_sem_wait(self, op: Op) -> None:
+        amount = self.numbers.mul(self.env[op.operands[1]], -1)
+        self._count(self.env[op.operands[0]], op.operands[0], amount)
+
+    def _count(self, view: View, ref: Value, amount: Any) -> None:
+        everything = entries_of(full_index(ref.ref.shape), ())
+        self.write(view, everything, self.numbers.add(self.read(view), amount), None)
+
+    def do_sem_read(self, op: Op) -> tuple[Array]:
+        return (self.read(self.env[op.operands[0]]),)
+
+    # --- debugging and promises ---
+
+    def do_debug_print(self, op: Op) -> None:
+        values = [self.env[v] for v in op.operands]
+        self.numbers.debug_print(op.attrs["format"], values, self.predicate)
+
+    def do_debug_check(self, op: Op) -> None:
+        self.numbers.debug_check(self.env[op.operands[0]], op.attrs["message"], op)
+
+    def do_delay(self, op: Op) -> None:
+        return None
+
+    def do_assume_multiple(self, op: Op) -> tuple[Array]:
+        return (self.env[op.operands[0]],)
+
+    # --- control: memory that a region may write is carried through it ---
+
+    def written(self, *regions: Block) -> tuple[Value, ...]:
+        """The memory that regions may write, as it is kept at the moment."""
+        roots = self.roots.written(*regions)
+        return tuple(self.standing_for.get(root, root) for root in roots)
+
+    def do_for(self, op: Op) -> Sequence[Array]:
+        first, limit, step, *carry = (self.env[v] for v in op.operands)
+        (body,) = op.regions
+        written = self.written(body)
+
+        def run(i: Array, values: list[Array]) -> list[Array]:
+            return self._enter(written, values, lambda v: self.block(body, [i, *v]))
+
+        out = self.numbers.counted(first, limit, step, self._pack(written, carry), run)
+        return self._unpack(written, out)
+
+    def do_while(self, op: Op) -> Sequence[Array]:
+        condition, body = op.regions
+        written = self.written(body, condition)
+
+        def go_on(values: list[Array]) -> Array:
+            def check(carried: list[Array]) -> list[Array]:
+                return self.block(condition, carried)
+
+            return self._enter(written, values, check)[-1]
+
+        def run(values: list[Array]) -> list[Array]:
+            return self._enter(written, values, lambda v: self.block(body, v))
+
+        carry = [self.env[v] for v in op.operands]
+        out = self.numbers.while_(go_on, run, self._pack(written, carry))
+        return self._unpack(written, out)
+
+    def do_custom(self, op: Op) -> Sequence[Array]:
+        return self.block(op.regions[0], [self.env[v] for v in op.operands])
+
+    def do_cond(self, op: Op) -> Sequence[Array]:
+        which = self.env[op.operands[0]]
+        if self.numbers.functional and self.roots.folds_into_selects(op):
+            return self._folded(op, which)
+        written = self.roots.written(*op.regions)
+        with self._blocks_as_roots(op, written) as written:
+            branches = [self._branch(region, written) for region in op.regions]
+            out = self.numbers.branch(which, branches, self._pack(written, []))
+            return self._unpack(written, out)
+
+    def _branch(self, region: Block, written: Sequence[Value]):
+        return lambda values: self._enter(written, values, lambda v: self.block(region))
+
+    def _folded(self, op: Op, which: Array) -> Sequence[Array]:
+        """A short branch without results: run it, writing only where it is taken."""
+        for n, region in enumerate(op.regions):
+            if not region.ops:
+                continue
+            outer = self.predicate
+            taken = self.numbers.is_branch(which, n, len(op.regions))
+            self.predicate = (
+                taken if outer is None else self.numbers.combine("and", outer, taken)
+            )
+            self.block(region)
+            self.predicate = outer
+        return ()
+
+    def _blocks_as_roots(self, op: Op, written: Sequence[Value]):
+        """While a branch runs, a block it writes stands for the whole root array."""
+        from pallasite.interpret.windows import blocks_as_roots
+
+        return blocks_as_roots(self, op, written)
+
+    def _enter(
+        self,
+        written: Sequence[Value],
+        values: list[Array],
+        run: Callable[[list[Array]], list[Array]],
+    ) -> list[Array]:
+        """Run a region on carried memory and values; memory and values after it."""
+        saved = dict(self.memory)
+        # Staged values must not outlive the region they are staged in.
+        saved_env = dict(self.env) if self.numbers.functional else self.env
+        self._restore(written, values)
+        results = run(values[len(written) :])
+        out = [*(self.memory[r] for r in written), *results]
+        self.memory, self.env = saved, saved_env
+        return out
+
+    def _pack(self, written: Sequence[Value], carry: Sequence[Array]) -> list[Array]:
+        return [*(self.memory[r] for r in written), *carry]
+
+    def _restore(self, written: Sequence[Value], values: Sequence[Array]) -> None:
+        for root, array in zip(written, values, strict=False):
+            self.memory[root] = array
+
+    def _unpack(self, written: Sequence[Value], out: Sequence[Array]) -> list[Array]:
+        self._restore(written, out)
+        return list(out[len(written) :])
+
+    # --- the grid ---
+
+    def do_pipeline(self, op: Op) -> None:
+        grid, windows = op.attrs["grid"], op.attrs["windows"]
+        dynamic = iter([self.env[v] for v in op.operands])
+        sizes = [next(dynamic) if g is None else g for g in grid]
+        arrays: list[View] = list(dynamic)
+        *maps, body = op.regions
+        written = self.written(body)
+        pads = self.numbers.functional and op in self.kernel.body.ops
+        outer = self.predicate
+        if outer is not None:
+            raise InternalError("a pipeline inside a folded branch", at=op.loc)
+
+        def program(ids: list[Array], values: list[Array]) -> list[Array]:
+            def run(_: list[Array]) -> list[Array]:
+                self.before_program(op, ids)
+                refs = []
+                for n, (window, view) in enumerate(zip(windows, arrays, strict=True)):
+                    indices = self.indices(op, n, self.block(maps[n], ids))
+                    # A result may write into the padding that an aliased operand
+                    # must read as its fill: such windows check bounds instead.
+                    clean = window.fill is None or view.root not in written
+                    padded = pads and view.root in self.kernel.params and clean
+                    refs.append(
+                        window_ranges(self.numbers, window, view, indices, padded)
+                    )
+                self.block(body, [*ids, *refs])
+                self.after_program(op, ids)
+                return []
+
+            return self._enter(written, values, run)
+
+        out = self.numbers.grid(sizes, self._pack(written, []), program)
+        self._unpack(written, out)
+
+    def indices(self, op: Op, window: int, found: list[Array]) -> list[Array]:
+        """What a window's index map gave (checked mode looks at it)."""
+        return found
+
+    def before_program(self, op: Op, ids: list[Array]) -> None:
+        """Called before each program's index maps and body (checked mode watches)."""
+
+    def after_program(self, op: Op, ids: list[Array]) -> None:
+        """Called after each program's body."""

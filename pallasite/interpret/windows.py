@@ -1,0 +1,199 @@
+"""Windows while the evaluator runs: where a block lies, and padding for its overhang.
+
+Operands of the kernel's own grid are padded once, before the first program, so that a
+block that hangs over an edge is a plain slice of the padded root; `fill` is what the
+padding holds. Windows of inner pipelines, over memory that cannot be padded, carry
+bounds instead.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pallasite.interpret.numbers import Array, Numbers
+from pallasite.interpret.views import Range, View, whole_picks
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, window_arrays
+from pallasite.passes.analysis.affine import Forms
+from pallasite.passes.analysis.roots import Roots
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements added before and after each dimension of a root, and what they hold."""
+
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    fill: Any = None
+
+
+def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
+    """How far blocks of the kernel's grid can reach outside each root."""
+    found: dict[Value, Padding] = {}
+    for op in kernel.body.ops:
+        if op.name != "pipeline":
+            continue
+        windows = op.attrs["windows"]
+        arrays = window_arrays(op)
+        for window, array, index_map in zip(
+            windows, arrays, op.regions[:-1], strict=True
+        ):
+            root = roots.of(array)
+            if root not in kernel.params:
+                continue
+            ranges = _start_ranges(index_map, op.attrs["grid"], window)
+            reach = [
+                _overhang(n, dim, bounds)
+                for n, dim, bounds in zip(
+                    root.ref.shape, window.dims, ranges, strict=True
+                )
+            ]
+            low, high = (tuple(r[k] for r in reach) for k in (0, 1))
+            if any(low) or any(high):
+                found[root] = _join(found.get(root), Padding(low, high, window.fill))
+    return found
+
+
+def _join(a: Padding | None, b: Padding) -> Padding:
+    if a is None:
+        return b
+    return Padding(
+        tuple(map(max, a.low, b.low)),
+        tuple(map(max, a.high, b.high)),
+        a.fill if b.fill is None else b.fill,
+    )
+
+
+def _start_ranges(
+    index_map: Block, grid: Sequence[int | None], window: Window
+) -> list[tuple[float, float]]:
+    """Least and greatest value of each index, as far as they are known."""
+    forms = Forms(index_map.params)
+    forms.add_ops(index_map.ops, loads_vary=True)
+    ranges = []
+    pending = iter(index_map.yields)
+    for dim in window.dims:
+        form = forms.of(next(pending))
+        if dim.kind == "bounded":
+            next(pending)
+        unknown = (float("-inf"), float("inf"))
+        ranges.append(unknown if form.affine is None else form.affine.range(grid))
+    return ranges
+
+
+def _overhang(n: int, dim: BlockDim, bounds: tuple[float, float]) -> tuple[int, int]:
+    if dim.kind == "squeezed":
+        return 0, (1 if n == 0 else 0)
+    if dim.kind == "blocked":
+        if not dim.size:
+            return 0, 0
+        blocks = max(1, -(-n // dim.size))
+        last = min(max(bounds[1], 0), blocks - 1)
+        return 0, max(0, int(last + 1) * dim.size - n)
+    low, high = dim.padding
+    first = min(max(bounds[0], 0), n + low + high)
+    last = max(0, min(bounds[1], n + low + high - 1))
+    before = max(0, low - int(first))
+    return before, max(0, int(last) - low + dim.size - n)
+
+
+def window_ranges(
+    numbers: Numbers,
+    window: Window,
+    view: View,
+    indices: Sequence[Array],
+    padded: bool,
+) -> View:
+    """The block ref a program sees. Block numbers are clamped to those there are."""
+    assert not view.steps, "a window over a reshaped ref"
+    pending = iter(indices)
+    dims = iter(window.dims)
+    ranges = []
+    for r in view.ranges:
+        if not r.kept:
+            ranges.append(r)
+            continue
+        dim = next(dims)
+        index = next(pending)
+        length = next(pending) if dim.kind == "bounded" else None
+        start, low, high = _place(numbers, dim, r, index, length)
+        if padded and length is None:
+            low = high = None  # the root's padding holds whatever hangs over
+        kept = dim.kind != "squeezed"
+        ranges.append(Range(start, dim.size, r.stride, kept, low, high))
+    hangs = any(r.low is not None for r in ranges)
+    fill = window.fill if hangs else None
+    return View(view.root, tuple(ranges), (), fill)
+
+
+def _place(numbers: Numbers, dim: BlockDim, r: Range, index: Array, length: Any):
+    """Root start of a block along one dimension, and its bounds if it may hang over."""
+    n = r.size
+    if dim.kind == "blocked":
+        blocks = max(1, -(-n // dim.size)) if dim.size else 1
+        offset = numbers.mul(numbers.clamp(index, 0, blocks - 1), dim.size)
+        hangs = blocks * dim.size != n
+    elif dim.kind == "squeezed":
+        offset, hangs = numbers.clamp(index, 0, max(n - 1, 0)), False
+    else:
+        low, high = dim.padding
+        last = max(n + low + high - 1, 0)
+        offset = numbers.add(numbers.clamp(index, 0, last), -low)
+        hangs = True
+    start = numbers.add(r.start, numbers.mul(offset, r.stride))
+    if not hangs:
+        return start, r.low, r.high
+    bottom = r.start if r.low is None else r.low
+    top = numbers.add(r.start, (n - 1) * r.stride + 1) if r.high is None else r.high
+    if length is not None:
+        end = numbers.add(start, numbers.clamp(length, 0, dim.size))
+        top = numbers.smaller(top, end)
+    return start, bottom, top
+
+
+@contextlib.contextmanager
+def blocks_as_roots(
+    walker: Any, op: Op, written: Sequence[Value]
+) -> Iterator[tuple[Value, ...]]:
+    """Make the blocks that branches write into roots of their own for a while.
+
+    A staged branch hands back whole arrays; handing back one block instead of the
+    operand it belongs to keeps a program's cost in proportion to its blocks.
+    """
+    if not walker.numbers.functional:
+        yield tuple(written)
+        return
+    used = walker.roots.outermost_refs(op.regions)
+    outer = walker.standing_for
+    inner = dict(outer)
+    lifted: list[tuple[Value, View]] = []
+    carried: list[Value] = []
+    for root in written:
+        refs = used.get(root, set())
+        ref = next(iter(refs)) if len(refs) == 1 else None
+        view = walker.env.get(ref) if ref is not None else None
+        now = outer.get(root, root)
+        if view is None or ref is now or view.steps or view.fill is not None:
+            carried.append(now)
+            continue
+        assert ref is not None and view.root is now
+        block = walker.numbers.take(
+            walker.memory[now], whole_picks(view.ranges), None, None
+        )
+        walker.memory[ref] = block
+        sizes = view.rectangle_shape
+        walker.env[ref] = View(ref, tuple(Range(0, size) for size in sizes))
+        inner[root] = ref
+        lifted.append((ref, view))
+        carried.append(ref)
+    walker.standing_for = inner
+    yield tuple(carried)
+    walker.standing_for = outer
+    for ref, view in lifted:
+        block = walker.memory.pop(ref)
+        picks = whole_picks(view.ranges)
+        root = view.root
+        walker.memory[root] = walker.numbers.put(
+            walker.memory[root], picks, block, None
+        )
+        walker.env[ref] = view

@@ -1,0 +1,1 @@
+"""What an author writes in and around a kernel: refs, specs, memory spaces."""

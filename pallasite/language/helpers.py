@@ -1,0 +1,189 @@
+"""Small helpers authors use around kernels: when, loop, arithmetic on sizes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.ref
+import numpy as np
+from jax import lax
+
+from pallasite.errors import KernelTypeError
+from pallasite.language.trace import user_location
+
+
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """Run the decorated function if `condition` holds.
+
+    Example:
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+    """
+
+    def decorate(fn: Callable[[], None]) -> None:
+        if isinstance(condition, (bool, np.bool_)):
+            if condition:
+                fn()
+            return
+        if jnp.shape(condition) != ():
+            raise KernelTypeError(
+                f"pl.when takes one condition, got an array of shape "
+                f"{jnp.shape(condition)}",
+                at=user_location(),
+                fix="reduce it with jnp.any or jnp.all, or use jnp.where",
+            )
+
+        def taken() -> None:
+            fn()
+
+        lax.cond(condition, taken, lambda: None)
+
+    return decorate
+
+
+def loop(
+    lower: Any, upper: Any, *, step: Any = 1, unroll: int | bool | None = None
+) -> Callable[[Callable[[Any], None]], None]:
+    """Run the decorated function for each index in `range(lower, upper, step)`.
+
+    Example:
+        @pl.loop(0, 8)
+        def _(i):
+            o_ref[i] = x_ref[i] + 1
+    """
+
+    _check_bounds(lower, upper, step)
+
+    def decorate(fn: Callable[[Any], None]) -> None:
+        static = all(isinstance(v, (int, np.integer)) for v in (lower, upper, step))
+        if static and unroll is True:
+            for i in range(lower, upper, step):
+                fn(i)
+            return
+
+        def body(n: Any, carry: None) -> None:
+            fn(lower + n * step)
+
+        count = cdiv(upper - lower, step)
+        lax.fori_loop(0, max(count, 0) if static else jnp.maximum(count, 0), body, None)
+
+    return decorate
+
+
+def _check_bounds(*bounds: Any) -> None:
+    for value in bounds:
+        if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise KernelTypeError(
+                f"pl.loop takes integers, got {value!r}", at=user_location()
+            )
+    if isinstance(bounds[-1], (int, np.integer)) and bounds[-1] == 0:
+        raise KernelTypeError("the step of pl.loop is 0", at=user_location())
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """Division rounded up, for either sign."""
+    if isinstance(a, (int, np.integer)) and isinstance(b, (int, np.integer)):
+        return -(-a // b)
+    if jnp.issubdtype(jnp.result_type(a, b), jnp.unsignedinteger):
+        return jnp.floor_divide(a + (b - 1), b)
+    return -jnp.floor_divide(-a, b)
+
+
+def align_to(x: int, alignment: int) -> int:
+    """`x` rounded up to a multiple of `alignment`."""
+    return cdiv(x, alignment) * alignment
+
+
+def next_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least `x`."""
+    if x < 0:
+        raise KernelTypeError(f"next_power_of_2 takes a size, got {x}")
+    return 1 if x == 0 else 1 << (x - 1).bit_length()
+
+
+def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for n in reversed(tuple(shape)):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def broadcast_to(a: Any, shape: Sequence[int]) -> jax.Array:
+    """`jnp.broadcast_to`, under the name kernels use."""
+    return jnp.broadcast_to(a, tuple(shape))
+
+
+def empty(shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> jax.Array:
+    """An array whose contents the kernel is going to overwrite (zeros here)."""
+    return jnp.zeros(tuple(shape), dtype)
+
+
+def empty_like(x: Any, **_: Any) -> Any:
+    """`empty` with the shapes and dtypes of a pytree."""
+    return jax.tree.map(lambda leaf: empty(leaf.shape, leaf.dtype), x)
+
+
+def empty_ref_like(x: Any) -> Any:
+    """A new ref with the shape and dtype of `x`, to be overwritten."""
+    return jax.new_ref(empty(x.shape, x.dtype))
+
+
+def dot(
+    a: Any,
+    b: Any,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    allow_tf32: bool | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """A matrix product of two tiles, accumulated in float32 (int32 for integers).
+
+    Without `precision`, `allow_tf32=False` asks for full products.
+    """
+    a, b = (a.T if trans_a else a), (b.T if trans_b else b)
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    accumulate = jnp.int32 if integer else jnp.promote_types(a.dtype, jnp.float32)
+    if precision is None and allow_tf32 is False:
+        precision = jax.lax.Precision.HIGHEST
+    return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)
+
+
+def max_contiguous(x: Any, values: Any) -> Any:
+    """A promise about contiguous runs; results do not depend on it."""
+    del values
+    return x
+
+
+def debug_checks_enabled() -> bool:
+    """Whether `pl.debug_check` checks: it always does."""
+    return True
+
+
+def reciprocal(x: Any, *, approx: bool = False, full_range: bool = True) -> jax.Array:
+    """`1 / x`; exactly, whatever the chip could do faster with less."""
+    del approx, full_range
+    return 1 / x
+
+
+def run_state(f: Callable[..., None]) -> Callable[..., Any]:
+    """Turn a function of refs into a function of values: the refs' final contents.
+
+    Example:
+        def double(ref):
+            ref[...] = 2 * ref[...]
+        pl.run_state(double)(jnp.ones(3))  # 2, 2, 2
+    """
+
+    # Staged, for views: JAX's concrete refs have no `.at` before 0.12.
+    @jax.jit
+    def run(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        refs = [jax.new_ref(jnp.asarray(leaf)) for leaf in leaves]
+        f(jax.tree.unflatten(structure, refs))
+        return jax.tree.unflatten(structure, [jax.ref.freeze(r) for r in refs])
+
+    return run

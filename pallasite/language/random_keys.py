@@ -1,0 +1,79 @@
+"""Random keys for kernels: `pltpu.to_pallas_key` and samples that blocks agree on."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError
+from pallasite.language.refs import program_id
+from pallasite.language.trace import user_location
+
+
+def to_pallas_key(key: jax.Array) -> jax.Array:
+    """A key for use in kernels, made from any other (an array of them gives an array).
+
+    It is a threefry key, which every backend can draw from.
+    """
+    is_key = jaxcompat.is_key_dtype(key.dtype)
+    words: Callable[[Any], Any] = lambda k: jax.random.bits(k, (2,), jnp.uint32)
+    for _ in range(key.ndim if is_key else key.ndim - 1):
+        words = jax.vmap(words)
+    return jax.random.wrap_key_data(words(key), impl="threefry2x32")
+
+
+def sample_block(
+    sampler_fn: Callable[..., jax.Array],
+    global_key: jax.Array,
+    block_size: Sequence[int],
+    tile_size: Sequence[int],
+    total_size: Sequence[int],
+    block_index: Sequence[Any] | None = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """Random numbers for one block of an array that do not depend on how it is cut.
+
+    Every tile of the array has a key of its own, so kernels with blocks of other sizes
+    and in another order draw the same array.
+
+    Args:
+        sampler_fn: `jax.random.uniform` or the like: from a key and a shape.
+        global_key: the key of the whole array.
+        block_size: the block's shape, a multiple of `tile_size`.
+        tile_size: the shape that is drawn at once.
+        total_size: the array's shape.
+        block_index: which block it is; by default this program's.
+        kwargs: for `sampler_fn`.
+
+    Returns:
+        An array of shape `block_size`.
+    """
+    divides = all(b % t == 0 for b, t in zip(block_size, tile_size, strict=False))
+    if len(block_size) != len(tile_size) or not divides:
+        raise KernelTypeError(
+            "the block is not made of whole tiles",
+            [("block_size", tuple(block_size)), ("tile_size", tuple(tile_size))],
+            user_location(),
+        )
+    if block_index is None:
+        block_index = [program_id(axis) for axis in range(len(block_size))]
+    per_block = [b // t for b, t in zip(block_size, tile_size, strict=True)]
+    in_total = [-(-n // t) for n, t in zip(total_size, tile_size, strict=True)]
+
+    def tile(place: Sequence[int]) -> jax.Array:
+        number: Any = 0
+        parts = zip(block_index, per_block, place, in_total, strict=True)
+        for block, tiles, n, count in parts:
+            number = number * count + block * tiles + n
+        key = jax.random.fold_in(global_key, number)
+        return sampler_fn(key, shape=tuple(tile_size), **kwargs)
+
+    rows: Any = [tile(p) for p in itertools.product(*map(range, per_block))]
+    for axis in reversed(range(len(per_block))):
+        count = per_block[axis]
+        groups = [rows[n : n + count] for n in range(0, len(rows), count)]
+        rows = [jnp.concatenate(g, axis=axis) if count > 1 else g[0] for g in groups]
+    return rows[0]

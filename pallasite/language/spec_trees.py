@@ -1,0 +1,108 @@
+"""One BlockSpec per operand and result leaf: match spec pytrees with array pytrees.
+
+`pallas_call.py` hands in what the author wrote; what comes out has one entry per array, with
+the path that errors show.
+"""
+
+from typing import Any
+
+import jax
+
+from pallasite.errors import SpecError
+from pallasite.language.specs import BlockSpec, GridSpec, no_block_spec
+
+
+def input_specs(
+    specs: Any, role: str, flat: Any, tree: Any, spec: GridSpec, request: Any
+) -> list[tuple[str, BlockSpec]]:
+    """One spec per operand leaf, with the path errors show."""
+    arguments = jax.tree.unflatten(tree, flat)[spec.num_scalar_prefetch :]
+    leaves = jax.tree.leaves(arguments)
+    if specs is no_block_spec:
+        return [(f"[{n}]", BlockSpec()) for n in range(len(leaves))]
+    if isinstance(specs, (list, tuple)) and len(specs) != len(arguments):
+        raise SpecError(
+            f"{role} has {len(specs)} entries for {len(arguments)} operands",
+            [
+                ("kernel", request.name),
+                ("operands", ", ".join(describe(x) for x in leaves) or "none"),
+            ],
+            request.at,
+            "one BlockSpec per operand (scalar-prefetch operands have none)",
+        )
+    if isinstance(specs, BlockSpec) and len(leaves) == 1:
+        specs = (specs,)
+    specs = tuple(specs) if isinstance(specs, (list, tuple)) else specs
+    return _match(specs, tuple(arguments), role, request)
+
+
+def is_spec(s: Any) -> bool:
+    """Does it stand for the spec of one operand?"""
+    return isinstance(s, BlockSpec) or s is None or s is no_block_spec
+
+
+def _no_spec_is_whole(s: Any) -> Any:
+    return BlockSpec() if s is None or s is no_block_spec else s
+
+
+def _match(specs: Any, operands: Any, role: str, request: Any):
+    specs = jax.tree.map(_no_spec_is_whole, specs, is_leaf=is_spec)
+    try:
+        spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
+    except ValueError as error:
+        for n, entry in enumerate(specs if isinstance(specs, tuple) else ()):
+            if not isinstance(entry, (BlockSpec, dict, list)) and entry is not None:
+                raise SpecError(
+                    f"{role}[{n}] is not a BlockSpec",
+                    [("kernel", request.name), ("got", repr(entry))],
+                    request.at,
+                    "pl.BlockSpec(block_shape, index_map)",
+                ) from None
+        raise SpecError(
+            f"{role} does not match the structure of the operands",
+            [("kernel", request.name), ("problem", str(error).splitlines()[0])],
+            request.at,
+        ) from None
+    is_leaf = lambda s: isinstance(s, BlockSpec)
+    result = []
+    for path, s in jax.tree_util.tree_flatten_with_path(spread, is_leaf)[0]:
+        shown = jax.tree_util.keystr(path)
+        if not isinstance(s, BlockSpec):
+            raise SpecError(
+                f"{role}{shown} is not a BlockSpec",
+                [("kernel", request.name), ("got", repr(s))],
+                request.at,
+            )
+        result.append((shown, s))
+    return result
+
+
+def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:
+    """One spec per result leaf, with the path errors show."""
+    count = len(request.out_shapes)
+    if specs is no_block_spec:
+        return [(f"[{n}]" if count > 1 else "", BlockSpec()) for n in range(count)]
+    if isinstance(specs, BlockSpec) and count == 1:
+        return [("", specs)]
+    target = jax.tree.unflatten(request.out_tree, request.out_shapes)
+    if isinstance(specs, (list, tuple)) and isinstance(target, (list, tuple)):
+        if len(specs) != len(target):
+            raise SpecError(
+                f"out_specs has {len(specs)} entries for {len(target)} results",
+                [("kernel", request.name)],
+                request.at,
+            )
+        specs, target = tuple(specs), tuple(target)
+    elif isinstance(specs, (list, tuple)) and len(specs) == 1 and count == 1:
+        specs = specs[0]
+    return _match(specs, target, "out_specs", request)
+
+
+def is_shaped(x: Any) -> bool:
+    """Is it an array, or a type of one?"""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def describe(x: Any) -> str:
+    """An array's type as errors show it."""
+    return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"

@@ -1,0 +1,1 @@
+"""Facts about a kernel that passes and backends ask for; nothing is changed here."""

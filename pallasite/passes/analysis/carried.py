@@ -1,0 +1,214 @@
+"""Along which grid axes a scratch ref keeps what an earlier step left in it.
+
+`carried_from(body, ref, ids, sizes)` walks the body as it runs when the last axes are
+at their first step: if the ref is then overwritten before anything reads it, no value
+crosses into that step, so only those last axes carry. Used by `grid.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk, window_arrays
+from pallasite.passes.analysis.affine import Sizes, fold_scalar
+
+VIEWS = ("subview", "block_view", "reshape_view", "bitcast_view", "transpose_view")
+Known = dict[Value, int | bool]
+
+
+def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) -> int:
+    """The first axis along which `ref` carries a value; `len(ids)` if none does.
+
+    Carrying along one axis means carrying along all that turn faster, because a step
+    sees what the step before it in grid order has left.
+    """
+    always: Known = {i: 0 for i, n in zip(ids, sizes, strict=True) if n == 1}
+    for start in range(len(ids), 0, -1):
+        known = always | {i: 0 for i in ids[start:]}
+        if not _Reader({ref}, known).may_read_old(body, _State()):
+            return start
+    return 0
+
+
+def is_overwritten(ops: Sequence[Op], ref: Value, known: Known) -> bool:
+    """Whether ops overwrite all of `ref`, and before anything reads it.
+
+    `known`: numbers of values from outside the ops.
+    """
+    state = _State()
+    reader = _Reader({ref}, dict(known))
+    return not reader.may_read_old(Block((), tuple(ops)), state) and state.whole
+
+
+def reads_unwritten(body: Block, ref: Value, ids: Sequence[Value], axis: int) -> bool:
+    """Whether the first step at position 1 along an axis reads a ref as it finds it.
+
+    It does where only the step at 0 fills the ref. False also where it may not: a
+    branch that is not known to be taken, a write that may come first.
+    """
+    known: Known = {i: int(a == axis) for a, i in enumerate(ids)}
+    return _Reader({ref}, known).first_use(body) == "r"
+
+
+@dataclass
+class _State:
+    """What of the ref is known to be overwritten in this step."""
+
+    whole: bool = False
+    parts: set[object] = field(default_factory=set)
+
+    def copy(self) -> "_State":
+        return _State(self.whole, set(self.parts))
+
+    def become(self, other: "_State") -> None:
+        self.whole, self.parts = other.whole, other.parts
+
+
+def covers_whole(shape: Sequence[int], index: Sequence[object]) -> bool:
+    """Whether an index picks every element of a ref (starts are clamped to fit)."""
+    return all(
+        (isinstance(e, Span) and e.size == n) or (isinstance(e, At) and n == 1)
+        for n, e in zip(shape, index, strict=True)
+    )
+
+
+class _Reader:
+    """Walks code looking for a read of something not overwritten before."""
+
+    def __init__(self, refs: set[Value], known: Known):
+        self.refs = refs  # the ref, then the views of it
+        (self.ref,) = refs
+        self.known = known
+
+    def may_read_old(self, block: Block, state: _State) -> bool:
+        return any(self.step(op, state) for op in block.ops)
+
+    def step(self, op: Op, state: _State) -> bool:
+        """Take in one op; True if it may read what an earlier step left."""
+        handler = getattr(self, f"at_{op.name}", None)
+        if handler is not None:
+            return handler(op, state)
+        if op.name in VIEWS:
+            if op.operands[0] in self.refs:
+                self.refs.add(op.result)
+            return False
+        if any(v in self.refs for v in op.operands):
+            return not state.whole
+        if len(op.results) == 1:
+            number = self.fold(op)
+            if number is not None:
+                self.known[op.result] = number
+        return False
+
+    def fold(self, op: Op) -> int | bool | None:
+        if op.name == "constant":
+            value = op.attrs["value"]
+            shape = op.attrs["type"].shape
+            return value if isinstance(value, int) and not shape else None
+        return fold_scalar(op, [self.known.get(v) for v in op.operands])
+
+    def at_load(self, op: Op, state: _State) -> bool:
+        if op.operands[0] not in self.refs or state.whole:
+            return False
+        access = Access.of(op)
+        return (access.ref, access.index, access.index_operands) not in state.parts
+
+    def at_store(self, op: Op, state: _State) -> bool:
+        access = Access.of(op)
+        if access.ref not in self.refs or access.mask is not None:
+            return False
+        if access.ref is self.ref and covers_whole(access.ref.ref.shape, access.index):
+            state.whole = True
+        state.parts.add((access.ref, access.index, access.index_operands))
+        return False
+
+    def at_cond(self, op: Op, state: _State) -> bool:
+        if op.operands[0] in self.known:
+            return self.may_read_old(self.taken(op), state)
+        states = [state.copy() for _ in op.regions]
+        if any(map(self.may_read_old, op.regions, states)):
+            return True
+        parts = set.intersection(*(s.parts for s in states))
+        state.become(_State(all(s.whole for s in states), parts))
+        return False
+
+    def taken(self, op: Op) -> Block:
+        """The branch of a cond whose number is known."""
+        which = int(self.known[op.operands[0]])
+        return op.regions[min(max(which, 0), len(op.regions) - 1)]
+
+    def at_for(self, op: Op, state: _State) -> bool:
+        (body,) = op.regions
+        first, limit = (self.known.get(v) for v in op.operands[:2])
+        if first is None:
+            return self.may_read_old(body, state.copy())
+        inside, known = state.copy(), dict(self.known)
+        self.known[body.params[0]] = first
+        if self.may_read_old(body, inside):
+            return True
+        self.known = known
+        if not inside.whole and self.may_read_old(body, state.copy()):
+            return True
+        if limit is not None and first < limit:
+            state.whole = inside.whole
+        return False
+
+    def at_while(self, op: Op, state: _State) -> bool:
+        test, body = op.regions
+        return self.may_read_old(test, state) or self.may_read_old(body, state.copy())
+
+    def at_pipeline(self, op: Op, state: _State) -> bool:
+        windows = op.attrs["windows"]
+        refs = window_arrays(op)
+        body = op.regions[-1]
+        count = len(body.params) - len(windows)
+        ids, blocks = body.params[:count], body.params[count:]
+        for ref, window, block in zip(refs, windows, blocks, strict=True):
+            if ref not in self.refs or state.whole:
+                continue
+            # What one step leaves in a block is not what the next finds in another.
+            fresh = carried_from(body, block, ids, op.attrs["grid"]) == count
+            if window.mode == "in" or not fresh:
+                return True
+        return any(self.may_read_old(region, state.copy()) for region in op.regions)
+
+    def at_copy_start(self, op: Op, state: _State) -> bool:
+        source, target, *semaphores = op.operands
+        if source in self.refs and not state.whole:
+            return True
+        if target is self.ref or self.ref in semaphores:
+            state.whole = True
+        return False
+
+    def at_copy_wait(self, op: Op, state: _State) -> bool:
+        return any(s in self.refs for s in op.operands[2:]) and not state.whole
+
+    def at_sem_read(self, op: Op, state: _State) -> bool:
+        return op.operands[0] in self.refs  # a signal adds to what was there
+
+    def at_sem_signal(self, op: Op, state: _State) -> bool:
+        if op.operands[0] is self.ref:
+            state.whole = True
+        return False
+
+    # --- the first op that surely uses the ref ---
+
+    def first_use(self, block: Block) -> str | None:
+        """ "r" if the block surely reads the ref first, "w" if it may write it."""
+        for op in block.ops:
+            use = self.use(op)
+            if use is not None:
+                return use
+        return None
+
+    def use(self, op: Op) -> str | None:
+        if op.name == "cond" and op.operands[0] in self.known:
+            return self.first_use(self.taken(op))
+        if op.regions:
+            inside = (v for r in op.regions for o in walk(r) for v in o.operands)
+            touched = any(v in self.refs for v in (*op.operands, *inside))
+            return "w" if touched else None
+        if op.name != "load" or op.operands[0] not in self.refs:
+            is_use = op.name not in VIEWS and any(v in self.refs for v in op.operands)
+            self.step(op, _State(whole=True))
+            return "w" if is_use else None
+        return "r"

@@ -1,0 +1,163 @@
+"""cost: how much a kernel computes and moves, read off its IR.
+
+`cost(kernel)` counts arithmetic, transcendentals and main-memory bytes over the whole
+grid and all loops. Where a length is known only when the kernel runs it is counted
+once, and the result says that it is not exact. Backends and `perf/` read it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
+from pallasite.ir.opdef import Unit, table
+from pallasite.ir.types import Type
+from pallasite.passes.analysis.grid import analyze_pipeline
+
+MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Totals of a kernel. `exact` is False where a length is not known."""
+
+    flops: int = 0
+    transcendentals: int = 0
+    bytes_accessed: int = 0
+    exact: bool = True
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.transcendentals + other.transcendentals,
+            self.bytes_accessed + other.bytes_accessed,
+            self.exact and other.exact,
+        )
+
+    def times(self, count: int | None) -> "Cost":
+        """`count` runs; None: an unknown number, taken as one."""
+        n = 1 if count is None else count
+        return Cost(
+            self.flops * n,
+            self.transcendentals * n,
+            self.bytes_accessed * n,
+            self.exact and count is not None,
+        )
+
+    @staticmethod
+    def worst(costs: Iterable["Cost"]) -> "Cost":
+        """Of branches: the most that any of them takes, count by count."""
+        costs = list(costs) or [Cost()]
+        return Cost(
+            max(c.flops for c in costs),
+            max(c.transcendentals for c in costs),
+            max(c.bytes_accessed for c in costs),
+            all(c.exact for c in costs),
+        )
+
+
+def cost(kernel: Kernel) -> Cost:
+    """What one call of the kernel computes and moves."""
+    # Operands that start on chip (scalars prefetched, for example) are copied once.
+    on_chip = [p for p in kernel.params if p.ref.space not in MAIN_MEMORY]
+    prefetched = sum(_bytes(p.type) for p in on_chip if not p.ref.is_semaphore)
+    return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.numbers: dict[Value, int] = {}  # scalars known to be constant
+
+    def block(self, block: Block) -> Cost:
+        total = Cost()
+        for op in block.ops:
+            total += self.op(op)
+        return total
+
+    def op(self, op: Op) -> Cost:
+        if op.name == "constant" and not op.result.tile.rank:
+            self.numbers[op.result] = op.attrs["value"]
+        structured = getattr(self, f"count_{op.name}", None)
+        if structured is not None:
+            return structured(op)
+        row = table()[op.name]
+        if row.unit is Unit.SPECIAL:
+            return Cost(transcendentals=op.result.tile.size)
+        if row.unit is Unit.ALU and op.name != "bitcast":
+            return Cost(flops=_work(op))
+        if row.unit is Unit.MEMORY:
+            return Cost(bytes_accessed=_moved(op))
+        return Cost()
+
+    def count_dot(self, op: Op) -> Cost:
+        lhs, depth = op.operands[0].tile, op.attrs["contract"][0]
+        return Cost(flops=2 * op.result.tile.size * prod(lhs.shape[d] for d in depth))
+
+    def count_for(self, op: Op) -> Cost:
+        first, limit, step = (self.numbers.get(v) for v in op.operands[:3])
+        trips = None
+        if first is not None and limit is not None and step:
+            trips = len(range(int(first), int(limit), int(step)))
+        return self.block(op.regions[0]).times(trips)
+
+    def count_while(self, op: Op) -> Cost:
+        test, body = op.regions
+        return (self.block(test) + self.block(body)).times(None)
+
+    def count_cond(self, op: Op) -> Cost:
+        return Cost.worst(self.block(region) for region in op.regions)
+
+    def count_pipeline(self, op: Op) -> Cost:
+        """The body at each step; each block whenever its window moves."""
+        grid, windows = op.attrs["grid"], op.attrs["windows"]
+        total = self.block(op.regions[-1]).times(_steps(grid))
+        refs = window_arrays(op)
+        moves = analyze_pipeline(op).windows
+        for ref, window, moved in zip(refs, windows, moves, strict=True):
+            if window.space in MAIN_MEMORY or ref.ref.space not in MAIN_MEMORY:
+                continue
+            # Steps up to the last axis it moves along: the inner ones keep the block.
+            outer = max((a for a in moved.axes if grid[a] != 1), default=-1) + 1
+            dims = zip(window.dims, ref.ref.shape, strict=True)
+            sizes = [1 if d.kind == "squeezed" else min(d.size, n) for d, n in dims]
+            block = Cost(bytes_accessed=_bytes(ref.ref.with_shape(sizes)))
+            total += block.times(_steps(grid[:outer]))
+        return total
+
+
+def _steps(grid: Iterable[int | None]) -> int | None:
+    sizes = list(grid)
+    if 0 in sizes:
+        return 0
+    return None if None in sizes else prod(sizes)  # type: ignore[arg-type]
+
+
+def _work(op: Op) -> int:
+    """Operations of an ALU op: one per element of the larger side."""
+    size = max(v.tile.size for v in (*op.operands, *op.results))
+    if op.name == "sort":
+        n = op.operands[0].tile.shape[op.attrs["axis"]]
+        return size * max(1, (n - 1).bit_length())
+    return size
+
+
+def _bytes(type: Type) -> int:
+    return -(-type.size * max(type.dtype.bits, 1) // 8)
+
+
+def _moved(op: Op) -> int:
+    """Main-memory bytes of a load, store, atomic or copy."""
+    if op.name in ("subview", "reshape_view", "bitcast_view", "transpose_view"):
+        return 0
+    refs = [v.ref for v in op.operands if v.is_ref and v.ref.space in MAIN_MEMORY]
+    if op.name == "copy_start":
+        return sum(_bytes(ref) for ref in refs)
+    if not refs or op.name in ("copy_wait", "alloc"):
+        return 0
+    if op.name == "load":
+        return _bytes(op.result.tile)
+    if op.name == "store":
+        return _bytes(op.operands[1].tile)
+    if op.name in ("atomic_rmw", "atomic_cas"):
+        return 2 * _bytes(op.result.tile)
+    return 0

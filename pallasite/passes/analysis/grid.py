@@ -1,0 +1,469 @@
+"""Grid analysis: which axes of a pipeline may run at once, and which must take turns.
+
+`analyze(kernel)` reads the kernel's pipeline and says, for each grid axis, parallel or
+sequential and why; for each window, along which axes it moves; for each scratch ref,
+along which axes it carries. Programs run as if one after another in grid order, so an
+axis is parallel only if nobody could tell: every program along it writes its own part
+of every output, and nothing is carried in scratch; or if the author says so.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pallasite.errors import InternalError
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    Gather,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    walk,
+    window_arrays,
+)
+from pallasite.ir.nodes import Window as WindowAttr
+from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
+from pallasite.passes.analysis.block_table import last_number, told_apart
+from pallasite.passes.analysis.carried import (
+    VIEWS,
+    carried_from,
+    is_overwritten,
+    reads_unwritten,
+)
+
+PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
+INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
+_USES = {"load": "r", "store": "w", "atomic_rmw": "w", "atomic_cas": "w"}
+Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One grid axis."""
+
+    size: int | None  # None: known only when the kernel runs
+    parallel: bool
+    reason: str
+    most: int | None = None  # it is parallel only up to this size
+
+
+@dataclass(frozen=True)
+class WindowMoves:
+    """How a window moves over its array."""
+
+    name: str
+    mode: str
+    forms: tuple[Form, ...]  # what the index map yields
+    axes: frozenset[int]  # it may show another block at another step along these
+    own: frozenset[int]  # steps that differ along these never touch the same elements
+    written: bool  # an output, or an operand whose block the body writes
+    apart: frozenset[int] = frozenset()  # ... and never even see the same block
+    certain: bool = False  # along all other axes, some steps do see the same block
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A ref that steps share: scratch, or main memory written without a window."""
+
+    name: str
+    axes: frozenset[int]  # along these a step may see what another left
+
+
+@dataclass(frozen=True)
+class GridInfo:
+    """What `analyze` found."""
+
+    axes: tuple[Axis, ...]
+    windows: tuple[WindowMoves, ...]
+    carries: tuple[Carry, ...]
+
+    @property
+    def parallel(self) -> tuple[int, ...]:
+        return tuple(a for a, axis in enumerate(self.axes) if axis.parallel)
+
+    @property
+    def sequential(self) -> tuple[int, ...]:
+        return tuple(a for a, axis in enumerate(self.axes) if not axis.parallel)
+
+    def __str__(self) -> str:
+        sizes = " x ".join("?" if a.size is None else str(a.size) for a in self.axes)
+        lines = [f"grid {sizes}" if self.axes else "no grid: one step"]
+        for number, axis in enumerate(self.axes):
+            kind = "parallel" if axis.parallel else "sequential"
+            lines.append(f"  axis {number}  {kind:<10}  {axis.reason}")
+        for window in self.windows:
+            index = ", ".join(map(str, window.forms))
+            moves = _axes_text(window.axes) or "nothing"
+            text = f"  {window.mode:<3} {window.name}  ({index})  moves along {moves}"
+            if window.written:
+                text += f"; own along {_axes_text(window.own) or 'nothing'}"
+            lines.append(text)
+        for carry in self.carries:
+            along = _axes_text(carry.axes)
+            text = f"carried along {along}" if along else "not carried"
+            lines.append(f"  ref {carry.name}  {text}")
+        return "\n".join(lines)
+
+
+def _axes_text(axes: Iterable[int]) -> str:
+    return " ".join(f"i{a}" for a in sorted(axes))
+
+
+def find_pipeline(kernel: Kernel) -> Op:
+    """The one pipeline that is the body of a `pallas_call` kernel."""
+    found = [op for op in kernel.body.ops if op.name == "pipeline"]
+    if len(found) != 1:
+        raise InternalError(
+            "a kernel's body must hold one pipeline",
+            [("kernel", kernel.name), ("found", len(found))],
+        )
+    return found[0]
+
+
+def analyze(kernel: Kernel) -> GridInfo:
+    """Grid analysis of a kernel's own pipeline."""
+    op = find_pipeline(kernel)
+    before = kernel.body.ops[: kernel.body.ops.index(op)]
+    # An operand that shares its memory with a result counts as that result.
+    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    return analyze_pipeline(op, before, same)
+
+
+def analyze_pipeline(
+    op: Op,
+    before: Sequence[Op] = (),
+    same_memory: dict[Value, Value] | None = None,
+) -> GridInfo:
+    """Grid analysis of any pipeline.
+
+    Args:
+      op: the pipeline.
+      before: the ops whose values it may use (constants among them are understood).
+      same_memory: refs that share their memory with another ref.
+    """
+    return _Analysis(op, before, same_memory or {}).result()
+
+
+class _Analysis:
+    def __init__(self, op: Op, before: Sequence[Op], same: dict[Value, Value]):
+        self.op, self.same = op, same
+        self.grid: tuple[int | None, ...] = op.attrs["grid"]
+        self.window_attrs: tuple[WindowAttr, ...] = op.attrs["windows"]
+        *self.maps, self.body = op.regions
+        self.refs = window_arrays(op)
+        self.ids = self.body.params[: len(self.grid)]
+        self.blocks = self.body.params[len(self.grid) :]
+        self.everything = frozenset(range(len(self.grid)))
+        self.allocated = {op.results[0] for op in before if op.name == "alloc"}
+        outer = Forms([])
+        outer.add_ops(before)
+        zeros = (0,) * len(self.grid)
+        self.outer = {
+            v: Form(frozenset(), Affine(zeros, f.affine.const if f.affine else None))
+            for v, f in outer.known.items()
+        }
+        self.forms = Forms(self.ids, self.outer)
+        self.forms.add_ops(self.body.ops)
+        self.most: dict[int, int] = {}  # sizes up to which blocks are not clamped
+
+    def result(self) -> GridInfo:
+        windows = tuple(map(self.window, range(len(self.maps))))
+        carries = tuple(self.carries())
+        axes = tuple(self.axis(a, windows, carries) for a in range(len(self.grid)))
+        return GridInfo(axes, windows, carries)
+
+    # --- axes ---
+
+    def axis(
+        self, axis: int, windows: Sequence[WindowMoves], carries: Sequence[Carry]
+    ) -> Axis:
+        size, said = self.grid[axis], self.op.attrs["semantics"][axis]
+        if said in PARALLEL:
+            state = None if size in (0, 1) else self.handed_on(axis, windows)
+            if state is None:
+                return Axis(size, True, f"dimension_semantics says {said}")
+            return Axis(size, False, f"steps hand values on in {state}")
+        if said == "sequential":
+            return Axis(size, False, "dimension_semantics says sequential")
+        if size in (0, 1):
+            return Axis(size, True, "it has one step" if size else "it has no step")
+        for window in windows:
+            if window.written and axis not in window.own:
+                return Axis(
+                    size, False, f"several steps may write a block of {window.name}"
+                )
+        for carry in carries:
+            if axis in carry.axes:
+                return Axis(size, False, f"{carry.name} carries values along it")
+        clash = self.aliased_read(windows)
+        if clash is not None:
+            return Axis(size, False, clash)
+        most = self.most.get(axis) if size is None else None
+        return Axis(size, True, "each step writes blocks of its own", most)
+
+    def handed_on(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
+        """What surely makes steps along an axis depend on each other, if anything.
+
+        The author's word stands where this is only possible, not where it is plain:
+        kernels that were only ever run on one core of a TPU say parallel lightly.
+        """
+        return (
+            self.written_scalars()
+            or self.shared_block(axis, windows)
+            or self.inherited(axis)
+        )
+
+    def written_scalars(self) -> str | None:
+        """An operand in scalar memory that the body writes.
+
+        A core of a TPU has its own copy of it, so kernels keep state there even along
+        axes they call parallel; here all steps see the same one.
+        """
+        for ref in self.shared():
+            given = ref.ref.space == "smem" and ref not in self.allocated
+            if given and self.is_written(ref):
+                return f"the operand {ref.name}"
+        return None
+
+    def shared_block(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
+        """A block that several steps along an axis read and write, or write whole.
+
+        A core of a TPU has its own copy of this too: kernels use such outputs as
+        scratch, or leave them to the last step.
+        """
+        for window, block in zip(windows, self.blocks, strict=True):
+            again = axis not in window.own | window.apart
+            again &= window.certain or axis not in window.axes
+            if not (window.written and again):
+                continue
+            if self.is_read(block) or self.is_rewritten(block, axis):
+                return f"the block of {window.name}"
+        return None
+
+    def is_rewritten(self, block: Value, axis: int) -> bool:
+        """Whether the first two steps along an axis surely write all of a block."""
+        positions = (
+            {i: n * (a == axis) for a, i in enumerate(self.ids)} for n in (0, 1)
+        )
+        return all(is_overwritten(self.body.ops, block, at) for at in positions)
+
+    def inherited(self, axis: int) -> str | None:
+        """Scratch that a step reads and only steps elsewhere along an axis fill."""
+        for ref in self.shared():
+            if ref in self.allocated and reads_unwritten(
+                self.body, ref, self.ids, axis
+            ):
+                return f"the scratch {ref.name}"
+        return None
+
+    def aliased_read(self, windows: Sequence[WindowMoves]) -> str | None:
+        """An output read as an operand, elsewhere than where it is written."""
+        results = {self.memory(r) for r in self.same}
+        for ref in self.shared():
+            if ref in self.same or (ref in results and not self.is_written(ref)):
+                return f"{ref.name} shares its memory with an operand and has no window"
+        direct = {self.memory(r) for r in self.shared() if self.is_written(r)}
+        for i, ref in enumerate(self.refs):
+            if self.window_attrs[i].mode == "out" or not self.is_used(self.blocks[i]):
+                continue
+            if self.memory(ref) in direct:
+                return f"{windows[i].name} shares its memory with one without a window"
+            for o, out in enumerate(self.refs):
+                apart = o == i or self.memory(ref) is not self.memory(out)
+                if apart or not windows[o].written:
+                    continue
+                same_dims = self.window_attrs[i].dims == self.window_attrs[o].dims
+                same_maps = windows[i].forms == windows[o].forms
+                known = all(map(_is_known, windows[i].forms))
+                if not (same_dims and same_maps and known):
+                    names = f"{windows[i].name} and {windows[o].name}"
+                    return f"{names} share memory and do not move together"
+        return None
+
+    def memory(self, ref: Value) -> Value:
+        return self.same.get(ref, ref)
+
+    def is_used(self, value: Value) -> bool:
+        return any(value in op.operands for op in walk(self.body))
+
+    # --- windows ---
+
+    def window(self, number: int) -> WindowMoves:
+        region, attr = self.maps[number], self.window_attrs[number]
+        forms = Forms(region.params, self.outer)
+        forms.add_ops(region.ops, loads_vary=False)
+        found = tuple(map(forms.of, region.yields))
+        moves = frozenset[int]().union(*(f.axes for f in found))
+        own = apart = frozenset[int]()
+        certain = False
+        written = attr.mode == "out" or self.is_written(self.blocks[number])
+        if written:
+            parts = list(self.block_parts(number, found))
+            apart, certain = self.apart_axes(number, parts, moves)
+            own = apart | self.own_axes(number, parts)
+        name = self.refs[number].name or f"window {number}"
+        return WindowMoves(name, attr.mode, found, moves, own, written, apart, certain)
+
+    def apart_axes(
+        self, number: int, parts: Sequence[Part], moves: frozenset[int]
+    ) -> tuple[frozenset[int], bool]:
+        """Axes along which blocks differ; and whether along others they surely do not.
+
+        The table of all steps is for maps that are no sums, and for clamped blocks.
+        """
+        apart = recoverable(parts, self.grid)
+        if moves <= apart:
+            return apart, True
+        window, shape = self.window_attrs[number], self.refs[number].ref.shape
+        table = told_apart(self.maps[number], window, shape, self.grid)
+        return (apart, False) if table is None else (apart | table, True)
+
+    def own_axes(self, number: int, parts: Sequence[Part]) -> frozenset[int]:
+        """Axes along which an output's blocks, or what is written of them, differ."""
+        if any(
+            d.kind not in ("blocked", "squeezed")
+            for d in self.window_attrs[number].dims
+        ):
+            return frozenset()
+        inside = self.access_parts(self.blocks[number])
+        return recoverable([*parts, *inside], self.grid)
+
+    def block_parts(self, number: int, forms: Sequence[Form]) -> Iterable[Part]:
+        """What an index map yields, with how far neighbouring blocks overlap.
+
+        A number that is no block's is moved to the nearest one that is: then it names
+        no block of its own.
+        """
+        window, shape = self.window_attrs[number], self.refs[number].ref.shape
+        pending = iter(forms)
+        for dim, n in zip(window.dims, shape, strict=True):
+            overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
+            affine = next(pending).affine
+            yield (
+                affine if self.never_clamped(affine, last_number(dim, n)) else None,
+                overlap,
+            )
+            if dim.kind == "bounded":
+                next(pending)
+
+    def never_clamped(self, affine: Affine | None, last: int) -> bool:
+        """Whether all numbers are in [0, last], given the sizes noted in `most`.
+
+        An offset that only the run knows is taken to be a good one.
+        """
+        if affine is None or affine.const is None:
+            return affine is not None
+        dynamic = [a for a, c in enumerate(affine.coeffs) if c and self.grid[a] is None]
+        if len(dynamic) > 1:
+            return False
+        sizes = [1 if n is None else n for n in self.grid]
+        low, high = affine.range(sizes)
+        if low < 0 or high > last:
+            return False
+        for axis in dynamic:
+            if affine.coeffs[axis] < 0:
+                return False
+            most = 1 + int(last - high) // affine.coeffs[axis]
+            self.most[axis] = min(most, self.most.get(axis, most))
+        return True
+
+    def access_parts(self, ref: Value) -> list[Part]:
+        """Positions inside `ref` that every access has in common, per dimension."""
+        uses = [op for op in walk(self.body) if ref in op.operands]
+        if any(op.name not in INDEXED or op.operands[0] is not ref for op in uses):
+            return []
+        picks = [self.picks(op) for op in uses]
+        columns = [set(column) for column in zip(*picks, strict=True)]
+        common = [column.pop() for column in columns if len(column) == 1]
+        if len(uses) == 1:
+            return common
+        # Two unknown offsets look the same and need not be.
+        return [(a, reach) for a, reach in common if a and a.const is not None]
+
+    def picks(self, op: Op) -> list[Part]:
+        """First element and reach past it of an access, per dimension of its ref."""
+        access = Access.of(op)
+        result: list[Part] = []
+        shape = access.ref.ref.shape
+        for n, (entry, operand) in zip(shape, access.split_index(), strict=True):
+            start = 0 if isinstance(entry, Gather) else entry.start
+            form = (
+                self.forms.fixed(start) if operand is None else self.forms.of(operand)
+            )
+            reach = entry.extent - 1 if isinstance(entry, Span) else form.spread
+            if isinstance(entry, At):
+                reach = 0
+            affine = form.affine
+            # A start past the end is moved back inside: then it names no place of its
+            # own. Writes element by element drop what is outside instead.
+            dropped = op.name == "store" and (access.mask or isinstance(entry, Gather))
+            if affine is not None and not dropped:
+                low, high = affine.range(self.grid)
+                affine = affine if low >= 0 and high + reach < n else None
+            result.append((affine, reach))
+        return result
+
+    # --- refs that all steps share ---
+
+    def shared(self) -> list[Value]:
+        """Refs of the code around the pipeline that the body uses without a window."""
+        inside = {v for op in walk(self.body) for v in op.results}
+        inside |= {v for op in walk(self.body) for r in op.regions for v in r.params}
+        inside |= set(self.body.params)
+        used = (v for op in walk(self.body) for v in op.operands if v.is_ref)
+        return [v for v in dict.fromkeys(used) if v not in inside]
+
+    def carries(self) -> Iterable[Carry]:
+        mapped = {v for region in self.maps for op in walk(region) for v in op.operands}
+        for number, ref in enumerate(self.shared()):
+            name = ref.name or f"shared {number}"
+            if not self.is_written(ref) and not ref.ref.is_semaphore:
+                continue
+            if ref in mapped:
+                yield Carry(name, self.everything)
+            elif ref in self.outer or ref.ref.space not in ("any", "hbm", "host"):
+                start = carried_from(self.body, ref, self.ids, self.grid)
+                yield Carry(name, frozenset(range(start, len(self.grid))))
+            else:
+                own = recoverable(self.access_parts(ref), self.grid)
+                yield Carry(name, self.everything - own)
+
+    def is_written(self, ref: Value) -> bool:
+        return any("w" in use for use in _uses(self.body, ref))
+
+    def is_read(self, ref: Value) -> bool:
+        return any("r" in use for use in _uses(self.body, ref))
+
+
+def _uses(block: Block, ref: Value) -> Iterable[str]:
+    """What each op of a block does with a ref or a view of it, "r" and "w"."""
+    views = {ref}
+    for op in walk(block):
+        mine = [v in views for v in op.operands]
+        if not any(mine):
+            continue
+        if op.name in VIEWS:
+            views.add(op.result)
+        elif op.name in ("copy_start", "copy_wait"):
+            yield ("r" if mine[0] else "") + ("w" if any(mine[1:]) else "")
+        elif op.name == "pipeline":
+            yield from _uses_of_windows(op, mine)
+        else:
+            yield _USES.get(op.name, "rw")
+
+
+def _uses_of_windows(op: Op, mine: Sequence[bool]) -> Iterable[str]:
+    """What a pipeline does with those of its operands that are `mine`."""
+    windows, body = op.attrs["windows"], op.regions[-1]
+    first = len(mine) - len(windows)
+    blocks = body.params[len(body.params) - len(windows) :]
+    for is_mine, window, block in zip(mine[first:], windows, blocks, strict=True):
+        if is_mine:
+            yield "w" if window.mode == "out" else "r"
+            yield from _uses(body, block)
+
+
+def _is_known(form: Form) -> bool:
+    return form.affine is not None and form.affine.const is not None

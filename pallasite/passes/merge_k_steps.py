@@ -1,0 +1,281 @@
+"""merge_k_steps: steps along a grid axis that only add up products, fewer and deeper.
+
+In: a kernel whose last axis walks along k: each step multiplies a block of rows by a
+block of columns and adds the product to the same sums; branches at the first and the
+last step begin and finish them. Out: the same code with blocks that are several times
+as deep, on a grid that is shorter by as much. Sums are then read and written once
+where the author's depth would do so several times. Bodies that do anything else are
+left as they are.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    BlockDim,
+    Kernel,
+    Op,
+    Span,
+    Value,
+    Window,
+    walk,
+    window_arrays,
+)
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import Rewriter, map_ops, users_of, writes
+from pallasite.passes.widen_k import (
+    Deeper,
+    Depths,
+    adds_up,
+    only_user,
+)
+
+
+def merge_k_steps(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
+    """Merge steps of pipelines.
+
+    No block becomes deeper than `deepest`, no computed tile larger than `most_bytes`.
+    """
+    if kernel.aliases:  # memory may be read as one ref and written as another
+        return kernel
+    # No two of these refs are the same memory.
+    allocated = (op.result for op in walk(kernel.body) if op.name == "alloc")
+    apart = {*kernel.params, *allocated}
+
+    def merge(op: Op, b: Rewriter) -> tuple[()] | None:
+        new = _merged(op, apart, deepest, most_bytes) if op.name == "pipeline" else op
+        if new is op:
+            return None
+        b.ops.append(new)
+        return ()
+
+    return map_ops(kernel, merge)
+
+
+def _merged(pipeline: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
+    moving = _moving(pipeline)
+    if not moving or not apart.issuperset(window_arrays(pipeline)):
+        return pipeline
+    found = _Steps(pipeline, moving, apart)
+    if not found.are_sums():
+        return pipeline
+    *grid, steps = pipeline.attrs["grid"]
+    factor = found.depths.factor(steps, deepest, most_bytes)
+    if factor == 1:
+        return pipeline
+    windows = list(pipeline.attrs["windows"])
+    for each in moving.values():
+        windows[each.number] = each.deeper(windows[each.number], factor)
+    new = {"grid": (*grid, steps // factor), "windows": tuple(windows)}
+    regions = (*pipeline.regions[:-1], _deeper(found, factor))
+    return pipeline.with_(attrs={**pipeline.attrs, **new}, regions=regions)
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """A window that shows the next part of one dimension at each step."""
+
+    number: int  # of the window
+    array: Value
+    array_dim: int
+    dim: int  # of the block
+    size: int
+
+    def deeper(self, window: Window, factor: int) -> Window:
+        dims = list(window.dims)
+        dims[self.array_dim] = BlockDim(self.size * factor)
+        return replace(window, dims=tuple(dims))
+
+
+def _moving(pipeline: Op) -> dict[Value, _Moving] | None:
+    """Blocks that move along the last axis; None if one does so in another way."""
+    *maps, body = pipeline.regions
+    grid, windows = pipeline.attrs["grid"], pipeline.attrs["windows"]
+    if not grid or grid[-1] is None:
+        return None
+    found: dict[Value, _Moving] = {}
+    each = zip(
+        windows, maps, window_arrays(pipeline), body.params[len(grid) :], strict=True
+    )
+    for number, (window, index_map, array, block) in enumerate(each):
+        if not _uses(index_map, index_map.params[-1]):
+            continue
+        dim = _only_dim(window, index_map)
+        if dim is None or window.mode != "in":
+            return None
+        size = window.dims[dim].size
+        if grid[-1] * size > array.ref.shape[dim]:
+            return None  # the last block hangs over the edge
+        squeezed = sum(d.kind == "squeezed" for d in window.dims[:dim])
+        found[block] = _Moving(number, array, dim, dim - squeezed, size)
+    return found
+
+
+def _uses(block: Block, value: Value) -> bool:
+    return value in block.yields or any(value in op.operands for op in walk(block))
+
+
+def _only_dim(window: Window, index_map: Block) -> int | None:
+    """The dimension whose block number is the last grid index, if that is all."""
+    step = index_map.params[-1]
+    dims = [n for n, value in enumerate(index_map.yields) if value is step]
+    inside = any(step in op.operands for op in walk(index_map))
+    plain = all(d.kind in ("blocked", "squeezed") for d in window.dims)
+    if len(dims) != 1 or inside or not plain:
+        return None
+    return dims[0] if window.dims[dims[0]].kind == "blocked" else None
+
+
+class _Sum(NamedTuple):
+    """`ref[...] += dot(a, b)`, as ops."""
+
+    load: Op
+    product: Op
+    store: Op
+
+
+class _Steps:
+    """What the ops of a body do, seen from one step to the next."""
+
+    def __init__(self, pipeline: Op, moving: dict[Value, _Moving], apart: set[Value]):
+        self.body, self.moving, self.apart = pipeline.regions[-1], moving, apart
+        self.arrays, self.count = window_arrays(pipeline), pipeline.attrs["grid"][-1]
+        axes = len(pipeline.attrs["grid"])
+        self.step, self.blocks = self.body.params[axes - 1], self.body.params[axes:]
+        self.depths = Depths({v: op for op in self.body.ops for v in op.results})
+        self.users = users_of(self.body)
+        self.sums = [s for op in self.body.ops if (s := self._sum(op)) is not None]
+        self.when: dict[Value, str] = {}  # of bools: true at the first step, or last
+        self.asks_for_last: set[Op] = set()
+        self.begun, self.ended = set[Op](), set[Op]()  # stores of sums
+        self.closed = False  # by a branch at the last step
+
+    def are_sums(self) -> bool:
+        """Do steps only add products, between branches at the first and the last?"""
+        fine = all(map(self._is_fine, self.body.ops))
+        return fine and len(self.sums) == len(self.ended) > 0
+
+    def _is_fine(self, op: Op) -> bool:
+        if self.step in op.operands or self.when.keys() & set(op.operands):
+            return self._is_branch(op) if op.regions else self._is_question(op)
+        if op.regions:
+            return False
+        if op.name == "load":
+            return self._begins_sum(op) or self._is_part(op) or self._is_given(op)
+        if op.name == "store":
+            return self._ends_sum(op)
+        pure = table()[op.name].effect is Effect.PURE
+        if not pure or any(v.is_ref for v in (*op.operands, *op.results)):
+            return False
+        if op.name == "dot" and any(s.product is op for s in self.sums):
+            return self.depths.are_summed(op)
+        return not self.depths.touches(op) or self.depths.follow(op)
+
+    # --- branches ---
+
+    def _is_question(self, op: Op) -> bool:
+        """Whether the step is the first or the last one, and maybe more than that."""
+        if op.name == "eq" and self.step in op.operands:
+            other = next((v for v in op.operands if v is not self.step), self.step)
+            number = self.depths.number(other)
+            if number not in (0, self.count - 1):
+                return False
+            self.when[op.result] = "last" if number else "first"
+            self.asks_for_last |= {op} if number else set()
+            return True
+        known = {self.when[v] for v in op.operands if v in self.when}
+        if op.name not in ("cast", "and") or self.step in op.operands:
+            return False
+        self.when[op.result] = min(known)
+        return len(known) == 1
+
+    def _is_branch(self, op: Op) -> bool:
+        which, *given = op.operands
+        two = op.name == "cond" and not op.results and len(op.regions) == 2
+        if not two or given or which not in self.when or op.regions[0].ops:
+            return False
+        if self.when[which] == "first":
+            in_order = not self.begun
+        else:
+            in_order = self.closed = self.begun == self.ended
+        changing = {self.step, *self.moving, *self.depths.dims, *self.when}
+        inside = {v for inner in walk(op.regions[1]) for v in inner.operands}
+        return in_order and not changing & inside
+
+    def _is_part(self, op: Op) -> bool:
+        """A load of all there is along the dimension that moves."""
+        access = Access.of(op)
+        each = self.moving.get(access.ref)
+        if each is None or access.mask is not None or access.index_operands:
+            return False
+        if access.index[each.dim] != Span(0, each.size):
+            return False
+        self.depths.add_load(op, each.dim)
+        return True
+
+    # --- sums ---
+
+    def _sum(self, dot: Op) -> _Sum | None:
+        """The sum in memory that a product is added to, if nothing else is done."""
+        if dot.name != "dot":
+            return None
+        total = only_user(self.users, dot.result, "add")
+        store = total and only_user(self.users, total.result, "store")
+        if total is None or store is None or not adds_up(dot):
+            return None
+        others = [
+            self.depths.made.get(v) for v in total.operands if v is not dot.result
+        ]
+        load = others[0] if others else None
+        if load is None or load.name != "load":
+            return None
+        ref, _, *place = store.operands
+        same = load.operands == (ref, *place) and store.operands[1] is total.result
+        same &= load.attrs["index"] == store.attrs["index"]
+        masked = load.attrs.get("mask") or store.attrs.get("mask")
+        alone = only_user(self.users, load.result, "add") is total
+        apart = self.apart.difference(m.array for m in self.moving.values())
+        fine = same and alone and not masked and self._memory(ref) in apart
+        return _Sum(load, dot, store) if fine else None
+
+    def _begins_sum(self, op: Op) -> bool:
+        stores = {s.store for s in self.sums if s.load is op}
+        self.begun |= stores
+        return bool(stores) and not self.closed
+
+    def _ends_sum(self, op: Op) -> bool:
+        """Two sums in the same memory must not be under way at once."""
+        self.ended.add(op)
+        memory = self._memory(op.operands[0])
+        others = (s for s in self.begun if self._memory(s.operands[0]) is memory)
+        return op in self.begun and self.ended.issuperset(others)
+
+    def _is_given(self, op: Op) -> bool:
+        """A load of a block that steps neither move nor write."""
+        ref = op.operands[0]
+        written = any(writes(user) for user in self.users[ref])
+        return ref in self.blocks and ref not in self.moving and not written
+
+    def _memory(self, ref: Value) -> Value:
+        """What a ref is a block of."""
+        if ref in self.blocks:
+            return self.arrays[self.blocks.index(ref)]
+        return ref
+
+
+def _deeper(found: _Steps, factor: int) -> Block:
+    body, deeper = found.body, Deeper(found.depths, factor)
+    for block, each in found.moving.items():
+        type = replace(block.ref, shape=deeper.shape(block.ref.shape, each.dim))
+        deeper.new[block] = Value(type, block.name)
+    b = Builder()
+    for op in body.ops:
+        if op in found.asks_for_last:
+            last = b.index(found.count // factor - 1)
+            operands = tuple(v if v is found.step else last for v in op.operands)
+            op = op.with_(operands=operands)
+        deeper.emit(b, op)
+    return replace(body, params=deeper.mapped(body.params), ops=tuple(b.ops))

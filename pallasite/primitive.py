@@ -1,0 +1,421 @@
+"""The primitive behind every kernel call, with its rules side by side.
+
+Its one parameter, a `Call`, holds the Kernel IR: all rules act on IR, so they are
+exact about grids, windows and scratch. `batch.py` has the vmap rule's part on IR,
+`rules.py` has the rules of differentiation.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import batching, mlir
+
+from pallasite import config, jaxcompat
+from pallasite.backends import base
+from pallasite.emulation.emulate import emulate
+from pallasite.errors import (
+    FallbackWarning,
+    SpecError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.passes.batch import batch_kernel, maps_a_grid_size
+from pallasite.passes.run import Dump
+from pallasite.passes.run import run as run_passes
+from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
+from pallasite.sharding.rule import Partition
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Checked mode: `pallas_call(..., interpret=pl.Checked())`.
+
+    Runs the kernel in numpy with shadow memory and reports, with the user's line and
+    the program's ids, the first bug it sees. Each kind can be switched off.
+
+    Args:
+        bounds: accesses outside a ref, and blocks outside the array.
+        uninitialised: values of outputs, scratch or edges nobody wrote, where they
+            matter: in a result, a branch, a loop's length or an index.
+        races: two programs along a parallel axis touching the same memory.
+        unwritten: outputs with elements never written.
+        copies: async copies never waited for, or whose memory is used too early, and
+            semaphores left over.
+        promises: broken promises of `pl.multiple_of`.
+        nan: the first op that makes a NaN from operands without (off by default).
+        inf: the first op that makes an infinity from finite operands (off by default:
+            masks of -inf are common).
+    """
+
+    bounds: bool = True
+    uninitialised: bool = True
+    races: bool = True
+    unwritten: bool = True
+    copies: bool = True
+    promises: bool = True
+    nan: bool = False
+    inf: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: its IR and how to run it. Hashable; equal kernels share code."""
+
+    kernel: Kernel
+    interpret: bool | Checked = False
+    backend: str | None = None
+    compiler_params: tuple[tuple[str, Any], ...] = ()
+    cost_estimate: Any = None
+    debug: bool = False
+    metadata: tuple[tuple[str, str], ...] = ()
+    partition: bool | Partition | None = None  # under sharded jit; False: not cut
+
+    def __repr__(self) -> str:
+        return f"Call({self.kernel.name})"
+
+    @property
+    def options(self) -> base.Options:
+        cost = self.cost_estimate
+        estimate = None
+        if cost is not None:
+            keys = ("flops", "transcendentals", "bytes_accessed")
+            estimate = {k: getattr(cost, k) for k in keys}
+        return base.Options(
+            dict(self.compiler_params), estimate, self.debug, dict(self.metadata)
+        )
+
+
+def interpret_mode(given: Any, at: Any) -> bool | Checked:
+    """What `interpret=` means: off, emulation or checked mode."""
+    if isinstance(given, Checked):
+        return given
+    if given is None or given is False:
+        forced = config.get("interpret")
+        if forced == "checked":
+            return Checked()
+        return bool(forced) and forced != "0"
+    if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
+        return True
+    raise SpecError(
+        f"interpret must be True, False or pl.Checked(), got {given!r}", at=at
+    )
+
+
+call_p = jaxcompat.Primitive("pallasite_call")
+call_p.multiple_results = True
+
+
+def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
+    """Bind the primitive after the checks that need no operands."""
+    if call.backend is not None and call.backend not in (*base.names(), "interpret"):
+        raise UnknownBackendError(call.backend, (*base.names(), "interpret"))
+    return call_p.bind(*operands, call=call)
+
+
+# --- types and effects ---
+
+
+@call_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
+    outputs = result_types(call, avals)
+    return outputs, {jaxcompat.debug_effect()} if _prints(call.kernel) else set()
+
+
+def result_types(
+    call: Call, avals: Sequence[Any], varying: Sequence[Any] | None = None
+) -> list[Any]:
+    """The types of a call's results, with their places on the mesh.
+
+    Args:
+        call: the call.
+        avals: the types of its operands.
+        varying: types whose manual mesh axes the results vary over; default: `avals`.
+    """
+    return [
+        jaxcompat.out_aval_like(varying or avals, p.ref.shape, p.ref.dtype.np, spec)
+        for p, spec in zip(call.kernel.outputs, result_specs(call, avals), strict=True)
+    ]
+
+
+def _prints(kernel: Kernel) -> bool:
+    return any(op.name in ("debug_print", "debug_check") for op in walk(kernel.body))
+
+
+# --- eager ---
+
+
+@call_p.def_impl
+def _impl(*operands: Any, call: Call) -> list[Any]:
+    if isinstance(call.interpret, Checked):
+        return [jax.numpy.asarray(x) for x in _run_checked(call, operands)]
+    with jax.disable_jit(False):
+        return _jitted(call)(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(call: Call):
+    def run(*operands: Any) -> Any:
+        return call_p.bind(*operands, call=call)
+
+    run.__name__ = run.__qualname__ = call.kernel.name
+    return jax.jit(run)
+
+
+def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
+    from pallasite.interpret.checked import run_checked
+
+    arrays = [np.asarray(x) for x in operands]
+    return run_checked(call.kernel, arrays, call.interpret)
+
+
+# --- lowering ---
+
+
+def partitions(ctx: Any, call: Call) -> bool:
+    """Whether XLA is to ask how the call is cut between devices."""
+    if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
+        return False
+    host_code = _is_checked(call) or _prints(call.kernel)
+    return not host_code and not jaxcompat.is_export(ctx)
+
+
+def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
+    """Where no platform has a default backend: the one asked for, or the emulation."""
+    name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
+    if name is not None:
+        _check_platform(name, platforms, call.kernel)
+    if partitions(ctx, call):
+        return lower_partitioned(ctx, operands, call_task(call, bind_call))
+    if name is not None:
+        return _lower_native(name, ctx, *operands, call=call)
+    if not wants_emulation(call):
+        _warn_no_default(platforms)
+    return _lower_emulation(ctx, *operands, call=call)
+
+
+def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
+    """On a CPU: machine code, unless another backend or the emulation is asked for."""
+    if wants_emulation(call) or _asked_backend(call) is not None:
+        return _lower(ctx, *operands, call=call)
+    if partitions(ctx, call):
+        return lower_partitioned(ctx, operands, call_task(call, bind_call))
+    if jaxcompat.is_export(ctx):
+        # Machine code belongs to this process; an export goes elsewhere.
+        return _lower_emulation(ctx, *operands, call=call)
+    try:
+        return _lower_native("cpu", ctx, *operands, call=call)
+    except (UnsupportedError, ImportError) as error:
+        warn_fallback(call.kernel, error)
+        return _lower_emulation(ctx, *operands, call=call)
+
+
+def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
+    from pallasite.runtime.ffi import lower_launch
+
+    backend = base.get(name)
+    kernel = prepared(call)
+    outputs = base.compile_stages(backend, kernel, call.options)
+    _dump_stages(kernel, name, outputs)
+    launch = backend.launch(kernel, outputs, call.options)
+    return lower_launch(launch, ctx, *operands)
+
+
+def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None:
+    usable = base.get(name).platforms
+    if not set(platforms) & set(usable):
+        raise UnsupportedError(
+            f"backend {name!r} does not run on {'/'.join(platforms)}",
+            [("kernel", kernel.name)],
+            kernel.loc,
+            f"leave out backend=, or pass operands that live on {'/'.join(usable)}",
+        )
+
+
+def prepared(call: Call) -> Kernel:
+    """The kernel after the passes every backend shares."""
+    return run_passes(call.kernel)
+
+
+def _dump_stages(kernel: Kernel, backend: str, outputs: Mapping[str, Any]) -> None:
+    dump = Dump.of(kernel)
+    if dump is None:
+        return
+    dump.count = 50  # after the passes' own texts
+    for stage, text in outputs.items():
+        if isinstance(text, str):
+            dump.write(f"{backend}-{stage}", text)
+
+
+def wants_emulation(call: Call) -> bool:
+    name = call.backend or config.get("backend")
+    return bool(call.interpret) or name == "interpret"
+
+
+def _asked_backend(call: Call) -> str | None:
+    """The native backend that the call, or else the configuration, names."""
+    if wants_emulation(call):
+        return None
+    return call.backend or config.get("backend") or None
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_no_default(platforms: tuple[str, ...]) -> None:
+    warnings.warn(
+        f"no native backend is the default on {'/'.join(platforms)} yet: kernels run "
+        "through the emulation (said once; interpret=True says it is wanted, "
+        "backend='triton' or 'tpu' asks for a native one)",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_fallback(kernel: Kernel, error: Exception, what: str = "kernel") -> None:
+    """Say once per kernel what kept it, or its derivative, from being compiled."""
+    if what + kernel.text in _warned:
+        return
+    _warned.add(what + kernel.text)
+    warnings.warn(
+        f"{what} '{kernel.name}' runs through the emulation, which is slow "
+        f"(interpret=True says that it is wanted); reason:\n{error}",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
+    run = _checked_callback(call) if _is_checked(call) else emulate(call.kernel)
+    plain = ctx.replace(
+        avals_in=jaxcompat.plain_avals(ctx.avals_in),
+        avals_out=jaxcompat.plain_avals(ctx.avals_out),
+    )
+    return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+
+
+def _is_checked(call: Call) -> bool:
+    return isinstance(call.interpret, Checked)
+
+
+def _checked_callback(call: Call):
+    """Checked mode under jit: the numpy evaluator runs in a host callback."""
+    shapes = [
+        jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in call.kernel.outputs
+    ]
+
+    def run(*operands: Any) -> Any:
+        return jax.pure_callback(
+            lambda *arrays: tuple(_run_checked(call, arrays)), tuple(shapes), *operands
+        )
+
+    return run
+
+
+mlir.register_lowering(call_p, _lower)
+mlir.register_lowering(call_p, _lower_cpu, platform="cpu")
+
+
+# --- vmap ---
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[int | None], *, call: Call
+) -> tuple[list[Any], list[int]]:
+    """A new leading grid axis; operands that are not mapped stay as they are."""
+    sizes = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    (size,) = sizes
+    if not isinstance(size, int):
+        return _batch_symbolic(operands, dims, call)
+    if maps_a_grid_size(call.kernel, [d is not None for d in dims]):
+        return _one_by_one(operands, dims, call)
+    moved = [
+        x if d is None else jax.numpy.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    mapped = [d is not None for d in dims]
+    moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
+    results = call_p.bind(*moved, call=batched(call, mapped, size))
+    return results, [0] * len(results)
+
+
+def batched(call: Call, mapped: Sequence[bool], size: int) -> Call:
+    """The call with one more leading grid axis, which the mapped operands follow."""
+    rule = call.partition
+    if isinstance(rule, Partition):
+        rule = rule.batched(mapped)
+    kernel = batch_kernel(call.kernel, tuple(mapped), size)
+    return replace(call, kernel=kernel, partition=rule)
+
+
+def _batch_symbolic(
+    operands: Sequence[Any], dims: Sequence[int | None], call: Call
+) -> tuple[list[Any], list[int]]:
+    """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
+    named backend runs once per element, and otherwise the emulation is mapped."""
+    if _asked_backend(call) is None:
+        run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
+        results = run(*operands)
+        return list(results), [0] * len(results)
+    return _one_by_one(operands, dims, call)
+
+
+def _one_by_one(
+    operands: Sequence[Any], dims: Sequence[int | None], call: Call
+) -> tuple[list[Any], list[int]]:
+    """vmap as a loop of calls."""
+    mapped = [
+        jax.numpy.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+        if d is not None
+    ]
+
+    def one(elements: Sequence[Any]) -> list[Any]:
+        pending = iter(elements)
+        pairs = zip(operands, dims, strict=True)
+        own = [x if d is None else next(pending) for x, d in pairs]
+        return call_p.bind(*own, call=call)
+
+    results = jax.lax.map(one, mapped)
+    return list(results), [0] * len(results)
+
+
+def _spread_aliased(
+    kernel: Kernel, operands: list[Any], mapped: list[bool], size: int
+) -> tuple[list[Any], list[bool]]:
+    """An operand that is also a result needs one copy per mapped element."""
+    for source, _ in kernel.aliases:
+        if not mapped[source]:
+            x = operands[source]
+            operands[source] = jax.numpy.broadcast_to(x[None], (size, *x.shape))
+            mapped[source] = True
+    return operands, mapped
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+def calls_in(fn: Any, *args: Any) -> list[Call]:
+    """The kernel calls of a JAX function, in order."""
+    found: list[Call] = []
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in jaxcompat.opened(jaxpr)[0].eqns:
+            if eqn.primitive is call_p:
+                found.append(eqn.params["call"])
+            for inner in jaxcompat.jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fn)(*args))
+    return found
+
+
+def kernels_in(fn: Any, *args: Any) -> list[Kernel]:
+    """The kernels a JAX function calls, in order (for tests, dumps and tools)."""
+    return [call.kernel for call in calls_in(fn, *args)]

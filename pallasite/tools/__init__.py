@@ -1,0 +1,1 @@
+"""What looks at kernels from outside."""

@@ -1,0 +1,101 @@
+"""Every stage of a kernel as text: `pl.lower(f)(*args).stages()`.
+
+Traces a JAX function, finds the kernels in it and shows what the passes and a backend
+make of one. Nothing is run. `PALLASITE_DUMP` writes the same texts during normal use.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from pallasite import config
+from pallasite.backends import base
+from pallasite.errors import SpecError
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import print_kernel
+from pallasite.passes.run import DEFAULT
+from pallasite.primitive import Call, calls_in
+
+# A backend for platforms where none is the default yet.
+_BY_PLATFORM = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The kernel calls of a function, as `pl.lower` found them."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels' IR, in the order of the calls."""
+        return tuple(call.kernel for call in self.calls)
+
+    def stages(self, backend: str | None = None, kernel: int = 0) -> dict[str, str]:
+        """What each stage makes of one kernel, by the stage's name.
+
+        Args:
+            backend: "cpu", "triton" or "tpu"; by default the call's own, else the
+                one for the platform JAX uses.
+            kernel: which of `kernels`.
+
+        Returns:
+            Texts in order: "import" (the IR as traced), one per pass, then the
+            backend's; for "cpu" those are "ir", "scheduled", "llvm" and
+            "asm".
+
+        Raises:
+            UnsupportedError: the backend cannot compile the kernel.
+        """
+        call = self.calls[kernel]
+        current = call.kernel
+        texts = {"import": print_kernel(current, locs=True)}
+        for step in DEFAULT:
+            current = step.function(current)
+            texts[step.name] = print_kernel(current, locs=True)
+        chosen = base.get(backend or _default_backend(call))
+        options = replace(call.options, debug=True)
+        made = base.compile_stages(chosen, current, options)
+        return texts | {n: text for n, text in made.items() if isinstance(text, str)}
+
+    def __str__(self) -> str:
+        return "\n".join(kernel.text for kernel in self.kernels)
+
+
+def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
+    """See what becomes of the kernels in a function.
+
+    Args:
+        function: any JAX function that calls kernels.
+
+    Returns:
+        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s); it
+        gives a `Lowered`: `.kernels` and `.stages()`.
+
+    Raises:
+        SpecError: the function calls no kernel.
+
+    Example:
+        `print(pl.lower(f)(x).stages()["llvm"])`
+    """
+
+    def lowered(*args: Any) -> Lowered:
+        calls = tuple(calls_in(function, *args))
+        if not calls:
+            name = getattr(function, "__name__", repr(function))
+            raise SpecError(
+                f"pl.lower: '{name}' calls no kernel",
+                fix="give a function that calls pl.pallas_call(...)(...)",
+            )
+        return Lowered(calls)
+
+    return lowered
+
+
+def _default_backend(call: Call) -> str:
+    named = call.backend or config.get("backend")
+    if named and named != "interpret":
+        return named
+    return _BY_PLATFORM.get(jax.default_backend(), "cpu")

@@ -1,0 +1,127 @@
+"""Which kernels have backward kernels, and what those look like."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.autodiff.explain_grad import full_plan
+from pallasite.errors import NoBackwardKernel, SpecError
+from pallasite.ir.nodes import walk
+from pallasite.ir.verify import verify
+from pallasite.primitive import kernels_in
+from tests.zoo import all_cases
+
+BY_NAME = {case.name: case for case in all_cases()}
+# The kernels of the zoo whose cotangents go through the functional form, and why.
+_OVERWRITTEN = "the reverse needs what a result held before it was overwritten"
+FUNCTIONAL = {
+    "normalise_columns": _OVERWRITTEN,
+    "forward_substitution": _OVERWRITTEN,
+    "dma_double_buffer": "a loop or branch reads scratch that the program writes",
+    "masked_offsets": "a store to gathered places may write one of them twice",
+    "newton_sqrt": "a while loop has no reverse",
+    "power_by_squaring": "a while loop has no reverse",
+    "empty_grid": "the grid is empty",
+}
+
+
+def zoo_kernels(name):
+    case = BY_NAME[name]
+    return kernels_in(case.run, *case.make_args(np.random.default_rng(0)))
+
+
+def backward_kernels(name):
+    (kernel,) = zoo_kernels(name)
+    return [step.kernel for step in full_plan(kernel).steps]
+
+
+def names_of(kernel):
+    return [op.name for op in walk(kernel.body)]
+
+
+def test_most_of_the_zoo_has_backward_kernels():
+    refused = {}
+    for name in BY_NAME:
+        for kernel in zoo_kernels(name):
+            if not any(p.ref.dtype.is_float for p in kernel.inputs):
+                continue
+            try:
+                steps = full_plan(kernel).steps
+            except NoBackwardKernel as error:
+                refused[name] = error.what
+                continue
+            for step in steps:
+                verify(step.kernel)
+    assert refused == FUNCTIONAL
+
+
+def test_a_matmul_has_one_dot_per_step_and_operand():
+    dx, dy = backward_kernels("matmul_accumulate")
+    for kernel in (dx, dy):
+        assert names_of(kernel).count("dot") == 1
+        assert "transpose" not in names_of(kernel) and "for" not in names_of(kernel)
+    # Blocks of dx are chosen by i0 and i2; they are summed along i1, innermost.
+    assert "grid=(2, 3, 2)" in dx.text
+    assert 'semantics=("parallel", "parallel", "sequential")' in dx.text
+
+
+def test_an_epilogue_runs_once():
+    first, *rest = backward_kernels("matmul_bias_gelu")
+    assert "tanh" in names_of(first)
+    assert all("tanh" not in names_of(kernel) for kernel in rest)
+
+
+def test_flash_attention_is_one_kernel():
+    (kernel,) = backward_kernels("flash_fori_causal")
+    names = names_of(kernel)
+    # Forward: scores and output; backward: scores again, then four products.
+    assert names.count("dot") == 7 and names.count("for") == 2
+
+
+def test_explain_grad():
+    def scaled(n_ref, x_ref, scale_ref, o_ref):
+        o_ref[...] = x_ref[...] * scale_ref[...] + n_ref[0].astype(jnp.float32)
+
+    row = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    fixed = pl.BlockSpec((1, 128), lambda i: (0, 0))
+    call = pl.pallas_call(
+        scaled,
+        out_shape=jax.ShapeDtypeStruct((64, 128), jnp.float32),
+        grid=(8,),
+        in_specs=[pl.BlockSpec((1,), lambda i: (0,)), row, fixed],
+        out_specs=row,
+    )
+    x, scale = jnp.ones((64, 128)), jnp.ones((1, 128))
+    report = pl.explain_grad(lambda x, s: jnp.sin(call(jnp.ones(1, int), x, s)))(
+        x, scale
+    )
+    tiers = {row.operand: (row.tier, row.why) for row in report.operands}
+    assert tiers == {
+        "n_ref": ("none", "i32 has no cotangent"),
+        "x_ref": ("kernel", "scaled_d_x_d_scale over i0"),
+        "scale_ref": (
+            "kernel",
+            "scaled_d_x_d_scale over i0, summed along i0 in 8 parts",
+        ),
+    }
+    assert [kernel.name for kernel in report.kernels] == ["scaled_d_x_d_scale"]
+    assert str(report).splitlines()[0].split() == ["kernel", "operand", "tier", "why"]
+
+
+def test_explain_grad_says_why_not():
+    def root(x_ref, o_ref):
+        halve = lambda x: x / 2
+        o_ref[...] = jax.lax.while_loop(lambda x: x.sum() > 1, halve, x_ref[...])
+
+    call = pl.pallas_call(root, out_shape=jax.ShapeDtypeStruct((8,), jnp.float32))
+    (row,) = pl.explain_grad(call)(jnp.ones(8)).operands
+    assert row.tier == "functional"
+    assert "a while loop has no reverse" in row.why
+    assert "test_backward_plan.py:" in row.why
+
+
+def test_explain_grad_of_no_kernel():
+    with pytest.raises(SpecError, match="'sin' calls no kernel"):
+        pl.explain_grad(jnp.sin)(jnp.ones(8))
