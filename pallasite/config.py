@@ -8,7 +8,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent  # where the source of the package is
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pallasite import jaxcompat
 from pallasite.emulation.emulate import JaxNumbers
 from pallasite.errors import UnsupportedError
 from pallasite.importer import custom_rules
-from pallasite.importer.importer import Captures, Importer, load_rules
+from pallasite.importer.importer import Captures, Importer
+from pallasite.importer.rules import RULES
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import Effect, table
@@ -204,7 +205,6 @@ class _Traced:
 
 @functools.lru_cache(maxsize=4096)
 def _traced(signature: _Signature) -> _Traced:
-    load_rules()
     trace = _trace_jvp if signature.mode == "jvp" else _trace_vjp
     with jaxcompat.kernel_tracing():
         return trace(signature)
@@ -287,7 +287,7 @@ class _Splicer(Importer):
     taking nothing from outside."""
 
     def __init__(self, op: Op, builder: Builder):
-        super().__init__(op.name, Captures())
+        super().__init__(op.name, Captures(), RULES)
         self.op, self.builder = op, builder
 
     def locate(self, eqn: Any) -> None:

@@ -496,13 +496,15 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
     mlir.register_lowering(which, lower)
 
 
-_register(tangent_p, _tangents)
-_register(cotangent_p, _cotangents)
-ad.primitive_jvps[call_p] = _jvp
-ad.primitive_transposes[call_p] = _transpose_call
-ad.primitive_jvps[tangent_p] = _jvp_tangent
-ad.primitive_transposes[tangent_p] = _transpose_tangent
-ad.primitive_jvps[cotangent_p] = _jvp_cotangent
-ad.primitive_transposes[cotangent_p] = _transpose_cotangent
-batching.primitive_batchers[tangent_p] = _batch_tangent
-batching.primitive_batchers[cotangent_p] = _batch_cotangent
+def register() -> None:
+    """Tell JAX the rules above; `calls/pallas_call.py` does, once."""
+    _register(tangent_p, _tangents)
+    _register(cotangent_p, _cotangents)
+    ad.primitive_jvps[call_p] = _jvp
+    ad.primitive_transposes[call_p] = _transpose_call
+    ad.primitive_jvps[tangent_p] = _jvp_tangent
+    ad.primitive_transposes[tangent_p] = _transpose_tangent
+    ad.primitive_jvps[cotangent_p] = _jvp_cotangent
+    ad.primitive_transposes[cotangent_p] = _transpose_cotangent
+    batching.primitive_batchers[tangent_p] = _batch_tangent
+    batching.primitive_batchers[cotangent_p] = _batch_cotangent

@@ -1,8 +1,9 @@
 """pallas_call: check the specs, trace the kernel, import it, bind the primitive.
 
-The reading order of the package starts here. `specs.py` and `pipeline_op.py` check and describe
-the windows, `trace.py` makes jaxprs, `importer.py` makes IR; the primitive with all
-its rules is in `primitive.py`.
+The reading order of the package starts here. `language/specs.py` and
+`importer/pipeline_op.py` check and describe the windows, `language/trace.py` makes
+jaxprs, `importer/importer.py` makes IR; the primitive with all its rules is in
+`primitive.py`.
 """
 
 import dataclasses
@@ -14,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.autodiff import rules as rules  # registers its rules
+from pallasite.autodiff import rules as derivative_rules
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.importer import pipeline_op
-from pallasite.importer.importer import Captures, Importer, load_rules
+from pallasite.importer.importer import Captures, Importer
+from pallasite.importer.rules import RULES
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
+from pallasite.language import ref_transforms
 from pallasite.language.memory_spaces import (
     MemoryRef,
     MemorySpace,
@@ -43,6 +46,9 @@ from pallasite.language.trace import (
 )
 from pallasite.primitive import Call, bind_call, interpret_mode
 from pallasite.sharding import rule
+
+ref_transforms.register()
+derivative_rules.register()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,11 +342,10 @@ class Bound:
 
 def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
     """Kernel IR for operands of these types; also captured values, and cacheability."""
-    load_rules()
     bound = _bind(request, flat, tree)
     traced = _trace_kernel(request, bound, tree)
     captures = Captures()
-    im = Importer(request.name, captures)
+    im = Importer(request.name, captures, RULES)
     im.builder.loc = request.at
     kernel = _import(request, bound, traced, im)
     call = Call(

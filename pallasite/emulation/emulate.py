@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallasite import jaxcompat
+from pallasite.emulation import tiles
 from pallasite.interpret import Pick, Walker
 from pallasite.interpret.numbers import Picks, picked_shape
 from pallasite.ir.nodes import Kernel, Op
@@ -43,10 +44,6 @@ def _lax_function(name: str) -> Callable[..., Array]:
     return getattr(lax, name, None) or getattr(jnp, name)
 
 
-def _int32(x: Any) -> Array:
-    return jnp.asarray(x, jnp.int32)
-
-
 class JaxNumbers:
     """The number system of the emulation."""
 
@@ -72,8 +69,6 @@ class JaxNumbers:
         return lax.convert_element_type(value, result.dtype.np)
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
-        from pallasite.emulation import tiles
-
         return tiles.run(op, operands)
 
     def scalar(self, value: int, dtype: DType) -> Array:
@@ -122,7 +117,7 @@ class JaxNumbers:
             return lax.slice(array, starts, limits, strides)
         # The walker has clamped the starts: there is nothing to wrap around.
         value = lax.dynamic_slice(
-            array, [_int32(s) for s in starts], sizes, allow_negative_indices=False
+            array, [tiles.int32(s) for s in starts], sizes, allow_negative_indices=False
         )
         if any(p.stride != 1 for p in picks):
             strides = [p.stride for p in picks]
@@ -161,7 +156,7 @@ class JaxNumbers:
             value = spaced.at[where].set(value)
         if sizes == list(array.shape):
             return value
-        return update_slice(array, value, [_int32(p.start) for p in picks])
+        return tiles.update_slice(array, value, [tiles.int32(p.start) for p in picks])
 
     def rmw(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
@@ -212,7 +207,7 @@ class JaxNumbers:
     # --- scalars and selection ---
 
     def clamp(self, index: Any, low: Any, high: Any) -> Any:
-        return clamp_index(index, low, high)
+        return tiles.clamp_index(index, low, high)
 
     def add(self, a: Any, b: Any) -> Any:
         if isinstance(a, int) and isinstance(b, int):
@@ -221,20 +216,20 @@ class JaxNumbers:
             return a
         if isinstance(a, int) and a == 0:
             return b
-        return _int32(a) + _int32(b)
+        return tiles.int32(a) + tiles.int32(b)
 
     def mul(self, a: Any, b: int) -> Any:
         if isinstance(a, int):
             return a * b
-        return a if b == 1 else _int32(a) * jnp.int32(b)
+        return a if b == 1 else tiles.int32(a) * jnp.int32(b)
 
     def larger(self, a: Any, b: Any) -> Any:
         both = isinstance(a, int) and isinstance(b, int)
-        return max(a, b) if both else jnp.maximum(_int32(a), _int32(b))
+        return max(a, b) if both else jnp.maximum(tiles.int32(a), tiles.int32(b))
 
     def smaller(self, a: Any, b: Any) -> Any:
         both = isinstance(a, int) and isinstance(b, int)
-        return min(a, b) if both else jnp.minimum(_int32(a), _int32(b))
+        return min(a, b) if both else jnp.minimum(tiles.int32(a), tiles.int32(b))
 
     def combine(self, kind: str, a: Array, b: Array) -> Array:
         if kind == "xchg":
@@ -283,7 +278,7 @@ class JaxNumbers:
             return body([jnp.int32(0)] * len(sizes), list(carry))
 
         def program(step: Array, values: list[Array]) -> list[Array]:
-            return same_types(body(unravel(_int32(step), sizes), values), values)
+            return same_types(body(unravel(tiles.int32(step), sizes), values), values)
 
         return lax.fori_loop(0, total, program, list(carry))
 
@@ -304,30 +299,6 @@ class JaxNumbers:
                 raise CheckError(f"debug_check failed: {message}{where}")
 
         jax.debug.callback(fail, ok)
-
-
-def clamp_index(index: Any, low: int, high: int) -> Any:
-    """An index, or a tile of them, brought into a range, as int32."""
-    if isinstance(index, int):
-        return min(max(index, low), high)
-    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
-        # Clamp before the conversion, which wraps around.
-        least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
-        index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
-    return jnp.clip(_int32(index), _int32(low), _int32(high))
-
-
-def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
-    """dynamic_update_slice; starts are clamped, negative ones too.
-
-    XLA on CPU moves a reshape of the result in front of the update and then overwrites
-    what a shifted slice of `array` in `value` has yet to read (openxla/xla#49176). The
-    barrier keeps them apart, and costs nothing: the update stays in place.
-    """
-    updated = lax.dynamic_update_slice(
-        array, value, starts, allow_negative_indices=False
-    )
-    return lax.optimization_barrier(updated)
 
 
 def _poison(type: RefType) -> Any:
@@ -365,19 +336,27 @@ def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]
     indices, inside = [], jnp.ones(result, bool)
     for d, p in enumerate(picks):
         if p.gather is not None:
-            position = _int32(p.gather)
+            position = tiles.int32(p.gather)
             position = position.reshape(position.shape + (1,) * (rank - gathered))
         elif p.kept:
-            position = _int32(p.start) + jnp.arange(p.size, dtype=jnp.int32) * p.stride
+            position = (
+                tiles.int32(p.start) + jnp.arange(p.size, dtype=jnp.int32) * p.stride
+            )
             position = position.reshape((-1,) + (1,) * (rank - axis - 1))
             axis += 1
         else:
-            position = _int32(p.start)
+            position = tiles.int32(p.start)
         if p.clip is not None:
-            position = jnp.clip(position, _int32(p.clip[0]), _int32(p.clip[1]) - 1)
+            position = jnp.clip(
+                position, tiles.int32(p.clip[0]), tiles.int32(p.clip[1]) - 1
+            )
         if p.is_bounded:
-            inside = inside & (position >= _int32(p.low)) & (position < _int32(p.high))
-            position = jnp.clip(position, _int32(p.low), _int32(p.high) - 1)
+            inside = (
+                inside
+                & (position >= tiles.int32(p.low))
+                & (position < tiles.int32(p.high))
+            )
+            position = jnp.clip(position, tiles.int32(p.low), tiles.int32(p.high) - 1)
         if shape is not None:
             position = jnp.clip(position, 0, shape[d] - 1)
         indices.append(jnp.broadcast_to(position, result))
@@ -416,7 +395,7 @@ def static_bounds(first: Array, limit: Array, step: Array) -> int | None:
 def dynamic_bounds(first: Array, limit: Array, step: Array) -> Array:
     """The trip count as an array; no difference is taken that could wrap around."""
     if first.dtype.itemsize < 4:
-        first, limit, step = (_int32(v) for v in (first, limit, step))
+        first, limit, step = (tiles.int32(v) for v in (first, limit, step))
     one = jnp.ones_like(step)
     steps = lax.div(limit - first - one, step) + one
     return jnp.where(first < limit, steps, jnp.zeros_like(steps))
@@ -432,7 +411,7 @@ def same_types(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
 def dynamic_product(sizes: Sequence[Any]) -> Array:
     total = jnp.int32(1)
     for size in sizes:
-        total = total * jnp.maximum(_int32(size), 0)
+        total = total * jnp.maximum(tiles.int32(size), 0)
     return total
 
 
@@ -445,7 +424,7 @@ def unravel(step: Array, sizes: Sequence[Any]) -> list[Array]:
         if n == 0:
             ids.append(step)
             break
-        ids.append(lax.rem(step, jnp.maximum(_int32(size), 1)))
-        step = lax.div(step, jnp.maximum(_int32(size), 1))
+        ids.append(lax.rem(step, jnp.maximum(tiles.int32(size), 1)))
+        step = lax.div(step, jnp.maximum(tiles.int32(size), 1))
     ids.extend([jnp.int32(0)] * (len(sizes) - len(ids)))
     return ids[::-1]

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.emulation.emulate import clamp_index, update_slice
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Op
 
@@ -179,3 +178,31 @@ def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
     kind = a["kind"]
     fn = lax.scatter if kind == "set" else getattr(lax, f"scatter_{kind}")
     return fn(x, indices, updates, numbers, mode=_MODES[a["mode"]])
+
+
+def int32(x: Any) -> Array:
+    return jnp.asarray(x, jnp.int32)
+
+
+def clamp_index(index: Any, low: int, high: int) -> Any:
+    """An index, or a tile of them, brought into a range, as int32."""
+    if isinstance(index, int):
+        return min(max(index, low), high)
+    if index.dtype.itemsize >= 4 and index.dtype != jnp.int32:
+        # Clamp before the conversion, which wraps around.
+        least = 0 if jnp.issubdtype(index.dtype, jnp.unsignedinteger) else low
+        index = jnp.clip(index, index.dtype.type(least), index.dtype.type(high))
+    return jnp.clip(int32(index), int32(low), int32(high))
+
+
+def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
+    """dynamic_update_slice; starts are clamped, negative ones too.
+
+    XLA on CPU moves a reshape of the result in front of the update and then overwrites
+    what a shifted slice of `array` in `value` has yet to read (openxla/xla#49176). The
+    barrier keeps them apart, and costs nothing: the update stays in place.
+    """
+    updated = lax.dynamic_update_slice(
+        array, value, starts, allow_negative_indices=False
+    )
+    return lax.optimization_barrier(updated)

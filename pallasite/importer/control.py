@@ -8,22 +8,24 @@ import jax
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.importer.custom_rules import register
-from pallasite.importer.importer import Importer, rule, tile_type
+from pallasite.importer.importer import Importer, RuleTable, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute, writes
 from pallasite.language.refs import positional_fields
 
+RULES = RuleTable()
+
 # --- calls are inlined ---
 
 
-@rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+@RULES.rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
 def _call(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return im.run(jaxpr, args)
 
 
-@rule("pallasite_call")
+@RULES.rule("pallasite_call")
 def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
     raise UnsupportedError(
         "a kernel cannot call another kernel",
@@ -34,7 +36,7 @@ def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
     )
 
 
-@rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+@RULES.rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """The function's code, with the name of its rule where that can matter."""
     jaxpr = eqn.params["call_jaxpr"]
@@ -60,7 +62,7 @@ def _has_derivative(eqn: Any, args: Sequence[Value]) -> bool:
 # --- branches ---
 
 
-@rule("cond")
+@RULES.rule("cond")
 def _cond(im: Importer, eqn: Any, which: Value, *args: Value) -> Sequence[Value]:
     branches = [im.region(b, (), args) for b in eqn.params["branches"]]
     which = im.builder.cast(which, T.I32)
@@ -98,7 +100,7 @@ class Carry:
         return [after for before, after in pairs if not before.is_ref]
 
 
-@rule("while")
+@RULES.rule("while")
 def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     p = eqn.params
     split = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -211,7 +213,7 @@ def _as_counted_loop(
             for k in range(len(carried))]  # fmt: skip
 
 
-@rule("scan")
+@RULES.rule("scan")
 def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     """A counted loop; scanned inputs are sliced, scanned outputs collected."""
     p, b = eqn.params, im.builder
@@ -263,7 +265,7 @@ def _put_row(im: Importer, x: Value, row: Value, n: Value) -> Value:
 # Which axes there are is checked where they are asked for (`trace.KnownGrid`).
 
 
-@rule("pallasite_program_id")
+@RULES.rule("pallasite_program_id")
 def _program_id(im: Importer, eqn: Any) -> Value:
     if im.grid.is_index_map:
         raise KernelTypeError(
@@ -275,13 +277,13 @@ def _program_id(im: Importer, eqn: Any) -> Value:
     return im.grid.ids[eqn.params["axis"]]
 
 
-@rule("pallasite_num_programs")
+@RULES.rule("pallasite_num_programs")
 def _num_programs(im: Importer, eqn: Any) -> Value:
     size = im.grid.sizes[eqn.params["axis"]]
     return size if isinstance(size, Value) else im.builder.index(size)
 
 
-@rule("axis_index")
+@RULES.rule("axis_index")
 def _axis_index(im: Importer, eqn: Any) -> Value:
     """An axis of the kernel's own mesh is a program id; one of an enclosing
     shard_map is a value from outside the kernel."""
@@ -294,17 +296,17 @@ def _axis_index(im: Importer, eqn: Any) -> Value:
 # --- promises and prints ---
 
 
-@rule("pallasite_multiple_of")
+@RULES.rule("pallasite_multiple_of")
 def _multiple_of(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.op("assume_multiple", x, multiple=eqn.params["multiple"])
 
 
-@rule("pallasite_debug_print")
+@RULES.rule("pallasite_debug_print")
 def _debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     im.builder.emit("debug_print", *_read(im, values), format=eqn.params["format"])
 
 
-@rule("debug_print")
+@RULES.rule("debug_print")
 def _jax_debug_print(im: Importer, eqn: Any, *values: Value) -> None:
     """Fields given by name become positional ones."""
     p = eqn.params
@@ -321,17 +323,17 @@ def _read(im: Importer, values: Sequence[Value]) -> list[Value]:
     return [im.builder.load(v) if v.is_ref else v for v in values]
 
 
-@rule("debug_callback", "io_callback", "pure_callback")
+@RULES.rule("debug_callback", "io_callback", "pure_callback")
 def _callback(im: Importer, eqn: Any, *values: Value) -> None:
     raise im.unsupported(eqn, "a kernel cannot call Python; use pl.debug_print")
 
 
-@rule("check")
+@RULES.rule("check")
 def _checkify_check(im: Importer, eqn: Any, *values: Value) -> None:
     raise im.unsupported(eqn, "checkify does not see into kernels; use pl.debug_check")
 
 
-@rule("pallasite_debug_check")
+@RULES.rule("pallasite_debug_check")
 def _debug_check(im: Importer, eqn: Any, ok: Value) -> None:
     if ok.tile.rank:
         axes = tuple(range(ok.tile.rank))
@@ -339,7 +341,7 @@ def _debug_check(im: Importer, eqn: Any, ok: Value) -> None:
     im.builder.emit("debug_check", ok, message=str(eqn.params["message"]))
 
 
-@rule("pallasite_delay")
+@RULES.rule("pallasite_delay")
 def _delay(im: Importer, eqn: Any, nanos: Value) -> None:
     im.builder.emit("delay", nanos)
 
@@ -347,7 +349,7 @@ def _delay(im: Importer, eqn: Any, nanos: Value) -> None:
 # --- an inner pipeline (emit_pipeline) ---
 
 
-@rule("pallasite_pipeline")
+@RULES.rule("pallasite_pipeline")
 def _pipeline(im: Importer, eqn: Any, *args: Value) -> None:
     plan = eqn.params["plan"]
     plan.emit(im, eqn)

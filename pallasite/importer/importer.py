@@ -1,12 +1,11 @@
 """Jaxpr to Kernel IR: the one place where jaxprs become IR, and where they end.
 
 An elementwise primitive is found in the op table by name; the other primitives have
-rules, registered by `tiles.py`, `memory.py` and `control.py`.
-`pipeline_op.py` drives this for a whole call.
+rules (`rules.py` lists the files). `pipeline_op.py` drives this for a whole call.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,26 +22,30 @@ from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.language.trace import equation_location
 
 Rule = Callable[..., Any]
-RULES: dict[str, Rule] = {}
+
+
+class RuleTable(dict[str, Rule]):
+    """Import rules by the name of the primitive; `rules.py` joins all files' tables."""
+
+    def rule(self, *names: str) -> Callable[[Rule], Rule]:
+        """Add `fn(importer, eqn, *operands)` for the named primitives.
+
+        It returns the results: one Value, a sequence of them, or None.
+        """
+
+        def add(fn: Rule) -> Rule:
+            for name in names:
+                assert name not in self, name
+                self[name] = fn
+            return fn
+
+        return add
+
+
 # Primitives that move elements about: on random keys they move each word alike.
 _MOVES = "slice dynamic_slice dynamic_update_slice gather scatter concatenate split "
 _MOVES += "select_n broadcast_in_dim transpose rev tile stack unstack"
 KEY_MOVES = frozenset(_MOVES.split())
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register `fn(importer, eqn, *operands)` for the named primitives.
-
-    It returns the results: one Value, a sequence of them, or None.
-    """
-
-    def register(fn: Rule) -> Rule:
-        for name in names:
-            assert name not in RULES, name
-            RULES[name] = fn
-        return fn
-
-    return register
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Captures:
 class Importer:
     """Imports jaxprs into the block under construction."""
 
-    def __init__(self, kernel_name: str, captures: Captures):
+    def __init__(self, kernel_name: str, captures: Captures, rules: Mapping[str, Rule]):
         self.kernel_name = kernel_name
+        self.rules = rules
         self.captures = captures
         self.builder = Builder()
         self.scopes: list[GridScope] = []
@@ -152,9 +156,9 @@ class Importer:
         try:
             if name in KEY_MOVES and _makes_keys(eqn):
                 results = self.per_word(eqn, operands)
-            elif name in RULES:
+            elif name in self.rules:
                 self.used = used
-                results = RULES[name](self, eqn, *operands)
+                results = self.rules[name](self, eqn, *operands)
             elif name in BY_JAX:
                 results = self.elementwise(eqn, operands)
             else:
@@ -281,17 +285,3 @@ def tile_type(aval: Any, where: Loc | None = None) -> T.TileType:
             where,
         )
     return T.TileType(tuple(aval.shape), dtype)
-
-
-def load_rules() -> None:
-    """Register all import rules (on first use)."""
-    from pallasite.importer import (  # noqa: F401
-        control,
-        linalg,
-        memory,
-        random,
-        reduce_window,
-        seeded_random,
-        tiles,
-    )
-    from pallasite.language import ref_transforms  # noqa: F401

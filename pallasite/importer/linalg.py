@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.importer.importer import Importer, rule
+from pallasite.importer.importer import Importer, RuleTable
 from pallasite.ir.nodes import Value
+
+RULES = RuleTable()
 
 
 def _each_matrix(fn: Callable[..., Any], rank: int) -> Callable[..., Any]:
@@ -21,7 +23,7 @@ def _each_matrix(fn: Callable[..., Any], rank: int) -> Callable[..., Any]:
     return fn
 
 
-@rule("cholesky")
+@RULES.rule("cholesky")
 def _cholesky_rule(im: Importer, eqn: Any, a: Value) -> list[Value]:
     return im.splice(_each_matrix(_cholesky, a.tile.rank), [a])
 
@@ -43,7 +45,7 @@ def _cholesky(a: Any) -> Any:
     return jnp.where(jnp.isnan(factor).any(), jnp.nan, factor)
 
 
-@rule("triangular_solve")
+@RULES.rule("triangular_solve")
 def _triangular_solve(im: Importer, eqn: Any, a: Value, b: Value) -> list[Value]:
     p = eqn.params
 
@@ -75,7 +77,7 @@ def _substitute(a: Any, b: Any, lower: bool, unit_diagonal: bool) -> Any:
     return lax.fori_loop(0, size, row, jnp.zeros_like(b))
 
 
-@rule("lu")
+@RULES.rule("lu")
 def _lu_rule(im: Importer, eqn: Any, a: Value) -> list[Value]:
     return im.splice(_each_matrix(_lu, a.tile.rank), [a])
 
@@ -110,7 +112,7 @@ def _lu(a: Any) -> tuple[Any, Any, Any]:
     return lax.fori_loop(0, steps, column, start)
 
 
-@rule("custom_linear_solve")
+@RULES.rule("custom_linear_solve")
 def _linear_solve(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """Its solver; the other functions are for derivatives."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 
 from pallasite.errors import KernelTypeError, RefIndexError
-from pallasite.importer.importer import Importer, rule, tile_type
+from pallasite.importer.importer import Importer, RuleTable, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+
+RULES = RuleTable()
 
 # --- views and indices ---
 
@@ -283,12 +285,12 @@ def _transforms(eqn: Any, first: int) -> Any:
     return jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
 
 
-@rule("get")
+@RULES.rule("get")
 def _get(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
     return _load(im, pick(im, ref, _transforms(eqn, 1)))
 
 
-@rule("swap")
+@RULES.rule("swap")
 def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Value:
     picked = pick(im, ref, _transforms(eqn, 2))
     old = _load(im, picked) if eqn.outvars[0] in im.used else value
@@ -296,7 +298,7 @@ def _swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> Val
     return old
 
 
-@rule("addupdate")
+@RULES.rule("addupdate")
 def _addupdate(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value) -> None:
     picked = pick(im, ref, _transforms(eqn, 2))
     _store(im, picked, im.builder.add(_load(im, picked), value))
@@ -315,13 +317,13 @@ def _parts(im: Importer, eqn: Any, values: int, ref: Value):
     return picked, front[0], front[1]
 
 
-@rule("pallasite_load")
+@RULES.rule("pallasite_load")
 def _masked_load(im: Importer, eqn: Any, ref: Value, *rest: Value) -> Value:
     picked, mask, other = _parts(im, eqn, 0, ref)
     return _load(im, picked, mask, other)
 
 
-@rule("pallasite_swap")
+@RULES.rule("pallasite_swap")
 def _masked_swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value):
     picked, mask, _ = _parts(im, eqn, 1, ref)
     old = value
@@ -331,7 +333,7 @@ def _masked_swap(im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value)
     return old
 
 
-@rule("pallasite_atomic_rmw")
+@RULES.rule("pallasite_atomic_rmw")
 def _atomic_rmw(
     im: Importer, eqn: Any, ref: Value, value: Value, *rest: Value
 ) -> Value:
@@ -351,7 +353,7 @@ def _atomic_rmw(
     return picked.to_jax(im, old)
 
 
-@rule("pallasite_atomic_cas")
+@RULES.rule("pallasite_atomic_cas")
 def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *rest):
     picked, _, _ = _parts(im, eqn, 2, ref)
     cmp, val = picked.from_jax(im, cmp), picked.from_jax(im, val)
@@ -363,12 +365,12 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 # --- allocation ---
 
 
-@rule("empty_ref")
+@RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
     return allocate(im, eqn.outvars[0].aval)
 
 
-@rule("new_ref", "ref")
+@RULES.rule("new_ref", "ref")
 def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
     ref = allocate(im, eqn.outvars[0].aval)
     im.builder.store(ref, init)
@@ -382,12 +384,12 @@ def allocate(im: Importer, aval: Any) -> Value:
     return im.builder.op("alloc", type=T.RefType(tile.shape, tile.dtype, name))
 
 
-@rule("freeze")
+@RULES.rule("freeze")
 def _freeze(im: Importer, eqn: Any, ref: Value) -> Value:
     return im.builder.load(ref)
 
 
-@rule("free_ref")
+@RULES.rule("free_ref")
 def _free_ref(im: Importer, eqn: Any, ref: Value) -> None:
     return None
 
@@ -402,7 +404,7 @@ def _views(
     return [view(im, im.value(ref), transforms, places) for ref, transforms in parts]
 
 
-@rule("pallasite_copy")
+@RULES.rule("pallasite_copy")
 def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
     _copy_elements(im, eqn, _dynamic_counts(im, eqn), ())
 
@@ -474,7 +476,7 @@ def _expect_semaphore(im: Importer, ref: Value) -> None:
         )
 
 
-@rule("pallasite_semaphore_signal", "pallasite_semaphore_wait")
+@RULES.rule("pallasite_semaphore_signal", "pallasite_semaphore_wait")
 def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
     (semaphore,) = _views(im, eqn, 1)
     _expect_semaphore(im, semaphore)
@@ -482,7 +484,7 @@ def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
     im.builder.emit(name, semaphore, amount)
 
 
-@rule("pallasite_semaphore_read")
+@RULES.rule("pallasite_semaphore_read")
 def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
     (semaphore,) = _views(im, eqn)
     _expect_semaphore(im, semaphore)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError
-from pallasite.importer.importer import GridScope, Importer, load_rules
+from pallasite.importer.importer import GridScope, Importer
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, BlockDim, Value, Window
 from pallasite.language.memory_spaces import MemorySpace
@@ -200,7 +200,6 @@ def emit_pipeline_op(
     `import_body` is called with one ref per binding, in a region of its own. `part`:
     the steps are a part of those of a larger grid, which is the one the author sees.
     """
-    load_rules()
     ids = tuple(Value(T.INDEX, f"i{n}") for n in range(len(grid)))
     block_refs: list[Value] = []
     body_refs: list[Value] = []

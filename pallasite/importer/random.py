@@ -7,24 +7,26 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import jaxcompat
-from pallasite.importer.importer import Importer, rule
+from pallasite.importer.importer import Importer, RuleTable
 from pallasite.ir.nodes import Value
 from pallasite.language.helpers import strides_from_shape
 
+RULES = RuleTable()
 
-@rule("random_wrap", "random_unwrap", "random_clone")
+
+@RULES.rule("random_wrap", "random_unwrap", "random_clone")
 def _same_words(im: Importer, eqn: Any, key: Value) -> Value:
     return key
 
 
-@rule("random_seed")
+@RULES.rule("random_seed")
 def _seed(im: Importer, eqn: Any, seed: Value) -> Value:
     impl = jaxcompat.key_implementation(eqn.outvars[0].aval.dtype)
     (words,) = im.splice(_over_batch(impl.seed, eqn.invars[0].aval.ndim), [seed])
     return words
 
 
-@rule("random_fold_in")
+@RULES.rule("random_fold_in")
 def _fold_in(im: Importer, eqn: Any, key: Value, data: Value) -> Value:
     aval = eqn.invars[0].aval
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -32,7 +34,7 @@ def _fold_in(im: Importer, eqn: Any, key: Value, data: Value) -> Value:
     return words
 
 
-@rule("random_split")
+@RULES.rule("random_split")
 def _split(im: Importer, eqn: Any, key: Value) -> Value:
     aval, shape = eqn.invars[0].aval, tuple(eqn.params["shape"])
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -40,7 +42,7 @@ def _split(im: Importer, eqn: Any, key: Value) -> Value:
     return words
 
 
-@rule("random_bits")
+@RULES.rule("random_bits")
 def _bits(im: Importer, eqn: Any, key: Value) -> Value:
     aval = eqn.invars[0].aval
     impl = jaxcompat.key_implementation(aval.dtype)
@@ -56,7 +58,7 @@ def _over_batch(fn: Any, rank: int) -> Any:
     return fn
 
 
-@rule("iota_2x32_shape")
+@RULES.rule("iota_2x32_shape")
 def _iota_2x32(im: Importer, eqn: Any) -> list[Value]:
     """The row-major position of each element as two words, high and low."""
     shape = tuple(eqn.params["shape"])
@@ -73,7 +75,7 @@ def _iota_2x32(im: Importer, eqn: Any) -> list[Value]:
     return im.splice(words, [])
 
 
-@rule("threefry2x32")
+@RULES.rule("threefry2x32")
 def _threefry2x32(im: Importer, eqn: Any, *words: Value) -> list[Value]:
     return im.splice(_threefry, list(words))
 

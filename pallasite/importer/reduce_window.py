@@ -17,8 +17,10 @@ import numpy as np
 from jax import lax
 
 from pallasite import jaxcompat
-from pallasite.importer.importer import Importer, rule
+from pallasite.importer.importer import Importer, RuleTable
 from pallasite.ir.nodes import Value
+
+RULES = RuleTable()
 
 # What combines two tuples of arrays of one shape into one.
 Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -41,7 +43,7 @@ def _combine_by(params: Any) -> Combine:
 # --- reductions ---
 
 
-@rule("reduce")
+@RULES.rule("reduce")
 def _reduce(im: Importer, eqn: Any, *operands: Value) -> list[Value]:
     combine = _combine_by(eqn.params)
     axes = tuple(eqn.params["dimensions"])
@@ -78,7 +80,7 @@ def _fold_pairs(combine: Combine, rows: Sequence[Any]) -> Sequence[Any]:
 # --- windows ---
 
 
-@rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+@RULES.rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
 def _reduce_window_known(im: Importer, eqn: Any, x: Value) -> list[Value]:
     kind = eqn.primitive.name.removeprefix("reduce_window_")
     function = {"sum": lax.add, "max": lax.max, "min": lax.min}[kind]
@@ -104,7 +106,7 @@ def _extreme(dtype: Any, kind: str) -> Any:
     return np.asarray(info.min if kind == "max" else info.max, dtype)
 
 
-@rule("reduce_window")
+@RULES.rule("reduce_window")
 def _reduce_window(im: Importer, eqn: Any, *operands: Value) -> list[Value]:
     combine = _combine_by(eqn.params)
 
@@ -153,7 +155,7 @@ def _taps(x: Any, dim: int, start: int, width: int, stride: int, dilation: int) 
 # --- convolutions ---
 
 
-@rule("conv_general_dilated")
+@RULES.rule("conv_general_dilated")
 def _convolution(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> list[Value]:
     if eqn.params["batch_group_count"] != 1:
         raise im.unsupported(eqn, "a convolution with batch_group_count above 1")
@@ -191,7 +193,7 @@ def _convolve(x: Any, w: Any, dtype: Any, p: Any) -> Any:
     return jnp.transpose(total, np.argsort(numbers.out_spec).tolist())
 
 
-@rule("ragged_dot_general")
+@RULES.rule("ragged_dot_general")
 def _ragged_dot(
     im: Importer, eqn: Any, lhs: Value, rhs: Value, sizes: Value
 ) -> list[Value]:

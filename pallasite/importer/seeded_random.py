@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
-from pallasite.importer.importer import Importer, rule
+from pallasite.importer.importer import Importer, RuleTable
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Value
 from pallasite.language.refs import kernel_primitive
 from pallasite.language.trace import user_location
+
+RULES = RuleTable()
 
 _IMPL = "threefry2x32"
 _STATE = T.RefType((3,), T.U32, "smem")  # the key's two words, and the count
@@ -89,7 +91,7 @@ stateful_uniform = _stateful(jax.random.uniform)
 # --- what they are in the IR ---
 
 
-@rule("pallasite_prng_seed")
+@RULES.rule("pallasite_prng_seed")
 def _import_seed(im: Importer, eqn: Any, *seeds: Value) -> None:
     def words(*seeds: Any) -> tuple[Any, Any]:
         key = jax.random.key(0, impl=_IMPL)
@@ -104,7 +106,7 @@ def _import_seed(im: Importer, eqn: Any, *seeds: Value) -> None:
         im.builder.store(state, word, (At(n),))
 
 
-@rule("pallasite_prng_random_bits")
+@RULES.rule("pallasite_prng_random_bits")
 def _import_draw(im: Importer, eqn: Any) -> Value:
     state, b = im.hidden_scratch("random_state", _STATE), im.builder
     shape = tuple(eqn.params["shape"])

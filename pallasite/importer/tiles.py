@@ -7,61 +7,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallasite.importer.importer import Importer, rule, tile_type
+from pallasite.importer.importer import Importer, RuleTable, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
 
+RULES = RuleTable()
 
-@rule("copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
+
+@RULES.rule("copy", "pvary", "pbroadcast", "reduced_vary_cast", "copy_p")
 def _identity(im: Importer, eqn: Any, x: Value) -> Value:
     return x
 
 
-@rule("optimization_barrier")
+@RULES.rule("optimization_barrier")
 def _identities(im: Importer, eqn: Any, *xs: Value) -> Sequence[Value]:
     return xs
 
 
-@rule("convert_element_type")
+@RULES.rule("convert_element_type")
 def _convert(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.cast(x, tile_type(eqn.outvars[0].aval, im.where).dtype)
 
 
-@rule("bitcast_convert_type")
+@RULES.rule("bitcast_convert_type")
 def _bitcast(im: Importer, eqn: Any, x: Value) -> Value:
     dtype = tile_type(eqn.outvars[0].aval, im.where).dtype
     return x if dtype == x.tile.dtype else im.builder.op("bitcast", x, dtype=dtype)
 
 
-@rule("select_n")
+@RULES.rule("select_n")
 def _select_n(im: Importer, eqn: Any, which: Value, *cases: Value) -> Value:
     shape = eqn.outvars[0].aval.shape
     cases = tuple(im.builder.broadcast(c, shape) for c in cases)
     return im.builder.op("select_n", which, *cases)
 
 
-@rule("clamp")
+@RULES.rule("clamp")
 def _clamp(im: Importer, eqn: Any, low: Value, x: Value, high: Value) -> Value:
     return im.builder.op("clamp", low, x, high)
 
 
-@rule("add_any")
+@RULES.rule("add_any")
 def _add_any(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     return im.builder.op("add", x, y)
 
 
-@rule("broadcast_in_dim")
+@RULES.rule("broadcast_in_dim")
 def _broadcast_in_dim(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
     p = eqn.params
     return im.builder.broadcast(x, p["shape"], p["broadcast_dimensions"])
 
 
-@rule("broadcast_to")
+@RULES.rule("broadcast_to")
 def _broadcast_to(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.broadcast(x, eqn.outvars[0].aval.shape)
 
 
-@rule("reshape", "squeeze", "expand_dims")
+@RULES.rule("reshape", "squeeze", "expand_dims")
 def _reshape(im: Importer, eqn: Any, x: Value, *dynamic: Value) -> Value:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         x = im.builder.op("transpose", x, perm=tuple(eqn.params["dimensions"]))
@@ -74,7 +76,7 @@ def reshape(im: Importer, x: Value, shape: Sequence[int]) -> Value:
     return im.builder.op("reshape", x, shape=tuple(shape))
 
 
-@rule("transpose")
+@RULES.rule("transpose")
 def _transpose(im: Importer, eqn: Any, x: Value) -> Value:
     perm = tuple(eqn.params["permutation"])
     if perm == tuple(range(len(perm))):
@@ -82,18 +84,18 @@ def _transpose(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.op("transpose", x, perm=perm)
 
 
-@rule("iota")
+@RULES.rule("iota")
 def _iota(im: Importer, eqn: Any, *dynamic: Value) -> Value:
     type_ = tile_type(eqn.outvars[0].aval, im.where)
     return im.builder.op("iota", type=type_, dim=eqn.params["dimension"])
 
 
-@rule("concatenate")
+@RULES.rule("concatenate")
 def _concatenate(im: Importer, eqn: Any, *parts: Value) -> Value:
     return im.builder.op("concatenate", *parts, axis=eqn.params["dimension"])
 
 
-@rule("slice")
+@RULES.rule("slice")
 def _slice(im: Importer, eqn: Any, x: Value) -> Value:
     p = eqn.params
     strides = p["strides"] or (1,) * x.tile.rank
@@ -115,7 +117,7 @@ def take_slice(
     return im.builder.op("slice", x, starts=starts, limits=limits, strides=strides)
 
 
-@rule("split")
+@RULES.rule("split")
 def _split(im: Importer, eqn: Any, x: Value) -> list[Value]:
     axis, parts, first = eqn.params["axis"], [], 0
     for size in eqn.params["sizes"]:
@@ -126,7 +128,7 @@ def _split(im: Importer, eqn: Any, x: Value) -> list[Value]:
     return parts
 
 
-@rule("unstack")
+@RULES.rule("unstack")
 def _unstack(im: Importer, eqn: Any, x: Value) -> list[Value]:
     axis = eqn.params["axis"]
     parts = []
@@ -138,7 +140,7 @@ def _unstack(im: Importer, eqn: Any, x: Value) -> list[Value]:
     return parts
 
 
-@rule("stack")
+@RULES.rule("stack")
 def _stack(im: Importer, eqn: Any, *parts: Value) -> Value:
     axis = eqn.params["axis"]
     shape = list(parts[0].tile.shape)
@@ -147,7 +149,7 @@ def _stack(im: Importer, eqn: Any, *parts: Value) -> Value:
     return im.builder.op("concatenate", *widened, axis=axis)
 
 
-@rule("tile")
+@RULES.rule("tile")
 def _tile(im: Importer, eqn: Any, x: Value) -> Value:
     reps = eqn.params["reps"]
     (result,) = im.splice(lambda v: _tile_by_broadcast(v, reps), [x])
@@ -162,7 +164,7 @@ def _tile_by_broadcast(x: Any, reps: Sequence[int]) -> Any:
     return jnp.broadcast_to(x, wide).reshape(total)
 
 
-@rule("pad")
+@RULES.rule("pad")
 def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
     config = eqn.params["padding_config"]
     # JAX's own rules give numpy integers.
@@ -170,7 +172,7 @@ def _pad(im: Importer, eqn: Any, x: Value, value: Value) -> Value:
     return im.builder.op("pad", x, value, low=low, high=high, interior=interior)
 
 
-@rule("rev")
+@RULES.rule("rev")
 def _rev(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.op("rev", x, axes=tuple(eqn.params["dimensions"]))
 
@@ -187,10 +189,10 @@ def _reduction(kind: str):
 
 
 for _kind in ("sum", "prod", "max", "min", "and", "or", "xor"):
-    rule(f"reduce_{_kind}")(_reduction(_kind))
+    RULES.rule(f"reduce_{_kind}")(_reduction(_kind))
 
 
-@rule("argmax", "argmin")
+@RULES.rule("argmax", "argmin")
 def _arg_reduce(im: Importer, eqn: Any, x: Value) -> Value:
     (axis,) = eqn.params["axes"]
     dtype = T.dtype_of(eqn.params["index_dtype"])
@@ -207,10 +209,10 @@ def _scan(kind: str):
 
 
 for _kind in ("sum", "prod", "max", "min", "logsumexp"):
-    rule(f"cum{_kind}")(_scan(_kind))
+    RULES.rule(f"cum{_kind}")(_scan(_kind))
 
 
-@rule("dot_general")
+@RULES.rule("dot_general")
 def _dot_general(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> Value:
     contract, batch = eqn.params["dimension_numbers"]
     result = tile_type(eqn.outvars[0].aval, im.where)
@@ -237,18 +239,18 @@ def _precision(precision: Any) -> str | None:
 # --- data-dependent selection on values ---
 
 
-@rule("dynamic_slice")
+@RULES.rule("dynamic_slice")
 def _dynamic_slice(im: Importer, eqn: Any, x: Value, *starts: Value) -> Value:
     sizes = tuple(eqn.params["slice_sizes"])
     return im.builder.op("dynamic_slice", x, *starts[: x.tile.rank], sizes=sizes)
 
 
-@rule("dynamic_update_slice")
+@RULES.rule("dynamic_update_slice")
 def _dynamic_update(im: Importer, eqn: Any, x: Value, u: Value, *starts: Value):
     return im.builder.op("dynamic_update_slice", x, u, *starts)
 
 
-@rule("sort")
+@RULES.rule("sort")
 def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
     p = eqn.params
     return im.builder.emit(
@@ -260,13 +262,13 @@ def _sort(im: Importer, eqn: Any, *operands: Value) -> Sequence[Value]:
     )
 
 
-@rule("top_k")
+@RULES.rule("top_k")
 def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     axis = eqn.params.get("axis", -1) % x.tile.rank
     return _largest(im, eqn, x, axis)
 
 
-@rule("approx_top_k")
+@RULES.rule("approx_top_k")
 def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
     """The exact answer is a fine approximation."""
     p = eqn.params
@@ -284,7 +286,7 @@ def _largest(im: Importer, eqn: Any, x: Value, axis: int) -> list[Value]:
     return [values, im.builder.cast(places, tile_type(eqn.outvars[1].aval).dtype)]
 
 
-@rule("gather")
+@RULES.rule("gather")
 def _gather(im: Importer, eqn: Any, x: Value, indices: Value) -> Value:
     p = eqn.params
     result = tile_type(eqn.outvars[0].aval, im.where)
@@ -327,7 +329,7 @@ _SCATTER_KINDS = {
 }
 
 
-@rule(*_SCATTER_KINDS)
+@RULES.rule(*_SCATTER_KINDS)
 def _scatter(im: Importer, eqn: Any, x: Value, indices: Value, updates: Value) -> Value:
     p = eqn.params
     return im.builder.op(
@@ -373,12 +375,12 @@ def mode_name(mode: Any) -> str:
 # --- primitives that are short for others ---
 
 
-@rule("one_minus_square")
+@RULES.rule("one_minus_square")
 def _one_minus_square(im: Importer, eqn: Any, x: Value) -> Value:
     return im.builder.sub(im.builder.like(1, x), im.builder.mul(x, x))
 
 
-@rule("le_to", "lt_to")
+@RULES.rule("le_to", "lt_to")
 def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     """Comparison in the total order of floats: -NaN < -inf < ... < inf < NaN."""
     compare = jnp.less_equal if eqn.primitive.name == "le_to" else jnp.less
@@ -394,7 +396,7 @@ def _total_order(im: Importer, eqn: Any, x: Value, y: Value) -> Value:
     return result
 
 
-@rule("mulhi")
+@RULES.rule("mulhi")
 def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
     """The upper half of the whole product, from the products of half words."""
     signed, bits = x.tile.dtype.is_signed_int, x.tile.dtype.bits
@@ -414,7 +416,7 @@ def _mulhi(im: Importer, eqn: Any, x: Value, y: Value) -> list[Value]:
     return im.splice(upper, [x, y])
 
 
-@rule("erf_inv_p", "polynomial")
+@RULES.rule("erf_inv_p", "polynomial")
 def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value:
     """Horner's rule, highest coefficient first."""
     if eqn.primitive.name != "polynomial" or not coefficients:
@@ -426,6 +428,6 @@ def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value
     return result
 
 
-@rule("platform_index")
+@RULES.rule("platform_index")
 def _platform_index(im: Importer, eqn: Any) -> Value:
     return im.builder.index(0)

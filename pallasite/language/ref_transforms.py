@@ -35,22 +35,8 @@ def _in_sequence(primitive: jaxcompat.Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-for _access in (
-    refs.masked_load_p,
-    refs.masked_swap_p,
-    refs.atomic_rmw_p,
-    refs.atomic_cas_p,
-    refs.debug_print_p,
-    refs.debug_check_p,
-):
-    _in_sequence(_access)
-
-
 def _promise_for_each(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     return refs.multiple_of_p.bind(*args, **params), dims[0]
-
-
-batching.primitive_batchers[refs.multiple_of_p] = _promise_for_each
 
 
 def _load_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any):
@@ -69,5 +55,20 @@ def _print_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: An
     return refs.debug_print_p.bind(*primals, **params), []
 
 
-ad.primitive_jvps[refs.masked_load_p] = _load_tangent
-ad.primitive_jvps[refs.debug_print_p] = _print_tangent
+_IN_SEQUENCE = (
+    refs.masked_load_p,
+    refs.masked_swap_p,
+    refs.atomic_rmw_p,
+    refs.atomic_cas_p,
+    refs.debug_print_p,
+    refs.debug_check_p,
+)
+
+
+def register() -> None:
+    """Tell JAX the rules above; `calls/pallas_call.py` does, once."""
+    for primitive in _IN_SEQUENCE:
+        _in_sequence(primitive)
+    batching.primitive_batchers[refs.multiple_of_p] = _promise_for_each
+    ad.primitive_jvps[refs.masked_load_p] = _load_tangent
+    ad.primitive_jvps[refs.debug_print_p] = _print_tangent

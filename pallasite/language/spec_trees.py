@@ -1,7 +1,7 @@
 """One BlockSpec per operand and result leaf: match spec pytrees with array pytrees.
 
-`pallas_call.py` hands in what the author wrote; what comes out has one entry per array, with
-the path that errors show.
+`pallas_call.py` hands in what the author wrote; what comes out has one entry per array,
+with the path that errors show.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 In: a loop whose rounds each load the next part of rows and of columns along k, multiply
 them and add the product to a carried sum. Out: one product of all parts, or the same
-loop in larger steps. As `merge_k_steps.py` does for grids; loops that do anything else are
-left as they are.
+loop in larger steps. As `merge_k_steps.py` does for grids; loops that do anything else
+are left as they are.
 """
 
 import sys

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pallasite import config
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
 
@@ -123,7 +124,7 @@ def compile_all(
 def _run_child(
     jobs: Sequence[Job], chip: str, cycles: bool, folder: str, timeout: float
 ) -> tuple[list[Compiled], str]:
-    package_root = str(Path(__file__).parents[2])
+    package_root = str(config.PACKAGE.parent)
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     environment.pop("XLA_FLAGS", None)

@@ -23,6 +23,16 @@ def place(tmp_path):
         yield folder
 
 
+def test_every_source_of_machine_code_enters_the_key():
+    from pallasite.backends.cpu.call import compile as compiler
+
+    names = {str(p.relative_to(config.PACKAGE)) for p in compiler.source_files()}
+    folders = {name.rpartition("/")[0] for name in names}
+    below = {f"backends/cpu/{room}" for room in ("call", "dot", "llvm", "ops", "tiles")}
+    assert folders >= below | {"ir", "ops", "passes", "passes/analysis", "backends/cpu"}
+    assert "target.py" in names and "backends/cpu/dot/microkernel.py" in names
+
+
 def the_file(place: Path) -> Path:
     (path,) = place.iterdir()
     return path

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pallasite import target
+from pallasite import config, target
 from pallasite.backends.cpu.call import kept_memory
 from pallasite.backends.cpu.ops.debugging import PRINT, printer
 from pallasite.errors import CompileError
@@ -27,7 +27,7 @@ _objects: dict[str, bytes] = {}
 _loaded: dict[str, tuple[int, Any]] = {}
 
 # Below the package's folder: what the code of a kernel depends on.
-_SOURCES = ("target.py", "ir/*.py", "ops/*.py", "passes/*.py", "backends/cpu/*.py")
+_SOURCES = ("target.py", "ir", "ops", "passes", "backends/cpu")  # files and folders
 
 
 def identity(kernel_text: str) -> str:
@@ -83,13 +83,21 @@ def version() -> str:
     return f"llvmlite {llvmlite.__version__}, LLVM {llvm_version}, {cpu}, {features}"
 
 
+def source_files() -> list[Path]:
+    """All files of the package that machine code depends on."""
+    places = [config.PACKAGE / name for name in _SOURCES]
+    return sorted(
+        file
+        for place in places
+        for file in (place.rglob("*.py") if place.is_dir() else [place])
+    )
+
+
 @cache
 def _sources() -> str:
     """A hash of the code that writes kernels; where it cannot be read, a new one."""
-    package = Path(__file__).resolve().parents[2]
-    files = [file for pattern in _SOURCES for file in sorted(package.glob(pattern))]
     try:
-        contents = [file.read_bytes() for file in files]
+        contents = [file.read_bytes() for file in source_files()]
     except OSError:
         contents = []
     return hashlib.sha256(b"".join(contents) or secrets.token_bytes()).hexdigest()

@@ -1,12 +1,12 @@
 """Operands of dot that are packed once per call, by whoever needs them first.
 
 A block that is multiplied at several steps of a grid, or in several rounds of a loop,
-would be packed again each time. `find_packed_once` looks for boxes of the kernel's inputs,
-cut evenly, that dots read more than once; their packed form has a place in memory that
-all threads share. `PackedOnce.find` writes what a dot does: it looks whether its box has
-been packed and packs it if not, together with other threads that wait for it. So a box
-is in the caches when it is used, and nobody waits for what is not needed yet. What does
-not fit this mould is packed where it is used.
+would be packed again each time. `find_packed_once` looks for boxes of the kernel's
+inputs, cut evenly, that dots read more than once; their packed form has a place in
+memory that all threads share. `PackedOnce.find` writes what a dot does: it looks
+whether its box has been packed and packs it if not, together with other threads that
+wait for it. So a box is in the caches when it is used, and nobody waits for what is not
+needed yet. Boxes of any other form are packed where they are used.
 """
 
 from collections.abc import Iterator, Sequence

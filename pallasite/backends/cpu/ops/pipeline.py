@@ -2,8 +2,8 @@
 
 A window whose block lies inside the array is pointer and strides; nothing is copied.
 A block that hangs over the edge is copied to the arena before the body and, if the body
-writes it, its part inside the array is copied back after it. `parallel_units.py` says which
-programs may run at once; the others run one by one, in grid order.
+writes it, its part inside the array is copied back after it. `parallel_units.py` says
+which programs may run at once; the others run one by one, in grid order.
 """
 
 from collections.abc import Iterator, Sequence

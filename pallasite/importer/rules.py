@@ -1,0 +1,20 @@
+"""All import rules: which function makes IR of which JAX primitive.
+
+Elementwise primitives are not here: the op table names them (`importer.py`).
+"""
+
+from pallasite.importer import (
+    control,
+    linalg,
+    memory,
+    random,
+    reduce_window,
+    seeded_random,
+    tiles,
+)
+from pallasite.importer.importer import RuleTable
+
+RULES = RuleTable()
+for _file in (control, linalg, memory, random, reduce_window, seeded_random, tiles):
+    assert not RULES.keys() & _file.RULES.keys(), _file.__name__
+    RULES.update(_file.RULES)
