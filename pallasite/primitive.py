@@ -7,7 +7,7 @@ exact about grids, windows and scratch. `batch.py` has the vmap rule's part on I
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,7 @@ from pallasite.errors import (
 )
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.passes.batch import batch_kernel, maps_a_grid_size
-from pallasite.passes.run import Dump
-from pallasite.passes.run import run as run_passes
+from pallasite.passes.run import run
 from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
 from pallasite.sharding.rule import Partition
 
@@ -219,11 +218,10 @@ def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
     backend = base.get(name)
-    kernel = prepared(call)
-    outputs = base.compile_stages(backend, kernel, call.options)
-    _dump_stages(kernel, name, outputs)
-    launch = backend.launch(kernel, outputs, call.options)
-    return lower_launch(launch, ctx, *operands)
+    compiled = base.Compiled(backend, call.kernel, call.options)
+    if config.get("dump"):
+        compiled.texts()  # written as they are made
+    return lower_launch(backend.launch(compiled), ctx, *operands)
 
 
 def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None:
@@ -239,17 +237,7 @@ def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None
 
 def prepared(call: Call) -> Kernel:
     """The kernel after the passes every backend shares."""
-    return run_passes(call.kernel)
-
-
-def _dump_stages(kernel: Kernel, backend: str, outputs: Mapping[str, Any]) -> None:
-    dump = Dump.of(kernel)
-    if dump is None:
-        return
-    dump.count = 50  # after the passes' own texts
-    for stage, text in outputs.items():
-        if isinstance(text, str):
-            dump.write(f"{backend}-{stage}", text)
+    return run(call.kernel)
 
 
 def wants_emulation(call: Call) -> bool:

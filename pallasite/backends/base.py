@@ -1,20 +1,31 @@
-"""What a backend is: a name, the ops it has, and named stages from Kernel to machine.
+"""What a backend is: a name, the ops it has, its passes, and stages from text to text.
 
-A backend lists the ops it has natively and an ordered mapping of stages, each a
-function from the previous stage's output to its own; all outputs but the last are text
-that can be dumped and compared. `launch` says how XLA calls the result. Backends import
-no JAX, no frontend and no other backend; `runtime/ffi.py` turns a Launch into a call.
+A backend lists the ops it has natively, its passes (Kernel to Kernel, applied after the
+shared ones by the one runner in `passes/run.py`) and its stages: each a function of the
+text before it, the first of the scheduled kernel's. `Compiled` runs them as they are
+asked for; `launch` says how XLA calls the result. Backends import no JAX, nothing of
+the language and no other backend; `runtime/ffi.py` turns a Launch into a call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Protocol
 
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import print_kernel
+from pallasite.passes.run import SHARED, Dump, Pass, Step, run
 
-Stage = Callable[[Any], Any]
+
+@dataclass(frozen=True)
+class Stage:
+    """A named function from the text before it to its own text (or machine code)."""
+
+    name: str
+    make: Callable[[str], Any]
+    is_view: bool = False  # to be read only: the next stage starts from the text before
 
 
 @dataclass(frozen=True)
@@ -46,20 +57,86 @@ class Backend(Protocol):
 
     name: str
     platforms: tuple[str, ...]  # JAX platform names it can run on
-    level: str  # the IR level its emitter takes: "tile" or "lane"
     native: frozenset[str]  # ops its emitter spells; the rest are decomposed
 
-    def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        """Ordered: name -> function from the previous stage's output to its own."""
+    def passes(self, options: Options) -> Sequence[Pass]:
+        """What happens to a kernel after the shared passes, before it is text."""
         ...
 
-    def launch(self, kernel: Kernel, outputs: Mapping[str, Any], options: Options):
-        """How to call what the stages made (`outputs`: stage name -> its output)."""
+    def stages(self, options: Options) -> Sequence[Stage]:
+        """In order, from the scheduled kernel's text to what is launched."""
+        ...
+
+    def launch(self, compiled: "Compiled") -> Launch:
+        """How to call what the stages made."""
         ...
 
     def version(self) -> str:
         """Enters every cache key: code generator and tool versions."""
         ...
+
+
+class Compiled(Mapping[str, Any]):
+    """A kernel on its way through a backend: the output of every stage, by its name.
+
+    The first is "scheduled": the kernel after all passes, printed with source lines.
+    Nothing is made before it is asked for, so that what is cached costs no passes.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        imported: Kernel,
+        options: Options,
+        shared: Sequence[Pass] = SHARED,
+    ):
+        self.backend, self.imported, self.options = backend, imported, options
+        self._shared = shared
+        self.steps: list[Step] = []  # every pass that ran, with its time
+        self._dump = Dump.of(imported)
+        self._stages = {stage.name: stage for stage in backend.stages(options)}
+        self._made: dict[str, Any] = {}
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """The kernel after the passes every backend shares."""
+        return self._run(self.imported, self._shared)
+
+    @cached_property
+    def scheduled(self) -> Kernel:
+        """The kernel after the backend's own passes, too."""
+        return self._run(self.kernel, self.backend.passes(self.options))
+
+    def _run(self, kernel: Kernel, passes: Sequence[Pass]) -> Kernel:
+        return run(kernel, passes, self._dump, self.steps)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["scheduled", *self._stages])
+
+    def __len__(self) -> int:
+        return 1 + len(self._stages)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name == "scheduled":
+                made = print_kernel(self.scheduled, locs=True)
+            else:
+                made = self._stages[name].make(self[self._before(name)])
+                if self._dump is not None and isinstance(made, str):
+                    self._dump.write(f"{self.backend.name}-{name}", made)
+            self._made[name] = made
+        return self._made[name]
+
+    def _before(self, name: str) -> str:
+        """The stage whose text a stage starts from."""
+        names = list(self)
+        earlier = names[: names.index(name)]
+        texts = [n for n in earlier if n == "scheduled" or not self._stages[n].is_view]
+        return texts[-1]
+
+    def texts(self) -> dict[str, str]:
+        """The text of every stage that has one."""
+        return {n: self[n] for n in self if isinstance(self[n], str)}
 
 
 _MODULES = {
@@ -78,14 +155,3 @@ def get(name: str) -> Backend:
     if name not in _MODULES:
         raise UnknownBackendError(name, tuple(_MODULES))
     return import_module(_MODULES[name]).BACKEND
-
-
-def compile_stages(
-    backend: Backend, kernel: Kernel, options: Options
-) -> dict[str, Any]:
-    """Run the backend's stages in order; the output of each, by name."""
-    outputs: dict[str, Any] = {}
-    current: Any = kernel
-    for name, stage in backend.stages(kernel, options).items():
-        current = outputs[name] = stage(current)
-    return outputs

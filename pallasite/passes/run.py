@@ -1,8 +1,9 @@
 """Runs passes in order: each step named, timed, verified and dumped if asked.
 
-`run(kernel, passes)` is what backends and the frontend call. `PALLASITE_VERIFY` checks
-the kernel after each step; `PALLASITE_DUMP` names a folder that gets one folder per
-kernel with the numbered texts of all steps, backend stages included (`Dump.write`).
+`run(kernel, passes)` is the one runner: `SHARED` are the passes of every backend, each
+backend names its own (`backends/base.py`). `PALLASITE_VERIFY` checks the kernel after
+each step; `PALLASITE_DUMP` names a folder that gets one folder per kernel with the
+numbered texts of all steps, backend stages included (`Dump.write`).
 """
 
 import hashlib
@@ -26,6 +27,7 @@ class Pass:
 
     name: str
     function: Callable[[Kernel], Kernel]
+    if_changed: bool = False  # left out where the pass before it changed nothing
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Step:
     name: str
     seconds: float
     changed: bool
+    kernel: Kernel  # after it
 
 
-DEFAULT: tuple[Pass, ...] = (
+SHARED: tuple[Pass, ...] = (
     Pass("drop_rules", drop_rules),
     Pass("canonicalize", canonicalize),
 )
@@ -45,7 +48,7 @@ DEFAULT: tuple[Pass, ...] = (
 
 def run(
     kernel: Kernel,
-    passes: Sequence[Pass] = DEFAULT,
+    passes: Sequence[Pass] = SHARED,
     dump: "Dump | None" = None,
     steps: list[Step] | None = None,
 ) -> Kernel:
@@ -64,14 +67,18 @@ def run(
     checks = config.get("verify")
     if checks:
         verify(kernel)
-    if dump is not None:
+    if dump is not None and not dump.count:
         dump.write("import", print_kernel(kernel, locs=True))
+    changed = True
     for step in passes:
+        if step.if_changed and not changed:
+            continue
         start = time.perf_counter()
         new = step.function(kernel)
         seconds = time.perf_counter() - start
+        changed = new is not kernel
         if steps is not None:
-            steps.append(Step(step.name, seconds, new is not kernel))
+            steps.append(Step(step.name, seconds, changed, new))
         kernel = new
         if checks:
             verify(kernel)

@@ -15,7 +15,6 @@ from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
-from pallasite.passes.run import DEFAULT
 from pallasite.primitive import Call, calls_in
 
 # A backend for platforms where none is the default yet.
@@ -42,23 +41,25 @@ class Lowered:
             kernel: which of `kernels`.
 
         Returns:
-            Texts in order: "import" (the IR as traced), one per pass, then the
-            backend's; for "cpu" those are "ir", "scheduled", "llvm" and
-            "asm".
+            Texts in order: "import" (the IR as traced), one per pass (a pass that
+            runs again is named with its number: "canonicalize.2"), "scheduled" (the
+            result of the last one), then the backend's; for "cpu" those are "llvm"
+            and "asm".
 
         Raises:
             UnsupportedError: the backend cannot compile the kernel.
         """
         call = self.calls[kernel]
-        current = call.kernel
-        texts = {"import": print_kernel(current, locs=True)}
-        for step in DEFAULT:
-            current = step.function(current)
-            texts[step.name] = print_kernel(current, locs=True)
         chosen = base.get(backend or _default_backend(call))
         options = replace(call.options, debug=True)
-        made = base.compile_stages(chosen, current, options)
-        return texts | {n: text for n, text in made.items() if isinstance(text, str)}
+        made = base.Compiled(chosen, call.kernel, options)
+        stages = made.texts()
+        texts = {"import": print_kernel(call.kernel, locs=True)}
+        for step in made.steps:
+            earlier = sum(name.split(".")[0] == step.name for name in texts)
+            name = f"{step.name}.{earlier + 1}" if earlier else step.name
+            texts[name] = print_kernel(step.kernel, locs=True)
+        return texts | stages
 
     def __str__(self) -> str:
         return "\n".join(kernel.text for kernel in self.kernels)

@@ -6,7 +6,7 @@ from pallasite import config
 from pallasite.errors import VerifyError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
-from pallasite.passes.run import DEFAULT, Dump, Pass, Step, run
+from pallasite.passes.run import SHARED, Dump, Pass, Step, run
 from tests.ir import kernels
 
 
@@ -20,7 +20,7 @@ def spoil(kernel: Kernel) -> Kernel:
 
 def test_passes_run_in_order_and_are_timed():
     steps: list[Step] = []
-    passes = [Pass("rename", rename), *DEFAULT, Pass("again", rename)]
+    passes = [Pass("rename", rename), *SHARED, Pass("again", rename)]
     new = run(kernels.vector_add(), passes, steps=steps)
     assert new.name == "vector_add_2_2"
     assert [(s.name, s.changed) for s in steps] == [
@@ -30,6 +30,14 @@ def test_passes_run_in_order_and_are_timed():
         ("again", True),
     ]
     assert all(s.seconds > 0 for s in steps)
+
+
+def test_a_pass_may_depend_on_the_one_before():
+    steps: list[Step] = []
+    same = Pass("same", lambda kernel: kernel)
+    again = Pass("again", rename, if_changed=True)
+    run(kernels.vector_add(), [same, again, Pass("rename", rename), again], steps=steps)
+    assert [step.name for step in steps] == ["same", "rename", "again"]
 
 
 def test_verification_follows_the_knob():

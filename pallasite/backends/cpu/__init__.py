@@ -5,27 +5,42 @@ rules for ops are in the modules `emit.py` lists, `handler.py` is what XLA calls
 `compile.py` makes machine code.
 """
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-from pallasite import config
-from pallasite.backends.base import Launch, Options, Stage
+from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cpu.call import compile as compiler
-from pallasite.backends.cpu.call.parallel_units import sharing_text
-from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native, with_own_inputs
+from pallasite.backends.cpu.call.own_inputs import own_inputs
+from pallasite.backends.cpu.call.parallel_units import share_programs
+from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.ir.nodes import Kernel, walk
-from pallasite.ir.text import print_kernel
+from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.row_strips import row_strips
+from pallasite.passes.run import Pass, run
 
 DEEPEST = 1024  # steps of k for each time that sums are read and written
 COMPUTED_BYTES = 256 << 10  # of a tile that is multiplied, so that it is still near
 STRIP_BYTES = 16 << 10  # of a tile, so that the few of one row's code stay in L1
+
+
+PASSES = (
+    Pass("own_inputs", own_inputs),
+    Pass(
+        "merge_k_steps",
+        partial(merge_k_steps, deepest=DEEPEST, most_bytes=COMPUTED_BYTES),
+    ),
+    Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=COMPUTED_BYTES)),
+    # Loops that are gone leave numbers to be computed.
+    Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
+    Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
+    Pass("share_programs", share_programs),
+)
 
 
 class CpuBackend:
@@ -33,27 +48,25 @@ class CpuBackend:
 
     name = "cpu"
     platforms = ("cpu",)
-    level = "tile"
     native = NATIVE
 
-    def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        # Stages that need more than the text before them take what they need here.
-        llvm = cache(lambda: llvm_text(kernel))
-        stages: dict[str, Stage] = {"ir": lambda kernel: kernel.text}
-        if options.debug or config.get("dump"):
-            # To be read; otherwise written only where no object code is at hand.
-            stages["scheduled"] = lambda _: scheduled_text(kernel)
-            stages["llvm"] = lambda _: llvm()
-            stages["asm"] = compiler.make_assembly
-        stages["object"] = lambda _: compiler.make_object(_identity(kernel), llvm)
-        return stages
+    def passes(self, options: Options) -> Sequence[Pass]:
+        return PASSES
 
-    def launch(
-        self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
-    ) -> Launch:
-        key = compiler.short_name(_identity(kernel))
-        address, owner = compiler.load(key, outputs["object"])
-        owning = with_own_inputs(kernel)
+    def stages(self, options: Options) -> Sequence[Stage]:
+        return (
+            Stage("llvm", make_llvm),
+            Stage("asm", compiler.make_assembly, is_view=True),
+            Stage("object", compiler.make_object),
+        )
+
+    def launch(self, compiled: Compiled) -> Launch:
+        kernel = compiled.kernel
+        identity = _identity(kernel)
+        code = compiler.stored_object(identity, lambda: compiled["object"])
+        key = compiler.short_name(identity)
+        address, owner = compiler.load(key, code)
+        owning = own_inputs(kernel)
         more = [out.ref for out in owning.outputs[kernel.num_outputs :]]
         return Launch(
             target=f"pallasite_cpu_{key}",
@@ -71,23 +84,14 @@ class CpuBackend:
         return f"cpu 1, {compiler.version()}"
 
 
-def _legal(kernel: Kernel) -> Kernel:
-    kernel = merge_k_steps(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
-    deeper = merge_k_rounds(kernel, COMPUTED_BYTES)
-    if deeper is not kernel:  # loops that are gone leave numbers to be computed
-        kernel = canonicalize(deeper)
-    return row_strips(legalize(kernel, is_native, "cpu"), STRIP_BYTES)
-
-
-def scheduled_text(kernel: Kernel) -> str:
-    """What is translated: how threads share the kernel, and it in native ops."""
-    kernel = _legal(kernel)
-    return "\n".join([sharing_text(kernel), print_kernel(kernel, locs=True)])
+def make_llvm(scheduled: str) -> str:
+    """The LLVM module of a scheduled kernel."""
+    return emit_kernel(parse_kernel(scheduled))
 
 
 def llvm_text(kernel: Kernel) -> str:
     """The LLVM module of any kernel."""
-    return emit_kernel(_legal(kernel))
+    return make_llvm(print_kernel(run(kernel, PASSES), locs=True))
 
 
 def _identity(kernel: Kernel) -> str:

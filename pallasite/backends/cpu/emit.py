@@ -15,7 +15,6 @@ from pallasite.backends.cpu.call.parallel_units import (
     Share,
     Sharing,
     count_units,
-    sharing_of,
 )
 from pallasite.backends.cpu.dot import dot
 from pallasite.backends.cpu.dot.fusion import fuse_addends
@@ -36,12 +35,7 @@ from pallasite.backends.cpu.ops import (
 )
 from pallasite.backends.cpu.tiles import transpose_copy
 from pallasite.backends.cpu.tiles.arena import Arena
-from pallasite.backends.cpu.tiles.lifetimes import (
-    Uses,
-    has_writes,
-    uses_of,
-    written_refs,
-)
+from pallasite.backends.cpu.tiles.lifetimes import Uses, has_writes, uses_of
 from pallasite.backends.cpu.tiles.tiles import (
     Buffer,
     Indices,
@@ -84,32 +78,12 @@ def is_native(op: Op) -> bool:
     return op.name in NATIVE and (op.name != "top_k" or top_k.has_top_k(op))
 
 
-def with_own_inputs(kernel: Kernel) -> Kernel:
-    """The kernel with a result more for each operand it writes and does not return.
-
-    XLA's arrays do not change; memory shared with a result is the kernel's own.
-    """
-    aliased = {i for i, _ in kernel.aliases}
-    written = written_refs(kernel.body)
-    inputs = list(enumerate(kernel.inputs))
-    own = [n for n, param in inputs if param in written and n not in aliased]
-    if not own:
-        return kernel
-    more = [Value(kernel.inputs[n].type, kernel.inputs[n].name) for n in own]
-    new = [(n, kernel.num_outputs + k) for k, n in enumerate(own)]
-    return kernel.with_(
-        params=(*kernel.params, *more),
-        num_outputs=kernel.num_outputs + len(own),
-        aliases=(*kernel.aliases, *new),
-    )
-
-
 def emit_kernel(kernel: Kernel) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`.
 
-    The kernel writes only memory it owns (`with_own_inputs`).
+    The kernel writes only memory it owns (`call/own_inputs.py`).
     """
-    module, sharing = Module(), sharing_of(kernel)
+    module, sharing = Module(), Sharing.of(kernel)
     ahead = find_packed_once(kernel)
     params = _pointer_params(kernel, sharing)
     more = [("ptr align 64", "shared")] if ahead.boxes else []

@@ -6,12 +6,12 @@ windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family
 see `runtime/aot.py`.
 """
 
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property, partial
 
-from pallasite.backends.base import Launch, Options, Stage
-from pallasite.ir.nodes import Kernel
+from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.ir.text import parse_kernel
+from pallasite.passes.run import Pass
 
 
 class TpuBackend:
@@ -19,7 +19,6 @@ class TpuBackend:
 
     name = "tpu"
     platforms = ("tpu",)
-    level = "tile"
 
     @cached_property
     def native(self) -> frozenset[str]:
@@ -27,28 +26,28 @@ class TpuBackend:
 
         return native_ops()
 
-    def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        from pallasite.backends.tpu.emit import emit_module, is_native
+    def passes(self, options: Options) -> Sequence[Pass]:
+        from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.legalize import legalize
 
-        scheduled = legalize(schedule(kernel), is_native, self.name)
-        return {
-            "scheduled": lambda _: scheduled.text,
-            # The text form has no source lines, which error messages need.
-            "mosaic": lambda _: emit_module(scheduled, options.debug),
-        }
+        return (
+            Pass("inner_pipelines", schedule),
+            Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
+        )
 
-    def launch(
-        self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
-    ) -> Launch:
+    def stages(self, options: Options) -> Sequence[Stage]:
+        return (Stage("mosaic", partial(make_mosaic, debug=options.debug)),)
+
+    def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
 
+        options = compiled.options
         return Launch(
             target="tpu_custom_call",
-            config=call_config(outputs["mosaic"], options),
+            config=call_config(compiled["mosaic"], options),
             api_version=1,
-            aliases=kernel.aliases,
+            aliases=compiled.kernel.aliases,
             has_side_effect=bool(options.compiler_params.get("has_side_effects")),
         )
 
@@ -56,6 +55,13 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import DIALECT_VERSION
 
         return f"1+mosaic{DIALECT_VERSION}"
+
+
+def make_mosaic(scheduled: str, debug: bool = False) -> str:
+    """The Mosaic module of a scheduled kernel."""
+    from pallasite.backends.tpu.emit import emit_module
+
+    return emit_module(parse_kernel(scheduled), debug)
 
 
 BACKEND = TpuBackend()

@@ -5,20 +5,40 @@ values), `emit.py` and the op families next to it. XLA embeds Triton's compiler,
 neither the triton package nor any CUDA tool is needed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from pallasite.backends.base import Launch, Options, Stage
+from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.elementwise import NATIVE
-from pallasite.backends.triton.schedule import schedule, stages_and_warps
-from pallasite.ir.nodes import Kernel, walk
-from pallasite.ir.text import parse_kernel, print_kernel
+from pallasite.backends.triton.schedule import (
+    is_native,
+    plain_copies,
+    stages_and_warps,
+)
+from pallasite.ir.nodes import walk
+from pallasite.ir.text import parse_kernel
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.legalize import legalize
+from pallasite.passes.promote import promote
+from pallasite.passes.run import Pass
 
 TARGET = "__gpu$xla.gpu.triton"
+
+
+NATIVE_OPS = frozenset(NATIVE) | emit.STRUCTURED
+PASSES = (
+    Pass("plain_copies", plain_copies),
+    Pass(
+        "legalize",
+        partial(legalize, native=partial(is_native, NATIVE_OPS), backend="triton"),
+    ),
+    Pass("canonicalize", canonicalize),
+    Pass("promote", promote),
+)
 
 
 class TritonBackend:
@@ -26,20 +46,20 @@ class TritonBackend:
 
     name = "triton"
     platforms = ("cuda",)
-    level = "tile"
-    native = frozenset(NATIVE) | emit.STRUCTURED
+    native = NATIVE_OPS
 
-    def stages(self, kernel: Kernel, options: Options) -> dict[str, Stage]:
-        return {"scheduled": make_scheduled, "ttir": make_ttir}
+    def passes(self, options: Options) -> Sequence[Pass]:
+        return PASSES
 
-    def launch(
-        self, kernel: Kernel, outputs: Mapping[str, Any], options: Options
-    ) -> Launch:
-        scheduled = parse_kernel(outputs["scheduled"])
+    def stages(self, options: Options) -> Sequence[Stage]:
+        return (Stage("ttir", make_ttir),)
+
+    def launch(self, compiled: Compiled) -> Launch:
+        scheduled, options = compiled.scheduled, compiled.options
         stages, warps = stages_and_warps(scheduled, options.compiler_params)
         config = {
             "name": emit.function_name(scheduled),
-            "ir": outputs["ttir"],
+            "ir": compiled["ttir"],
             "num_stages": np.int32(stages),
             "num_warps": np.int32(warps),
             "grid_x": np.int32(max(1, prod(emit.program_grid(scheduled)))),
@@ -52,18 +72,15 @@ class TritonBackend:
             TARGET,
             config,
             api_version=4,
-            aliases=kernel.aliases,
-            has_side_effect=any(op.name == "debug_print" for op in walk(kernel.body)),
+            aliases=scheduled.aliases,
+            has_side_effect=any(
+                op.name == "debug_print" for op in walk(scheduled.body)
+            ),
             scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),
         )
 
     def version(self) -> str:
         return "triton-1"
-
-
-def make_scheduled(kernel: Kernel) -> str:
-    """The kernel as programs, loops and values, printed with source lines."""
-    return print_kernel(schedule(kernel, TritonBackend.native), locs=True)
 
 
 def make_ttir(scheduled: str) -> str:

@@ -1,7 +1,7 @@
-"""What happens to a kernel before it is emitted, and how large a launch should be.
+"""What a kernel must be before it is emitted, and how large a launch should be.
 
-`schedule` turns async copies into plain ones, the grid into programs and loops, refs
-into values. `stages_and_warps` picks the two numbers Triton's compiler wants.
+`plain_copies` turns async copies into plain ones. `stages_and_warps` picks the two
+numbers Triton's compiler wants.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,29 +11,21 @@ from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
-from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.legalize import legalize
-from pallasite.passes.promote import promote
 
 SHARED_BYTES = 200 << 10  # what a pipelined loop may take of an SM's shared memory
 LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 
-def schedule(kernel: Kernel, native: frozenset[str]) -> Kernel:
-    """A kernel of programs, loops and values that `emit.py` can spell."""
-
-    def is_native(op: Op) -> bool:
-        integers = op.operands and not op.operands[0].type.dtype.is_float
-        if op.name == "pow" and integers:
-            return False
-        if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
-            return False
-        if op.name == "scan" and op.attrs["kind"] == "logsumexp":
-            return False
-        return op.name in native
-
-    kernel = legalize(plain_copies(kernel), is_native, "triton")
-    return promote(canonicalize(kernel))
+def is_native(native: frozenset[str], op: Op) -> bool:
+    """Whether `emit.py` spells an op with these operands."""
+    integers = op.operands and not op.operands[0].type.dtype.is_float
+    if op.name == "pow" and integers:
+        return False
+    if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
+        return False
+    if op.name == "scan" and op.attrs["kind"] == "logsumexp":
+        return False
+    return op.name in native
 
 
 def plain_copies(kernel: Kernel) -> Kernel:

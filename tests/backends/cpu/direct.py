@@ -19,7 +19,7 @@ import numpy as np
 from pallasite.backends.cpu import llvm_text
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call import handler, kept_memory, threads
-from pallasite.backends.cpu.emit import with_own_inputs
+from pallasite.backends.cpu.call.own_inputs import own_inputs
 from pallasite.ir.nodes import Kernel
 
 Pointer = int
@@ -168,7 +168,7 @@ class Code:
     def __init__(
         self, kernel: Kernel, optimise: bool = True, memory: Memory | None = None
     ):
-        self.kernel, self.memory = with_own_inputs(kernel), memory or Memory()
+        self.kernel, self.memory = own_inputs(kernel), memory or Memory()
         self.num_outputs = kernel.num_outputs
         self._hooks: list[Any] = []
         self._pool = 1

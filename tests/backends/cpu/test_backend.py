@@ -37,9 +37,9 @@ def normal(*shape: int) -> np.ndarray:
 
 def test_stages_are_text_and_then_object_code():
     backend, kernel = base.get("cpu"), vector_add()
-    outputs = base.compile_stages(backend, kernel, base.Options(debug=True))
-    assert list(outputs) == ["ir", "scheduled", "llvm", "asm", "object"]
-    assert outputs["ir"] == kernel.text
+    outputs = base.Compiled(backend, kernel, base.Options())
+    assert list(outputs) == ["scheduled", "llvm", "asm", "object"]
+    assert outputs["scheduled"].startswith("kernel @vector_add")
     assert "define ptr @handler(ptr %frame)" in outputs["llvm"]
     assert isinstance(outputs["object"], bytes)
 
@@ -47,20 +47,20 @@ def test_stages_are_text_and_then_object_code():
 def test_object_code_at_hand_spares_the_stages_before(tmp_path: Path):
     with config.override(cache_dir=str(tmp_path)):
         written = []
-        text = tile_kernel_text(written)
-        first = compiler.make_object("a kernel", text)
-        assert compiler.make_object("a kernel", text) == first and len(written) == 1
+        make = object_maker(written)
+        first = compiler.stored_object("a kernel", make)
+        assert compiler.stored_object("a kernel", make) == first and len(written) == 1
         compiler._objects.clear()  # as in another process
-        assert compiler.make_object("a kernel", text) == first and len(written) == 1
-        assert compiler.make_object("another", text) and len(written) == 2
+        assert compiler.stored_object("a kernel", make) == first and len(written) == 1
+        assert compiler.stored_object("another", make) and len(written) == 2
 
 
-def tile_kernel_text(written: list[str]):
-    def write() -> str:
+def object_maker(written: list[str]):
+    def make() -> bytes:
         written.append("define void @handler() { ret void }")
-        return written[-1]
+        return compiler.make_object(written[-1])
 
-    return write
+    return make
 
 
 def test_identity_tells_apart_what_is_compiled_differently():
@@ -106,7 +106,7 @@ def test_native_ops_are_ops_and_the_rest_is_known():
 
 def test_refused_code_is_a_compile_error():
     with pytest.raises(CompileError, match="LLVM refused the code of a kernel"):
-        compiler.make_object("refused", lambda: "define void @f() { ret i32 }")
+        compiler.make_object("define void @f() { ret i32 }")
 
 
 def test_memory_that_cannot_be_had_is_an_error():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.backends.cpu import emit
+from pallasite.backends.cpu import llvm_text
 from pallasite.backends.cpu.call import parallel_units
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
@@ -33,7 +33,7 @@ def eager_threads(monkeypatch):
 
 def llvm_of(function, *args) -> str:
     (kernel,) = kernels_in(function, *args)
-    return emit.emit_kernel(run_passes(kernel))
+    return llvm_text(run_passes(kernel))
 
 
 def square(x_ref, o_ref):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallasite.backends.base import Options, compile_stages, get
+from pallasite.backends.base import Compiled, Options, get
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
@@ -34,13 +34,13 @@ def kernel_of(name: str) -> Kernel:
 
 
 def mosaic(kernel: Kernel, **options: Any) -> str:
-    return compile_stages(get("tpu"), kernel, Options(**options))["mosaic"]
+    return Compiled(get("tpu"), kernel, Options(**options), shared=())["mosaic"]
 
 
 def job(name: str, kernel: Kernel) -> Job:
-    backend, options = get("tpu"), Options()
-    outputs = compile_stages(backend, kernel, options)
-    return Job.of(name, kernel, backend.launch(kernel, outputs, options))
+    backend = get("tpu")
+    launch = backend.launch(Compiled(backend, kernel, Options(), shared=()))
+    return Job.of(name, kernel, launch)
 
 
 def simulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

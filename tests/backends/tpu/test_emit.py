@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallasite as pl
-from pallasite.backends.base import Options, compile_stages, get
+from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu.compile import call_config, verify
 from pallasite.backends.tpu.emit import emit_module
 from pallasite.errors import PallasError, SpecError, UnsupportedError
@@ -50,7 +50,7 @@ def test_debug_puts_the_users_lines_into_the_module():
 
 def test_stages_are_named_in_order():
     kernel = kernel_of("inner_pipeline")
-    stages = compile_stages(get("tpu"), kernel, Options())
+    stages = Compiled(get("tpu"), kernel, Options())
     assert list(stages) == ["scheduled", "mosaic"]
     assert "copy_start" in stages["scheduled"]
 

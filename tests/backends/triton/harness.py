@@ -17,9 +17,9 @@ BACKEND = base.get("triton")
 def compiled(kernel: Kernel, **params: Any) -> tuple[str, base.Launch]:
     """TTIR and launch of a kernel, verified by Triton."""
     options = base.Options(compiler_params=params)
-    outputs = base.compile_stages(BACKEND, kernel, options)
+    outputs = base.Compiled(BACKEND, kernel, options, shared=())
     simulate.verify_ttir(outputs["ttir"])
-    return outputs["ttir"], BACKEND.launch(kernel, outputs, options)
+    return outputs["ttir"], BACKEND.launch(outputs)
 
 
 def simulated(
@@ -27,8 +27,8 @@ def simulated(
 ) -> list[np.ndarray]:
     """The outputs of a kernel, run on numpy in a random order of programs."""
     options = base.Options()
-    outputs = base.compile_stages(BACKEND, kernel, options)
-    launch = BACKEND.launch(kernel, outputs, options)
+    outputs = base.Compiled(BACKEND, kernel, options, shared=())
+    launch = BACKEND.launch(outputs)
     inputs = [np.array(x) for x in operands]
     rng = np.random.default_rng(seed)
     results = [

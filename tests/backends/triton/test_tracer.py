@@ -101,7 +101,7 @@ def test_tracer_benchmark_accepts_its_errors():
 
 def test_stages_are_text():
     (kernel,) = kernels_in(CASES["add"][0], *CASES["add"][2])
-    outputs = base.compile_stages(base.get("triton"), kernel, base.Options())
+    outputs = base.Compiled(base.get("triton"), kernel, base.Options())
     assert list(outputs) == ["scheduled", "ttir"]
     assert outputs["scheduled"].startswith("kernel @")
     assert "benchmarks/tracer_gpu.py" in outputs["scheduled"]  # the author's lines

@@ -1,7 +1,7 @@
 """LLVM IR text to object code to an address, through llvmlite.
 
 An object is known by its *identity*: the kernel's text and everything else that decides
-what is made of it (`identity`). `make_object` finds it in this process or on disk
+what is made of it (`identity`). `stored_object` finds it in this process or on disk
 (`runtime/cache.py`), and only else has the LLVM text written, optimised and compiled
 for this machine's CPU; `load` links an object into the process and keeps it for ever,
 because XLA never forgets a handler.
@@ -41,20 +41,24 @@ def short_name(identity: str) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def make_object(identity: str, write_llvm: Callable[[], str]) -> bytes:
-    """Object code for this machine; `write_llvm` gives the text where there is none."""
+def stored_object(identity: str, make: Callable[[], bytes]) -> bytes:
+    """Object code found in this process or on disk; made where it is in neither."""
     key = short_name(identity)
     with _lock:
         found = _objects.get(key)
     if found is None:
         found = cache_files.load(identity)
     if found is None:
-        llvm_text = write_llvm()
-        with _lock:
-            found = _machine().emit_object(_optimized(llvm_text))
+        found = make()
         cache_files.store(identity, found)
     with _lock:
         return _objects.setdefault(key, found)
+
+
+def make_object(llvm_text: str) -> bytes:
+    """Object code for this machine."""
+    with _lock:
+        return _machine().emit_object(_optimized(llvm_text))
 
 
 def make_assembly(llvm_text: str) -> str:

@@ -1,13 +1,15 @@
 """Which programs of a kernel may run at once, in what units, and whether it pays.
 
-`sharing_of(kernel)` looks at the kernel's own pipeline: its parallel axes, flattened,
-number the *units*; the sequential axes loop inside a unit. `each_program` writes those
-loops. `threads.py` hands units to threads; without a Sharing the grid is plain loops.
+The pass `share_programs` looks at the kernel's own pipeline: its parallel axes,
+flattened, number the *units*; the sequential axes loop inside a unit. It notes its
+decision on the pipeline (`cpu.units=(0, 1)`), `Sharing.of` reads it. `each_program`
+writes those loops. `threads.py` hands units to threads; without a Sharing the grid is
+plain loops.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,9 @@ UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
 PROFITABLE_NS = 40_000
 CHUNK_NS = 8_000  # the least work that is worth one visit to the shared counter
 
+# The notes of `share_programs`: the fields of a Sharing.
+UNITS, UNIT_NS, ATOMICS, MOST = "cpu.units", "cpu.unit_ns", "cpu.atomics", "cpu.most"
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -39,6 +44,18 @@ class Sharing:
     unit_ns: int  # what one unit takes, by estimate; at least 1
     has_atomics: bool  # programs that run at once may change the same elements
     most: tuple[int | None, ...]  # sizes of parallel axes up to which it holds
+
+    @staticmethod
+    def of(kernel: Kernel) -> "Sharing | None":
+        """What `share_programs` has noted; None: one thread does it all."""
+        op = kernel.body.ops[-1] if kernel.body.ops else None
+        if op is None or UNITS not in op.attrs:
+            return None
+        parallel = op.attrs[UNITS]
+        axes = range(len(op.attrs["grid"]))
+        sequential = tuple(a for a in axes if a not in parallel)
+        notes = (op.attrs[key] for key in (UNIT_NS, ATOMICS, MOST))
+        return Sharing(op, parallel, sequential, *notes)
 
     @property
     def units(self) -> int | None:
@@ -54,6 +71,21 @@ class Sharing:
     def least_units(self) -> int:
         """From this many units on, threads are worth their price."""
         return max(2, -(-PROFITABLE_NS // self.unit_ns))
+
+
+def share_programs(kernel: Kernel) -> Kernel:
+    """Note on the kernel's pipeline how threads share it, if they do."""
+    sharing = sharing_of(kernel)
+    if sharing is None:
+        return kernel
+    notes = {
+        UNITS: sharing.parallel,
+        UNIT_NS: sharing.unit_ns,
+        ATOMICS: sharing.has_atomics,
+        MOST: sharing.most,
+    }
+    op = sharing.op.with_(attrs={**sharing.op.attrs, **notes})
+    return kernel.with_(body=replace(kernel.body, ops=(*kernel.body.ops[:-1], op)))
 
 
 def sharing_of(kernel: Kernel) -> Sharing | None:
@@ -107,18 +139,6 @@ def _has_hidden_atomics(op: Op) -> bool:
 def _prints(op: Op) -> bool:
     """Lines come in the order of the grid."""
     return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
-
-
-def sharing_text(kernel: Kernel) -> str:
-    """The decision as a line to read."""
-    sharing = sharing_of(kernel)
-    if sharing is None:
-        return "threads: one"
-    count = "so many" if sharing.units is None else sharing.units
-    return (
-        f"threads: axes {sharing.parallel} in units, axes {sharing.sequential} inside "
-        f"one; {count} units of about {sharing.unit_ns} ns"
-    )
 
 
 def _nanoseconds(kernel: Kernel, steps: int) -> float:

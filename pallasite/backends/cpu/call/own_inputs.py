@@ -1,0 +1,24 @@
+"""own_inputs: an operand that the kernel writes becomes memory of its own.
+
+XLA's arrays do not change; memory shared with a result is the kernel's own.
+"""
+
+from pallasite.backends.cpu.tiles.lifetimes import written_refs
+from pallasite.ir.nodes import Kernel, Value
+
+
+def own_inputs(kernel: Kernel) -> Kernel:
+    """The kernel with one more result per operand it writes and does not return."""
+    aliased = {i for i, _ in kernel.aliases}
+    written = written_refs(kernel.body)
+    inputs = list(enumerate(kernel.inputs))
+    own = [n for n, param in inputs if param in written and n not in aliased]
+    if not own:
+        return kernel
+    more = [Value(kernel.inputs[n].type, kernel.inputs[n].name) for n in own]
+    new = [(n, kernel.num_outputs + k) for k, n in enumerate(own)]
+    return kernel.with_(
+        params=(*kernel.params, *more),
+        num_outputs=kernel.num_outputs + len(own),
+        aliases=(*kernel.aliases, *new),
+    )
