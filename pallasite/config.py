@@ -23,7 +23,6 @@ class Knob:
     parse: Callable[[str], Any]
     default: Any
     doc: str
-    joins_cache_key: bool = False
 
 
 def _flag(text: str) -> bool:
@@ -38,6 +37,13 @@ KNOBS: dict[str, Knob] = {
         ),
         Knob(
             "dump", "PALLASITE_DUMP", str, "", "folder to write every stage's text to"
+        ),
+        Knob(
+            "target",
+            "PALLASITE_TARGET",
+            str,
+            "",
+            "chip to compile for (v5e, h200, ...); default: the one JAX sees",
         ),
         Knob(
             "backend", "PALLASITE_BACKEND", str, "", "backend of calls that name none"

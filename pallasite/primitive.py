@@ -29,6 +29,7 @@ from pallasite.passes.batch import batch_kernel, maps_a_grid_size
 from pallasite.passes.run import run
 from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
 from pallasite.sharding.rule import Partition
+from pallasite.target import Chip, chip, chip_of_device
 
 
 @dataclass(frozen=True)
@@ -218,10 +219,24 @@ def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
     backend = base.get(name)
-    compiled = base.Compiled(backend, call.kernel, call.options)
+    options = replace(call.options, chip=_chip(backend))
+    compiled = base.Compiled(backend, call.kernel, options)
     if config.get("dump"):
         compiled.texts()  # written as they are made
     return lower_launch(backend.launch(compiled), ctx, *operands)
+
+
+def _chip(backend: base.Backend) -> Chip | None:
+    """The accelerator to compile for: the knob's, else the one this process sees."""
+    named = config.get("target")
+    if named:
+        return chip(named)
+    for platform in backend.platforms:
+        try:
+            return chip_of_device(jax.devices(platform)[0].device_kind)
+        except RuntimeError:  # compiled here, to run elsewhere
+            continue
+    return None
 
 
 def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None:

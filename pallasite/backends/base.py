@@ -17,6 +17,7 @@ from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import print_kernel
 from pallasite.passes.run import SHARED, Dump, Pass, Step, run
+from pallasite.target import Chip
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Options:
     cost_estimate: Mapping[str, int] | None = None
     debug: bool = False
     metadata: Mapping[str, str] | None = None
+    chip: Chip | None = None  # the accelerator compiled for; None: not known
 
 
 @dataclass(frozen=True)

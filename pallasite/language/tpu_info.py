@@ -1,17 +1,12 @@
-"""Published numbers of TPUs, which kernels use to choose block sizes.
-
-From Google Cloud's TPU documentation and the chips' public descriptions, per core.
-"""
+"""`pltpu.get_tpu_info`: upstream's view of the TPU rows of `target/table.py`."""
 
 import enum
-import re
 from dataclasses import dataclass
 
 import jax
 
+from pallasite import target
 from pallasite.ir import types as T
-
-_MIB, _GIB = 1 << 20, 1 << 30
 
 
 class ChipVersion(enum.Enum):
@@ -28,6 +23,17 @@ class ChipVersion(enum.Enum):
 
 
 @dataclass(frozen=True)
+class SparseCoreInfo:
+    """The SparseCores of a chip, and one of their vector subcores."""
+
+    num_cores: int
+    num_subcores: int
+    num_lanes: int
+    vmem_capacity_bytes: int
+    dma_granule_size_bytes: int
+
+
+@dataclass(frozen=True)
 class TpuInfo:
     """One core of a chip: its shape, its memories, what it moves and computes."""
 
@@ -40,69 +46,24 @@ class TpuInfo:
     hbm_capacity_bytes: int
     mem_bw_bytes_per_second: int
     bf16_ops_per_second: int
-    num_lanes: int = 128
-    num_sublanes: int = 8
-    smem_capacity_bytes: int = _MIB
+    num_lanes: int
+    num_sublanes: int
+    smem_capacity_bytes: int
+    sparse_core: SparseCoreInfo | None  # None: the chip has none
 
     @property
     def is_lite(self) -> bool:
-        return self.chip_version in (ChipVersion.TPU_V5E, ChipVersion.TPU_V6E)
+        return self._row.is_lite
 
     def get_sublane_tiling(self, dtype: object) -> int:
         """How many rows of a type one tile has."""
         known = T.dtype_of(dtype)
         assert known is not None, dtype
-        # Before 7x arrays of 16 bits keep eight rows, two of them in each word.
-        if known.bits == 16 and self.generation < 7:
-            return self.num_sublanes
-        return self.num_sublanes * (32 // known.bits)
+        return self._row.sublanes_of(known.bits)
 
-
-def _chip(version: ChipVersion, generation: int, cores: int, **per_core: int):
-    return version, TpuInfo(version, generation, cores, **per_core)
-
-
-_CHIPS = dict(
-    [
-        _chip(
-            ChipVersion.TPU_V4, 4, 2, mxu_column_size=128, num_mxus=4,
-            vmem_capacity_bytes=16 * _MIB, hbm_capacity_bytes=16 * _GIB,
-            mem_bw_bytes_per_second=int(614e9), bf16_ops_per_second=int(137.5e12),
-        ),
-        _chip(
-            ChipVersion.TPU_V5E, 5, 1, mxu_column_size=128, num_mxus=4,
-            vmem_capacity_bytes=128 * _MIB, hbm_capacity_bytes=16 * _GIB,
-            mem_bw_bytes_per_second=int(819e9), bf16_ops_per_second=int(197e12),
-        ),
-        _chip(
-            ChipVersion.TPU_V5P, 5, 2, mxu_column_size=128, num_mxus=4,
-            vmem_capacity_bytes=64 * _MIB, hbm_capacity_bytes=int(47.5 * _GIB),
-            mem_bw_bytes_per_second=int(1382e9), bf16_ops_per_second=int(229.5e12),
-        ),
-        _chip(
-            ChipVersion.TPU_V6E, 6, 1, mxu_column_size=256, num_mxus=2,
-            vmem_capacity_bytes=128 * _MIB, hbm_capacity_bytes=32 * _GIB,
-            mem_bw_bytes_per_second=int(1640e9), bf16_ops_per_second=int(918e12),
-        ),
-        _chip(
-            ChipVersion.TPU_7X, 7, 1, mxu_column_size=256, num_mxus=2,
-            vmem_capacity_bytes=64 * _MIB, hbm_capacity_bytes=96 * _GIB,
-            mem_bw_bytes_per_second=int(3690e9), bf16_ops_per_second=int(1153e12),
-        ),
-    ]
-)  # fmt: skip
-# What JAX calls the devices.
-_KINDS = {
-    "TPU v4": ChipVersion.TPU_V4,
-    "TPU v5 lite": ChipVersion.TPU_V5E,
-    "TPU v5e": ChipVersion.TPU_V5E,
-    "TPU v5": ChipVersion.TPU_V5P,
-    "TPU v5p": ChipVersion.TPU_V5P,
-    "TPU v6 lite": ChipVersion.TPU_V6E,
-    "TPU v6e": ChipVersion.TPU_V6E,
-    "TPU7x": ChipVersion.TPU_7X,
-}
-_ELSEWHERE = ChipVersion.TPU_V5E
+    @property
+    def _row(self) -> target.Tpu:
+        return target.TPUS[self.chip_version.value]
 
 
 def get_tpu_info() -> TpuInfo:
@@ -111,10 +72,36 @@ def get_tpu_info() -> TpuInfo:
     On other machines those of a v5e with one core, so that a kernel that chooses its
     blocks by them can run there too.
     """
-    kind = re.sub(r"\s+", " ", jax.devices()[0].device_kind)
-    return _CHIPS[_KINDS.get(kind, _ELSEWHERE)]
+    row = target.chip_of_device(jax.devices()[0].device_kind)
+    return _info(row if isinstance(row, target.Tpu) else target.TPUS["v5e"])
 
 
 def get_tpu_info_for_chip(chip_version: ChipVersion, *_: int) -> TpuInfo:
     """Numbers of a named chip."""
-    return _CHIPS[chip_version]
+    return _info(target.TPUS[chip_version.value])
+
+
+def _info(row: target.Tpu) -> TpuInfo:
+    sparse = row.sparse
+    return TpuInfo(
+        chip_version=ChipVersion(row.name),
+        generation=row.generation,
+        num_cores=row.cores,
+        mxu_column_size=row.mxu_size,
+        num_mxus=row.mxus,
+        vmem_capacity_bytes=row.vmem.bytes,
+        hbm_capacity_bytes=row.main.bytes,
+        mem_bw_bytes_per_second=int(row.main.bytes_per_second or 0),
+        bf16_ops_per_second=int(row.rates["bf16"]),
+        num_lanes=row.lanes,
+        num_sublanes=row.sublanes,
+        smem_capacity_bytes=row.smem.bytes,
+        sparse_core=sparse
+        and SparseCoreInfo(
+            sparse.cores,
+            sparse.subcores,
+            sparse.lanes,
+            sparse.vmem_bytes,
+            sparse.copy_bytes,
+        ),
+    )

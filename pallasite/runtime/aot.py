@@ -18,17 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pallasite import config
+from pallasite import config, target
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
 
-TOPOLOGIES = {
-    "v4": "v4:2x2x1",
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "v7x": "TPU7x:2x2x1",
-}
 # Nothing asks a TPU runtime anything: the topology's name decides what is compiled for.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -95,7 +88,7 @@ def compile_all(
 
     Args:
         jobs: what to compile.
-        chip: a key of TOPOLOGIES.
+        chip: the name of a TPU in `target.TPUS`.
         cycles: also ask for libtpu's static estimate of each kernel's run time.
         timeout: seconds until the child process is given up.
 
@@ -175,7 +168,7 @@ def _profile_flags(folder: str) -> str:
 
 
 def _main(chip: str, profile_folder: str = "") -> None:
-    compile_call = _compiler(TOPOLOGIES.get(chip, chip))
+    compile_call = _compiler(target.TPUS[chip].topology)
     print(READY, flush=True)
     for line in sys.stdin:
         job = json.loads(line)

@@ -6,11 +6,13 @@ with `using`. Backends choose vector widths and instructions by these facts only
 
 import ctypes
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class Host:
     vector_bytes: int
     registers: int  # vector registers
     features: frozenset[str] = frozenset()
+    l1_bytes: int = 48 << 10  # of one core's data cache
+    l2_bytes: int = 2 << 20  # of one core
+    # What one core takes, roughly: enough to tell microseconds from milliseconds.
+    ns_per_flop: float = 0.01
+    ns_per_transcendental: float = 0.8
+    ns_per_byte: float = 0.05
 
     def lanes(self, bits: int) -> int:
         """How many elements of that width one vector holds."""
@@ -51,13 +59,13 @@ def using(host: Host) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def host_of(features: frozenset[str]) -> Host:
+def host_of(features: frozenset[str], **caches: int) -> Host:
     """The vector unit that a set of LLVM feature names describes."""
     if "avx512f" in features:
-        return Host(64, 32, features)
+        return Host(64, 32, features, **caches)
     if "avx2" in features:
-        return Host(32, 16, features)
-    return Host(16, 32 if "neon" in features else 16, features)
+        return Host(32, 16, features, **caches)
+    return Host(16, 32 if "neon" in features else 16, features, **caches)
 
 
 @cache
@@ -69,7 +77,23 @@ def _this_computer() -> Host:
         features.add("neon")
     if not _may_use_tiles(features):
         features = {name for name in features if not name.startswith("amx")}
-    return host_of(frozenset(features))
+    return host_of(frozenset(features), **_caches())
+
+
+def _caches() -> dict[str, int]:
+    """Sizes of the first core's caches, as far as the system tells (Linux does)."""
+    found: dict[str, int] = {}
+    for place in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, kind, size = (
+                (place / name).read_text().strip() for name in ("level", "type", "size")
+            )
+        except OSError:
+            continue
+        digits = re.fullmatch(r"(\d+)K", size)
+        if digits and kind != "Instruction" and level in ("1", "2"):
+            found[f"l{level}_bytes"] = int(digits[1]) << 10
+    return found
 
 
 def _may_use_tiles(features: set[str]) -> bool:

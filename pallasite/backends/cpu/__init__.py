@@ -8,6 +8,7 @@ rules for ops are in the modules `emit.py` lists, `handler.py` is what XLA calls
 from collections.abc import Sequence
 from functools import partial
 
+from pallasite import target
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.own_inputs import own_inputs
@@ -22,25 +23,28 @@ from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
+from pallasite.target import Host
 
 DEEPEST = 1024  # steps of k for each time that sums are read and written
-COMPUTED_BYTES = 256 << 10  # of a tile that is multiplied, so that it is still near
-STRIP_BYTES = 16 << 10  # of a tile, so that the few of one row's code stay in L1
 
 
-PASSES = (
-    Pass("own_inputs", own_inputs),
-    Pass(
-        "merge_k_steps",
-        partial(merge_k_steps, deepest=DEEPEST, most_bytes=COMPUTED_BYTES),
-    ),
-    Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=COMPUTED_BYTES)),
-    # Loops that are gone leave numbers to be computed.
-    Pass("canonicalize", canonicalize, if_changed=True),
-    Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
-    Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
-    Pass("share_programs", share_programs),
-)
+def passes_for(host: Host) -> tuple[Pass, ...]:
+    """What happens to a kernel before it is LLVM text for this CPU."""
+    computed = host.l2_bytes // 8  # of a computed tile, so that it is still near
+    strip = host.l1_bytes // 3  # of a tile, so that the few of one row's code stay
+    return (
+        Pass("own_inputs", own_inputs),
+        Pass(
+            "merge_k_steps",
+            partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),
+        ),
+        Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=computed)),
+        # Loops that are gone leave numbers to be computed.
+        Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
+        Pass("row_strips", partial(row_strips, most_bytes=strip)),
+        Pass("share_programs", share_programs),
+    )
 
 
 class CpuBackend:
@@ -51,7 +55,7 @@ class CpuBackend:
     native = NATIVE
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return PASSES
+        return passes_for(target.host())
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (
@@ -91,7 +95,7 @@ def make_llvm(scheduled: str) -> str:
 
 def llvm_text(kernel: Kernel) -> str:
     """The LLVM module of any kernel."""
-    return make_llvm(print_kernel(run(kernel, PASSES), locs=True))
+    return make_llvm(print_kernel(run(kernel, passes_for(target.host())), locs=True))
 
 
 def _identity(kernel: Kernel) -> str:

@@ -12,8 +12,9 @@ from math import gcd
 from pallasite.backends.tpu.writer import ELEMENTS, SEMAPHORES, SPACES, memref
 from pallasite.ir.nodes import Span
 from pallasite.ir.types import RefType
+from pallasite.target import TPUS
 
-LANES, SUBLANES = 128, 8
+LANES, SUBLANES = TPUS["v5e"].lanes, TPUS["v5e"].sublanes  # of every generation
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
+from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"
 
@@ -56,7 +57,9 @@ class TritonBackend:
 
     def launch(self, compiled: Compiled) -> Launch:
         scheduled, options = compiled.scheduled, compiled.options
-        stages, warps = stages_and_warps(scheduled, options.compiler_params)
+        stages, warps = stages_and_warps(
+            scheduled, options.compiler_params, _chip(options)
+        )
         config = {
             "name": emit.function_name(scheduled),
             "ir": compiled["ttir"],
@@ -81,6 +84,11 @@ class TritonBackend:
 
     def version(self) -> str:
         return "triton-1"
+
+
+def _chip(options: Options) -> Gpu:
+    """The GPU compiled for; where it is not known, one with much shared memory."""
+    return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 
 def make_ttir(scheduled: str) -> str:

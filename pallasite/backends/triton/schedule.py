@@ -11,8 +11,9 @@ from pallasite.backends.triton.text import physical
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
+from pallasite.target import Gpu
 
-SHARED_BYTES = 200 << 10  # what a pipelined loop may take of an SM's shared memory
+SHARED_SHARE = 0.88  # what a pipelined loop may take of a block's shared memory
 LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 
@@ -61,11 +62,13 @@ def _counter(ref: RefType) -> RefType:
     return RefType(ref.shape, I32, "smem")
 
 
-def stages_and_warps(kernel: Kernel, params: Mapping[str, Any]) -> tuple[int, int]:
+def stages_and_warps(
+    kernel: Kernel, params: Mapping[str, Any], chip: Gpu
+) -> tuple[int, int]:
     """Depth of Triton's software pipeline, and warps per program."""
     dots = [op for op in walk(kernel.body) if op.name == "dot"]
     warps = params.get("num_warps") or _warps(kernel, dots)
-    stages = params.get("num_stages") or _stages(dots)
+    stages = params.get("num_stages") or _stages(dots, chip)
     return int(stages), int(warps)
 
 
@@ -79,12 +82,13 @@ def _warps(kernel: Kernel, dots: Sequence[Op]) -> int:
     return 8 if largest >= 1 << 14 else 4
 
 
-def _stages(dots: Sequence[Op]) -> int:
+def _stages(dots: Sequence[Op], chip: Gpu) -> int:
     """As many buffers of the largest product's operands as fit, at most three."""
     if not dots:
         return 1
     size = max(sum(_bytes(v) for v in op.operands) for op in dots)
-    return max(1, min(3, SHARED_BYTES // max(size, 1)))
+    room = int(SHARED_SHARE * chip.shared.bytes)
+    return max(1, min(3, room // max(size, 1)))
 
 
 def _elements(value: Value) -> int:

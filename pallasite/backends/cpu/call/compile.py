@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ _objects: dict[str, bytes] = {}
 _loaded: dict[str, tuple[int, Any]] = {}
 
 # Below the package's folder: what the code of a kernel depends on.
-_SOURCES = ("target.py", "ir", "ops", "passes", "backends/cpu")  # files and folders
+_SOURCES = ("target", "ir", "ops", "passes", "backends/cpu")
 
 
 def identity(kernel_text: str) -> str:
     """A text that two kernels share only if they have the same object code."""
     host = target.host()
-    chosen = f"{host.vector_bytes} {host.registers} {sorted(host.features)}"
+    chosen = repr(replace(host, features=frozenset())) + repr(sorted(host.features))
     return "\n".join([version(), _features(), chosen, _sources(), kernel_text])
 
 
@@ -89,12 +90,8 @@ def version() -> str:
 
 def source_files() -> list[Path]:
     """All files of the package that machine code depends on."""
-    places = [config.PACKAGE / name for name in _SOURCES]
-    return sorted(
-        file
-        for place in places
-        for file in (place.rglob("*.py") if place.is_dir() else [place])
-    )
+    folders = (config.PACKAGE / name for name in _SOURCES)
+    return sorted(file for folder in folders for file in folder.rglob("*.py"))
 
 
 @cache

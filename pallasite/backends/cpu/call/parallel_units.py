@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from pallasite import target
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.errors import InternalError
@@ -23,8 +24,7 @@ from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-# What one core takes, roughly: enough to tell microseconds from milliseconds.
-NS_PER_FLOP, NS_PER_TRANSCENDENTAL, NS_PER_BYTE, NS_PER_PROGRAM = 0.01, 0.8, 0.05, 10.0
+NS_PER_PROGRAM = 10.0  # to begin one
 UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
 # Waking a thread takes 10 us or more; below this much work in all it does not pay.
 PROFITABLE_NS = 40_000
@@ -144,10 +144,11 @@ def _prints(op: Op) -> bool:
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
+    host = target.host()
     return NS_PER_PROGRAM * steps + rounds * (
-        NS_PER_FLOP * total.flops
-        + NS_PER_TRANSCENDENTAL * total.transcendentals
-        + NS_PER_BYTE * total.bytes_accessed
+        host.ns_per_flop * total.flops
+        + host.ns_per_transcendental * total.transcendentals
+        + host.ns_per_byte * total.bytes_accessed
     )
 
 

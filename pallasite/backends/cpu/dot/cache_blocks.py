@@ -23,9 +23,10 @@ from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm import vector_ops as vec
 from pallasite.backends.cpu.llvm.writer import FALSE, Function, Val, integer
 from pallasite.ir.types import DType
+from pallasite.target import host
 
-# Bytes of packed operands in a block, which stay in L2.
-ROWS_BYTES, COLUMNS_BYTES = 512 << 10, 1 << 20
+# Of L2, for a block of packed rows and columns, which stay there.
+ROWS_SHARE, COLUMNS_SHARE = 4, 2
 PART_BYTES = 64 << 10  # of what one thread packs at a time where several may
 
 
@@ -44,8 +45,9 @@ class Plan:
         row_bytes = scheme.row_dtype.bytes
         column_bytes = scheme.column_dtype.bytes
         depth = depth_blocks(scheme, sizes)
-        most_rows = ROWS_BYTES // (row_bytes * depth.block)
-        most_columns = COLUMNS_BYTES // (column_bytes * depth.block)
+        cache = host().l2_bytes
+        most_rows = cache // ROWS_SHARE // (row_bytes * depth.block)
+        most_columns = cache // COLUMNS_SHARE // (column_bytes * depth.block)
         return Plan(
             scheme,
             sizes,

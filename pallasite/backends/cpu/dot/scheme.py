@@ -19,12 +19,20 @@ from pallasite.backends.cpu.dot.microkernel import (
 from pallasite.backends.cpu.dot.packing import Packing, direction, packer
 from pallasite.backends.cpu.llvm.writer import TRUE, Function, Val, integer
 from pallasite.ir.types import DType
-from pallasite.target import Host
+from pallasite.target import Host, host
 
-PANEL_BYTES = 32 << 10  # of a panel that stays in the nearest cache
-IN_PLACE_BYTES = 1 << 20  # of columns that are multiplied from where they are
 STREAMS = 16  # rows of memory that are read side by side
 WAYS = 8  # lines in a set of the nearest cache, at least
+
+
+def panel_bytes() -> int:
+    """Of a panel that stays in the nearest cache, beside what streams past it."""
+    return host().l1_bytes * 2 // 3
+
+
+def in_place_bytes() -> int:
+    """Of columns that are multiplied from where they are."""
+    return host().l2_bytes // 2
 
 
 class Operand(NamedTuple):
@@ -147,7 +155,7 @@ class MemoryLayout(NamedTuple):
         Or the next one, if they do not all fall into a few sets of it.
         """
         step = self.depths_apart * dtype.bytes
-        most = IN_PLACE_BYTES if step % 4096 else PANEL_BYTES
+        most = in_place_bytes() if step % 4096 else panel_bytes()
         return step * sizes.depth <= most
 
 
@@ -298,6 +306,6 @@ def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
         step_bytes = scheme.rows * scheme.row_dtype.bytes
     else:
         step_bytes = scheme.columns * scheme.column_dtype.bytes
-    deepest = STREAMS if scheme.streams else PANEL_BYTES // step_bytes
+    deepest = STREAMS if scheme.streams else panel_bytes() // step_bytes
     step = max(scheme.depth_step, 4)
     return Blocks.of(sizes.depth, step, max(step, deepest))

@@ -1,0 +1,70 @@
+"""Writes docs/targets.md from the table of chips.
+
+`python docs/make_targets.py` rewrites the page; a test fails if it is out of date.
+"""
+
+from pathlib import Path
+
+from pallasite import target
+
+PAGE = Path(__file__).with_name("targets.md")
+
+HEAD = """# Chips
+
+Generated from `pallasite/target/table.py` (`docs/make_targets.py`), the one place where
+facts about chips are kept: block sizes, cost estimates and error messages read it.
+`PALLASITE_TARGET` names the chip to compile for where JAX does not see one. A TPU's
+numbers are those of one core, a GPU's those of the whole chip; rates are of matrix
+products without sparsity, in tera-operations per second.
+
+"""
+
+
+def size(count: float) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:g} {name}"
+    return f"{count:g} B"
+
+
+def common(row: target.Chip) -> list[str]:
+    speed = (row.main.bytes_per_second or 0) / 1e9
+    rates = ", ".join(f"{dtype} {rate / 1e12:g}" for dtype, rate in row.rates.items())
+    return [f"`{row.name}`", str(row.cores), size(row.main.bytes), f"{speed:g}", rates]
+
+
+def tpu(row: target.Tpu) -> list[str]:
+    matrix = f"{row.mxus} of {row.mxu_size} x {row.mxu_size}"
+    return [*common(row), size(row.vmem.bytes), matrix]
+
+
+def gpu(row: target.Gpu) -> list[str]:
+    memories = [size(row.shared.bytes), size(row.cache.bytes)]
+    return [*common(row), row.arch, *memories]
+
+
+def table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    rule = ["---"] * len(heads)
+    return [f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)]
+
+
+def page() -> str:
+    """The whole page as text."""
+    shared = ["chip", "cores", "main memory", "GB/s", "rates"]
+    lines = [HEAD + "## TPU", ""]
+    lines += table(
+        [*shared, "VMEM", "matrix units"], list(map(tpu, target.TPUS.values()))
+    )
+    lines += ["", "## GPU", ""]
+    heads = [*shared, "instructions", "shared memory of a block", "L2"]
+    lines += table(heads, list(map(gpu, target.GPUS.values())))
+    lines += ["", "## CPU", ""]
+    lines.append(
+        "Vector width, registers, instructions and caches are read from this computer "
+        "(`pallasite/target/cpu.py`)."
+    )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,125 @@
+"""The rows: TPUs and GPUs.
+
+From the makers' public descriptions (Google Cloud's TPU documentation; NVIDIA's
+architecture whitepapers and data sheets), dense rates without sparsity.
+"""
+
+import re
+from collections.abc import Mapping
+
+from pallasite.errors import SpecError
+from pallasite.target.chip import GIB, KIB, MIB, Chip, Gpu, Memory, SparseCore, Tpu
+
+T = 1e12
+
+
+def _tpu(
+    name: str, main: tuple[float, float], vmem: int, rates: Mapping[str, float], **more
+) -> Tpu:
+    memories = {
+        "main": Memory(int(main[0] * GIB), main[1] * 1e9),
+        "vmem": Memory(vmem * MIB),
+        "smem": Memory(MIB),
+    }
+    return Tpu(name=name, memories=memories, rates=rates, **more)
+
+
+def _gpu(
+    name: str,
+    main: tuple[float, float],
+    cache: int,
+    shared: int,
+    rates: Mapping[str, float],
+    **more,
+) -> Gpu:
+    memories = {
+        "main": Memory(int(main[0] * GIB), main[1] * 1e9),
+        "l2": Memory(cache * MIB),
+        "shared": Memory(shared * KIB),
+    }
+    return Gpu(name=name, memories=memories, rates=rates, **more)
+
+
+TPUS: dict[str, Tpu] = {
+    row.name: row
+    for row in (
+        _tpu(
+            "v4", (16, 614), 16, {"bf16": 137.5 * T},
+            device_kinds=("TPU v4",), cores=2, generation=4, mxus=4, mxu_size=128,
+            topology="v4:2x2x1",
+        ),
+        _tpu(
+            "v5e", (16, 819), 128, {"bf16": 197 * T, "i8": 394 * T},
+            device_kinds=("TPU v5 lite", "TPU v5e"), cores=1, generation=5, mxus=4,
+            mxu_size=128, topology="v5e:2x2", is_lite=True,
+        ),
+        _tpu(
+            "v5p", (47.5, 1382), 64, {"bf16": 229.5 * T, "i8": 459 * T},
+            device_kinds=("TPU v5", "TPU v5p"), cores=2, generation=5, mxus=4,
+            mxu_size=128, topology="v5p:2x2x1", sparse=SparseCore(4, 16, 8, 512 * KIB),
+        ),
+        _tpu(
+            "v6e", (32, 1640), 128, {"bf16": 918 * T, "i8": 1836 * T},
+            device_kinds=("TPU v6 lite", "TPU v6e"), cores=1, generation=6, mxus=2,
+            mxu_size=256, topology="v6e:2x2", is_lite=True,
+            sparse=SparseCore(2, 16, 8, 256 * KIB),
+        ),
+        _tpu(
+            "7x", (96, 3690), 64, {"bf16": 1153 * T, "f8e4m3fn": 2307 * T},
+            device_kinds=("TPU7x", "TPU 7x"), cores=1, generation=7, mxus=2,
+            mxu_size=256, topology="TPU7x:2x2x1",
+            sparse=SparseCore(2, 16, 16, 512 * KIB),
+        ),
+    )
+}  # fmt: skip
+
+GPUS: dict[str, Gpu] = {
+    row.name: row
+    for row in (
+        _gpu(
+            "a100", (80, 2039), 40, 163,
+            {"f64": 19.5 * T, "f32": 156 * T, "bf16": 312 * T, "f16": 312 * T,
+             "i8": 624 * T},
+            device_kinds=("NVIDIA A100",), cores=108, arch="sm_80",
+        ),
+        _gpu(
+            "h100", (80, 3350), 50, 227,
+            {"f64": 67 * T, "f32": 494 * T, "bf16": 989 * T, "f16": 989 * T,
+             "f8e4m3fn": 1979 * T, "i8": 1979 * T},
+            device_kinds=("NVIDIA H100",), cores=132, arch="sm_90",
+        ),
+        _gpu(
+            "h200", (141, 4800), 50, 227,
+            {"f64": 67 * T, "f32": 494 * T, "bf16": 989 * T, "f16": 989 * T,
+             "f8e4m3fn": 1979 * T, "i8": 1979 * T},
+            device_kinds=("NVIDIA H200",), cores=132, arch="sm_90",
+        ),
+        _gpu(
+            "b200", (180, 8000), 126, 227,
+            {"f64": 37 * T, "f32": 1125 * T, "bf16": 2250 * T, "f16": 2250 * T,
+             "f8e4m3fn": 4500 * T, "f4e2m1fn": 9000 * T, "i8": 4500 * T},
+            device_kinds=("NVIDIA B200",), cores=148, arch="sm_100",
+        ),
+    )
+}  # fmt: skip
+
+CHIPS: dict[str, Chip] = {**TPUS, **GPUS}
+
+
+def chip(name: str) -> Chip:
+    """The row of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in CHIPS:
+        raise SpecError(f"no chip is called {name!r}", fix=f"one of {', '.join(CHIPS)}")
+    return CHIPS[name]
+
+
+def chip_of_device(kind: str) -> Chip | None:
+    """The row of what JAX calls `device.device_kind`; the longest name that fits."""
+    kind = re.sub(r"\s+", " ", kind)
+    named = [(name, row) for row in CHIPS.values() for name in row.device_kinds]
+    fits = [pair for pair in named if re.match(rf"{re.escape(pair[0])}\b", kind)]
+    return max(fits, key=lambda pair: len(pair[0]))[1] if fits else None

@@ -1,0 +1,60 @@
+"""The table of chips: every row is whole, devices are recognised, the host is read."""
+
+import pytest
+
+from pallasite import target
+from pallasite.errors import SpecError
+
+
+@pytest.mark.parametrize("row", target.CHIPS.values(), ids=lambda row: row.name)
+def test_rows_are_whole(row: target.Chip):
+    assert row.cores > 0 and row.rates and row.device_kinds
+    assert row.main.bytes > 1 << 33 and (row.main.bytes_per_second or 0) > 5e11
+    assert (row.rate("bf16") or 0) > 1e14 and row.rate("complex64") is None
+    assert target.chip(row.name) is row
+    assert all(target.chip_of_device(kind) is row for kind in row.device_kinds)
+
+
+def test_tpus_have_what_their_compiler_needs():
+    for row in target.TPUS.values():
+        assert row.vmem.bytes >= 16 << 20 and row.topology
+        assert row.sublanes_of(32) == 8 and row.sublanes_of(8) == 32
+    assert [row.sublanes_of(16) for row in target.TPUS.values()] == [8, 8, 8, 8, 16]
+
+
+def test_gpus_have_what_their_compiler_needs():
+    for row in target.GPUS.values():
+        assert row.arch.startswith("sm_") and 100 << 10 < row.shared.bytes < 228 << 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU  v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("cpu", None),
+        ("NVIDIA H1000", None),
+    ],
+)
+def test_devices_are_recognised(kind: str, name: str | None):
+    found = target.chip_of_device(kind)
+    assert (found and found.name) == name
+
+
+def test_an_unknown_chip_is_an_error_that_lists_the_others():
+    with pytest.raises(SpecError, match=r"no chip is called 'v9'(.|\n)*v4, v5e, v5p"):
+        target.chip("v9")
+
+
+def test_caches_of_the_host_change_the_code():
+    small, large = target.Host(32, 16, l2_bytes=256 << 10), target.Host(32, 16)
+    from pallasite.backends.cpu.call import compile as compiler
+
+    with target.using(small):
+        here = compiler.identity("kernel")
+    with target.using(large):
+        assert compiler.identity("kernel") != here
