@@ -253,9 +253,9 @@ class _Reverse:
         """Emit the reverse of ops that were emitted before; `ct` grows and shrinks."""
         for op in reversed(ops):
             b.loc = op.loc
-            handler = getattr(self, f"at_{op.name}", None)
+            handler = _HANDLERS.get(op.name)
             if handler is not None:
-                handler(b, op, ct)
+                handler(self, b, op, ct)
             elif op.name in VIEWS or op.name in ("alloc", "debug_print", "delay"):
                 continue
             elif is_pure(op):
@@ -413,6 +413,16 @@ class _Reverse:
                 at=op.loc,
             )
         return max(bound, 1)
+
+
+_HANDLERS = {
+    "load": _Reverse.at_load,
+    "store": _Reverse.at_store,
+    "atomic_rmw": _Reverse.at_atomic_rmw,
+    "cond": _Reverse.at_cond,
+    "while": _Reverse.at_while,
+    "for": _Reverse.at_for,
+}
 
 
 def _zeroed(b: Builder, ref: T.RefType) -> Value:

@@ -1,6 +1,6 @@
 """Decompositions: how an op is computed from others where a backend lacks it.
 
-A row of `elementwise.py` takes the function of its own name from here as its `lower`:
+`LOWER` names for a row of `elementwise.py` the function that is its `lower`:
 `(Builder, *values, **attrs) -> Value`. Following `lower` again and again ends in ops
 that need no decomposition. `SHORTCUTS` are other ways that lean on one op which a
 backend may have; `passes/legalize.py` prefers them where it does.
@@ -18,11 +18,11 @@ from pallasite.ops.decompose_basic import (
     population_count,
     reduce_precision,
     rem,
+    round_,
     sign,
     square,
     stop_gradient,
 )
-from pallasite.ops.decompose_basic import round_ as round
 from pallasite.ops.decompose_exp import (
     acosh,
     asinh,
@@ -36,11 +36,11 @@ from pallasite.ops.decompose_exp import (
     log1p,
     log2,
     logistic,
+    pow_,
     rsqrt,
     sinh,
     tanh,
 )
-from pallasite.ops.decompose_exp import pow_ as pow
 from pallasite.ops.decompose_special import erf, erf_inv, erfc, lgamma
 from pallasite.ops.decompose_trig import acos, asin, atan, atan2, cos, sin, tan
 from pallasite.ops.formula import Lower
@@ -48,47 +48,47 @@ from pallasite.ops.formula import Lower
 # op -> (an op it can be computed from, how)
 SHORTCUTS: dict[str, tuple[tuple[str, Lower], ...]] = decompose_exp.SHORTCUTS
 
-__all__ = [
-    "SHORTCUTS",
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "cbrt",
-    "ceil",
-    "clamp",
-    "clz",
-    "cos",
-    "cosh",
-    "erf",
-    "erf_inv",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "integer_pow",
-    "is_finite",
-    "lgamma",
-    "log",
-    "log1p",
-    "log2",
-    "logistic",
-    "nextafter",
-    "population_count",
-    "pow",
-    "reduce_precision",
-    "rem",
-    "round",
-    "rsqrt",
-    "sign",
-    "sin",
-    "sinh",
-    "square",
-    "stop_gradient",
-    "tan",
-    "tanh",
-]
+# op -> how it is computed from others
+LOWER: dict[str, Lower] = {
+    "acos": acos,
+    "acosh": acosh,
+    "asin": asin,
+    "asinh": asinh,
+    "atan": atan,
+    "atan2": atan2,
+    "atanh": atanh,
+    "cbrt": cbrt,
+    "ceil": ceil,
+    "clamp": clamp,
+    "clz": clz,
+    "cos": cos,
+    "cosh": cosh,
+    "erf": erf,
+    "erf_inv": erf_inv,
+    "erfc": erfc,
+    "exp": exp,
+    "exp2": exp2,
+    "expm1": expm1,
+    "floor": floor,
+    "integer_pow": integer_pow,
+    "is_finite": is_finite,
+    "lgamma": lgamma,
+    "log": log,
+    "log1p": log1p,
+    "log2": log2,
+    "logistic": logistic,
+    "nextafter": nextafter,
+    "population_count": population_count,
+    "pow": pow_,
+    "reduce_precision": reduce_precision,
+    "rem": rem,
+    "round": round_,
+    "rsqrt": rsqrt,
+    "sign": sign,
+    "sin": sin,
+    "sinh": sinh,
+    "square": square,
+    "stop_gradient": stop_gradient,
+    "tan": tan,
+    "tanh": tanh,
+}

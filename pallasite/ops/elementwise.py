@@ -112,7 +112,7 @@ def _row(
             attrs=attrs,
             dtypes=dtypes,
             meaning=meaning,
-            lower=lower or getattr(decompose, name, None),
+            lower=lower or decompose.LOWER.get(name),
             unit=unit,
             elementwise=True,
             domain=domain,

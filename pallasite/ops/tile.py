@@ -1,5 +1,6 @@
 """Ops on whole tiles: shape, reduction, scan, dot, sort, gather and scatter."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -188,15 +189,24 @@ def _typed(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (attrs["type"],)
 
 
-_DECOMPOSITIONS = (decompose_tile, decompose_sort, decompose_gather)
+_LOWER: dict[str, Callable[..., Any]] = {
+    "rev": decompose_tile.rev,
+    "pad": decompose_tile.pad,
+    "dynamic_slice": decompose_tile.dynamic_slice,
+    "dynamic_update_slice": decompose_tile.dynamic_update_slice,
+    "reduce": decompose_tile.reduce,
+    "scan": decompose_tile.scan,
+    "arg_reduce": decompose_tile.arg_reduce,
+    "sort": decompose_sort.sort,
+    "top_k": decompose_sort.top_k,
+    "gather": decompose_gather.gather,
+}
 
 
 def _row(
     name: str, rule: TypeRule, arity: int | None, attrs: tuple[str, ...], **kw: Any
 ) -> OpDef:
-    """A row; its `lower` is the function of its name in a `decompose_*` module."""
-    found = [getattr(module, name, None) for module in _DECOMPOSITIONS]
-    lower = next((f for f in found if f is not None), None)
+    lower = _LOWER.get(name)
     return register(OpDef(name, rule, arity, attrs=attrs, lower=lower, **kw))
 
 

@@ -8,7 +8,7 @@ copies) stay in memory, but scratch of which fixed parts are used can be promote
 (Triton) call it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Index, Kernel, Op, Span, Value, walk
@@ -212,11 +212,10 @@ class _Promotion:
 
     def with_regions(self, op: Op) -> Op:
         modified = [r for r in self.current if _is_stored(r, op.regions)]
-        handler: Callable[[Op, list[Value]], Op] | None
-        handler = getattr(self, f"in_{op.name}", None)
+        handler = _IN_REGIONS.get(op.name)
         if handler is None or not modified:
             return op.with_(regions=tuple(self.block(r) for r in op.regions))
-        return handler(op, modified)
+        return handler(self, op, modified)
 
     def in_for(self, op: Op, modified: list[Value]) -> Op:
         carried = tuple(self.current[r] for r in modified)
@@ -256,6 +255,13 @@ class _Promotion:
             results=(*op.results, *results),
             regions=tuple(regions),
         )
+
+
+_IN_REGIONS = {
+    "for": _Promotion.in_for,
+    "while": _Promotion.in_while,
+    "cond": _Promotion.in_cond,
+}
 
 
 Part = Sequence[tuple[int, int]]  # first element and end, per dimension

@@ -4,9 +4,11 @@ Masks cross the boundary of a region as 32-bit integers: Mosaic carries no masks
 loops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
+from typing import Any
 
+from pallasite.backends.tpu import elementwise, memory, tiles
 from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.memory import Memory
 from pallasite.backends.tpu.views import View
@@ -42,12 +44,12 @@ class Control(Memory):
         self.facts.note_op(op)
 
     def _written(self, op: Op) -> str | tuple[str, ...] | None:
-        method = getattr(self, f"emit_{op.name}", None)
-        if method is None and op.name not in SPELLINGS:
+        rule = RULES.get(op.name)
+        if rule is None:
             self.refuse(
                 f"Mosaic has no {op.name}", fix="use another backend, or interpret=True"
             )
-        return method(op) if method else self.emit_elementwise(op)
+        return rule(self, op)
 
     # --- scoped memory ---
 
@@ -196,3 +198,16 @@ class Control(Memory):
 
     def emit_delay(self, op: Op) -> None:
         self.out.line(f"tpu.delay {self.name(op.operands[0])}")
+
+
+RULES: dict[str, Callable[[Any, Op], str | tuple[str, ...] | None]] = {
+    **dict.fromkeys(SPELLINGS, Control.emit_elementwise),
+    **elementwise.RULES,
+    **tiles.RULES,
+    **memory.RULES,
+    "for": Control.emit_for,
+    "while": Control.emit_while,
+    "cond": Control.emit_cond,
+    "assume_multiple": Control.emit_assume_multiple,
+    "delay": Control.emit_delay,
+}

@@ -249,7 +249,7 @@ class Elementwise(Conversions):
             safe = self.select(minus, one, safe, tile, True)
         return zero, minus, safe
 
-    def _emit_shift(self, op: Op) -> str:
+    def emit_shift(self, op: Op) -> str:
         """Shifting by the width or more gives zeros, or copies of the sign."""
         arithmetic = op.name == "shift_right_arithmetic"
         x, tile = self._as_word(op.operands[0], signed=arithmetic)
@@ -266,10 +266,6 @@ class Elementwise(Conversions):
         if not arithmetic:
             name = self.select(inside, name, self.out.number(0, tile), tile, True)
         return self.convert(name, tile, op.result.tile.dtype)
-
-    emit_shift_left = _emit_shift
-    emit_shift_right_logical = _emit_shift
-    emit_shift_right_arithmetic = _emit_shift
 
     def _as_word(self, value: Value, signed: bool) -> tuple[str, TileType]:
         """An integer's bits in 32, the new ones zeros or copies of its top bit."""
@@ -427,6 +423,32 @@ class Elementwise(Conversions):
             self.refuse(f"no scalar of {source} as {target}", fix="use a vector")
         name = self.out.value(f"arith.shli {name}, {half} : i32")
         return self.out.value(f"arith.bitcast {name} : i32 to f32")
+
+
+# Ops that are more than a spelling.
+RULES = {
+    "shift_left": Elementwise.emit_shift,
+    "shift_right_logical": Elementwise.emit_shift,
+    "shift_right_arithmetic": Elementwise.emit_shift,
+    "not": Elementwise.emit_not,
+    "neg": Elementwise.emit_neg,
+    "ne": Elementwise.emit_ne,
+    "square": Elementwise.emit_square,
+    "sign": Elementwise.emit_sign,
+    "div": Elementwise.emit_div,
+    "rem": Elementwise.emit_rem,
+    "population_count": Elementwise.emit_population_count,
+    "clz": Elementwise.emit_clz,
+    "round": Elementwise.emit_round,
+    "is_finite": Elementwise.emit_is_finite,
+    "logistic": Elementwise.emit_logistic,
+    "pow": Elementwise.emit_pow,
+    "integer_pow": Elementwise.emit_integer_pow,
+    "clamp": Elementwise.emit_clamp,
+    "select_n": Elementwise.emit_select_n,
+    "cast": Elementwise.emit_cast,
+    "bitcast": Elementwise.emit_bitcast,
+}
 
 
 _SHIFTS = {

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import takewhile
 
-from pallasite.backends.tpu.control import Control
-from pallasite.backends.tpu.elementwise import SPELLINGS
+from pallasite.backends.tpu.control import RULES, Control
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
@@ -28,7 +27,6 @@ from pallasite.backends.tpu.windows import (
 from pallasite.backends.tpu.writer import ELEMENTS, array
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
-from pallasite.ir.opdef import table
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import HIGHEST, Fact
 
@@ -449,8 +447,7 @@ _GAPS: dict[str, Callable[[Op], bool]] = {
 @cache
 def native_ops() -> frozenset[str]:
     """The ops this emitter spells, at least for some operands."""
-    spelled = {n for n in table() if hasattr(_Function, f"emit_{n}")}
-    return frozenset({*SPELLINGS, *spelled, "alloc", "pipeline"})
+    return frozenset({*RULES, "alloc", "pipeline"})
 
 
 def is_native(op: Op) -> bool:

@@ -452,3 +452,20 @@ class Memory(Shifting):
             self.refuse("semaphores are read one at a time", fix="index it: sem.at[i]")
         name, type_text = self.as_memref(self.view(op.operands[0]))
         return self.out.value(f"tpu.sem_read {name} : {type_text} -> i32")
+
+
+RULES = {
+    "load": Memory.emit_load,
+    "store": Memory.emit_store,
+    "atomic_rmw": Memory.emit_atomic_rmw,
+    "atomic_cas": Memory.emit_atomic_cas,
+    "subview": Memory.emit_subview,
+    "transpose_view": Memory.emit_transpose_view,
+    "reshape_view": Memory.emit_reshape_view,
+    "bitcast_view": Memory.emit_bitcast_view,
+    "copy_start": Memory.emit_copy_start,
+    "copy_wait": Memory.emit_copy_wait,
+    "sem_signal": Memory.emit_sem_signal,
+    "sem_wait": Memory.emit_sem_wait,
+    "sem_read": Memory.emit_sem_read,
+}

@@ -418,6 +418,22 @@ class Tiles(Elementwise):
         return ["precision = #tpu.contract_precision<fp32>"]
 
 
+RULES = {
+    "constant": Tiles.emit_constant,
+    "iota": Tiles.emit_iota,
+    "reshape": Tiles.emit_reshape,
+    "broadcast_in_dim": Tiles.emit_broadcast_in_dim,
+    "transpose": Tiles.emit_transpose,
+    "slice": Tiles.emit_slice,
+    "concatenate": Tiles.emit_concatenate,
+    "pad": Tiles.emit_pad,
+    "reduce": Tiles.emit_reduce,
+    "arg_reduce": Tiles.emit_arg_reduce,
+    "scan": Tiles.emit_scan,
+    "dot": Tiles.emit_dot,
+}
+
+
 def resized(tile: TileType, axis: int, size: int) -> TileType:
     return tile.with_shape([size if d == axis else n for d, n in enumerate(tile.shape)])
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.triton import emit
-from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.schedule import (
     is_native,
     plain_copies,
@@ -30,7 +29,7 @@ from pallasite.target import GPUS, Gpu
 TARGET = "__gpu$xla.gpu.triton"
 
 
-NATIVE_OPS = frozenset(NATIVE) | emit.STRUCTURED
+NATIVE_OPS = frozenset(emit.RULES)
 PASSES = (
     Pass("plain_copies", plain_copies),
     Pass(

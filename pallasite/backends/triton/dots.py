@@ -188,6 +188,11 @@ class Dots(Tiles):
         return result
 
 
+RULES = {
+    "dot": Dots.emit_dot,
+}
+
+
 def _merged(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 

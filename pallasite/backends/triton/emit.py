@@ -2,7 +2,7 @@
 
 In: a kernel after `passes/promote.py` (programs, loops, values; refs only where memory
 is meant). Out: an MLIR module as text, and what a launch needs to know. The op families
-are in the classes this one inherits; `emit_<op>` or a row of `NATIVE` emits an op.
+are in the classes this one inherits; `RULES` says what emits which op.
 """
 
 import json
@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+from pallasite.backends.triton import dots, memory, tiles
 from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.memory import Memory
 from pallasite.backends.triton.text import Val, memory_element
@@ -114,14 +116,10 @@ class Emitter(Memory):
             self.op(op)
 
     def op(self, op: Op) -> None:
-        if op.name in NATIVE:
-            self.emit_elementwise(op)
-        else:
-            method: Callable[[Op], None] | None
-            method = getattr(self, f"emit_{op.name}", None)
-            if method is None:
-                self.refuse(op)
-            method(op)
+        rule = RULES.get(op.name)
+        if rule is None:
+            self.refuse(op)
+        rule(self, op)
         self.ranges.add(op)
         for value in op.results:
             self.producers[value] = op
@@ -328,11 +326,21 @@ class Emitter(Memory):
         self.out.line(f"tt.print {text} {attrs} : {names} : {types}")
 
 
-STRUCTURED = frozenset(
-    name[len("emit_") :]
-    for name in dir(Emitter)
-    if name.startswith("emit_") and name != "emit_elementwise"
-)
+RULES: dict[str, Callable[[Any, Op], None]] = {
+    **dict.fromkeys(NATIVE, Emitter.emit_elementwise),
+    **tiles.RULES,
+    **dots.RULES,
+    **memory.RULES,
+    "pipeline": Emitter.emit_pipeline,
+    "alloc": Emitter.emit_alloc,
+    "for": Emitter.emit_for,
+    "while": Emitter.emit_while,
+    "cond": Emitter.emit_cond,
+    "assume_multiple": Emitter.emit_assume_multiple,
+    "delay": Emitter.emit_delay,
+    "debug_check": Emitter.emit_debug_check,
+    "debug_print": Emitter.emit_debug_print,
+}
 
 
 def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:

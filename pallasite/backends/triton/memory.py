@@ -434,6 +434,19 @@ class Memory(Dots):
         )
 
 
+RULES = {
+    "block_view": Memory.emit_block_view,
+    "subview": Memory.emit_subview,
+    "transpose_view": Memory.emit_transpose_view,
+    "reshape_view": Memory.emit_reshape_view,
+    "bitcast_view": Memory.emit_bitcast_view,
+    "load": Memory.emit_load,
+    "store": Memory.emit_store,
+    "atomic_rmw": Memory.emit_atomic_rmw,
+    "atomic_cas": Memory.emit_atomic_cas,
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Where an access goes."""

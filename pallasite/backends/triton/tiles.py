@@ -325,6 +325,24 @@ class Tiles(Elementwise):
         self.env[op.result] = self.narrowed(x, narrow)
 
 
+RULES = {
+    "constant": Tiles.emit_constant,
+    "iota": Tiles.emit_iota,
+    "broadcast_in_dim": Tiles.emit_broadcast_in_dim,
+    "reshape": Tiles.emit_reshape,
+    "transpose": Tiles.emit_transpose,
+    "slice": Tiles.emit_slice,
+    "rev": Tiles.emit_rev,
+    "concatenate": Tiles.emit_concatenate,
+    "pad": Tiles.emit_pad,
+    "dynamic_slice": Tiles.emit_dynamic_slice,
+    "dynamic_update_slice": Tiles.emit_dynamic_update_slice,
+    "reduce": Tiles.emit_reduce,
+    "arg_reduce": Tiles.emit_arg_reduce,
+    "scan": Tiles.emit_scan,
+}
+
+
 _COMBINE: dict[str, dict[str, str]] = {
     "sum": {"float": "arith.addf", "int": "arith.addi", "uint": "arith.addi"},
     "prod": {"float": "arith.mulf", "int": "arith.muli", "uint": "arith.muli"},

@@ -84,9 +84,9 @@ class _Reader:
 
     def step(self, op: Op, state: _State) -> bool:
         """Take in one op; True if it may read what an earlier step left."""
-        handler = getattr(self, f"at_{op.name}", None)
+        handler = _HANDLERS.get(op.name)
         if handler is not None:
-            return handler(op, state)
+            return handler(self, op, state)
         if op.name in VIEWS:
             if op.operands[0] in self.refs:
                 self.refs.add(op.result)
@@ -212,3 +212,17 @@ class _Reader:
             self.step(op, _State(whole=True))
             return "w" if is_use else None
         return "r"
+
+
+_HANDLERS = {
+    "load": _Reader.at_load,
+    "store": _Reader.at_store,
+    "cond": _Reader.at_cond,
+    "for": _Reader.at_for,
+    "while": _Reader.at_while,
+    "pipeline": _Reader.at_pipeline,
+    "copy_start": _Reader.at_copy_start,
+    "copy_wait": _Reader.at_copy_wait,
+    "sem_read": _Reader.at_sem_read,
+    "sem_signal": _Reader.at_sem_signal,
+}

@@ -77,9 +77,9 @@ class _Counter:
     def op(self, op: Op) -> Cost:
         if op.name == "constant" and not op.result.tile.rank:
             self.numbers[op.result] = op.attrs["value"]
-        structured = getattr(self, f"count_{op.name}", None)
+        structured = _STRUCTURED.get(op.name)
         if structured is not None:
-            return structured(op)
+            return structured(self, op)
         row = table()[op.name]
         if row.unit is Unit.SPECIAL:
             return Cost(transcendentals=op.result.tile.size)
@@ -123,6 +123,15 @@ class _Counter:
             block = Cost(bytes_accessed=_bytes(ref.ref.with_shape(sizes)))
             total += block.times(_steps(grid[:outer]))
         return total
+
+
+_STRUCTURED = {
+    "dot": _Counter.count_dot,
+    "for": _Counter.count_for,
+    "while": _Counter.count_while,
+    "cond": _Counter.count_cond,
+    "pipeline": _Counter.count_pipeline,
+}
 
 
 def _steps(grid: Iterable[int | None]) -> int | None:
