@@ -1,0 +1,31 @@
+"""docs/architecture.md names files that exist, and every room."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGE = ROOT / "pallasite"
+
+
+def test_files_exist():
+    files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGE)) - {"backends/X/__init__.py"}
+    missing = [n for n in named if not any(f"/{f}".endswith(f"/{n}") for f in files)]
+    assert not [n for n in missing if not (ROOT / n).exists()]
+    assert len(named) > 30
+
+
+def test_every_room_is_listed():
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    rooms |= {f"passes/{path.name}" for path in (PACKAGE / "passes").glob("an*")}
+    table = PAGE[PAGE.index("## The rooms") : PAGE.index("## Passes and stages")]
+    assert rooms == set(re.findall(r"`([\w/]+)/`", table)) - {
+        *("llvm", "tiles", "dot", "call"),
+    } | ({"ops"} & rooms)
+
+
+def test_a_walk_is_short():
+    walk = PAGE[PAGE.index("How `exp`") : PAGE.index("How a matmul")]
+    steps = re.findall(r"^\d+\. ", walk, re.M)
+    assert len(steps) <= 8
