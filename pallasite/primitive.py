@@ -25,7 +25,11 @@ from pallasite.errors import (
     UnsupportedError,
 )
 from pallasite.ir.nodes import Kernel, walk
-from pallasite.passes.batch import batch_kernel, maps_a_grid_size
+from pallasite.passes.batch import (
+    batch_kernel,
+    changed_operands,
+    maps_a_grid_size,
+)
 from pallasite.passes.run import run
 from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
 from pallasite.sharding.rule import Partition
@@ -343,7 +347,7 @@ def _batch(
         for x, d in zip(operands, dims, strict=True)
     ]
     mapped = [d is not None for d in dims]
-    moved, mapped = _spread_aliased(call.kernel, moved, mapped, size)
+    moved, mapped = _spread_changed(call.kernel, moved, mapped, size)
     results = call_p.bind(*moved, call=batched(call, mapped, size))
     return results, [0] * len(results)
 
@@ -389,11 +393,11 @@ def _one_by_one(
     return list(results), [0] * len(results)
 
 
-def _spread_aliased(
+def _spread_changed(
     kernel: Kernel, operands: list[Any], mapped: list[bool], size: int
 ) -> tuple[list[Any], list[bool]]:
-    """An operand that is also a result needs one copy per mapped element."""
-    for source, _ in kernel.aliases:
+    """An operand that is also a result, or is written, needs a copy per element."""
+    for source in changed_operands(kernel):
         if not mapped[source]:
             x = operands[source]
             operands[source] = jax.numpy.broadcast_to(x[None], (size, *x.shape))

@@ -30,13 +30,32 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Fill:
+    """What reading outside a window's array gives.
+
+    `bounds`: per root dimension the first and past-last position of that array; None
+    where the window never leaves it.
+    """
+
+    value: Any
+    bounds: tuple[tuple[Array | int, Array | int] | None, ...]
+
+    def picks(self, picks: Sequence[Pick]) -> list[Pick]:
+        """The same positions with the array's bounds."""
+        pairs = zip(picks, self.bounds, strict=True)
+        ends = ((p, bounds or (None, None)) for p, bounds in pairs)
+        return [replace(p, low=low, high=high) for p, (low, high) in ends]
+
+
+@dataclass(frozen=True)
 class View:
     """A ref: where its elements are."""
 
     root: Value
     ranges: tuple[Range, ...]
     steps: tuple[tuple[str, Any], ...] = ()
-    fill: Any = None  # what reading outside gives, where it is not padding already
+    # Of windows on the way to it, outermost first, where it is not padding already.
+    fills: tuple[Fill, ...] = ()
 
     @property
     def rectangle_shape(self) -> tuple[int, ...]:

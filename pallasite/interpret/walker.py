@@ -5,6 +5,7 @@ fastest; refs are views of root arrays, one root per operand, result and allocat
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pallasite.errors import InternalError
@@ -19,7 +20,7 @@ from pallasite.interpret.views import (
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
 from pallasite.ir.opdef import table
 from pallasite.passes.analysis.roots import Roots
 
@@ -152,17 +153,21 @@ class Walker:
             else:
                 picks = picks_of(view.ranges, entries, n, mask is not None, reads=True)
             value = self.take(view.root, picks, mask, other)
-            if view.fill is None:
+            if not view.fills:
                 return value
-            filled = n.fill_outside(value, picks, view.fill)
+            filled = self._filled(value, view, picks)
             return filled if mask is None else n.select(mask, filled, value)
         picks = whole_picks(view.ranges)
-        base = self.take(view.root, picks)
-        if view.fill is not None:
-            base = n.fill_outside(base, picks, view.fill)
+        base = self._filled(self.take(view.root, picks), view, picks)
         for step in view.steps:
             base = self._apply_step(base, step)
         return base if entries is None else self._index(base, entries, mask, other)
+
+    def _filled(self, value: Array, view: View, picks: Picks) -> Array:
+        """What was read, with fill values where it is outside."""
+        for fill in view.fills:
+            value = self.numbers.fill_outside(value, fill.picks(picks), fill.value)
+        return value
 
     def write(self, view: View, entries: Any, value: Array, mask: Array | None) -> None:
         n = self.numbers
@@ -177,7 +182,7 @@ class Walker:
     def _rewrite(self, view: View, change: Callable[[Array], Array]) -> None:
         """Change the end of a chain of views that are not rectangles."""
         picks = whole_picks(view.ranges)
-        parts = [self.take(view.root, picks)]
+        parts = [self._filled(self.take(view.root, picks), view, picks)]
         for step in view.steps:
             parts.append(self._apply_step(parts[-1], step))
         value = change(parts[-1])
@@ -217,9 +222,7 @@ class Walker:
             return (self._rmw_at_end(view, entries, kind, value, mask),)
         picks = picks_of(view.ranges, entries, self.numbers, mask is not None)
         old = self.rmw(view.root, picks, kind, value, mask)
-        if view.fill is not None:
-            old = self.numbers.fill_outside(old, picks, view.fill)
-        return (old,)
+        return (self._filled(old, view, picks),)
 
     def rmw(self, root: Value, picks: Picks, kind: str, value: Array, mask) -> Array:
         memory, old = self.numbers.rmw(self.memory[root], picks, kind, value, mask)
@@ -262,7 +265,7 @@ class Walker:
 
     def _add_step(self, op: Op, kind: str, arg: Any) -> tuple[View]:
         view: View = self.env[op.operands[0]]
-        return (View(view.root, view.ranges, (*view.steps, (kind, arg)), view.fill),)
+        return (replace(view, steps=(*view.steps, (kind, arg))),)
 
     def do_reshape_view(self, op: Op) -> tuple[View]:
         return self._add_step(op, "reshape", op.attrs["shape"])
@@ -439,10 +442,7 @@ class Walker:
                 refs = []
                 for n, (window, view) in enumerate(zip(windows, arrays, strict=True)):
                     indices = self.indices(op, n, self.block(maps[n], ids))
-                    # A result may write into the padding that an aliased operand
-                    # must read as its fill: such windows check bounds instead.
-                    clean = window.fill is None or view.root not in written
-                    padded = pads and view.root in self.kernel.params and clean
+                    padded = pads and self._reads_padding(window, view.root)
                     refs.append(
                         window_ranges(self.numbers, window, view, indices, padded)
                     )
@@ -454,6 +454,18 @@ class Walker:
 
         out = self.numbers.grid(sizes, self._pack(written, []), program)
         self._unpack(written, out)
+
+    def _reads_padding(self, window: Window, root: Value) -> bool:
+        """Is the root's padding what the window shows outside?
+
+        A result may write into the padding that an aliased operand must read as its
+        fill, and windows of one operand may want different values: those check bounds.
+        """
+        if window.fill is None or root not in self.padding:
+            return root in self.kernel.params
+        wanted = {repr(fill) for fill in self.padding[root].fills}
+        written = self.roots.written(self.kernel.body)
+        return wanted == {repr(window.fill)} and root not in written
 
     def indices(self, op: Op, window: int, found: list[Array]) -> list[Array]:
         """What a window's index map gave (checked mode looks at it)."""

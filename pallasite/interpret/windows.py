@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pallasite.interpret.numbers import Array, Numbers
-from pallasite.interpret.views import Range, View, whole_picks
+from pallasite.interpret.views import Fill, Range, View, whole_picks
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, window_arrays
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.roots import Roots
@@ -20,11 +20,18 @@ from pallasite.passes.analysis.roots import Roots
 
 @dataclass(frozen=True)
 class Padding:
-    """Elements added before and after each dimension of a root, and what they hold."""
+    """Elements added before and after each dimension of a root, and what they hold.
+
+    `fills`: what windows want to read there; they hold the first.
+    """
 
     low: tuple[int, ...]
     high: tuple[int, ...]
-    fill: Any = None
+    fills: tuple[Any, ...] = ()
+
+    @property
+    def fill(self) -> Any:
+        return self.fills[0] if self.fills else None
 
 
 def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
@@ -50,7 +57,8 @@ def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
             ]
             low, high = (tuple(r[k] for r in reach) for k in (0, 1))
             if any(low) or any(high):
-                found[root] = _join(found.get(root), Padding(low, high, window.fill))
+                fills = () if window.fill is None else (window.fill,)
+                found[root] = _join(found.get(root), Padding(low, high, fills))
     return found
 
 
@@ -60,7 +68,7 @@ def _join(a: Padding | None, b: Padding) -> Padding:
     return Padding(
         tuple(map(max, a.low, b.low)),
         tuple(map(max, a.high, b.high)),
-        a.fill if b.fill is None else b.fill,
+        (*a.fills, *b.fills),
     )
 
 
@@ -108,26 +116,39 @@ def window_ranges(
     assert not view.steps, "a window over a reshaped ref"
     pending = iter(indices)
     dims = iter(window.dims)
-    ranges = []
+    ranges, bounds = [], []
     for r in view.ranges:
         if not r.kept:
             ranges.append(r)
+            bounds.append(None)
             continue
         dim = next(dims)
         index = next(pending)
         length = next(pending) if dim.kind == "bounded" else None
-        start, low, high = _place(numbers, dim, r, index, length)
+        start, ends = _place(numbers, dim, r, index, length)
         if padded and length is None:
-            low = high = None  # the root's padding holds whatever hangs over
-        kept = dim.kind != "squeezed"
+            ends = None  # the root's padding holds whatever hangs over
+        bounds.append(ends)
+        kept, (low, high) = dim.kind != "squeezed", _within(numbers, r, ends)
         ranges.append(Range(start, dim.size, r.stride, kept, low, high))
-    hangs = any(r.low is not None for r in ranges)
-    fill = window.fill if hangs else None
-    return View(view.root, tuple(ranges), (), fill)
+    fills = view.fills
+    if window.fill is not None and any(bounds):
+        fills = (*fills, Fill(window.fill, tuple(bounds)))
+    return View(view.root, tuple(ranges), (), fills)
+
+
+def _within(numbers: Numbers, r: Range, ends: tuple[Any, Any] | None):
+    """The bounds of a range, and of a block in it."""
+    if ends is None or r.low is None or r.high is None:
+        return ends or (r.low, r.high)
+    return numbers.larger(r.low, ends[0]), numbers.smaller(r.high, ends[1])
 
 
 def _place(numbers: Numbers, dim: BlockDim, r: Range, index: Array, length: Any):
-    """Root start of a block along one dimension, and its bounds if it may hang over."""
+    """Root start of a block along one dimension; the range's ends if it may leave it.
+
+    With a length, it ends there at the latest.
+    """
     n = r.size
     if dim.kind == "blocked":
         blocks = max(1, -(-n // dim.size)) if dim.size else 1
@@ -142,13 +163,12 @@ def _place(numbers: Numbers, dim: BlockDim, r: Range, index: Array, length: Any)
         hangs = True
     start = numbers.add(r.start, numbers.mul(offset, r.stride))
     if not hangs:
-        return start, r.low, r.high
-    bottom = r.start if r.low is None else r.low
-    top = numbers.add(r.start, (n - 1) * r.stride + 1) if r.high is None else r.high
+        return start, None
+    top = numbers.add(r.start, (n - 1) * r.stride + 1)
     if length is not None:
         end = numbers.add(start, numbers.clamp(length, 0, dim.size))
         top = numbers.smaller(top, end)
-    return start, bottom, top
+    return start, (r.start, top)
 
 
 @contextlib.contextmanager
@@ -173,7 +193,7 @@ def blocks_as_roots(
         ref = next(iter(refs)) if len(refs) == 1 else None
         view = walker.env.get(ref) if ref is not None else None
         now = outer.get(root, root)
-        if view is None or ref is now or view.steps or view.fill is not None:
+        if view is None or ref is now or view.steps or view.fills:
             carried.append(now)
             continue
         assert ref is not None and view.root is now

@@ -11,10 +11,22 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import substitute
+from pallasite.passes.analysis.roots import Roots
+
+
+def changed_operands(kernel: Kernel) -> list[int]:
+    """The operands that programs write: each mapped element needs its own copy."""
+    aliased = {source for source, _ in kernel.aliases}
+    written = Roots(kernel).written(kernel.body)
+    inputs = enumerate(kernel.inputs)
+    return [n for n, param in inputs if n in aliased or param in written]
 
 
 def batch_kernel(kernel: Kernel, mapped: Sequence[bool], size: int) -> Kernel:
-    """The kernel over `size` copies of its mapped operands and all its results."""
+    """The kernel over `size` copies of its mapped operands and all its results.
+
+    `changed_operands` are among the mapped ones.
+    """
     flags = [*mapped, *[True] * kernel.num_outputs]
     wide = {
         p: Value(_widen(p.ref, size), p.name) if m else p

@@ -6,7 +6,7 @@ equal keys or on the last digit of a float. So all engines agree (`agreement.py`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -19,11 +19,12 @@ from tests.fuzz.arithmetic import elementwise
 from tests.fuzz.choices import Choices
 from tests.fuzz.control import control_op
 from tests.fuzz.inputs import random_array
-from tests.fuzz.memory import allocate, load_all, memory_op, store_all
+from tests.fuzz.memory import add_product, allocate, load_all, memory_op, store_all
 from tests.fuzz.shapes import tile_op
 from tests.fuzz.windows import (
     Side,
     covering,
+    hangs_over,
     index_emitter,
     input_side,
     inside,
@@ -83,6 +84,12 @@ FAMILIES = {
         (1, 3),
         (("elementwise", 2), ("tile", 1), ("memory", 1), ("control", 1)),
         axes=(1, 2, 3, 0),
+        plain_windows=False,
+        features=30,
+    ),
+    "products": Family(
+        (1, 4),
+        (("product", 4), ("memory", 2), ("elementwise", 1), ("control", 1)),
         plain_windows=False,
         features=30,
     ),
@@ -243,6 +250,12 @@ class Maker:
         self.windows.append((array, window, map_of(sides, len(self.grid)), ref))
         return ref
 
+    def fill_for(self, dtype: T.DType, sides: Sequence[Side]):
+        """Often a value where blocks hang over; elsewhere it would not be read."""
+        if self.world.chance(50 if hangs_over(sides) else 5):
+            return self.world.number(dtype)
+        return None
+
     # --- inputs ---
 
     def add_prefetch(self) -> None:
@@ -268,11 +281,10 @@ class Maker:
         """What hangs over is a fill value, or is masked right after loading."""
         world, w = self.world, self.body
         dtype = array.ref.dtype
-        hangs = any(side.hangs and side.kept for side in sides)
-        fill = world.number(dtype) if world.chance(50 if hangs else 5) else None
+        fill = self.fill_for(dtype, sides)
         block = self.add_window(array, sides, "in", fill)
-        solid = not hangs or fill is not None
-        written = not shared and not self.family.plain_windows and world.chance(15)
+        solid = fill is not None or not hangs_over(sides)
+        written = not shared and self.family.features > 0 and world.chance(20)
         if written and dtype.is_float:
             level = ROUGH
         memory = Memory(block, level, written, solid, shared)
@@ -324,26 +336,28 @@ class Maker:
         number = w.b.cast(first, T.I32)
         w.b.emit("cond", number, regions=(Block(), then.block()))
 
-    def revisited(self, shape: Sequence[int], may_hang: bool, name: str) -> Value:
+    def revisited(self, shape: Sequence[int], name: str) -> Memory:
         """A result whose blocks are seen again along some axes, filled at first."""
         axes = [a for a in range(len(self.grid)) if self.world.chance(50)]
-        sides = covering(self.world, shape, self.grid, axes, may_hang)
+        sides = covering(self.world, shape, self.grid, axes, may_hang=True)
         dtype = self.world.dtype()
         output = self.add_output(T.TileType(shape_of(sides), dtype), name)
-        block = self.add_window(output, sides, "out")
+        fill = self.fill_for(dtype, sides)
+        block = self.add_window(output, sides, "out", fill)
         self.start(block, [a for a in range(len(self.grid)) if a not in axes])
-        hangs = any(side.hangs for side in sides)
-        self.keep(block, solid=not hangs)
-        return block
+        return self.keep(block, solid=fill is not None or not hangs_over(sides))
 
     def add_work_output(self) -> None:
-        self.revisited(self.world.shape(ranks=(2, 1)), False, "work")
+        self.revisited(self.world.shape(ranks=(2, 1)), "work")
 
     def add_accumulator(self) -> None:
         """A block that every step adds something to."""
         w = self.body
-        block = self.revisited(self.world.shape(ranks=(2, 1)), True, "sum")
-        dtype = block.ref.dtype
+        memory = self.revisited(self.world.shape(ranks=(2, 1)), "sum")
+        if self.world.chance(40):
+            add_product(w, memory)
+            return
+        block, dtype = memory.ref, memory.type.dtype
         value = w.operand(dtype, block.ref.shape)
         kind = "or" if dtype.is_bool else self.world.pick(("add", "max"))
         w.world.used.add(value)
@@ -371,8 +385,9 @@ class Maker:
         others = sides  # the same blocks, for writing
         if not self.family.plain_windows and world.chance(50):
             others = [self.other_side(s) for s in sides]
-        block = self.add_window(output, others, "out")
-        self.keep(block, solid=not any(s.hangs and s.kept for s in others))
+        fill = self.fill_for(type_.dtype, others)
+        block = self.add_window(output, others, "out", fill)
+        self.keep(block, solid=fill is not None or not hangs_over(others))
 
     def other_side(self, side: Side) -> Side:
         """Another way to cut the same dimension."""
@@ -382,7 +397,11 @@ class Maker:
 
     def add_inner_pipeline(self) -> None:
         """A pipeline in the body, over memory of the kernel."""
-        inner_pipeline(self)
+        old = [m for m in self.body.memories if m.writable and m.type.rank]
+        if old and self.world.chance(60):
+            inner_rework(self, self.world.pick(old[::-1]))
+        else:
+            inner_pipeline(self)
 
     # --- results ---
 
@@ -394,8 +413,10 @@ class Maker:
         self.store_result(value, sides)
 
     def store_result(self, value: Value, sides: Sequence[Side]) -> None:
-        output = self.add_output(T.TileType(shape_of(sides), value.tile.dtype), "o")
-        store_all(self.body, self.add_window(output, sides, "out"), value)
+        dtype = value.tile.dtype
+        output = self.add_output(T.TileType(shape_of(sides), dtype), "o")
+        fill = self.fill_for(dtype, sides) if self.world.chance(50) else None
+        store_all(self.body, self.add_window(output, sides, "out", fill), value)
         if self.body.level(value) > ROUGH:
             self.exact.add(output)
 
@@ -409,7 +430,9 @@ class Maker:
         shown = tuple(side.dim.size for side in sides if side.kept)
         for _ in range(world.integer(1, 3)):
             array = self.random_param(shape_of(sides), world.dtype(), "x")
-            memory = Memory(self.add_window(array, sides, "in"), BITS, solid=False)
+            fill = self.fill_for(array.ref.dtype, sides) if world.chance(30) else None
+            block = self.add_window(array, sides, "in", fill)
+            memory = Memory(block, BITS, solid=False)
             world.hanging.add(load_all(self.body, memory))
         for _ in range(world.integer(*self.family.lines)):
             elementwise(self.body)
@@ -452,9 +475,64 @@ def inner_pipeline(maker: Maker) -> None:
     load_all(w, memory)
 
 
+def inner_rework(maker: Maker, memory: Memory) -> None:
+    """A pipeline over memory that is there, seen and changed through its blocks."""
+    world, w = maker.world, maker.body
+    fits = [m for m in w.memories if m.solid and m.type.rank]
+    source = world.pick(fits[::-1]) if fits else memory
+    steps, windows, maps, refs = world.integer(1, 3), [], [], []
+    inner = Writer(world)
+    i = Value(T.INDEX, "i")
+    inner.add(i)
+    for each, mode in ((source, "in"), (memory, "out")):
+        dtype = each.type.dtype
+        sides = [_inner_side(world, n) for n in each.type.shape]
+        fill = world.number(dtype) if world.chance(60) else None
+        window = window_of(sides, mode, fill)
+        ref = Value(T.RefType(window.block_shape, dtype))
+        solid = each.solid and (fill is not None or not hangs_over(sides))
+        inside = replace(each, ref=ref, solid=solid)
+        inner.memories.append(inside)
+        if solid and mode == "in":
+            load_all(inner, inside)
+        windows.append(window)
+        maps.append(map_of(sides, 1))
+        refs.append(ref)
+    target = inner.memories[1]
+    for _ in range(world.integer(0, 2)):
+        maker.step(inner)
+    if world.chance(50):
+        add_product(inner, target)
+    else:
+        value = inner.operand(target.type.dtype, target.type.shape)
+        store_all(inner, target.ref, value)
+    w.b.emit(
+        "pipeline",
+        source.ref,
+        memory.ref,
+        regions=(*maps, inner.b.block((i, *refs))),
+        grid=(steps,),
+        windows=tuple(windows),
+        semantics=("arbitrary",),
+    )
+
+
+def _inner_side(world: World, n: int) -> Side:
+    """Blocks that need not divide a dimension, all of it, or one element."""
+    kind = world.pick(("blocked", "whole", "squeezed"))
+    if kind == "whole" or not n:
+        return Side(n, BlockDim(n), lambda b, ids: [b.index(0)])
+    index = index_emitter(world, 1, None)
+    if kind == "squeezed":
+        return Side(n, BlockDim(1, "squeezed"), index)
+    size = world.integer(1, n)
+    return Side(n, BlockDim(size), index, hangs=n % size != 0)
+
+
 _STEPS: dict[str, Callable[[Writer], object]] = {
     "elementwise": elementwise,
     "tile": tile_op,
     "memory": memory_op,
     "allocate": allocate,
+    "product": add_product,
 }

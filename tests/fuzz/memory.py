@@ -186,6 +186,75 @@ def store_one_number(w: Writer) -> None:
     w.emit_all("store", memory.ref, value, *where.operands, **attrs)
 
 
+# --- products ---
+
+
+def add_product(w: Writer, memory: Memory | None = None) -> None:
+    """Store the sum of a product and of what memory holds there, or of a tile.
+
+    Nothing else uses the product or the sum, so that a backend may add in place.
+    """
+    if memory is None:
+        fits = [m for m in writable(w) if m.type.rank and not m.type.dtype.is_bool]
+        memory = w.world.pick(fits) if fits else allocate(w, T.F32)
+    where = _box(w, memory.type)
+    if not where.shape or memory.type.dtype.is_bool:
+        return
+    dtype, product = memory.type.dtype, _product(w, memory.type.dtype, where.shape)
+    if memory.solid and w.world.chance(70):
+        attrs = dict(index=where.index, mask=False, other=False)
+        addend = w.b.op("load", memory.ref, *where.operands, **attrs)
+    else:
+        addend = w.operand(dtype, where.shape)
+    if w.world.chance(20):
+        factors = w.operand(dtype, where.shape[:1])
+        dims = dict(shape=where.shape, dims=(0,))
+        w.world.used.add(factors)
+        addend = w.b.mul(addend, w.b.op("broadcast_in_dim", factors, **dims))
+    w.world.used.update((addend, *where.operands))
+    terms = (addend, product) if w.world.chance(50) else (product, addend)
+    attrs = dict(index=where.index, mask=False)
+    w.b.emit("store", memory.ref, w.b.add(*terms), *where.operands, **attrs)
+
+
+def _box(w: Writer, ref: T.RefType) -> Place:
+    """All of a ref, or a part of it that starts and strides describe."""
+    if w.world.chance(60):
+        return Place(full_index(ref.shape), (), ref.shape, True)
+    kinds = ("all", "span", "start", "at", "start at")
+    runs = [_run(w, n, w.world.pick(kinds)) for n in ref.shape]
+    index, starts = tuple(r for r, _ in runs), tuple(s for _, s in runs if s)
+    shape = index_result_shape(ref, index, tuple(v.type for v in starts))
+    return Place(index, starts, shape, True)
+
+
+def _product(w: Writer, dtype: T.DType, shape: tuple[int, ...]) -> Value:
+    """A dot of this type and shape; its operands have the depth first or last."""
+    narrow = [d for d in w.world.dtypes if _may_sum_to(d, dtype)]
+    kind = w.world.pick([dtype, dtype, *narrow])
+    depth = w.world.pick((3, 1, 2, 5, 8))
+    batch, rest = shape[:-2], shape[-2:]
+    sides = (rest[:1], rest[1:])
+    if len(rest) == 1 and w.world.chance(50):
+        sides = sides[::-1]
+    operands, along = [], []
+    for side in sides:
+        turned = w.world.chance(40)
+        dims = (depth, *side) if turned else (*side, depth)
+        operands.append(w.operand(kind, (*batch, *dims)))
+        along.append((len(batch) + (0 if turned else len(side)),))
+    w.world.used.update(operands)
+    both = tuple(range(len(batch)))
+    attrs = dict(contract=tuple(along), batch=(both, both), precision=None)
+    return w.b.op("dot", *operands, dtype=dtype, **attrs)
+
+
+def _may_sum_to(dtype: T.DType, result: T.DType) -> bool:
+    if result.is_float:
+        return dtype.is_float and dtype.bits < result.bits <= 32
+    return result == T.I32 and dtype.is_signed_int and dtype.bits < 32
+
+
 # --- atomics ---
 
 
@@ -341,6 +410,7 @@ STEPS: tuple[Callable[[Writer], Any], ...] = (
     store,
     store,
     store_one_number,
+    add_product,
     atomic,
     atomic,
     compare_and_swap,

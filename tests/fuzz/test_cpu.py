@@ -27,6 +27,7 @@ PARTS = {
     "memory": (170, 55),
     "control": (160, 45),
     "grids": (90, 30),
+    "products": (90, 30),
     "edges": (25, 10),
 }
 THREADS = 3

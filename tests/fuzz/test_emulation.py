@@ -28,6 +28,7 @@ PARTS = {
     "memory": 3,
     "control": 2,
     "grids": 3,
+    "products": 2,
     "edges": 1,
 }
 

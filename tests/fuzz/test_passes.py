@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
-from pallasite.passes.batch import batch_kernel
+from pallasite.passes.batch import batch_kernel, changed_operands
 from pallasite.passes.legalize import legalize
 from pallasite.passes.promote import promote
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same
@@ -44,10 +44,10 @@ def test_vmap_is_one_kernel_per_element(family: str):
 
 def check_vmap(case: Case, choices: Stream) -> None:
     kernel = case.kernel
-    aliased = {n for n, _ in kernel.aliases}
+    changed = changed_operands(kernel)
     mapped = [
-        # One grid size for all elements; an operand that is a result has its own copy.
-        p.name != "sizes" and (n in aliased or chance(choices, 50))
+        # One grid size for all elements; each has its own copy of what changes.
+        p.name != "sizes" and (n in changed or chance(choices, 50))
         for n, p in enumerate(kernel.inputs)
     ]
     pairs = list(zip(case.arrays, mapped, strict=True))

@@ -365,3 +365,89 @@ def test_loops_over_the_whole_range(first: int, limit: int, step: int):
     kernel = tiles_kernel(count, bounds)
     (found,) = Code(kernel)(*bounds)
     assert found == len(range(first, limit, step))
+
+
+# --- fill values ---
+
+
+def filled(mode: str, fill: float | None, *sizes: int) -> Window:
+    return Window(tuple(map(BlockDim, sizes)), mode, fill=fill)
+
+
+@pytest.mark.parametrize("inner_fill", [None, 7.0])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_window_of_a_filled_block_shows_its_fill(inner_fill, written):
+    """Blocks of 4 of five elements, and in these blocks of 2 (or of 3, which hang)."""
+    x, o = main_ref("x", 5), main_ref("o", 4 if inner_fill is None else 6, 2)
+    size = 2 if inner_fill is None else 3
+    window = Window((BlockDim(o.ref.shape[0]), BlockDim(1, "squeezed")), "out")
+
+    def body(b: Builder, ids, block: Value, out: Value) -> None:
+        if written:
+            b.store(block, b.add(b.load(block), b.load(block)))
+        copy = lambda c, ids, u, v: c.store(v, c.load(u))
+        inner = [filled("in", inner_fill, size), blocked("out", size)]
+        emit_pipeline(b, (block, out), inner, [lambda c, k: (k,)] * 2, (2,), copy)
+
+    b = Builder()
+    maps = [lambda b, i: (i,), lambda b, i: (b.index(0), i)]
+    emit_pipeline(b, (x, o), (filled("in", 2.0, 4), window), maps, (2,), body)
+    kernel = Kernel("nested", (x, o), b.block(), 1)
+    (got,) = results(kernel, np.arange(5, dtype=np.float32))
+    times = 2 if written else 1
+    first, second = [0, times, 2 * times, 3 * times], [4 * times, 2, 2, 2]
+    more = [] if inner_fill is None else [7, 7]
+    np.testing.assert_array_equal(got.T, [first + more, second + more])
+
+
+def test_a_window_of_a_filled_block_stays_in_it():
+    """The inner blocks hang over the outer one, not over the array."""
+    o = main_ref("o", 7)
+
+    def body(b: Builder, ids, out: Value) -> None:
+        number = lambda c: c.broadcast(c.cast(ids[0], F32), (3,))
+        write = lambda c, _, v: c.store(v, number(c))
+        emit_pipeline(b, (out,), (blocked("out", 3),), [lambda c, k: (k,)], (2,), write)
+
+    b = Builder()
+    backwards = lambda b, i: (b.sub(b.index(1), i),)
+    emit_pipeline(b, (o,), (filled("out", 2.0, 4),), [backwards], (2,), body)
+    (got,) = results(Kernel("inside", (o,), b.block(), 1))
+    np.testing.assert_array_equal(got, [1, 1, 1, 1, 0, 0, 0])
+
+
+def test_windows_of_one_operand_have_their_own_fills():
+    x, o, p = main_ref("x", 5), main_ref("o", 8), main_ref("p", 8)
+
+    def body(b: Builder, ids, *blocks: Value) -> None:
+        for source, target in zip(blocks[:2], blocks[2:], strict=True):
+            b.store(target, b.load(source))
+
+    windows = [filled("in", 2.0, 4), filled("in", 3.0, 4)]
+    windows += [blocked("out", 4), blocked("out", 4)]
+    b = Builder()
+    emit_pipeline(b, (x, x, o, p), windows, [lambda b, i: (i,)] * 4, (2,), body)
+    kernel = Kernel("fills", (x, o, p), b.block(), 2)
+    got = results(kernel, np.arange(5, dtype=np.float32))
+    for fill, result in zip((2, 3), got, strict=True):
+        np.testing.assert_array_equal(result, [0, 1, 2, 3, 4, fill, fill, fill])
+
+
+def test_an_atomic_through_a_view_finds_the_fill():
+    x, o, p = main_ref("x", 5), main_ref("o", 5), main_ref("p", 2, 2, 2)
+
+    def body(b: Builder, ids, block: Value, old: Value) -> None:
+        view = b.op("reshape_view", block, shape=(2, 2))
+        attrs = dict(kind="add", index=(Span(0, 2), Span(0, 2)), mask=False)
+        ones = b.constant(1.0, view.ref.tile)
+        b.store(old, b.op("atomic_rmw", view, ones, **attrs))
+
+    windows = [filled("out", 9.0, 4)]
+    windows += [Window((BlockDim(1, "squeezed"), BlockDim(2), BlockDim(2)), "out")]
+    maps = [lambda b, i: (i,), lambda b, i: (i, b.index(0), b.index(0))]
+    b = Builder()
+    emit_pipeline(b, (o, p), windows, maps, (2,), body)
+    kernel = Kernel("atomic", (x, o, p), b.block(), 2, ((0, 0),))
+    new, old = results(kernel, np.arange(5, dtype=np.float32))
+    np.testing.assert_array_equal(new, np.arange(5) + 1)
+    np.testing.assert_array_equal(old.ravel(), [0, 1, 2, 3, 4, 9, 9, 9])

@@ -37,6 +37,11 @@ def shape_of(sides: Sequence[Side]) -> tuple[int, ...]:
     return tuple(side.n for side in sides)
 
 
+def hangs_over(sides: Sequence[Side]) -> bool:
+    """May a block have elements outside the array?"""
+    return any(side.hangs and side.kept for side in sides)
+
+
 def window_of(
     sides: Sequence[Side], mode: str, fill: bool | int | float | None = None
 ) -> Window:

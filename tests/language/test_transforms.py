@@ -97,6 +97,20 @@ def test_vmap_leaves_unbatched_operands_unbatched(x):
     check(jax.vmap(call, (0, None))(stacked, x), stacked + x)
 
 
+@pytest.mark.parametrize("interpret", [True, False])
+def test_vmap_gives_each_element_its_own_copy_of_an_operand_that_is_written(interpret):
+    def kernel(x_ref, y_ref, o_ref):
+        x_ref[...] += y_ref[...]
+        o_ref[...] = x_ref[...]
+
+    call = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((4,), jnp.float32), interpret=interpret
+    )
+    x, y = jnp.arange(4.0), jnp.arange(12.0).reshape(3, 4)
+    got = jax.vmap(call, in_axes=(None, 0))(x, y)
+    np.testing.assert_array_equal(got, x + y)
+
+
 def test_vmap_over_a_grid_size_runs_one_call_after_another(x):
     def count(o_ref):
         @pl.when(pl.program_id(0) == 0)

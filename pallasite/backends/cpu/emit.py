@@ -292,7 +292,7 @@ class Emitter:
     def _root_of(self, value: Value) -> Root | None:
         """The memory of a ref, if it has been given one."""
         meaning = self._env.get(value)
-        return meaning.buffer.root if isinstance(meaning, Ref) else None
+        return meaning.root if isinstance(meaning, Ref) else None
 
     def index(self, value: Value) -> Val:
         """An integer scalar as i64."""

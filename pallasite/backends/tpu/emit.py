@@ -381,7 +381,7 @@ class _Function(Control):
         whole = self.views[ref]
         dims = [d for d, b in enumerate(window.dims) if b.kind != "squeezed"]
         fill = None
-        if window.fill is not None and window.mode == "in":
+        if window.fill is not None:
             fill = self._fill(ref, window, index_map)
         view = View.whole(whole.memref, block, whole.shape, dims, whole.space)
         return replace(view, fill=fill)

@@ -416,10 +416,17 @@ class Memory(Shifting):
 
     # --- copies and semaphores ---
 
+    def _copied(self, op: Op) -> list[tuple[str, str]]:
+        """Source, target and semaphore of a copy.
+
+        The target is only written, and what it has outside its array is dropped.
+        """
+        source, target, semaphore = (self.view(v) for v in op.operands[:3])
+        views = (source, replace(target, fill=None), semaphore)
+        return [self.as_memref(view) for view in views]
+
     def emit_copy_start(self, op: Op) -> None:
-        source, target, semaphore = (
-            self.as_memref(self.view(v)) for v in op.operands[:3]
-        )
+        source, target, semaphore = self._copied(op)
         priority = op.attrs.get("priority") or 0
         attrs = f" {{priority = {priority} : i32}}" if priority else ""
         self.out.line(
@@ -428,9 +435,7 @@ class Memory(Shifting):
         )
 
     def emit_copy_wait(self, op: Op) -> None:
-        source, target, semaphore = (
-            self.as_memref(self.view(v)) for v in op.operands[:3]
-        )
+        source, target, semaphore = self._copied(op)
         self.out.line(
             f"tpu.wait_dma2 semaphore({' : '.join(semaphore)})"
             f" src({' : '.join(source)}) dst({' : '.join(target)})"

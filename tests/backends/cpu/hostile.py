@@ -16,6 +16,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import I32, INDEX, DType, RefType, TileType
 from pallasite.ir.verify import verify
+from tests.backends.cpu import filled
 from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.cpu.running import region, tiles_kernel
 from tests.fuzz.agreement import run_numpy, same
@@ -434,7 +435,10 @@ def inner_products(rows: int, columns: int, depth: int) -> Kernel:
 
 
 def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
-    """Kernels that mean no harm: matrix products of odd sizes, and random ones."""
+    """Kernels that mean no harm: matrix products of odd sizes, and random ones.
+
+    And those that store to blocks with `fill=`.
+    """
     rng = np.random.default_rng(1)
     for kernel in (
         matmul(30, 20, 24, (16, 16, 8)),
@@ -448,6 +452,9 @@ def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
     ):
         shapes = [param.ref.shape for param in kernel.inputs]
         yield kernel.name, kernel, [rng.normal(size=s).astype("f4") for s in shapes]
+    for name, kernel in filled.kernels():
+        if not name.endswith("i32"):
+            yield f"filled {name}", kernel, filled.arrays_for(kernel)
     for dtype in ELEMENTS:
         arrays = [rng.integers(0, 100, s).astype(T.DTYPES[dtype].np) for s in MOVED]
         yield f"moves {dtype}", tiles_kernel(_moves, arrays), arrays

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from pallasite.ir.opdef import table
+from pallasite.ir.types import F32
+from tests.backends.cpu import filled
 from tests.backends.tpu import harness
 from tests.backends.tpu.kernels import CASES
+from tests.fuzz.agreement import run_numpy
 from tests.zoo import all_cases
 
 
@@ -33,6 +36,20 @@ def test_case_means_the_same(name):
         rows = 64 * int(arrays[0])
         got, want = ([x[:rows] for x in xs] for xs in (got, want))
     assert_close(got, want)
+
+
+FILLED = [
+    filled.product(update, (13, 200, 150), (8, 128, 128), F32, squeezed)
+    for update in filled.UPDATES
+    for squeezed in (False, True)
+]
+
+
+@pytest.mark.parametrize("kernel", FILLED, ids=lambda kernel: kernel.name)
+def test_stores_to_filled_blocks_mean_the_same(kernel):
+    """What is stored outside is dropped, and the fill value is read there again."""
+    arrays = filled.arrays_for(kernel)
+    assert_close(harness.simulated(kernel, arrays), run_numpy(kernel, arrays))
 
 
 def _zoo_kernels(case):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from pallasite import primitive
+from tests.backends.cpu import filled
 from tests.backends.triton.harness import simulated
+from tests.fuzz.agreement import run_numpy
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments, assert_agrees
 
@@ -82,3 +84,24 @@ def test_gpu_kernel_agrees(case):
         want = jax.jit(case.reference)(*args)
         got = jax.tree.map(np.asarray, run(*args))
     assert_agrees(case, got, want)
+
+
+FILLED = {
+    name: kernel
+    for name, kernel in filled.kernels()
+    if ("odd" in name and not name.startswith("written_input")) or "alias" in name
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_stores_to_filled_blocks_on_the_simulator(name: str):
+    """What is stored outside is dropped, and the fill value is read there again."""
+    kernel = FILLED[name]
+    arrays = filled.arrays_for(kernel)
+    for got, want in zip(
+        simulated(kernel, arrays), run_numpy(kernel, arrays), strict=True
+    ):
+        share = 2e-2 if want.dtype.itemsize == 2 else 1e-5
+        want = want.astype(np.float64)
+        bound = share * max(1.0, np.abs(want).max())
+        np.testing.assert_allclose(got.astype(np.float64), want, share, bound)

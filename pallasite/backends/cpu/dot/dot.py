@@ -65,24 +65,29 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
     ref = e.ref(access.ref)
     lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
     e.before_write(ref.root, e.scope.position + 1)
-    box = memory.box(e, ref, access)
-    start = None
-    if not op.attrs["in_place"]:
-        addend = e.as_tile(op.attrs["addend"])
-        if not addend.may_overwrite(box):
-            addend = Tile(addend.shape, addend.dtype, e.force(addend))
-        start = _start(e, addend, dot.operands[2:], box)
     fresh = FALSE
     if "fresh_if" in op.attrs:
         which = e.scalar(op.attrs["fresh_if"])
         fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
-    sums = Tile(dot.result.tile.shape, ref.dtype, box)
-    if tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
+    addend = None if op.attrs["in_place"] else e.as_tile(op.attrs["addend"])
+    sums = memory.picked(e, ref, access, dot.result.tile.shape)
+    box = sums.buffer
+    if box and tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
+        start = None
+        if addend is not None:
+            if not addend.may_overwrite(box):
+                addend = Tile(addend.shape, addend.dtype, e.force(addend))
+            start = _start(e, addend, dot.operands[2:], box)
         _accumulate(e, dot, lhs, rhs, sums, fresh, start)
         return
-    dense = Tile(sums.shape, sums.dtype, e.force(sums))
-    _accumulate(e, dot, lhs, rhs, dense, fresh, start and Start(start.tile))
-    e.fill(box, dense)
+    # No strides say where in the ref the product's rows and columns are.
+    buffer = e.force(sums) if addend is None else e.room_for(sums)
+    dense = Tile(sums.shape, sums.dtype, buffer)
+    _accumulate(e, dot, lhs, rhs, dense, fresh, addend and Start(addend))
+    if box is not None:
+        e.fill(box, dense)
+    else:
+        memory.store_each(e, ref, access, dense)
 
 
 def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:

@@ -169,6 +169,7 @@ class PackedOnce:
         # takes only windows that are views of their array at every step.
         if tile.buffer.root is not array.root:
             return None
+        assert array.buffer is not None, "an operand of the kernel"
         begin, here = (
             f.convert("ptrtoint", b.pointer, "i64") for b in (array.buffer, tile.buffer)
         )

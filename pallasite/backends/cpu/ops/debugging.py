@@ -39,7 +39,8 @@ def emit_debug_check(e: "Emitter", op: Op) -> None:
 def emit_debug_print(e: "Emitter", op: Op) -> None:
     """Store the values without gaps and hand over their addresses."""
     f = e.f
-    places = Ref((len(op.operands),), I64, e.temporary((len(op.operands),), I64))
+    table = e.temporary((len(op.operands),), I64)
+    places = Ref((len(op.operands),), I64, table)
     for n, value in enumerate(op.operands):
         buffer = e.temporary(value.tile.shape, value.tile.dtype)
         e.fill(buffer, e.as_tile(value))
@@ -47,7 +48,7 @@ def emit_debug_print(e: "Emitter", op: Op) -> None:
         places.write(f, [integer(n)], address)
     types = " ".join(f"{v.tile.dtype}:{_shape_text(v.tile.shape)}" for v in op.operands)
     texts = [f.module.text_constant(t) for t in (op.attrs["format"], types)]
-    f.call(PRINT, "void", *texts, places.buffer.pointer)
+    f.call(PRINT, "void", *texts, table.pointer)
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ memory is about to change. No index, however wrong, leaves the ref: starts are c
 gathered and masked elements are clamped when read and dropped when written.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu.llvm import atomics, scalars
@@ -39,6 +39,7 @@ def _start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val
 
 def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
     """The part of a ref's memory that a plain access picks."""
+    assert ref.buffer is not None, "whose elements are reached one by one"
     starts, strides = [], []
     entries = access.split_index()
     for (entry, operand), n, stride in zip(
@@ -51,6 +52,17 @@ def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
     offset = e.f.inner(starts, ref.buffer.strides)
     pointer = e.f.element(ref.buffer.pointer, scalars.memory(ref.dtype), offset)
     return Buffer(pointer, tuple(strides), ref.buffer.root)
+
+
+def picked(e: "Emitter", ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
+    """What a plain access picks: a view of memory, where a view can say so."""
+    if ref.buffer is not None:
+        return Tile(tuple(shape), ref.dtype, box(e, ref, access))
+    if 0 in ref.shape:
+        return tiles.splat(shape, ref.dtype, scalars.zero(ref.dtype))
+    place = places(e, ref, access)
+    element = lambda indices: ref.read(e.f, place(indices)[0])
+    return tiles.formula(shape, ref.dtype, element, [ref.tile])
 
 
 def places(e: "Emitter", ref: Ref, access: Access) -> Place:
@@ -97,9 +109,8 @@ def _masked_start(e: "Emitter", entry: At | Span, operand: Value | None, n: int)
 def emit_load(e: "Emitter", op: Op) -> None:
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
-    if _is_plain(access) and ref.through is None:
-        buffer = box(e, ref, access)
-        e.define_lazy(op, Tile(type.shape, type.dtype, buffer))
+    if _is_plain(access):
+        e.define_lazy(op, picked(e, ref, access, type.shape))
         return
     nothing = scalars.zero(type.dtype)
     if 0 in ref.shape:
@@ -136,17 +147,22 @@ def emit_store(e: "Emitter", op: Op) -> None:
     ref, value = e.ref(access.ref), access.value
     assert value is not None
     e.before_write(ref.root, e.scope.position + 1)
-    if _is_plain(access) and ref.through is None:
+    if _is_plain(access) and ref.buffer is not None:
         store_tile(e, box(e, ref, access), e.as_tile(value))
         return
+    _settle(e, op, ref.root)
+    store_each(e, ref, access, e.as_tile(value))
+
+
+def store_each(e: "Emitter", ref: Ref, access: Access, tile: Tile) -> None:
+    """Store a tile, which does not come from the ref's memory, element by element."""
     if 0 in ref.shape:
         return
-    _settle(e, op, ref.root)
-    place, new = places(e, ref, access), e.element(value)
-    with e.f.nest(value.tile.shape) as indices:
+    place = places(e, ref, access)
+    with e.f.nest(tile.shape) as indices:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
-        number = new(indices)
+        number = tile.at(e.f, indices)
         with e.f.when(touched):
             ref.write(e.f, where, number)
 
@@ -188,10 +204,8 @@ def emit_atomic(e: "Emitter", op: Op) -> None:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
-        if ref.root in e.shared_roots:
-            assert ref.through is None, (
-                "parallel_units.py keeps such kernels to one thread"
-            )
+        # What is reached one by one no other thread changes: `parallel_units.py` sees to it.
+        if ref.root in e.shared_roots and ref.buffer is not None:
             address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
         else:
@@ -227,7 +241,7 @@ def _updated(
 def emit_subview(e: "Emitter", op: Op) -> None:
     access = Access.of(op)
     ref, shape = e.ref(access.ref), op.result.ref.shape
-    if ref.through is None:
+    if ref.buffer is not None:
         e.define(op.result, Ref(shape, ref.dtype, box(e, ref, access)))
         return
     place = places(e, ref, access)
@@ -236,7 +250,7 @@ def emit_subview(e: "Emitter", op: Op) -> None:
 
 def emit_transpose_view(e: "Emitter", op: Op) -> None:
     ref, perm, shape = e.ref(op.operands[0]), op.attrs["perm"], op.result.ref.shape
-    if ref.through is not None:
+    if ref.buffer is None:
         order = [perm.index(d) for d in range(len(perm))]
         turn = lambda indices: [indices[d] for d in order]
         e.define(op.result, ref.moved(e.f, shape, turn))
@@ -248,25 +262,21 @@ def emit_transpose_view(e: "Emitter", op: Op) -> None:
 
 def emit_reshape_view(e: "Emitter", op: Op) -> None:
     ref, shape = e.ref(op.operands[0]), op.result.ref.shape
-    strides = None
-    if ref.through is None:
-        strides = tiles.reshape_strides(e.f, ref.shape, ref.buffer.strides, shape)
-    if strides is None:
-        regroup = lambda indices: tiles.unravel(e.f, ref.shape, shape, indices)
-        e.define(op.result, ref.moved(e.f, shape, regroup))
+    tile = tiles.reshape(e.f, ref.tile, shape)
+    if tile.buffer is not None:
+        e.define(op.result, Ref(shape, ref.dtype, tile.buffer))
         return
-    buffer = Buffer(ref.buffer.pointer, tuple(strides), ref.root)
-    e.define(op.result, Ref(shape, ref.dtype, buffer))
+    regroup = lambda indices: tiles.unravel(e.f, ref.shape, shape, indices)
+    e.define(op.result, ref.moved(e.f, shape, regroup))
 
 
 def emit_bitcast_view(e: "Emitter", op: Op) -> None:
     ref, type = e.ref(op.operands[0]), op.result.ref
     same_width = ref.dtype.bits == type.dtype.bits
-    if same_width and ref.through is None:
-        e.define(op.result, Ref(ref.shape, type.dtype, ref.buffer))
-        return
-    through = reinterpret.packed_rows(e.f, ref, type.dtype)
-    e.define(op.result, Ref(type.shape, type.dtype, ref.buffer, through))
+    source = ref.source
+    if not same_width or ref.buffer is None:
+        source = reinterpret.packed_rows(e.f, ref, type.dtype)
+    e.define(op.result, Ref(type.shape, type.dtype, source))
 
 
 def emit_alloc(e: "Emitter", op: Op) -> None:
@@ -293,7 +303,7 @@ def emit_copy_start(e: "Emitter", op: Op) -> None:
 
 
 def _copy(e: "Emitter", source: Ref, target: Ref) -> None:
-    if target.through is None:
+    if target.buffer is not None:
         store_tile(e, target.buffer, source.tile)
         return
     tile = source.tile
@@ -321,10 +331,8 @@ def _count(e: "Emitter", ref: Ref, instruction: str, amount: Val) -> None:
     e.before_write(ref.root, e.scope.position + 1)
     amount = e.f.convert("sext", amount, scalars.register(ref.dtype))
     with e.f.nest(ref.shape) as indices:
-        address = ref.buffer.address(e.f, ref.dtype, indices)
-        old = scalars.load(e.f, ref.dtype, address)
-        new = e.f.binary(instruction, old, amount)
-        scalars.store(e.f, ref.dtype, new, address)
+        old = ref.read(e.f, indices)
+        ref.write(e.f, indices, e.f.binary(instruction, old, amount))
 
 
 def emit_nothing(e: "Emitter", op: Op) -> None:
@@ -334,7 +342,7 @@ def emit_nothing(e: "Emitter", op: Op) -> None:
 def emit_sem_read(e: "Emitter", op: Op) -> None:
     ref = e.ref(op.operands[0])
     if not ref.shape:
-        e.define(op.result, scalars.load(e.f, ref.dtype, ref.buffer.pointer))
+        e.define(op.result, ref.read(e.f, ()))
         return
     buffer = e.result_buffer(op)
     e.fill(buffer, ref.tile)

@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def always_copied(self) -> bool:
-        return self.regrouped or self.array.through is not None
+        return self.regrouped or self.array.buffer is None
 
 
 def _plans(e: "Emitter", op: Op) -> list[Plan]:
@@ -268,8 +268,8 @@ def _edge_ref(f: Function, plan: Plan, extents: list[Extent]) -> Ref:
         with f.when(valid):
             array.write(f, where, value)
 
-    through = Through(read, write)
-    return Ref(window.block_shape, array.dtype, array.buffer, through)
+    through = Through(array.root, read, write)
+    return Ref(window.block_shape, array.dtype, through)
 
 
 def _register(meaning: object) -> Val:
@@ -312,6 +312,9 @@ def _choose(
     f: Function, array: Ref, extents: list[Extent], room: Buffer | None, is_view: Val
 ) -> Buffer:
     """The block's memory: part of the array, or the room it was copied to."""
+    if array.buffer is None:
+        assert room is not None, "always copied, for it has no place of its own"
+        return Buffer(room.pointer, room.strides, array.root)
     strides = array.buffer.strides
     offset = f.inner([extent.start for extent in extents], strides)
     pointer = f.element(array.buffer.pointer, scalars.memory(array.dtype), offset)

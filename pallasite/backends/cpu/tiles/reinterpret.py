@@ -48,7 +48,7 @@ def _joined(f: Function, ref: Ref, dtype: DType) -> Through:
             bits = f.convert("trunc", bits, f"i{ref.dtype.bits}")
             ref.write_bits(f, part, bits)
 
-    return Through(read, write)
+    return Through(ref.root, read, write)
 
 
 def _split(f: Function, ref: Ref, dtype: DType) -> Through:
@@ -81,7 +81,7 @@ def _split(f: Function, ref: Ref, dtype: DType) -> Through:
             bits = f.binary("or", rest, f.binary("shl", bits, shift))
         ref.write_bits(f, where, bits)
 
-    return Through(read, write)
+    return Through(ref.root, read, write)
 
 
 def last_parts(f: Function, tile: Tile, dtype: DType) -> Callable[[Indices], Val]:

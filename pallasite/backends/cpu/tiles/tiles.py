@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.backends.cpu.llvm import scalars
-from pallasite.backends.cpu.llvm.writer import Function, Val, integer
+from pallasite.backends.cpu.llvm.writer import NULL, Function, Val, integer
 from pallasite.ir.types import DType
 
 Indices = Sequence[Val]
@@ -187,60 +187,62 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Through:
-    """Elements reached one by one, where a pointer and strides cannot say how."""
+    """Elements of `root` reached one by one, where no pointer and strides say how."""
 
+    root: Root
     read: Callable[[Indices], Val]
     write: Callable[[Indices, Val], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A window onto memory: what a value of ref type stands for.
-
-    With `through`, `buffer` only says whose memory it is.
-    """
+    """A window onto memory: what a value of ref type stands for."""
 
     shape: tuple[int, ...]
     dtype: DType
-    buffer: Buffer
-    through: Through | None = None
+    source: Buffer | Through
+
+    @property
+    def buffer(self) -> Buffer | None:
+        """Where its elements are; None if they are only reached one by one."""
+        return self.source if isinstance(self.source, Buffer) else None
 
     @property
     def root(self) -> Root:
-        assert self.buffer.root is not None
-        return self.buffer.root
+        assert self.source.root is not None
+        return self.source.root
 
     @property
     def tile(self) -> Tile:
         """Its contents, read when they are used."""
-        memory = Tile(self.shape, self.dtype, self.buffer)
-        if self.through is None:
-            return memory
-        return formula(self.shape, self.dtype, self.through.read, [memory])
+        if isinstance(self.source, Buffer):
+            return Tile(self.shape, self.dtype, self.source)
+        memory = Tile((), self.dtype, Buffer(NULL, (), self.root))
+        return formula(self.shape, self.dtype, self.source.read, [memory])
 
     def read(self, f: Function, indices: Indices) -> Val:
-        if self.through is not None:
-            return self.through.read(indices)
-        return scalars.load(f, self.dtype, self.buffer.address(f, self.dtype, indices))
+        if isinstance(self.source, Through):
+            return self.source.read(indices)
+        return scalars.load(f, self.dtype, self.source.address(f, self.dtype, indices))
 
     def write(self, f: Function, indices: Indices, value: Val) -> None:
         """Store an element; the index has no lanes."""
-        if self.through is not None:
-            self.through.write(indices, value)
+        if isinstance(self.source, Through):
+            self.source.write(indices, value)
             return
-        address = self.buffer.address(f, self.dtype, indices)
+        address = self.source.address(f, self.dtype, indices)
         scalars.store(f, self.dtype, value, address)
 
     def read_bits(self, f: Function, indices: Indices) -> Val:
         """An element as an integer: no float register changes a NaN on the way."""
-        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+        if self.buffer is None or scalars.is_part_of_byte(self.dtype):
             return scalars.to_bits(f, self.dtype, self.read(f, indices))
         address = self.buffer.address(f, self.dtype, indices)
         raw = f.load(scalars.memory(self.dtype), address)
         return f.convert("bitcast", raw, f"i{8 * self.dtype.bytes}")
 
     def write_bits(self, f: Function, indices: Indices, bits: Val) -> None:
-        if self.through is not None or scalars.is_part_of_byte(self.dtype):
+        if self.buffer is None or scalars.is_part_of_byte(self.dtype):
             self.write(f, indices, scalars.from_bits(f, self.dtype, bits))
             return
         raw = f.convert("bitcast", bits, scalars.memory(self.dtype))
@@ -251,10 +253,11 @@ class Ref:
     ) -> "Ref":
         """A ref whose element i is this one's element `to_old(i)`."""
         through = Through(
+            self.root,
             lambda indices: self.read(f, to_old(indices)),
             lambda indices, value: self.write(f, to_old(indices), value),
         )
-        return Ref(tuple(shape), self.dtype, self.buffer, through)
+        return Ref(tuple(shape), self.dtype, through)
 
 
 def row_major(shape: Sequence[int]) -> tuple[Val, ...]:
