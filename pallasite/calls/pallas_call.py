@@ -34,6 +34,7 @@ from pallasite.language.specs import (
     no_block_spec,
 )
 from pallasite.language.trace import (
+    add_notes,
     check_signature,
     name_of,
     parameter_names,
@@ -187,7 +188,13 @@ def pallas_call(
             if cacheable:
                 cache[key] = built
         arrays = [_stored(x) for x in flat]
-        results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
+        try:
+            results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
+        except jax.errors.UnexpectedTracerError as error:
+            add_notes(
+                error, f"in a call of the kernel {request.name}, at {user_location()}"
+            )
+            raise
         return jax.tree.unflatten(request.out_tree, results)
 
     call.__name__ = request.name
@@ -522,7 +529,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    return trace(body, full_tree, avals, request.kernel, axes, grid)
+    uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
+    whole = [b.operand for b in uncut] if grid else []
+    return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:
