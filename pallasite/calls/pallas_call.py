@@ -42,7 +42,8 @@ from pallasite.language.trace import (
     trace,
     user_location,
 )
-from pallasite.primitive import Call, bind_call, interpret_mode
+from pallasite.passes.analysis.mistakes import warn_of_mistakes
+from pallasite.primitive import Call, Checked, bind_call, interpret_mode
 from pallasite.sharding import rule
 
 
@@ -368,6 +369,8 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
     )
     if request.debug:
         print(kernel.text)
+    if not isinstance(request.interpret, Checked):  # which reports with more detail
+        warn_of_mistakes(kernel, im.hidden.values())
     cacheable = not captures.values and all(
         isinstance(g, int) for g in request.grid_spec.grid
     )
