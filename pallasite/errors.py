@@ -107,9 +107,17 @@ class InternalError(PallasError, AssertionError):
     """A bug in Pallasite: please report it with the text it prints."""
 
 
-class FallbackWarning(UserWarning):
+class PallasWarning(UserWarning):
+    """Root of all Pallasite warnings."""
+
+
+class KernelWarning(PallasWarning):
+    """A kernel is traced that is plainly wrong: its results are not defined."""
+
+
+class FallbackWarning(PallasWarning):
     """A kernel runs through the emulation because no native backend took it."""
 
 
-class PartitionWarning(UserWarning):
+class PartitionWarning(PallasWarning):
     """A kernel under sharded `jit` needs whole operands that came in parts."""

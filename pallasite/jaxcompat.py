@@ -160,6 +160,19 @@ def exclude_from_tracebacks(path: str) -> None:
     source_info_util.register_exclusion(path)
 
 
+def keep_out_of_callback_log(kind: type[BaseException]) -> None:
+    """JAX logs what a host callback raises, and raises it too: not for `kind`, whose
+    text would be printed twice."""
+    import logging
+
+    class Unlogged(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raised = record.exc_info and record.exc_info[0]
+            return not (raised and issubclass(raised, kind))
+
+    logging.getLogger("jax._src.callback").addFilter(Unlogged())
+
+
 def is_key_dtype(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 

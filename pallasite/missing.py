@@ -4,52 +4,101 @@ A module that re-exports a namespace ends with `__getattr__ = missing.names(...)
 that importing a missing name works and using it says what to do instead.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar
 
-from pallasite.errors import UnsupportedError
+from pallasite.errors import Facts, UnsupportedError
 
 
 class Missing:
-    """Stands for a name that does not exist here; any use but in a type raises."""
+    """Stands for a name that does not exist here; any use but in a type raises.
 
-    def __init__(self, module: str, name: str, hint: str):
-        self.__dict__.update(_module=module, _name=name, _hint=hint)
+    `decorates`: the name makes decorators of functions, which are often applied where
+    a module is imported. There it is the decorated function whose use raises.
+    """
 
-    def _refuse(self) -> NoReturn:
-        raise UnsupportedError(
-            f"{self._module}.{self._name} is not available in Pallasite",
-            fix=self._hint,
+    def __init__(self, module: str, name: str, hint: str, decorates: bool = False):
+        self.__dict__.update(
+            _module=module, _name=name, _hint=hint, _decorates=decorates
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse()
+    def _refuse(self, facts: Facts = (), at: Any = None) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._module}.{self._name} is not available in Pallasite",
+            facts,
+            at,
+            self._hint,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._decorates:
+            self._refuse()
+        return self._decorate
+
+    def _decorate(self, fn: Any) -> Callable[..., NoReturn]:
+        code = getattr(fn, "__code__", None)
+        if code is None:
+            self._refuse()
+
+        @functools.wraps(fn)
+        def unusable(*args: Any, **kwargs: Any) -> NoReturn:
+            where = f"{code.co_filename}:{code.co_firstlineno}"
+            self._refuse([("function", fn.__name__)], where)
+
+        return unusable
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse()
 
+    # Python asks the class for these, so `__getattr__` does not see them; without
+    # `__iter__` it would count up the items of `__getitem__` for ever.
+    def _protocol(self, *args: Any) -> NoReturn:
+        self._refuse()
+
+    __iter__ = __next__ = __reversed__ = __len__ = __contains__ = _protocol
+    __setitem__ = __delitem__ = __bool__ = __index__ = _protocol
+    __enter__ = __exit__ = _protocol
+
     # Annotations and tests of types are not uses: nothing has a type that is not here.
     def __or__(self, other: Any) -> "Missing":
         return self
 
     __ror__ = __or__
-    __getitem__ = __or__
+
+    def __getitem__(self, item: Any) -> "Missing":
+        parameters = item if isinstance(item, tuple) else (item,)
+        if not all(callable(p) or isinstance(p, TypeVar) for p in parameters):
+            self._refuse()
+        return self
 
     def __instancecheck__(self, value: Any) -> bool:
         return False
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return False
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        """What a class derives from instead: a class that has no objects."""
+        return (type(self._name, (), {"__new__": lambda cls, *a, **k: self._refuse()}),)
 
     def __repr__(self) -> str:
         return f"<missing {self._module}.{self._name}>"
 
 
-def names(module: str, known: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module `__getattr__`: placeholders for `known` (name -> what to do instead)."""
+def names(
+    module: str, known: Mapping[str, str], decorators: Collection[str] = ()
+) -> Callable[[str], Any]:
+    """A module `__getattr__`: placeholders for `known` (name -> what to do instead).
+
+    `decorators`: those that make decorators of functions.
+    """
 
     def getattr_(name: str) -> Any:
         if name in known:
-            return Missing(module, name, known[name])
+            return Missing(module, name, known[name], name in decorators)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_

@@ -43,4 +43,5 @@ __getattr__ = missing.names(
         "GPUMemorySpace",
         "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere",
     ),
+    decorators=("inline_mgpu",),
 )

@@ -19,6 +19,7 @@ from pallasite import config, jaxcompat
 from pallasite.backends import base
 from pallasite.emulation.emulate import emulate
 from pallasite.errors import (
+    CheckError,
     FallbackWarning,
     SpecError,
     UnknownBackendError,
@@ -317,12 +318,23 @@ def _checked_callback(call: Call):
         jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in call.kernel.outputs
     ]
 
+    def on_host(*arrays: Any) -> tuple[np.ndarray, ...]:
+        try:
+            return tuple(_run_checked(call, arrays))
+        except CheckError as error:
+            report = error.with_traceback(None)  # ours says nothing to the author
+        raise report
+
     def run(*operands: Any) -> Any:
-        return jax.pure_callback(
-            lambda *arrays: tuple(_run_checked(call, arrays)), tuple(shapes), *operands
-        )
+        _report_once()
+        return jax.pure_callback(on_host, tuple(shapes), *operands)
 
     return run
+
+
+@functools.cache
+def _report_once() -> None:
+    jaxcompat.keep_out_of_callback_log(CheckError)
 
 
 mlir.register_lowering(call_p, _lower)

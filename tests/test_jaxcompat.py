@@ -47,6 +47,24 @@ def test_named_axes_have_index_and_size():
         pass
 
 
+def test_one_kind_of_error_is_kept_out_of_the_log_of_callbacks(caplog):
+    class Quiet(Exception):
+        pass
+
+    def failing(kind):
+        def raise_it(x):
+            raise kind("told")
+
+        return jax.jit(lambda x: jax.pure_callback(raise_it, x, x))
+
+    jaxcompat.keep_out_of_callback_log(Quiet)
+    for kind, logged in ((Quiet, 0), (KeyError, 1)):
+        caplog.clear()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="told"):
+            jax.block_until_ready(failing(kind)(np.float32(1)))
+        assert len(caplog.records) == logged
+
+
 def test_traced_values_are_told_from_concrete_ones():
     assert jaxcompat.is_concrete(jnp.ones(())) and jaxcompat.is_concrete(1)
     assert jax.jit(lambda x: x if jaxcompat.is_concrete(x) else -x)(1.0) == -1

@@ -37,6 +37,7 @@ from pallasite.language.specs import (
     no_block_spec,
 )
 from pallasite.language.trace import (
+    add_notes,
     check_signature,
     name_of,
     parameter_names,
@@ -44,7 +45,8 @@ from pallasite.language.trace import (
     trace,
     user_location,
 )
-from pallasite.primitive import Call, bind_call, interpret_mode
+from pallasite.passes.analysis.mistakes import warn_of_mistakes
+from pallasite.primitive import Call, Checked, bind_call, interpret_mode
 from pallasite.sharding import rule
 
 ref_transforms.register()
@@ -193,7 +195,13 @@ def pallas_call(
             if cacheable:
                 cache[key] = built
         arrays = [_stored(x) for x in flat]
-        results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
+        try:
+            results = bind_call(built, (*_dynamic_sizes(request), *arrays, *extra))
+        except jax.errors.UnexpectedTracerError as error:
+            add_notes(
+                error, f"in a call of the kernel {request.name}, at {user_location()}"
+            )
+            raise
         return jax.tree.unflatten(request.out_tree, results)
 
     call.__name__ = request.name
@@ -366,6 +374,8 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
     )
     if request.debug:
         print(kernel.text)
+    if not isinstance(request.interpret, Checked):  # which reports with more detail
+        warn_of_mistakes(kernel, im.hidden.values())
     cacheable = not captures.values and all(
         isinstance(g, int) for g in request.grid_spec.grid
     )
@@ -527,7 +537,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    return trace(body, full_tree, avals, request.kernel, axes, grid)
+    uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
+    whole = [b.operand for b in uncut] if grid else []
+    return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
 
 
 def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:

@@ -4,6 +4,7 @@
 body sees, and a body. The result is one `pipeline` op in the importer's current block.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,14 @@ from pallasite.ir.nodes import Block, BlockDim, Value, Window
 from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.refs import Slice
 from pallasite.language.specs import BlockSpec, Operand, window_of
-from pallasite.language.trace import Traced, location_of, trace
+from pallasite.language.trace import (
+    Traced,
+    count_of,
+    location_of,
+    mismatch,
+    name_of,
+    trace,
+)
 
 SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
 
@@ -83,8 +91,15 @@ def _trace_index_map(
             )
         return None
 
+    floats = [
+        f"operand {n} is {a.dtype}"
+        for n, a in enumerate(jax.tree.leaves(prefetch))
+        if jnp.issubdtype(a.dtype, jnp.floating)
+    ]
+
     def indices(*args: Any) -> list[Any]:
-        return _flat_indices(fn(*args), window, operand, fn, at)
+        entries = fn(*args)
+        return _flat_indices(entries, window, operand, fn, at, floats)
 
     ids = [jax.ShapeDtypeStruct((), np.int32)] * grid_rank
     arrays, tree = jax.tree.flatten(((*ids, *prefetch), {}))
@@ -92,8 +107,16 @@ def _trace_index_map(
         jaxcompat.abstract_ref(a.shape, a.dtype, MemorySpace.SMEM)
         for a in arrays[grid_rank:]
     ]
+    if not callable(fn):
+        raise SpecError(
+            f"the index map must be a function, got {fn!r}",
+            [("operand", operand)],
+            at,
+            "lambda i, j: (i, j), from grid indices to block indices",
+        )
     _check_index_map_arity(fn, grid_rank + len(prefetch), grid_rank, operand, at)
-    traced = trace(indices, tree, [*ids, *smem], fn, grid=grid)
+    role = ("index map", f"of {operand.shown}")
+    traced = trace(indices, tree, [*ids, *smem], fn, grid=grid, role=role)
     if any(type(e).__name__ == "WriteEffect" for e in traced.jaxpr.effects):
         raise SpecError(
             "an index map cannot write", [("operand", operand)], location_of(fn) or at
@@ -102,41 +125,52 @@ def _trace_index_map(
 
 
 def _check_index_map_arity(fn, count: int, grid_rank: int, operand: Operand, at: Any):
-    import inspect
-
     try:
-        inspect.signature(fn).bind(*range(count))
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(count))
     except TypeError as error:
         raise KernelTypeError(
             "the index map's parameters do not fit the grid",
             [
                 ("operand", operand),
-                ("grid", f"{grid_rank} axes"),
-                ("scalar prefetch", f"{count - grid_rank} refs"),
-                ("problem", str(error)),
+                ("index map", f"{name_of(fn, 'lambda')}{signature}"),
+                ("grid", count_of(grid_rank, "axis", "axes")),
+                ("scalar prefetch", count_of(count - grid_rank, "ref")),
+                ("problem", mismatch(signature, count, "argument", error)),
             ],
             location_of(fn) or at,
             "one parameter per grid axis, then one per scalar-prefetch operand",
         ) from None
-    except ValueError:
-        return
 
 
 def _flat_indices(
-    result: Any, window: Window, operand: Operand, fn: Callable[..., Any], at: Any
+    result: Any,
+    window: Window,
+    operand: Operand,
+    fn: Callable[..., Any],
+    at: Any,
+    floats: Sequence[str],
 ) -> list[Any]:
-    """The index map's result as int32 scalars, one per dimension (two if bounded)."""
+    """The index map's result as int32 scalars, one per dimension (two if bounded).
+
+    `floats`: the scalar-prefetch operands that cannot be indices, for errors.
+    """
     entries = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     where = location_of(fn) or at
     if len(entries) != len(window.dims):
+        shown = ", ".join(map(_returned, entries)) or "()"
         raise SpecError(
             "the index map does not return one index per array dimension",
             [
                 ("operand", operand),
-                ("returned", f"{len(entries)} values"),
+                ("returned", f"{count_of(len(entries), 'index', 'indices')}: {shown}"),
                 ("needed", len(window.dims)),
             ],
             where,
+            f"return one per dimension, such as {_example(len(window.dims))}",
         )
     flat: list[Any] = []
     for d, (entry, dim) in enumerate(zip(entries, window.dims, strict=True)):
@@ -147,22 +181,46 @@ def _flat_indices(
                 where,
             )
         parts = (entry.start, entry.size) if isinstance(entry, Slice) else (entry,)
-        flat.extend(_index_scalar(p, d, operand, where) for p in parts)
+        flat.extend(_index_scalar(p, d, operand, where, floats) for p in parts)
     return flat
 
 
-def _index_scalar(value: Any, d: int, operand: Operand, where: Any) -> Any:
-    dtype = jnp.result_type(value)
-    if np.shape(value) != () or not jnp.issubdtype(dtype, jnp.integer):
+def _example(rank: int) -> str:
+    return (
+        f"({', '.join('i' if d == 0 else '0' for d in range(rank))}{',' * (rank == 1)})"
+    )
+
+
+def _returned(value: Any) -> str:
+    """What an index map returned, as errors show it: arrays by their type."""
+    if not hasattr(value, "dtype"):
+        return repr(value)
+    return f"{np.dtype(value.dtype).name}{list(np.shape(value))}"
+
+
+def _is_integer(value: Any) -> bool:
+    if value is None or not isinstance(value, (int, np.generic, np.ndarray, jax.Array)):
+        return False
+    return np.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.integer)
+
+
+def _index_scalar(
+    value: Any, d: int, operand: Operand, where: Any, floats: Sequence[str]
+) -> Any:
+    if not _is_integer(value):
+        is_float = isinstance(value, float) or (
+            hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+        )
+        fix = "return an integer, the number of a block"
+        if is_float:
+            fix = "block indices count blocks: use // instead of /"
+        if is_float and floats:
+            fix += f"; scalar-prefetch {', '.join(floats)}: pass integers"
         raise SpecError(
             "the index map must return integers",
-            [
-                ("operand", operand),
-                ("dimension", d),
-                ("returned", f"{np.dtype(dtype).name}{list(np.shape(value))}"),
-            ],
+            [("operand", operand), ("dimension", d), ("returned", _returned(value))],
             where,
-            "block indices count blocks: use // instead of /",
+            fix,
         )
     return jnp.asarray(value, jnp.int32)
 

@@ -1,7 +1,8 @@
 """Small helpers authors use around kernels: when, loop, arithmetic on sizes."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,25 @@ from jax import lax
 
 from pallasite.errors import KernelTypeError
 from pallasite.language.trace import user_location
+
+
+class _Runs:
+    """A decorator that runs the function it decorates; other uses of it say so."""
+
+    def __init__(self, name: str, parameters: str, run: Callable[..., None]):
+        self.name, self.parameters, self.run = name, parameters, run
+
+    def __call__(self, fn: Callable[..., None]) -> None:
+        self.run(fn)
+
+    def _misused(self, *args: Any) -> NoReturn:
+        raise KernelTypeError(
+            f"pl.{self.name} decorates a function: it takes no `with`, `for` or `if`",
+            at=user_location(),
+            fix=f"@pl.{self.name}(...)\ndef _({self.parameters}):\n    ...",
+        )
+
+    __enter__ = __exit__ = __iter__ = __bool__ = _misused
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
@@ -35,12 +55,13 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
                 fix="reduce it with jnp.any or jnp.all, or use jnp.where",
             )
 
+        @functools.wraps(fn)  # JAX's errors name the author's function
         def taken() -> None:
             fn()
 
         lax.cond(condition, taken, lambda: None)
 
-    return decorate
+    return _Runs("when", "", decorate)
 
 
 def loop(
@@ -63,13 +84,14 @@ def loop(
                 fn(i)
             return
 
+        @functools.wraps(fn)
         def body(n: Any, carry: None) -> None:
             fn(lower + n * step)
 
         count = cdiv(upper - lower, step)
         lax.fori_loop(0, max(count, 0) if static else jnp.maximum(count, 0), body, None)
 
-    return decorate
+    return _Runs("loop", "i", decorate)
 
 
 def _check_bounds(*bounds: Any) -> None:

@@ -25,7 +25,7 @@ from pallasite.language.memory_spaces import (
     SemaphoreType,
     as_memory_ref,
 )
-from pallasite.language.trace import known_grid_size, user_location
+from pallasite.language.trace import innermost_grid, user_location
 
 ds = jax.ds
 dslice = jax.ds
@@ -66,15 +66,23 @@ num_programs_p.def_abstract_eval(lambda *, axis: _INT32)
 def program_id(axis: int) -> jax.Array:
     """This program's index along a grid axis (int32)."""
     axis = _axis(axis, "program_id")
-    known_grid_size(axis, "program_id")
+    _known_size(axis, "program_id")
     return program_id_p.bind(axis=axis)
 
 
 def num_programs(axis: int) -> int | jax.Array:
     """The size of the grid along an axis: an int if it is known, else an int32."""
     axis = _axis(axis, "num_programs")
-    size = known_grid_size(axis, "num_programs")
+    size = _known_size(axis, "num_programs")
     return num_programs_p.bind(axis=axis) if size is None else size
+
+
+def _known_size(axis: int, asked: str) -> int | None:
+    """The size of the innermost grid along an axis, if tracing knows it."""
+    grid = innermost_grid()
+    if grid is None:  # said here: a jaxpr that is never run would keep it
+        raise _outside(asked)
+    return grid.size(axis, asked)
 
 
 def _axis(axis: Any, name: str) -> int:

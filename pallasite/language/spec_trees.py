@@ -10,6 +10,7 @@ import jax
 
 from pallasite.errors import SpecError
 from pallasite.language.specs import BlockSpec, GridSpec, no_block_spec
+from pallasite.language.trace import count_of
 
 
 def input_specs(
@@ -22,7 +23,8 @@ def input_specs(
         return [(f"[{n}]", BlockSpec()) for n in range(len(leaves))]
     if isinstance(specs, (list, tuple)) and len(specs) != len(arguments):
         raise SpecError(
-            f"{role} has {len(specs)} entries for {len(arguments)} operands",
+            f"{role} has {count_of(len(specs), 'entry', 'entries')} for "
+            f"{count_of(len(arguments), 'operand')}",
             [
                 ("kernel", request.name),
                 ("operands", ", ".join(describe(x) for x in leaves) or "none"),
@@ -85,16 +87,18 @@ def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:
     if isinstance(specs, BlockSpec) and count == 1:
         return [("", specs)]
     target = jax.tree.unflatten(request.out_tree, request.out_shapes)
-    if isinstance(specs, (list, tuple)) and isinstance(target, (list, tuple)):
-        if len(specs) != len(target):
+    if isinstance(specs, (list, tuple)):
+        results = target if isinstance(target, (list, tuple)) else (target,)
+        if len(specs) != len(results):
+            shapes = ", ".join(map(describe, request.out_shapes)) or "none"
             raise SpecError(
-                f"out_specs has {len(specs)} entries for {len(target)} results",
-                [("kernel", request.name)],
+                f"out_specs has {count_of(len(specs), 'entry', 'entries')} for "
+                f"{count_of(len(results), 'result')}",
+                [("kernel", request.name), ("results", shapes)],
                 request.at,
+                "one BlockSpec per entry of out_shape",
             )
-        specs, target = tuple(specs), tuple(target)
-    elif isinstance(specs, (list, tuple)) and len(specs) == 1 and count == 1:
-        specs = specs[0]
+        specs, target = tuple(specs), tuple(results)
     return _match(specs, target, "out_specs", request)
 
 

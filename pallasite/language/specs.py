@@ -287,11 +287,15 @@ class Operand:
         assert dtype is not None
         return dtype
 
+    @property
+    def shown(self) -> str:
+        """Its place among the specs, and its parameter: `in_specs[0] ('x_ref')`."""
+        return f"{self.role}{self.path}" + (f" ('{self.name}')" if self.name else "")
+
     def __str__(self) -> str:
-        name = f" ('{self.name}')" if self.name else ""
         dims = ", ".join(map(str, self.shape))
         dtype = getattr(self.dtype, "name", self.dtype)
-        return f"{self.role}{self.path}{name}, {dtype}[{dims}]"
+        return f"{self.shown}, {dtype}[{dims}]"
 
 
 def window_of(

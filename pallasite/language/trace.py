@@ -7,6 +7,7 @@ to be passed as operands. `importer.py` imports what comes out.
 import contextlib
 import contextvars
 import inspect
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import (
@@ -49,9 +51,15 @@ class KnownGrid:
 
     sizes: tuple[int | None, ...]
     kernel: str
+    whole: Sequence[Any]  # operands without a block (`spec.Operand`)
 
     def size(self, axis: int, asked: str) -> int | None:
-        """The size along an axis, which must be there."""
+        """The size along an axis, if tracing knows it.
+
+        Raises:
+            SpecError: the grid has no such axis. Code that does not know how many there
+                are asks until it meets this.
+        """
         if 0 <= axis < len(self.sizes):
             return self.sizes[axis]
         shown = tuple("?" if s is None else s for s in self.sizes)
@@ -66,26 +74,22 @@ _grid: contextvars.ContextVar[KnownGrid | None]
 _grid = contextvars.ContextVar("grid", default=None)
 
 
-def known_grid_size(axis: int, asked: str) -> int | None:
-    """The size of the innermost grid along an axis, if tracing knows it.
-
-    Raises:
-        SpecError: the grid has no such axis. Code that does not know how many there are
-            asks until it meets this.
-    """
-    grid = _grid.get()
-    return None if grid is None else grid.size(axis, asked)
+def innermost_grid() -> KnownGrid | None:
+    """The grid around the code being traced; None outside of kernels."""
+    return _grid.get()
 
 
 @contextlib.contextmanager
-def _inside_grid(grid: Sequence[Any] | None, kernel: str) -> Iterator[None]:
-    """Let `known_grid_size` answer. JAX keeps traced functions by the named axes around
+def _inside_grid(
+    grid: Sequence[Any] | None, kernel: str, whole: Sequence[Any]
+) -> Iterator[None]:
+    """Let `innermost_grid` answer. JAX keeps traced functions by the named axes around
     them, so one that asks is traced anew for a grid of other sizes."""
     if grid is None:
         yield
         return
     sizes = tuple(g if isinstance(g, int) else None for g in grid)
-    token = _grid.set(KnownGrid(sizes, kernel))
+    token = _grid.set(KnownGrid(sizes, kernel, whole))
     try:
         with jaxcompat.named_axes([(f"pallasite grid {sizes}", 1)]):
             yield
@@ -100,13 +104,18 @@ def trace(
     author: Callable[..., Any],
     axes: Sequence[tuple[str, int]] = (),
     grid: Sequence[Any] | None = None,
+    whole: Sequence[Any] = (),
+    role: tuple[str, str] | None = None,
 ) -> Traced:
     """Stage `fn(*args)` where the flat arguments have the given types.
 
     `author`: the author's function behind `fn`, for errors. `axes`: names and sizes
     that `lax.axis_index` and `lax.axis_size` know besides. `grid`: the sizes of the
-    grid that `fn` runs over; None: the one around it.
+    grid that `fn` runs over; None: the one around it. `whole`: the operands
+    that no BlockSpec cuts. `role`: what the author's function is, and its
+    name; default: a kernel.
     """
+    role = role or ("kernel", name_of(author))
     out_tree: list[Any] = []
 
     def flat_fn(*flat: Any) -> Any:
@@ -114,7 +123,7 @@ def trace(
         try:
             result = fn(*args, **kwargs)
         except Exception as error:  # here: JAX drops its frames further out
-            better = explain_trace_failure(error, author)
+            better = explain_trace_failure(error, author, role, args)
             if better is None:
                 raise
             raise better from None
@@ -122,13 +131,21 @@ def trace(
         out_tree.append(out)
         return flat_out
 
+    _pose_as(flat_fn, author)
     axis_names = jaxcompat.named_axes(axes)
-    inside = _inside_grid(grid, name_of(author))
+    inside = _inside_grid(grid, name_of(author), whole)
     with jaxcompat.kernel_tracing(), axis_names, inside:
         closed = jax.make_jaxpr(flat_fn)(*avals)
         closed = jaxcompat.lower_high_level(closed)
     jaxpr, captured = jaxcompat.opened(closed)
     return Traced(jaxpr, tuple(captured), out_tree[0])
+
+
+def _pose_as(fn: Any, author: Callable[..., Any]) -> None:
+    """JAX's errors name the function they trace: let that be the author's."""
+    fn.__wrapped__ = _underlying(author)
+    with contextlib.suppress(TypeError, ValueError):
+        fn.__signature__ = inspect.signature(author)
 
 
 def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
@@ -173,25 +190,48 @@ def check_signature(
             [
                 ("kernel", f"{name_of(fn)}{signature}"),
                 *facts,
-                ("problem", str(error)),
+                ("problem", mismatch(signature, len(args), "ref", error)),
             ],
             location_of(fn) or at,
             "one parameter per scalar-prefetch operand, input, output and scratch",
         ) from None
 
 
-def name_of(fn: Any) -> str:
-    """A readable name for a kernel function (through partial and jit)."""
+def mismatch(
+    signature: inspect.Signature, given: int, noun: str, error: Exception
+) -> str:
+    """Why a function cannot be called with as many arguments."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return str(error)
+    taken = len([k for k in kinds if k is not inspect.Parameter.KEYWORD_ONLY])
+    if taken == given:
+        return str(error)
+    counts = f"{count_of(given, noun)} for {count_of(taken, 'parameter')}"
+    return counts if given > taken else f"{counts}: {error}"
+
+
+def count_of(n: int, noun: str, plural: str = "") -> str:
+    """`1 ref`, `2 refs`."""
+    return f"{n} {noun}" if n == 1 else f"{n} {plural or noun + 's'}"
+
+
+def name_of(fn: Any, unnamed: str = "kernel") -> str:
+    """A readable name for a function (through partial and jit)."""
+    fn = _underlying(fn)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return unnamed if name == "<lambda>" else name
+
+
+def _underlying(fn: Any) -> Any:
     while hasattr(fn, "func"):
         fn = fn.func
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return "kernel" if name == "<lambda>" else name
+    return fn
 
 
 def location_of(fn: Any) -> Loc | None:
     """Where a function is defined."""
-    while hasattr(fn, "func"):
-        fn = fn.func
+    fn = _underlying(fn)
     code = getattr(inspect.unwrap(fn) if callable(fn) else fn, "__code__", None)
     if code is None:
         return None
@@ -239,26 +279,33 @@ def equation_location(eqn: Any) -> Loc | None:
     return Loc(shorten(file), line, function)
 
 
-def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
+def explain_trace_failure(
+    error: Exception, fn: Any, role: tuple[str, str], args: Sequence[Any]
+) -> Exception | None:
     """A JAX error from tracing a kernel, in our words and with the user's line."""
     if isinstance(error, PallasError):
         return None
     text = str(error)
     at = _raising_line(error) or location_of(fn)
-    facts = [("kernel", name_of(fn))]
-    if "Invalid shape for `swap`" in text or "Invalid dtype for `swap`" in text:
-        what = "shape" if "shape for" in text else "dtype"
+    facts = [role]
+    if store := _STORE_REFUSED.match(text):
+        return _explain_store(store, facts, at)
+    if _USED_AS_REF.search(text) and (given := _not_a_ref(fn, args)):
         return KernelTypeError(
-            f"a value of the wrong {what} is written to a ref",
-            [*facts, ("problem", _swap_problem(text))],
+            "a parameter of the kernel is not one ref",
+            [
+                *facts,
+                ("parameter", given),
+                ("problem", f"{type(error).__name__}: {text}"),
+            ],
             at,
-            "jnp.full(ref.shape, v, ref.dtype), jnp.broadcast_to(v, ref.shape) "
-            "or v.astype(ref.dtype)",
+            "pass one array (jnp.asarray of a list of numbers), or take the refs one "
+            "by one",
         )
     if "Out of bound slice" in text:
         return RefIndexError(
             "a slice reaches outside its ref",
-            [("kernel", name_of(fn)), ("slice", text.split(": ", 1)[-1].rstrip("."))],
+            [*facts, ("slice", text.split(": ", 1)[-1].rstrip("."))],
             at,
         )
     if re.search(_REF_AS_ARRAY, text):
@@ -271,7 +318,7 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
     if "DShapedArray" in text or "size must be" in text:
         return KernelTypeError(
             "a slice of a ref needs a size known when the kernel is traced",
-            [("kernel", name_of(fn))],
+            facts,
             at,
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
@@ -284,26 +331,110 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             "ints, slices with a step of at least 1, pl.ds(start, size), integer "
             "arrays (no lists), one ...; no None",
         )
-    error.add_note(f"while tracing the kernel {name_of(fn)}, at {at}")
-    for kind, fix in _CONCRETE_FIXES.items():
-        if isinstance(error, kind):
-            error.add_note(f"fix: {fix}")
-            break
+    add_notes(error, f"while tracing the {' '.join(role)}, at {at}")
     return None
 
 
-# Python asks for a number where there is none yet; the most special class comes first.
-_CONCRETE_FIXES: dict[type[Exception], str] = {
+def add_notes(error: Exception, where: str) -> None:
+    """Say at the end of a JAX error where it happened, and what to do."""
+    notes = getattr(error, "__notes__", ())
+    error.add_note(where)
+    fixes = [f for kind, f in _TRACER_FIXES.items() if isinstance(error, kind)]
+    if fixes and f"fix: {fixes[0]}" not in notes:  # a pipeline's body has said it
+        error.add_note(f"fix: {fixes[0]}")
+
+
+# Python asks for a number where there is none yet, or keeps a traced value too long;
+# the most special class comes first.
+_TRACER_FIXES: dict[type[Exception], str] = {
     jax.errors.TracerBoolConversionError: "decide at run time with pl.when, "
     "jax.lax.cond or jnp.where instead of `if`, `while`, `and` and `or`",
     jax.errors.TracerIntegerConversionError: "loop at run time with "
-    "jax.lax.fori_loop or pl.loop instead of range()",
+    "jax.lax.fori_loop or pl.loop instead of range(); look a number up in an array or "
+    "a ref instead of a list",
     jax.errors.TracerArrayConversionError: "use jax.numpy instead of numpy",
+    jax.errors.ConcretizationTypeError: "compute with the traced value itself, "
+    "converted with .astype(jnp.int32) or .astype(jnp.float32), instead of int(), "
+    "float() and .item(); branch with pl.when or jax.lax.cond, loop with "
+    "jax.lax.fori_loop",
+    jax.errors.UnexpectedTracerError: "what a kernel computes ends with it: store it "
+    "into an output, or into scratch for a later program",
 }
 
 
-def _swap_problem(text: str) -> str:
-    return text.split(". ", 1)[-1].split(" Transforms:")[0].strip()
+_STORE_REFUSED = re.compile(
+    r"Invalid (?P<what>shape|dtype) for `(?:swap|addupdate)`\. "
+    r"(?:Ref shape: (?P<ref>\(.*?\))\. Expected shape: (?P<picked>\(.*?\))\. "
+    r"Value shape: (?P<value>\(.*?\))\.|"
+    r"Ref dtype: (?P<ref_dtype>\S+)\. Value dtype: (?P<value_dtype>\S+)\.)"
+    r"(?P<transforms>.*)",
+    re.DOTALL,
+)
+
+
+def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError:
+    """What is wrong with a value that JAX does not store into a ref."""
+    if found["what"] == "dtype":
+        return KernelTypeError(
+            "a value of the wrong dtype is written to a ref",
+            [*facts, ("ref", found["ref_dtype"]), ("value", found["value_dtype"])],
+            at,
+            "value.astype(ref.dtype)",
+        )
+    ref, picked, value = found["ref"], found["picked"], found["value"]
+    part = None if picked == ref else picked
+    shapes = [("ref", ref), ("picked", part), ("value", value)]
+    if "bool[" in found["transforms"]:
+        return KernelTypeError(
+            "a mask of bools cannot be the index of a ref",
+            [*facts, ("ref", ref), ("value", value)],
+            at,
+            "pl.store(ref, ..., value, mask=mask), or "
+            "ref[...] = jnp.where(mask, value, ref[...])",
+        )
+    what = "a value of the wrong shape is written to a ref"
+    sides = (("out_specs", ref, value), ("in_specs", value, ref))
+    for operand in grid.whole if (grid := innermost_grid()) else ():
+        for role, shape, block in sides:
+            if (operand.role, str(operand.shape)) == (role, shape) and value != "()":
+                uncut = f"{operand}: no block, every program sees all of it"
+                fix = f"a pl.BlockSpec({block}, index_map) for it in {role}"
+                return KernelTypeError(
+                    what, [*facts, *shapes, ("uncut", uncut)], at, fix
+                )
+    return KernelTypeError(what, [*facts, *shapes], at, _reshaped(value, picked))
+
+
+def _reshaped(value: str, picked: str) -> str:
+    """How a value of one shape becomes one of another (shapes as JAX prints them)."""
+    if value == "()":
+        return f"jnp.full({picked}, value, ref.dtype)"
+    have, want = (tuple(map(int, re.findall(r"\d+", s))) for s in (value, picked))
+    if math.prod(have) == math.prod(want):
+        return f"value.reshape({picked})"
+    with contextlib.suppress(ValueError):
+        if np.broadcast_shapes(have, want) == want:
+            return f"jnp.broadcast_to(value, {picked})"
+    return f"an index that picks {value}, or a value of shape {picked}"
+
+
+# What Python says where a list, a dict or None stands in place of a ref.
+_USED_AS_REF = re.compile(
+    r"^(list|tuple) indices must be|^'(NoneType|list|tuple|dict)' object|^Ellipsis$"
+)
+
+
+def _not_a_ref(fn: Any, args: Sequence[Any]) -> str | None:
+    """The parameters of a kernel that are not refs, as an error shows them."""
+    names = parameter_names(fn, len(args))
+    shown = []
+    for name, arg in zip(names, args, strict=True):
+        if arg is None:
+            shown.append(f"'{name}' is None")
+        elif isinstance(arg, (list, tuple, dict)):
+            refs = count_of(len(jax.tree.leaves(arg)), "ref")
+            shown.append(f"'{name}' is a {type(arg).__name__} of {refs}")
+    return ", ".join(shown) or None
 
 
 def _raised_while_indexing(error: BaseException) -> bool:

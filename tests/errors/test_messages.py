@@ -49,6 +49,53 @@ def call(k=copy, args=(x,), **kw):
     return pl.pallas_call(k, **kw)(*args)
 
 
+def in_map(index_map):
+    """A call whose input has this index map."""
+    return call(grid=2, in_specs=[pl.BlockSpec((8, 128), index_map)], out_specs=spec)
+
+
+def with_when(x_ref, o_ref):
+    with pl.when(x_ref[0, 0] > 0):
+        o_ref[...] = x_ref[...]
+
+
+def over_loop(x_ref, o_ref):
+    for i in pl.loop(0, 16):
+        o_ref[i] = x_ref[i]
+
+
+def rounded(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * int(x_ref[0, 0])
+
+
+def counted(x_ref, o_ref):
+    for i in range(pl.program_id(0)):
+        o_ref[i] = x_ref[i]
+
+
+def branch_in_when(x_ref, o_ref):
+    @pl.when(x_ref[0, 0] > 0)
+    def _():
+        if x_ref[0, 1] > 0:
+            o_ref[...] = x_ref[...]
+
+
+def branch_in_pipeline(x_ref, o_ref):
+    def inner(a_ref, b_ref):
+        if a_ref[0, 0] > 0:
+            b_ref[...] = a_ref[...]
+
+    run = pltpu.emit_pipeline(inner, grid=2, in_specs=[spec], out_specs=[spec])
+    run(x_ref, o_ref)
+
+
+def use_kept_value():
+    """A kernel uses a value of one that has ended."""
+    found = []
+    call(lambda x_ref, o_ref: (found.append(x_ref[...]), copy(x_ref, o_ref))[1])
+    return call(lambda x_ref, o_ref: o_ref.__setitem__(..., found[0]))
+
+
 def slope_on_a_mesh(v):
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("d")
@@ -92,6 +139,27 @@ BAD = {
     "map float": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8, 128), lambda i: (i / 2, 0))], out_specs=spec
     ),
+    "map text": lambda: in_map(lambda i: ("i", 0)),
+    "map none": lambda: in_map(lambda i: (None, 0)),
+    "map nothing": lambda: in_map(lambda i: None),
+    "map array": lambda: in_map(lambda i: jnp.stack([i, 0])),
+    "map not fn": lambda: in_map((0, 0)),
+    "map without parameters": lambda: in_map(lambda: (0, 0)),
+    "map by a float prefetch": lambda: call(
+        lambda s_ref, x_ref, o_ref: copy(x_ref, o_ref),
+        args=(jnp.ones(2), x),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=2,
+            in_specs=[pl.BlockSpec((8, 128), lambda i, s_ref: (s_ref[i], 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i, s_ref: (i, 0)),
+        ),
+    ),
+    "out specs forgotten": lambda: call(grid=2, in_specs=[spec]),
+    "in specs forgotten": lambda: call(grid=2, out_specs=spec),
+    "out specs for one result": lambda: call(
+        grid=2, in_specs=[spec], out_specs=[spec, spec]
+    ),
     "specs count": lambda: call(grid=2, in_specs=[spec, spec], out_specs=spec),
     "out specs count": lambda: call(
         grid=2, in_specs=[spec], out_specs=[spec, spec], out_shape=(out,)
@@ -105,6 +173,7 @@ BAD = {
     "out_shape bad": lambda: call(out_shape=(16, 128)),
     "both outs": lambda: call(out_type=out),
     "kernel arity": lambda: call(lambda x_ref: None),
+    "kernel arity, too many": lambda: call(lambda x_ref, y_ref, o_ref: None),
     "kernel not fn": lambda: call(3),
     "kernel returns": lambda: call(lambda x_ref, o_ref: x_ref[...]),
     "alias range": lambda: call(input_output_aliases={3: 0}),
@@ -124,6 +193,19 @@ BAD = {
         lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[jnp.arange(16) > 3][0])
     ),
     "store shape": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[0])),
+    "store scalar": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(-1, 0.0)),
+    "store too large": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(-1, x_ref[...])
+    ),
+    "store by mask": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(x_ref[...] > 0, 0.0)
+    ),
+    "add shape": lambda: call(
+        lambda x_ref, o_ref: jax.ref.addupdate(o_ref, ..., x_ref[0])
+    ),
+    "negative index": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(-17, x_ref[0])
+    ),
     "store dtype": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].astype(jnp.int32))
     ),
@@ -187,6 +269,9 @@ BAD = {
         grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=3, grid=2)
     ),
     "not array": lambda: call(args=("hello",)),
+    "list of numbers": lambda: call(args=([1.0, 2.0],)),
+    "operand none": lambda: call(args=(None,)),
+    "operand dict": lambda: call(args=({"x": x},)),
     "mask shape": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(
             ..., pl.load(x_ref, ..., mask=jnp.ones((3, 3), bool))
@@ -201,6 +286,8 @@ BAD = {
     "when array": lambda: call(
         lambda x_ref, o_ref: pl.when(x_ref[...] > 0)(lambda: None)
     ),
+    "when as context": lambda: call(with_when),
+    "loop as iterator": lambda: call(over_loop),
     "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
     "missing name": lambda: pltpu.make_async_remote_copy(0),
     "params": lambda: call(compiler_params=3),
@@ -271,6 +358,8 @@ BAD = {
     ),
     "kernel returns text": lambda: call(lambda x_ref, o_ref: "done"),
     "program_id in jit": lambda: jax.jit(lambda: pl.program_id(0))(),
+    "program_id unused": lambda: jax.jit(lambda: (pl.program_id(0), 1)[1])(),
+    "num_programs outside": lambda: jax.eval_shape(lambda: pl.num_programs(0)),
     "run_scoped outside": lambda: pl.run_scoped(
         lambda ref: None, pltpu.VMEM((8,), jnp.float32)
     ),
@@ -372,11 +461,26 @@ BAD = {
             o_ref.__setitem__(..., x_ref[...]) if x_ref[0, 0] > 0 else None
         )
     ),
+    "python int": lambda: call(rounded),
+    "python range": lambda: call(counted, grid=2),
+    "python if in when": lambda: call(branch_in_when),
+    "python if in pipeline": lambda: call(branch_in_pipeline),
+    "python if in map": lambda: in_map(lambda i: (0 if i > 0 else 1, 0)),
+    "value of another kernel": use_kept_value,
 }
 
 GOLDEN = Path(__file__).with_name("messages.txt")
-# Raised by JAX itself while the kernel is traced; only a note is ours.
-FROM_JAX = {"kernel trace error", "python if"}
+# Raised by JAX itself while the kernel is traced; only notes are ours: the fix.
+FROM_JAX = {
+    "kernel trace error": None,
+    "python if": "pl.when, jax.lax.cond",
+    "python int": ".astype(jnp.int32)",
+    "python range": "jax.lax.fori_loop or pl.loop",
+    "python if in when": "pl.when, jax.lax.cond",
+    "python if in pipeline": "pl.when, jax.lax.cond",
+    "python if in map": "pl.when, jax.lax.cond",
+    "value of another kernel": "store it into an output",
+}
 
 
 def message(name: str) -> str:
@@ -408,12 +512,17 @@ def test_message(name):
 
 
 def test_every_message_has_a_case():
-    assert sections().keys() == BAD.keys() - FROM_JAX
+    assert sections().keys() == BAD.keys() - FROM_JAX.keys()
 
 
 @pytest.mark.parametrize("name", sorted(FROM_JAX))
 def test_errors_of_jax_name_the_kernel_and_line(name):
     with pytest.raises(Exception) as raised:
         BAD[name]()
-    (note,) = [n for n in raised.value.__notes__ if "kernel" in n]
-    assert "test_messages.py" in note
+    where, *more = raised.value.__notes__
+    kind = "index map of in_specs[0] ('x_ref')" if "map" in name else "kernel"
+    assert kind in where and "test_messages.py" in where
+    assert "pallasite/frontend" not in str(raised.value)
+    fixes = [n for n in more if n.startswith("fix: ")]
+    assert len(fixes) == (FROM_JAX[name] is not None)
+    assert not fixes or FROM_JAX[name] in fixes[0]

@@ -260,6 +260,7 @@ NO_SUMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pallasite.errors.KernelWarning")  # never_zero
 @pytest.mark.parametrize("body", NO_SUMS, ids=lambda f: f.__name__)
 def test_no_sum(body):
     scratch = body.__code__.co_argcount == 3

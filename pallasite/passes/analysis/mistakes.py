@@ -1,0 +1,175 @@
+"""Mistakes that are plain from a kernel's IR, told as warnings where it is traced.
+
+A grid without programs, an output that nothing stores, and memory that is added to
+(`o_ref[...] += x`) while nothing ever sets it. Only what is wrong in every run is said:
+any store that may set the memory, in whatever branch, loop or program, counts.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from pallasite.errors import Facts, KernelWarning, compose
+from pallasite.ir.nodes import Access, Kernel, Loc, Op, Value, walk
+from pallasite.passes.analysis.roots import Roots, written_refs
+
+# Ops whose result holds something of an operand, whatever the other one is. Not so a
+# select, a product of integers or a mask of bits: with the right operand they set it.
+_KEEPING = frozenset(["add", "sub", "max", "min", "neg", "or", "xor", "cast"])
+_KEEPING_FLOATS = frozenset(["mul", "div"])  # what is not defined may be a NaN
+_SETTING_ATOMICS = ("xchg", "and")
+_INITIALISE = "set it first, for example under @pl.when(pl.program_id(axis) == 0)"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake, in the form of an error."""
+
+    what: str
+    facts: Facts
+    at: Loc | None
+    fix: str
+
+    def __str__(self) -> str:
+        return compose(self.what, self.facts, self.at, self.fix)
+
+
+def warn_of_mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> None:
+    """Warn, at the author's lines, of what `mistakes` finds."""
+    for mistake in mistakes(kernel, hidden):
+        at = mistake.at or Loc("<unknown>", 0)
+        warnings.warn_explicit(
+            str(mistake), KernelWarning, at.file, at.line, registry=_said
+        )
+
+
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake]:
+    """What is plainly wrong with a kernel. `hidden`: scratch not of the author's."""
+    roots = Roots(kernel)
+    results = [r for r in kernel.outputs if roots.of(r) is r and _holds_values(r)]
+    grids = [op.attrs["grid"] for op in kernel.body.ops if op.name == "pipeline"]
+    empty = next((g for g in grids if 0 in g), None)
+    if empty is not None:
+        if results:
+            yield _no_programs(kernel, empty, results)
+        return
+    ops = list(walk(kernel.body))
+    allocated = [op.result for op in ops if op.name == "alloc"]
+    scratch = [r for r in allocated if r not in hidden and _holds_values(r)]
+    uses = _Uses(ops, roots, {*results, *scratch})
+    for result in results:
+        if result not in uses.writes:
+            yield _never_stored(kernel, result)
+    for ref in (*results, *scratch):
+        if updates := uses.only_updates(ref):
+            kind = "output" if ref in kernel.outputs else "scratch"
+            yield _never_set(kernel, ref, kind, updates[0])
+
+
+def _holds_values(ref: Value) -> bool:
+    return ref.ref.size > 0 and not ref.ref.is_semaphore
+
+
+class _Uses:
+    """Who writes each piece of memory, and which values hold something of it."""
+
+    def __init__(self, ops: Sequence[Op], roots: Roots, memory: Collection[Value]):
+        self.producers: dict[Value, Op] = {}
+        self.writes: dict[Value, list[Op]] = {}
+        self.kept: dict[Value, frozenset[Op]] = {}  # the loads a value holds a part of
+        for op in ops:
+            self.producers.update(dict.fromkeys(op.results, op))
+            for ref in written_refs(op):
+                self.writes.setdefault(roots.of(ref), []).append(op)
+            if op.name == "load" and roots.of(op.operands[0]) in memory:
+                self.kept[op.result] = frozenset([op])
+            elif _keeps_operands(op):
+                self._keep(op)
+
+    def _keep(self, op: Op) -> None:
+        kept: frozenset[Op] = frozenset()
+        for value in op.operands:
+            kept ^= self.kept.get(value, frozenset())  # a difference may be nothing
+        if kept:
+            self.kept[op.result] = kept
+
+    def only_updates(self, ref: Value) -> list[Op]:
+        """The writes to memory, if each keeps something of what was there before."""
+        writes = self.writes.get(ref, [])
+        return writes if all(map(self._is_update, writes)) else []
+
+    def _is_update(self, op: Op) -> bool:
+        if op.name == "atomic_rmw":
+            return op.attrs["kind"] not in _SETTING_ATOMICS
+        if op.name != "store":
+            return False
+        value = Access.of(op).value
+        loads = self.kept.get(value, ()) if value is not None else ()
+        return any(self._same_elements(load, op) for load in loads)
+
+    def _same_elements(self, load: Op, store: Op) -> bool:
+        read, written = Access.of(load), Access.of(store)
+        return (
+            (read.index, read.index_operands) == (written.index, written.index_operands)
+            and read.other is None
+            and self._same_ref(read.ref, written.ref)
+        )
+
+    def _same_ref(self, a: Value, b: Value) -> bool:
+        """Whether two refs are one, or views of it that are made alike."""
+        while a is not b:
+            x, y = self.producers.get(a), self.producers.get(b)
+            if x is None or y is None or not x.operands:
+                return False
+            if (x.name, x.attrs, x.operands[1:]) != (y.name, y.attrs, y.operands[1:]):
+                return False
+            a, b = x.operands[0], y.operands[0]
+        return True
+
+
+def _keeps_operands(op: Op) -> bool:
+    if op.name in _KEEPING:
+        return True
+    return op.name in _KEEPING_FLOATS and op.result.tile.dtype.is_float
+
+
+def _described(ref: Value) -> str:
+    dims = ",".join(map(str, ref.ref.shape))
+    return f"{ref.name + ', ' if ref.name else ''}{ref.ref.dtype}[{dims}]"
+
+
+def _no_programs(
+    kernel: Kernel, grid: tuple[int, ...], results: list[Value]
+) -> Mistake:
+    return Mistake(
+        "the grid has no programs: the outputs are never written",
+        [
+            ("kernel", kernel.name),
+            ("grid", grid),
+            ("outputs", "; ".join(map(_described, results))),
+        ],
+        kernel.loc,
+        "count blocks with pl.cdiv(size, block), which rounds up",
+    )
+
+
+def _never_stored(kernel: Kernel, result: Value) -> Mistake:
+    return Mistake(
+        "the kernel never stores to an output: what it holds is not defined",
+        [("kernel", kernel.name), ("output", _described(result))],
+        kernel.loc,
+        f"store to it: {result.name or 'o_ref'}[...] = value",
+    )
+
+
+def _never_set(kernel: Kernel, ref: Value, kind: str, update: Op) -> Mistake:
+    return Mistake(
+        f"the kernel adds to {'an output' if kind == 'output' else kind} that nothing "
+        "sets before: what it holds is not defined",
+        [("kernel", kernel.name), (kind, _described(ref))],
+        update.loc or kernel.loc,
+        _INITIALISE,
+    )
