@@ -21,6 +21,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Loc, Value
 from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.language.trace import equation_location
+from pallasite.passes.analysis.ranges import Ranges
 
 Rule = Callable[..., Any]
 RULES: dict[str, Rule] = {}
@@ -79,7 +80,8 @@ class Importer:
     def __init__(self, kernel_name: str, captures: Captures):
         self.kernel_name = kernel_name
         self.captures = captures
-        self.builder = Builder()
+        self.ranges = Ranges()  # of the integers imported so far
+        self.builder = Builder(watch=self.ranges.add)
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
@@ -214,7 +216,7 @@ class Importer:
     def nested(self) -> Iterator[Builder]:
         """Collect a region's ops in a builder of its own."""
         outer = self.builder
-        self.builder = Builder(outer.loc)
+        self.builder = Builder(outer.loc, outer.watch)
         try:
             yield self.builder
         finally:

@@ -234,8 +234,26 @@ def _point(
             raise _outside(im, ref, d, static, size)
         return At(position)
     value = im.value(entry)
+    if value.tile.rank:
+        operands.append(_counted_from_the_end(im, value, size))
+        return Gather()
     operands.append(value)
-    return Gather() if value.tile.rank else At(None)
+    return At(None)
+
+
+def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
+    """An index array whose negative elements count from the end, as in jnp.
+
+    Here, where index arrays enter the IR, so that no backend need know; what is then
+    still outside, each backend clamps or masks.
+    """
+    if im.ranges.of(index)[0] >= 0:
+        return index
+    b = im.builder
+    if index.tile.dtype.bits < 32:  # the sum may not fit
+        index = b.cast(index, T.I32)
+    is_negative = b.lt(index, b.like(0, index))
+    return b.select(is_negative, b.add(index, b.like(size, index)), index)
 
 
 def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
