@@ -10,6 +10,7 @@ from pallasite.errors import KernelTypeError, RefIndexError
 from pallasite.importer.importer import Importer, rule, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+from pallasite.language.trace import boolean_index
 
 # --- views and indices ---
 
@@ -257,13 +258,20 @@ def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
 
 
 def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
+    facts = [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)]
+    if isinstance(entry, (bool, np.bool_)):
+        raise boolean_index(str(entry), facts, im.where)
     type_ = None if isinstance(entry, (int, np.integer)) else tile_type(entry.aval)
+    if type_ is not None and type_.dtype.is_bool:
+        known = str(bool(entry.val)) if hasattr(entry, "val") else "a boolean"
+        given = f"a boolean mask of shape {type_.shape}" if type_.rank else known
+        raise boolean_index(given, facts, im.where)
     if type_ is not None and not type_.dtype.is_integer:
         raise KernelTypeError(
             f"an index must be an integer, got {type_}",
-            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            facts,
             im.where,
-            "use pl.load/pl.store with mask= for a boolean mask",
+            "cast it: index.astype(jnp.int32)",
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import (
@@ -246,6 +247,8 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
     text = str(error)
     at = _raising_line(error) or location_of(fn)
     facts = [("kernel", name_of(fn))]
+    if "ShapedArray(bool" in text.partition("Transforms:")[2]:
+        return boolean_index("a boolean mask", facts, at)
     if "Invalid shape for `swap`" in text or "Invalid dtype for `swap`" in text:
         what = "shape" if "shape for" in text else "dtype"
         return KernelTypeError(
@@ -276,6 +279,9 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
     if _raised_while_indexing(error):
+        given = _bools_in(_refused_index(error))
+        if given is not None:
+            return boolean_index(given, facts, at)
         unclear = "unpack" in text or "boolean conversion" in text
         return RefIndexError(
             "a ref cannot be indexed like this",
@@ -292,8 +298,24 @@ def explain_trace_failure(error: Exception, fn: Any) -> Exception | None:
     return None
 
 
+def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
+    """The refusal of a mask, or of True or False, as an index into a ref.
+
+    How many elements a mask picks is not known before the kernel runs.
+    """
+    return RefIndexError(
+        f"{given} cannot index a ref: indices are integers",
+        facts,
+        at,
+        "pl.load(ref, idx, mask=, other=), pl.store(ref, idx, value, mask=), or "
+        "jnp.where(mask, ref[...], other)",
+    )
+
+
 # Python asks for a number where there is none yet; the most special class comes first.
 _CONCRETE_FIXES: dict[type[Exception], str] = {
+    jax.errors.NonConcreteBooleanIndexError: "keep all elements: "
+    "jnp.where(mask, x, other), or a reduction with where=mask",
     jax.errors.TracerBoolConversionError: "decide at run time with pl.when, "
     "jax.lax.cond or jnp.where instead of `if`, `while`, `and` and `or`",
     jax.errors.TracerIntegerConversionError: "loop at run time with "
@@ -308,11 +330,33 @@ def _swap_problem(text: str) -> str:
 
 def _raised_while_indexing(error: BaseException) -> bool:
     """Whether JAX's code for indices of refs refused one."""
-    traceback, files = error.__traceback__, []
+    return bool(_indexing_frames(error))
+
+
+def _indexing_frames(error: BaseException) -> list[Any]:
+    traceback, frames = error.__traceback__, []
     while traceback is not None:
-        files.append(traceback.tb_frame.f_code.co_filename.replace(os.sep, "/"))
+        file = traceback.tb_frame.f_code.co_filename.replace(os.sep, "/")
+        if file.endswith("_src/state/indexing.py"):
+            frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return any(f.endswith("_src/state/indexing.py") for f in files)
+    return frames
+
+
+def _refused_index(error: BaseException) -> Any:
+    """The index that JAX refused, or what is left of it; None if it cannot be told."""
+    return _indexing_frames(error)[0].f_locals.get("indices")
+
+
+def _bools_in(index: Any) -> str | None:
+    """What to call the first boolean entry of an index."""
+    for entry in index if isinstance(index, (tuple, list)) else (index,):
+        if isinstance(entry, (bool, np.bool_)):
+            return str(entry)
+        leaves = jax.tree.leaves(entry)
+        if any(getattr(v, "dtype", type(v)) in (bool, np.bool_) for v in leaves):
+            return "a boolean mask"
+    return None
 
 
 def _raising_line(error: BaseException) -> Loc | None:
