@@ -206,7 +206,7 @@ class _Traced:
 def _traced(signature: _Signature) -> _Traced:
     load_rules()
     trace = _trace_jvp if signature.mode == "jvp" else _trace_vjp
-    with jaxcompat.kernel_tracing():
+    with jaxcompat.own_tracing():
         return trace(signature)
 
 

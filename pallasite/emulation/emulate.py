@@ -28,7 +28,7 @@ def emulate(kernel: Kernel) -> Callable[..., list[Array]]:
     """A JAX function with the kernel's meaning."""
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.kernel_tracing():
+        with jaxcompat.own_tracing():
             return Walker(kernel, JaxNumbers()).run(list(operands))
 
     return run

@@ -198,7 +198,7 @@ class Importer:
     def splice(self, fn: Callable[..., Any], args: Sequence[Value]) -> list[Value]:
         """Import `fn`, a JAX function, in place of an equation."""
         avals = [jax.ShapeDtypeStruct(a.tile.shape, a.tile.dtype.np) for a in args]
-        with jaxcompat.kernel_tracing():
+        with jaxcompat.own_tracing():
             closed = jaxcompat.lower_high_level(jax.make_jaxpr(fn)(*avals))
         return self.run(closed, args)
 
