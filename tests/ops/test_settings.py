@@ -170,7 +170,7 @@ def test_a_nan_is_reported_once_where_nan_checks_are_on(mode, jit):
     with jax.debug_nans(True):
         np.testing.assert_allclose(call(np.full(4, 2.5, np.float32)), 0)
         with pytest.raises(
-            FloatingPointError, match="NaN in output 0 .* of the kernel"
+            FloatingPointError, match=r"NaN in output 0 .* of the kernel"
         ):
             run(np.ones(4, np.float32))
 
