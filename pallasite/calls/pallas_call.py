@@ -41,6 +41,7 @@ from pallasite.language.trace import (
     trace,
     user_location,
 )
+from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
 from pallasite.primitive import Call, bind_call, interpret_mode
 from pallasite.sharding import rule
 
@@ -569,7 +570,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
     shift = len(size_refs)
     aliases = tuple((i + shift, o) for i, o in request.aliases)
-    return Kernel(
+    kernel = Kernel(
         request.name,
         params,
         im.builder.block(),
@@ -577,6 +578,8 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
         aliases,
         loc=request.at,
     )
+    refuse_endless_waits(kernel)
+    return kernel
 
 
 def _captured_params(im: Importer) -> list[Value]:

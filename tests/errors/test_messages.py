@@ -319,6 +319,22 @@ BAD = {
         lambda x_ref, o_ref, sems: pltpu.make_async_copy(x_ref, o_ref, sems).start(),
         scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
     ),
+    "copy never started": lambda: call(
+        lambda x_ref, o_ref, sem: pltpu.make_async_copy(x_ref, o_ref, sem).wait(),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    ),
+    "copy started with another semaphore": lambda: call(
+        lambda x_ref, o_ref, one, other: (
+            pltpu.make_async_copy(x_ref, o_ref, one).start(),
+            pltpu.make_async_copy(x_ref, o_ref, other.at[1]).wait(),
+        )[0],
+        scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA((2,))],
+    ),
+    "semaphore never signalled": lambda: call(
+        lambda x_ref, o_ref: pl.run_scoped(
+            lambda sem: pl.semaphore_wait(sem, 2), pltpu.SemaphoreType.REGULAR
+        )
+    ),
     "semaphore as memory": lambda: call(
         lambda x_ref, o_ref, sem: o_ref.__setitem__((0, 0), sem[...] * 1.0),
         scratch_shapes=[pltpu.SemaphoreType.DMA],

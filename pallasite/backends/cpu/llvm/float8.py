@@ -85,7 +85,7 @@ def encode(f: Function, dtype: DType, value: Val) -> Val:
 
 
 def _power_of_two(f: Function, value: Val) -> Val:
-    """The exponent of an f32; halfway is rounded up. No zero, no sign: those are NaN."""
+    """The exponent of an f32, halfway rounded up; what is zero or negative is NaN."""
     word = lambda number: integer(number, "i32")
     bits = f.convert("bitcast", value, "i32")
     rounded = f.binary("lshr", f.binary("add", bits, word(0x400000)), word(23))

@@ -1,8 +1,8 @@
 """How each element type lives in registers and memory, and conversions between them.
 
-Narrow floats (bf16, f16, f8, f4) are held in registers as the f32 of equal value, rounded
-after every operation; bools are i1 in registers and a byte in memory. Used by all that
-touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
+Narrow floats (bf16, f16, f8, f4) are held in registers as the f32 of equal value,
+rounded after every operation; bools are i1 in registers and a byte in memory. Used by
+all that touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
 """
 
 import struct
