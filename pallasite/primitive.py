@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -172,10 +172,10 @@ def _jitted(call: Call):
 
 def _check_numbers(call: Call, results: Sequence[Any]) -> None:
     """What `jax_debug_nans` and `jax_debug_infs` ask for."""
-    unwanted = []
-    if jax.config.jax_debug_nans:
+    unwanted, settings = [], cast(Any, jax.config)
+    if settings.jax_debug_nans:
         unwanted.append(("NaN", jax.numpy.isnan))
-    if jax.config.jax_debug_infs:
+    if settings.jax_debug_infs:
         unwanted.append(("infinity", jax.numpy.isinf))
     for kind, find in unwanted:
         for n, (param, x) in enumerate(zip(call.kernel.outputs, results, strict=True)):

@@ -261,12 +261,14 @@ def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
     facts = [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)]
     if isinstance(entry, (bool, np.bool_)):
         raise boolean_index(str(entry), facts, im.where)
-    type_ = None if isinstance(entry, (int, np.integer)) else tile_type(entry.aval)
-    if type_ is not None and type_.dtype.is_bool:
+    if isinstance(entry, (int, np.integer)):
+        return
+    type_ = tile_type(entry.aval)
+    if type_.dtype.is_bool:
         known = str(bool(entry.val)) if hasattr(entry, "val") else "a boolean"
         given = f"a boolean mask of shape {type_.shape}" if type_.rank else known
         raise boolean_index(given, facts, im.where)
-    if type_ is not None and not type_.dtype.is_integer:
+    if not type_.dtype.is_integer:
         raise KernelTypeError(
             f"an index must be an integer, got {type_}",
             facts,
