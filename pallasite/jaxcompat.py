@@ -39,6 +39,15 @@ def kernel_tracing() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_tracing() -> Iterator[None]:
+    """Trace code of ours in a kernel's place: dtypes and ranks promote as usual there,
+    whatever the user's settings refuse in code of theirs."""
+    usual = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with kernel_tracing(), usual[0], usual[1]:
+        yield
+
+
 def named_axes(axes: Sequence[tuple[str, int]]) -> Any:
     """Give names of axes a meaning while a kernel is traced (`lax.axis_index`)."""
     from jax._src.core import extend_axis_env_nd

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -159,8 +159,11 @@ def _prints(kernel: Kernel) -> bool:
 def _impl(*operands: Any, call: Call) -> list[Any]:
     if isinstance(call.interpret, Checked):
         return [jax.numpy.asarray(x) for x in _run_checked(call, operands)]
-    with jax.disable_jit(False):
-        return _jitted(call)(*operands)
+    # JAX's own checks would call this again, to find the op that made the NaN.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _jitted(call)(*operands)
+    _check_numbers(call, results)
+    return results
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,6 +173,29 @@ def _jitted(call: Call):
 
     run.__name__ = run.__qualname__ = call.kernel.name
     return jax.jit(run)
+
+
+def _check_numbers(call: Call, results: Sequence[Any]) -> None:
+    """What `jax_debug_nans` and `jax_debug_infs` ask for."""
+    unwanted, settings = [], cast(Any, jax.config)
+    if settings.jax_debug_nans:
+        unwanted.append(("NaN", jax.numpy.isnan))
+    if settings.jax_debug_infs:
+        unwanted.append(("infinity", jax.numpy.isinf))
+    for kind, find in unwanted:
+        for n, (param, x) in enumerate(zip(call.kernel.outputs, results, strict=True)):
+            if not param.ref.dtype.is_float:
+                continue
+            with jax.debug_nans(False), jax.debug_infs(False):
+                found = bool(find(x.astype(jax.numpy.float32)).any())
+            if found:
+                where = f" at {call.kernel.loc}" if call.kernel.loc else ""
+                option = "nan" if kind == "NaN" else "inf"
+                raise FloatingPointError(
+                    f"{kind} in output {n} ({param.name or 'unnamed'}) of the kernel "
+                    f"{call.kernel.name}{where}; interpret=pl.Checked({option}=True) "
+                    "says which op makes it"
+                )
 
 
 def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:

@@ -206,7 +206,7 @@ class _Traced:
 @functools.lru_cache(maxsize=4096)
 def _traced(signature: _Signature) -> _Traced:
     trace = _trace_jvp if signature.mode == "jvp" else _trace_vjp
-    with jaxcompat.kernel_tracing():
+    with jaxcompat.own_tracing():
         return trace(signature)
 
 

@@ -46,6 +46,7 @@ from pallasite.language.trace import (
     user_location,
 )
 from pallasite.passes.analysis.mistakes import warn_of_mistakes
+from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
 from pallasite.primitive import Call, Checked, bind_call, interpret_mode
 from pallasite.sharding import rule
 
@@ -586,7 +587,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
     shift = len(size_refs)
     aliases = tuple((i + shift, o) for i, o in request.aliases)
-    return Kernel(
+    kernel = Kernel(
         request.name,
         params,
         im.builder.block(),
@@ -594,6 +595,8 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
         aliases,
         loc=request.at,
     )
+    refuse_endless_waits(kernel)
+    return kernel
 
 
 def _captured_params(im: Importer) -> list[Value]:

@@ -45,7 +45,7 @@ def emulate_smooth(kernel: Kernel) -> Callable[..., list[Array]]:
     """A JAX function with the kernel's meaning, for forward mode."""
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.kernel_tracing():
+        with jaxcompat.own_tracing():
             return SmoothWalker(kernel, SmoothNumbers()).run(list(operands))
 
     return run
@@ -56,7 +56,7 @@ def emulate_reverse(kernel: Kernel) -> Callable[..., list[Array]]:
     kernel = _prepared(kernel)
 
     def run(*operands: Array) -> list[Array]:
-        with jaxcompat.kernel_tracing():
+        with jaxcompat.own_tracing():
             return ReverseWalker(kernel, ReverseNumbers()).run(list(operands))
 
     return run

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Op
+from pallasite.ir.types import DType
 
 Array = Any
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -92,6 +94,7 @@ def _reduce(op: Op, x: Array) -> Array:
 @_tile_op("arg_reduce")
 def _arg_reduce(op: Op, x: Array) -> Array:
     fn = lax.argmax if op.attrs["kind"] == "max" else lax.argmin
+    x = x.astype(jnp.int32) if _is_part_of_byte(op.operands[0].tile.dtype) else x
     return fn(x, op.attrs["axis"], op.attrs["dtype"].np)
 
 
@@ -104,21 +107,29 @@ def _scan(op: Op, x: Array) -> Array:
 @_tile_op("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
     a = op.attrs
-    if a["dtype"].is_float:
-        # XLA's CPU runtime lacks some products of narrow floats, and says so only when
-        # they run; widened they are the same numbers.
-        wide = a["dtype"].np
+    # XLA's CPU runtime lacks some products of narrow numbers, and says so only when
+    # they run; widened they are the same numbers.
+    types = [v.tile.dtype for v in op.operands]
+    result = a["dtype"].np
+    wide = np.dtype(np.int32) if _is_part_of_byte(a["dtype"]) else result
+    if a["dtype"].is_float or any(map(_is_part_of_byte, types)):
         lhs, rhs = (
-            x.astype(wide) if x.dtype.itemsize < wide.itemsize else x
-            for x in (lhs, rhs)
+            x.astype(wide) if t.bits < 8 * wide.itemsize else x
+            for x, t in zip((lhs, rhs), types, strict=True)
         )
-    return lax.dot_general(
+    product = lax.dot_general(
         lhs,
         rhs,
         (a["contract"], a["batch"]),
         precision=_precision(a["precision"]),
-        preferred_element_type=a["dtype"].np,
+        preferred_element_type=wide,
     )
+    return product.astype(result)
+
+
+def _is_part_of_byte(dtype: DType) -> bool:
+    """Integers of which XLA's CPU runtime has few operations."""
+    return dtype.is_integer and dtype.bits < 8
 
 
 def _precision(name: str | None) -> str | None:
@@ -146,15 +157,19 @@ def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Ar
 @_tile_op("sort")
 def _sort(op: Op, *operands: Array) -> Any:
     a = op.attrs
-    return lax.sort(
-        operands, dimension=a["axis"], is_stable=a["stable"], num_keys=a["num_keys"]
+    narrow = [_is_part_of_byte(v.tile.dtype) for v in op.operands]
+    wide = [
+        x.astype(jnp.int32) if n else x for x, n in zip(operands, narrow, strict=True)
+    ]
+    results = lax.sort(
+        wide, dimension=a["axis"], is_stable=a["stable"], num_keys=a["num_keys"]
     )
+    return [r.astype(x.dtype) for r, x in zip(results, operands, strict=True)]
 
 
 @_tile_op("top_k")
 def _top_k(op: Op, x: Array) -> Any:
-    # XLA has none of integers that are parts of bytes.
-    wide = x.astype(jnp.int32) if op.operands[0].tile.dtype.bits < 8 else x
+    wide = x.astype(jnp.int32) if _is_part_of_byte(op.operands[0].tile.dtype) else x
     values, places = lax.top_k(wide, op.attrs["k"], axis=op.attrs["axis"])
     return values.astype(x.dtype), places
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
@@ -13,6 +14,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute, writes
 from pallasite.language.refs import positional_fields
+from pallasite.passes.analysis.ranges import type_range
 
 RULES = RuleTable()
 
@@ -115,6 +117,7 @@ def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
     body_carry = Carry(args[split[1] :])
     with im.nested() as builder:
         before = body_carry.inside()
+        _note_counter(im, p["body_jaxpr"], len(body_consts), body_carry, condition)
         going = goes_on(before) if eqn.params["cond_jaxpr"].out_avals[0].shape else None
         results = im.run(p["body_jaxpr"], [*body_consts, *before])
         if going is not None:
@@ -126,6 +129,49 @@ def _while(im: Importer, eqn: Any, *args: Value) -> list[Value]:
         return carry.merge(counted)
     results = im.builder.emit("while", *carry.carried, regions=(condition, body))
     return carry.merge(results)
+
+
+# What is known of a loop's counter while its body is imported.
+
+
+def _note_counter(
+    im: Importer, jaxpr: Any, num_consts: int, carry: Carry, condition: Block
+) -> None:
+    """Of `while i < n` with i = i + 1, the range of i."""
+    test = condition.ops[-1] if condition.ops else None
+    if test is None or test.name != "lt" or condition.yields != test.results:
+        return
+    if test.operands[0] in condition.params:
+        param = carry.params[condition.params.index(test.operands[0])]
+        at = carry.inside().index(param)
+        if _step(jaxpr, num_consts, at) == 1:
+            low, _ = im.ranges.of(carry.initial[at])
+            im.ranges.set(param, low, im.ranges.of(test.operands[1])[1])
+
+
+def _note_counters(
+    im: Importer, jaxpr: Any, num_consts: int, carry: Carry, trips: int
+) -> None:
+    """The ranges of carried integers that each trip adds a constant to."""
+    for at, param in enumerate(carry.inside()):
+        step = _step(jaxpr, num_consts, at)
+        if step is not None and step >= 0:
+            low, high = im.ranges.of(carry.initial[at])
+            high += step * (trips - 1)
+            if high <= type_range(param.tile.dtype)[1]:
+                im.ranges.set(param, low, high)
+
+
+def _step(jaxpr: Any, num_consts: int, at: int) -> int | None:
+    """The constant that a loop's body adds to a carried integer and nothing else."""
+    inner, _ = jaxcompat.opened(jaxpr)
+    before, after = inner.invars[num_consts + at], inner.outvars[at]
+    for eqn in inner.eqns:
+        if any(after is v for v in eqn.outvars) and eqn.primitive.name == "add":
+            x, y = eqn.invars
+            if x is before and hasattr(y, "val") and np.ndim(y.val) == 0:
+                return int(y.val) if x.aval.dtype.kind in "iu" else None
+    return None
 
 
 # vmap gives a loop one condition per mapped element, in front of every carried value:
@@ -227,11 +273,13 @@ def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
         return [*carry.initial, *stacked]
     collected = [Value(s.type) for s in stacked]
     counter = Value(T.INDEX, "i")
+    im.ranges.set(counter, 0, length - 1)
     with im.nested() as builder:
         n = counter
         if p["reverse"]:
             n = builder.sub(builder.index(length - 1), counter)
         sliced = [_take_row(im, x, n) for x in xs]
+        _note_counters(im, p["jaxpr"], num_consts, carry, length)
         results = im.run(p["jaxpr"], [*consts, *carry.inside(), *sliced])
         ys = [
             _put_row(im, into, y, n)

@@ -20,6 +20,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Loc, Value
 from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.language.trace import equation_location
+from pallasite.passes.analysis.ranges import Ranges
 
 Rule = Callable[..., Any]
 
@@ -83,7 +84,8 @@ class Importer:
         self.kernel_name = kernel_name
         self.rules = rules
         self.captures = captures
-        self.builder = Builder()
+        self.ranges = Ranges()  # of the integers imported so far
+        self.builder = Builder(watch=self.ranges.add)
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
@@ -200,7 +202,7 @@ class Importer:
     def splice(self, fn: Callable[..., Any], args: Sequence[Value]) -> list[Value]:
         """Import `fn`, a JAX function, in place of an equation."""
         avals = [jax.ShapeDtypeStruct(a.tile.shape, a.tile.dtype.np) for a in args]
-        with jaxcompat.kernel_tracing():
+        with jaxcompat.own_tracing():
             closed = jaxcompat.lower_high_level(jax.make_jaxpr(fn)(*avals))
         return self.run(closed, args)
 
@@ -218,7 +220,7 @@ class Importer:
     def nested(self) -> Iterator[Builder]:
         """Collect a region's ops in a builder of its own."""
         outer = self.builder
-        self.builder = Builder(outer.loc)
+        self.builder = Builder(outer.loc, outer.watch)
         try:
             yield self.builder
         finally:

@@ -10,6 +10,7 @@ from pallasite.errors import KernelTypeError, RefIndexError
 from pallasite.importer.importer import Importer, RuleTable, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+from pallasite.language.trace import boolean_index
 
 RULES = RuleTable()
 
@@ -236,18 +237,45 @@ def _point(
             raise _outside(im, ref, d, static, size)
         return At(position)
     value = im.value(entry)
+    if value.tile.rank:
+        operands.append(_counted_from_the_end(im, value, size))
+        return Gather()
     operands.append(value)
-    return Gather() if value.tile.rank else At(None)
+    return At(None)
+
+
+def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
+    """An index array whose negative elements count from the end, as in jnp.
+
+    Here, where index arrays enter the IR, so that no backend need know; what is then
+    still outside, each backend clamps or masks.
+    """
+    if im.ranges.of(index)[0] >= 0:
+        return index
+    b = im.builder
+    if index.tile.dtype.bits < 32:  # the sum may not fit
+        index = b.cast(index, T.I32)
+    is_negative = b.lt(index, b.like(0, index))
+    return b.select(is_negative, b.add(index, b.like(size, index)), index)
 
 
 def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
-    type_ = None if isinstance(entry, (int, np.integer)) else tile_type(entry.aval)
-    if type_ is not None and not type_.dtype.is_integer:
+    facts = [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)]
+    if isinstance(entry, (bool, np.bool_)):
+        raise boolean_index(str(entry), facts, im.where)
+    if isinstance(entry, (int, np.integer)):
+        return
+    type_ = tile_type(entry.aval)
+    if type_.dtype.is_bool:
+        known = str(bool(entry.val)) if hasattr(entry, "val") else "a boolean"
+        given = f"a boolean mask of shape {type_.shape}" if type_.rank else known
+        raise boolean_index(given, facts, im.where)
+    if not type_.dtype.is_integer:
         raise KernelTypeError(
             f"an index must be an integer, got {type_}",
-            [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)],
+            facts,
             im.where,
-            "use pl.load/pl.store with mask= for a boolean mask",
+            "cast it: index.astype(jnp.int32)",
         )
 
 

@@ -269,6 +269,9 @@ def emit_pipeline_op(
             ref = Value(_block_type(binding), binding.operand.name)
             block_refs.append(ref)
             body_refs.append(ref)
+        for index, size in zip(ids, grid, strict=True):
+            known = size if isinstance(size, int) else im.ranges.of(size)[1]
+            im.ranges.set(index, 0, max(known - 1, 0))
         seen = GridScope(ids, tuple(grid))
         im.scopes.append(seen if part is None else part.seen(im, seen))
         im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}

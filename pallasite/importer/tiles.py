@@ -180,10 +180,18 @@ def _rev(im: Importer, eqn: Any, x: Value) -> Value:
 # --- reductions, scans, dot ---
 
 
+def _with_identity(im: Importer, x: Value) -> Value:
+    """f8e8m0fnu has neither zero nor infinity, with which reductions begin."""
+    return im.builder.cast(x, T.F32) if x.tile.dtype.name == "f8e8m0fnu" else x
+
+
 def _reduction(kind: str):
     def reduction(im: Importer, eqn: Any, x: Value) -> Value:
         axes = tuple(eqn.params["axes"])
-        return im.builder.op("reduce", x, kind=kind, axes=axes) if axes else x
+        if not axes:
+            return x
+        total = im.builder.op("reduce", _with_identity(im, x), kind=kind, axes=axes)
+        return im.builder.cast(total, x.tile.dtype)
 
     return reduction
 
@@ -197,13 +205,16 @@ def _arg_reduce(im: Importer, eqn: Any, x: Value) -> Value:
     (axis,) = eqn.params["axes"]
     dtype = T.dtype_of(eqn.params["index_dtype"])
     kind = eqn.primitive.name.removeprefix("arg")
+    x = _with_identity(im, x)
     return im.builder.op("arg_reduce", x, kind=kind, axis=axis, dtype=dtype)
 
 
 def _scan(kind: str):
     def scan(im: Importer, eqn: Any, x: Value) -> Value:
         axis, reverse = eqn.params["axis"], bool(eqn.params["reverse"])
-        return im.builder.op("scan", x, kind=kind, axis=axis, reverse=reverse)
+        wide = _with_identity(im, x)
+        sums = im.builder.op("scan", wide, kind=kind, axis=axis, reverse=reverse)
+        return im.builder.cast(sums, x.tile.dtype)
 
     return scan
 

@@ -20,9 +20,12 @@ Scalar = bool | int | float
 class Builder:
     """Collects ops for one block."""
 
-    def __init__(self, loc: Loc | None = None):
+    def __init__(
+        self, loc: Loc | None = None, watch: Callable[[Op], None] | None = None
+    ):
         self.ops: list[Op] = []
         self.loc = loc
+        self.watch = watch  # told of each op
 
     def emit(
         self,
@@ -38,7 +41,10 @@ class Builder:
         result_types = row.type_rule(tuple(v.type for v in operands), rule_attrs)
         hints = [*names, *[""] * (len(result_types) - len(names))]
         results = tuple(Value(t, n) for t, n in zip(result_types, hints, strict=True))
-        self.ops.append(Op(name, operands, results, attrs, tuple(regions), self.loc))
+        op = Op(name, operands, results, attrs, tuple(regions), self.loc)
+        self.ops.append(op)
+        if self.watch is not None:
+            self.watch(op)
         return results
 
     def op(self, name: str, *operands: Value, **attrs: Any) -> Value:

@@ -168,7 +168,8 @@ def dot(
     """
     a, b = (a.T if trans_a else a), (b.T if trans_b else b)
     integer = jnp.issubdtype(a.dtype, jnp.integer)
-    accumulate = jnp.int32 if integer else jnp.promote_types(a.dtype, jnp.float32)
+    wide = jnp.float64 if a.dtype == jnp.float64 else jnp.float32
+    accumulate = jnp.int32 if integer else wide
     if precision is None and allow_tf32 is False:
         precision = jax.lax.Precision.HIGHEST
     return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)

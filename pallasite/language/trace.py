@@ -288,6 +288,8 @@ def explain_trace_failure(
     text = str(error)
     at = _raising_line(error) or location_of(fn)
     facts = [role]
+    if "ShapedArray(bool" in text.partition("Transforms:")[2]:
+        return boolean_index("a boolean mask", facts, at)
     if store := _STORE_REFUSED.match(text):
         return _explain_store(store, facts, at)
     if _USED_AS_REF.search(text) and (given := _not_a_ref(fn, args)):
@@ -323,6 +325,9 @@ def explain_trace_failure(
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
     if _raised_while_indexing(error):
+        given = _bools_in(_refused_index(error))
+        if given is not None:
+            return boolean_index(given, facts, at)
         unclear = "unpack" in text or "boolean conversion" in text
         return RefIndexError(
             "a ref cannot be indexed like this",
@@ -333,6 +338,20 @@ def explain_trace_failure(
         )
     add_notes(error, f"while tracing the {' '.join(role)}, at {at}")
     return None
+
+
+def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
+    """The refusal of a mask, or of True or False, as an index into a ref.
+
+    How many elements a mask picks is not known before the kernel runs.
+    """
+    return RefIndexError(
+        f"{given} cannot index a ref: indices are integers",
+        facts,
+        at,
+        "pl.load(ref, idx, mask=, other=), pl.store(ref, idx, value, mask=), or "
+        "jnp.where(mask, ref[...], other)",
+    )
 
 
 def add_notes(error: Exception, where: str) -> None:
@@ -347,6 +366,8 @@ def add_notes(error: Exception, where: str) -> None:
 # Python asks for a number where there is none yet, or keeps a traced value too long;
 # the most special class comes first.
 _TRACER_FIXES: dict[type[Exception], str] = {
+    jax.errors.NonConcreteBooleanIndexError: "keep all elements: "
+    "jnp.where(mask, x, other), or a reduction with where=mask",
     jax.errors.TracerBoolConversionError: "decide at run time with pl.when, "
     "jax.lax.cond or jnp.where instead of `if`, `while`, `and` and `or`",
     jax.errors.TracerIntegerConversionError: "loop at run time with "
@@ -367,8 +388,6 @@ _STORE_REFUSED = re.compile(
     r"(?:Ref shape: (?P<ref>\(.*?\))\. Expected shape: (?P<picked>\(.*?\))\. "
     r"Value shape: (?P<value>\(.*?\))\.|"
     r"Ref dtype: (?P<ref_dtype>\S+)\. Value dtype: (?P<value_dtype>\S+)\.)"
-    r"(?P<transforms>.*)",
-    re.DOTALL,
 )
 
 
@@ -384,14 +403,6 @@ def _explain_store(found: re.Match[str], facts: Any, at: Any) -> KernelTypeError
     ref, picked, value = found["ref"], found["picked"], found["value"]
     part = None if picked == ref else picked
     shapes = [("ref", ref), ("picked", part), ("value", value)]
-    if "bool[" in found["transforms"]:
-        return KernelTypeError(
-            "a mask of bools cannot be the index of a ref",
-            [*facts, ("ref", ref), ("value", value)],
-            at,
-            "pl.store(ref, ..., value, mask=mask), or "
-            "ref[...] = jnp.where(mask, value, ref[...])",
-        )
     what = "a value of the wrong shape is written to a ref"
     sides = (("out_specs", ref, value), ("in_specs", value, ref))
     for operand in grid.whole if (grid := innermost_grid()) else ():
@@ -439,11 +450,33 @@ def _not_a_ref(fn: Any, args: Sequence[Any]) -> str | None:
 
 def _raised_while_indexing(error: BaseException) -> bool:
     """Whether JAX's code for indices of refs refused one."""
-    traceback, files = error.__traceback__, []
+    return bool(_indexing_frames(error))
+
+
+def _indexing_frames(error: BaseException) -> list[Any]:
+    traceback, frames = error.__traceback__, []
     while traceback is not None:
-        files.append(traceback.tb_frame.f_code.co_filename.replace(os.sep, "/"))
+        file = traceback.tb_frame.f_code.co_filename.replace(os.sep, "/")
+        if file.endswith("_src/state/indexing.py"):
+            frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return any(f.endswith("_src/state/indexing.py") for f in files)
+    return frames
+
+
+def _refused_index(error: BaseException) -> Any:
+    """The index that JAX refused, or what is left of it; None if it cannot be told."""
+    return _indexing_frames(error)[0].f_locals.get("indices")
+
+
+def _bools_in(index: Any) -> str | None:
+    """What to call the first boolean entry of an index."""
+    for entry in index if isinstance(index, (tuple, list)) else (index,):
+        if isinstance(entry, (bool, np.bool_)):
+            return str(entry)
+        leaves = jax.tree.leaves(entry)
+        if any(getattr(v, "dtype", type(v)) in (bool, np.bool_) for v in leaves):
+            return "a boolean mask"
+    return None
 
 
 def _raising_line(error: BaseException) -> Loc | None:

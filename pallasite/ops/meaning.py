@@ -148,33 +148,73 @@ def round_(x: Array, *, rounding_method: int) -> Array:
     return np.where(exact, x, np.where(below, zero, away)).astype(x.dtype)
 
 
+def _width(x: Array) -> int:
+    return ml_dtypes.iinfo(x.dtype).bits
+
+
+def _whole(x: Array) -> Array:
+    """The same numbers in whole bytes."""
+    if _width(x) >= 8:
+        return x
+    return x.astype(np.int8 if ml_dtypes.iinfo(x.dtype).min < 0 else np.uint8)
+
+
+def _wrapped(x: Array, dtype: Any) -> Array:
+    return (
+        x.astype(np.int64).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
+    )
+
+
+def _pattern(x: Array) -> Array:
+    """The bits of integers, as unsigned ones of whole bytes."""
+    whole = _whole(x)
+    bits = whole.view(np.dtype(f"uint{8 * whole.dtype.itemsize}"))
+    return bits if _width(x) >= 8 else bits & np.uint8((1 << _width(x)) - 1)
+
+
+def _signed(x: Array) -> Array:
+    """The bits of integers, as signed ones of whole bytes."""
+    pattern = _pattern(x)
+    signed = pattern.view(np.dtype(f"int{8 * pattern.dtype.itemsize}"))
+    if _width(x) >= 8:
+        return signed
+    top = np.int8(1 << (_width(x) - 1))
+    return (signed ^ top) - top
+
+
 def _shift(fill: Callable[[Array], Array], shift: Callable[[Array, Array], Array]):
     def shifted(x: Array, y: Array) -> Array:
-        bits = 8 * x.dtype.itemsize
-        inside = (y >= 0) & (y < bits)
-        amount = np.where(inside, y, 0).astype(x.dtype)
-        return np.where(inside, shift(x, amount), fill(x)).astype(x.dtype)
+        amount = _whole(y)
+        inside = (amount >= 0) & (amount < _width(x))
+        amount = np.where(inside, amount, 0).astype(np.uint8)
+        return _wrapped(np.where(inside, shift(x, amount), fill(x)), x.dtype)
 
     return shifted
 
 
-def _unsigned(x: Array) -> Array:
-    return x.view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
 def _logical(x: Array, amount: Array) -> Array:
-    return (_unsigned(x) >> _unsigned(amount)).view(x.dtype)
+    pattern = _pattern(x)
+    return pattern >> amount.astype(pattern.dtype)
 
 
 def _arithmetic(x: Array, amount: Array) -> Array:
-    signed = x.view(np.dtype(f"int{8 * x.dtype.itemsize}"))
-    return (signed >> amount.view(signed.dtype)).view(x.dtype)
+    signed = _signed(x)
+    return signed >> amount.astype(signed.dtype)
 
 
-shift_left = _shift(np.zeros_like, np.left_shift)
-shift_right_logical = _shift(np.zeros_like, _logical)
+def _left(x: Array, amount: Array) -> Array:
+    pattern = _pattern(x)
+    return pattern << amount.astype(pattern.dtype)
+
+
+def _nothing(x: Array) -> Array:
+    return np.zeros_like(_pattern(x))
+
+
+shift_left = _shift(_nothing, _left)
+shift_right_logical = _shift(_nothing, _logical)
 shift_right_arithmetic = _shift(
-    lambda x: _arithmetic(x, np.full_like(x, 8 * x.dtype.itemsize - 1)), _arithmetic
+    lambda x: _arithmetic(x, np.full(x.shape, _width(x) - 1, np.uint8)), _arithmetic
 )
 
 
@@ -183,12 +223,12 @@ def not_(x: Array) -> Array:
 
 
 def population_count(x: Array) -> Array:
-    return np.bitwise_count(_unsigned(x)).astype(x.dtype)
+    return _wrapped(np.bitwise_count(_pattern(x)), x.dtype)
 
 
 def clz(x: Array) -> Array:
-    bits = 8 * x.dtype.itemsize
-    value, count = _unsigned(x).astype(np.uint64), np.zeros(x.shape, np.int64)
+    bits = _width(x)
+    value, count = _pattern(x).astype(np.uint64), np.zeros(x.shape, np.int64)
     for _ in range(bits):
         count = np.where(value == 0, count, count + 1)
         value = value >> np.uint64(1)
@@ -232,7 +272,8 @@ def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Arr
         )
         return wide.astype(x.dtype)
     info = ml_dtypes.finfo(x.dtype)
-    pattern = _unsigned(x).astype(np.uint64)
+    word = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    pattern = x.view(word).astype(np.uint64)
     sign_bit = np.uint64(1 << (info.bits - 1))
     size = pattern & ~sign_bit
     dropped = info.nmant - mantissa_bits
@@ -247,7 +288,7 @@ def reduce_precision(x: Array, *, exponent_bits: int, mantissa_bits: int) -> Arr
         # XLA flushes what falls below the smallest normal number.
         size = np.where(size < (1 - bias + own_bias) << info.nmant, 0, size)
     result = size.astype(np.uint64) | (pattern & sign_bit)
-    result = result.astype(_unsigned(x).dtype).view(x.dtype)
+    result = result.astype(word).view(x.dtype)
     return np.where(x == x, result, x)
 
 

@@ -71,6 +71,7 @@ def _in_bytes(ctx: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 def _byte_aval(aval: Any) -> Any:
     wide = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+    wide["float4_e2m1fn"] = "uint8"  # its bits
     name = wide.get(aval.dtype.name)
     return aval if name is None else aval.update(dtype=np.dtype(name))
 
@@ -78,7 +79,15 @@ def _byte_aval(aval: Any) -> Any:
 def _converted(ctx: Any, value: Any, old: Any, new: Any) -> Any:
     if old.dtype == new.dtype:
         return value
-    cast = lambda x: jax.lax.convert_element_type(x, new.dtype)
+
+    def cast(x: Any) -> Any:
+        if old.dtype.name == "float4_e2m1fn":
+            x = jax.lax.bitcast_convert_type(x, jax.numpy.uint4)
+        if new.dtype.name == "float4_e2m1fn":
+            x = jax.lax.convert_element_type(x, jax.numpy.uint4)
+            return jax.lax.bitcast_convert_type(x, new.dtype)
+        return jax.lax.convert_element_type(x, new.dtype)
+
     rule = mlir.lower_fun(cast, multiple_results=False)
     return rule(ctx.replace(avals_in=[old], avals_out=[new]), value)[0]
 

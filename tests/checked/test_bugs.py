@@ -75,9 +75,9 @@ def gather_index_is_not_wrapped(fixed):
 
 
 @bug("bounds", "o_ref (output), f32[32]", None)
-def scatter_index_is_negative(fixed):
+def scatter_index_is_before_the_start(fixed):
     def kernel(x_ref, o_ref):
-        index = lax.iota(jnp.int32, 32) - 1
+        index = lax.iota(jnp.int32, 32) - 33
         if fixed:
             index = index % 32
         o_ref[index] = x_ref[...]  # BUG

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallasite as pl
@@ -191,6 +192,33 @@ BAD = {
     ),
     "bool index": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[jnp.arange(16) > 3][0])
+    ),
+    "bool index, numpy": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[np.arange(16) > 3])
+    ),
+    "bool index, list": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[[True, False] * 8])
+    ),
+    "bool index, store": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(x_ref[:, 0] > 3, x_ref[...])
+    ),
+    "bool index, store of a number": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(x_ref[:, 0] > 3, 0.0)
+    ),
+    "bool index, pl.store": lambda: call(
+        lambda x_ref, o_ref: pl.store(o_ref, x_ref[:, 0] > 3, x_ref[...])
+    ),
+    "bool index, True": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[True])
+    ),
+    "bool index, numpy False": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(np.bool_(False), x_ref[0])
+    ),
+    "bool index, traced": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(0, x_ref[x_ref[0, 0] > 3])
+    ),
+    "bool index, start": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(slice(0, 2), x_ref[pl.ds(True, 2)])
     ),
     "store shape": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[0])),
     "store scalar": lambda: call(lambda x_ref, o_ref: o_ref.__setitem__(-1, 0.0)),
@@ -379,6 +407,22 @@ BAD = {
     "semaphore several": lambda: call(
         lambda x_ref, o_ref, sems: pltpu.make_async_copy(x_ref, o_ref, sems).start(),
         scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],
+    ),
+    "copy never started": lambda: call(
+        lambda x_ref, o_ref, sem: pltpu.make_async_copy(x_ref, o_ref, sem).wait(),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    ),
+    "copy started with another semaphore": lambda: call(
+        lambda x_ref, o_ref, one, other: (
+            pltpu.make_async_copy(x_ref, o_ref, one).start(),
+            pltpu.make_async_copy(x_ref, o_ref, other.at[1]).wait(),
+        )[0],
+        scratch_shapes=[pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA((2,))],
+    ),
+    "semaphore never signalled": lambda: call(
+        lambda x_ref, o_ref: pl.run_scoped(
+            lambda sem: pl.semaphore_wait(sem, 2), pltpu.SemaphoreType.REGULAR
+        )
     ),
     "semaphore as memory": lambda: call(
         lambda x_ref, o_ref, sem: o_ref.__setitem__((0, 0), sem[...] * 1.0),

@@ -1,7 +1,8 @@
-"""Ranges of integer scalars: what lets a backend leave out bounds checks.
+"""Ranges of integers: what lets a backend leave out bounds checks.
 
 `Ranges` is told about values in program order (grid indices and loop counters by the
-caller) and answers with the least and greatest number each can be.
+caller) and answers with the least and greatest number each can be; of a tile, each of
+its elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ class Ranges:
         self.known[value] = (low, high)
 
     def of(self, value: Value) -> Range:
-        """The range of an integer scalar; that of its type if nothing is known."""
+        """The range of an integer; that of its type if nothing is known."""
         return self.known.get(value) or type_range(value.tile.dtype)
 
     def number(self, value: Value) -> int | None:
@@ -37,26 +38,30 @@ class Ranges:
         if op.name == "constant":
             self.set(result, op.attrs["value"], op.attrs["value"])
             return
-        rule = _RULES.get(op.name)
-        if rule is None or not all(map(_is_number, op.operands)):
-            return
-        operands = [self.of(v) for v in op.operands]
-        found = rule(*operands)
+        found = self._found(op)
         limits = type_range(result.tile.dtype)
         # Arithmetic wraps around: a range that leaves the type says nothing.
         if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
             self.known[result] = found
 
+    def _found(self, op: Op) -> Range | None:
+        if op.name in _POSITIONS:
+            return 0, max(_POSITIONS[op.name](op) - 1, 0)
+        rule = _RULES.get(op.name)
+        operands = op.operands[:1] if op.name in _MOVES else op.operands
+        if rule is None or not all(map(_is_number, operands)):
+            return None
+        return rule(*(self.of(v) for v in operands))
+
 
 def _is_integer(value: Value) -> bool:
     t = value.type
-    return isinstance(t, TileType) and t.shape == () and t.dtype.is_integer
+    return isinstance(t, TileType) and t.dtype.is_integer
 
 
 def _is_number(value: Value) -> bool:
     t = value.type
-    integral = isinstance(t, TileType) and (t.dtype.is_integer or t.dtype.is_bool)
-    return integral and t.shape == ()
+    return isinstance(t, TileType) and (t.dtype.is_integer or t.dtype.is_bool)
 
 
 def type_range(dtype: DType) -> Range:
@@ -84,9 +89,24 @@ def _remainder(x: Range, y: Range) -> Range | None:
     return 0, min(x[1], y[1] - 1)
 
 
-def _select(which: Range, *cases: Range) -> Range:
+def _any_of(*cases: Range) -> Range:
     return min(c[0] for c in cases), max(c[1] for c in cases)
 
+
+def _and(x: Range, y: Range) -> Range | None:
+    """No bit is set that is not set in the one that is not negative."""
+    bounds = [r[1] for r in (x, y) if r[0] >= 0]
+    return (0, min(bounds)) if bounds else None
+
+
+# Ops whose results are positions: how many there are.
+_POSITIONS: dict[str, Callable[[Op], int]] = {
+    "iota": lambda op: op.attrs["type"].shape[op.attrs["dim"]],
+    "arg_reduce": lambda op: op.operands[0].tile.shape[op.attrs["axis"]],
+}
+
+# Ops that give elements of their first operand and nothing else.
+_MOVES = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev", "dynamic_slice")
 
 _RULES: dict[str, Callable[..., Range | None]] = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
@@ -103,7 +123,10 @@ _RULES: dict[str, Callable[..., Range | None]] = {
     ),
     "cast": lambda x: x,
     "assume_multiple": lambda x: x,
-    "select_n": _select,
+    "and": _and,
+    "select_n": lambda which, *cases: _any_of(*cases),
+    "concatenate": _any_of,
+    **dict.fromkeys(_MOVES, lambda x: x),
 }
 
 

@@ -1,5 +1,6 @@
 """Every elementwise row on every element type the backend has, against its meaning."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from tests.ops.sampling import (
     special_values,
     ulp_error,
 )
+from tests.xla import USUAL
 
 SUPPORTED = [DTYPES[name] for name in ("bool", *INT_NAMES, *FLOAT_NAMES)]
 TYPED = ("select_n", "cast", "bitcast")  # their rules differ; tested below
@@ -90,6 +92,56 @@ def test_cast_follows_its_meaning(source: DType):
 
 EIGHT_BITS = [d for d in DTYPES.values() if d.name.startswith("f8") and d.bits == 8]
 EIGHT_BITS = [d for d in EIGHT_BITS if d.name != "f8e8m0fnu"]
+TINY = [DTYPES["f4e2m1fn"], DTYPES["f8e8m0fnu"]]
+
+
+def around(numbers: np.ndarray) -> np.ndarray:
+    """Numbers, what is halfway between them, and what is next to that, either sign."""
+    halfway = (numbers[1:].astype("f8") + numbers[:-1]) / 2
+    points = np.concatenate([numbers, halfway]).astype("f4")
+    near = [np.nextafter(points, np.float32(s)) for s in (-np.inf, np.inf)]
+    every = np.concatenate([points, *near])
+    return np.concatenate([every, -every])
+
+
+@pytest.mark.parametrize("dtype", TINY, ids=str)
+def test_4_bit_floats_and_powers_of_two_convert_bit_for_bit(dtype: DType):
+    numbers = np.arange(1 << dtype.bits, dtype=np.uint8).view(dtype.np)
+    widened = compute(lambda b, t: b.op("cast", t, dtype=DTYPES["f32"]), numbers)
+    np.testing.assert_array_equal(widened, numbers.astype(np.float32))
+    copied = compute(lambda b, t: t, numbers)
+    np.testing.assert_array_equal(copied.view("u1"), numbers.view("u1"))
+    spread = np.arange(0, 2**32, 2**16 - 15, np.uint64).astype(np.uint32).view("f4")
+    ends = np.array([0, 2**-149, 2**-127, 3e38, np.inf, np.nan], "f4")
+    ordered = np.unique(widened[np.isfinite(widened)])
+    x = np.concatenate([around(ordered), spread, ends, -ends[:-1]])
+    got = compute(lambda b, t: b.op("cast", t, dtype=dtype), x)
+    convert = jax.jit(lambda v: v.astype(dtype.np), compiler_options=USUAL)
+    want = np.asarray(convert(x))
+    np.testing.assert_array_equal(got.view("u1"), want.view("u1"))
+    with np.errstate(all="ignore"):
+        numpys = x.astype(dtype.np).view("u1")
+    # XLA gives both NaNs the same four bits.
+    same = (numpys == want.view("u1")) | (np.isnan(x) & np.signbit(x))
+    assert same.all()
+
+
+@pytest.mark.parametrize("dtype", TINY, ids=str)
+def test_arithmetic_of_4_bit_floats_and_powers_of_two(dtype: DType):
+    numbers = np.arange(1 << dtype.bits, dtype=np.uint8)
+    if dtype.bits == 8:  # XLA's threads flush what is subnormal in f32
+        numbers = np.append(numbers[64:192], numbers[-1])
+    numbers = numbers.view(dtype.np)
+    x, y = (g.ravel() for g in np.meshgrid(numbers, numbers))
+    names = ("add", "sub", "mul", "max", "min")
+
+    def emit(b, x, y):
+        parts = [b.op(name, x, y) for name in names]
+        return [*parts, b.lt(x, y), b.neg(x), b.cast(b.cast(x, DTYPES["i32"]), dtype)]
+
+    kernel = tiles_kernel(emit, [x, y])
+    for got, want in zip(run(kernel, x, y), run_numpy(kernel, [x, y]), strict=True):
+        np.testing.assert_array_equal(got.astype("f4"), want.astype("f4"))
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)

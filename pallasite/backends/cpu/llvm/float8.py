@@ -1,8 +1,8 @@
-"""8-bit floats: bytes in memory, f32 in registers.
+"""Floats of 8 and 4 bits: bytes in memory, f32 in registers.
 
-Reading looks the value up in a table of 256; writing rounds the f32 to nearest even and
-packs sign, exponent and fraction, with each format's own overflow and NaN. `scalars.py`
-calls this for the formats in `FORMATS`.
+Reading looks the value up in a table; writing rounds the f32 to nearest even and packs
+sign, exponent and fraction, with each format's own overflow and NaN. f8e8m0fnu is a
+power of two and nothing else. `scalars.py` calls this for the formats in `FORMATS`.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,23 @@ from pallasite.ir.types import DType
 
 
 class Format(NamedTuple):
-    """Layout of one 8-bit float. `negative_zero`: else that byte is the only NaN."""
+    """Layout of one narrow float. `negative_zero`: else that byte is the only NaN."""
 
     mantissa: int
     bias: int
     negative_zero: bool
-    infinity: int | None  # the byte of infinity, None where overflow gives NaN
+    infinity: int | None  # what overflow gives; None: NaN
+    bits: int = 8
+
+    @property
+    def sign(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def nan(self) -> int:
+        """Without its sign. f4e2m1fn has none, and XLA makes it -0."""
+        has_own = self.negative_zero and self.bits == 8
+        return self.sign - 1 if has_own else self.sign
 
 
 FORMATS = {
@@ -31,12 +42,15 @@ FORMATS = {
     "f8e4m3fnuz": Format(3, 8, False, None),
     "f8e5m2": Format(2, 15, True, 0x7C),
     "f8e5m2fnuz": Format(2, 16, False, None),
+    "f8e8m0fnu": Format(0, 127, False, None),
+    "f4e2m1fn": Format(1, 1, True, 0x7, bits=4),
 }
 
 
 def decode(f: Function, dtype: DType, byte: Val) -> Val:
     """The f32 a byte stands for."""
-    values = np.arange(256, dtype=np.uint8).view(dtype.np).astype(np.float32)
+    codes = np.arange(256, dtype=np.uint8) & np.uint8((1 << dtype.bits) - 1)
+    values = codes.view(dtype.np).astype(np.float32)
     bits = ", ".join(f"i32 {int(word)}" for word in values.view(np.int32))
     table = f.module.constant(f"values_of_{dtype}", f"[256 x i32] [{bits}]")
     place = f.element(table, "i32", f.convert("zext", byte, "i64"))
@@ -45,6 +59,8 @@ def decode(f: Function, dtype: DType, byte: Val) -> Val:
 
 def encode(f: Function, dtype: DType, value: Val) -> Val:
     """The byte nearest to an f32."""
+    if dtype.name == "f8e8m0fnu":
+        return _power_of_two(f, value)
     form = FORMATS[dtype.name]
     word = lambda number: integer(number, "i32")
     bits = f.convert("bitcast", value, "i32")
@@ -56,15 +72,34 @@ def encode(f: Function, dtype: DType, value: Val) -> Val:
     )
     # Codes grow with the value, so what is too large has passed the largest code.
     largest = word(int(np.array(ml_dtypes.finfo(dtype.np).max).view(np.uint8)))
-    nan = word(0x80 if not form.negative_zero else 0x7F)
+    nan = word(form.nan)
     beyond = nan if form.infinity is None else word(form.infinity)
     code = f.select(f.compare("icmp sgt", code, largest), beyond, code)
     code = f.select(f.compare("icmp ugt", size, word(0x7F800000)), nan, code)
-    sign = f.binary("and", f.binary("lshr", bits, word(24)), word(0x80))
+    sign = f.binary("lshr", bits, word(32 - form.bits))
+    sign = f.binary("and", sign, word(form.sign))
     if not form.negative_zero:  # the byte of -0 is NaN
         unsigned = f.compare("icmp eq", code, word(0))
         sign = f.select(unsigned, word(0), sign)
     return f.convert("trunc", f.binary("or", code, sign), "i8")
+
+
+def _power_of_two(f: Function, value: Val) -> Val:
+    """The exponent of an f32, halfway rounded up; what is zero or negative is NaN."""
+    word = lambda number: integer(number, "i32")
+    bits = f.convert("bitcast", value, "i32")
+    rounded = f.binary("lshr", f.binary("add", bits, word(0x400000)), word(23))
+    # Below the smallest normal number there is one power of two, 2**-127; what is
+    # between them goes up, as XLA has it.
+    above = f.compare("icmp ugt", bits, word(0x400000))
+    small = f.select(above, word(1), word(0))
+    is_small = f.compare("icmp ult", bits, word(0x800000))
+    code = f.select(is_small, small, rounded)
+    # Signed, negative numbers come before zero.
+    positive = f.compare("icmp sgt", bits, word(0))
+    finite = f.compare("icmp ult", bits, word(0x7F800000))
+    good = f.binary("and", positive, finite)
+    return f.convert("trunc", f.select(good, code, word(0xFF)), "i8")
 
 
 def _normal(f: Function, form: Format, size: Val) -> Val:

@@ -1,8 +1,8 @@
 """How each element type lives in registers and memory, and conversions between them.
 
-Narrow floats (bf16, f16, f8) are held in registers as the f32 of equal value, rounded
-after every operation; bools are i1 in registers and a byte in memory. Used by all that
-touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
+Narrow floats (bf16, f16, f8, f4) are held in registers as the f32 of equal value,
+rounded after every operation; bools are i1 in registers and a byte in memory. Used by
+all that touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
 """
 
 import struct
@@ -62,7 +62,7 @@ def is_narrow(dtype: DType) -> bool:
 
 def is_part_of_byte(dtype: DType) -> bool:
     """Narrower than a byte, and each in a byte of its own (`runtime/ffi.py`)?"""
-    return dtype.is_integer and dtype.bits < 8
+    return dtype.bits < 8
 
 
 def constant(value: Any, dtype: DType) -> Val:
@@ -113,7 +113,7 @@ def store(f: Function, dtype: DType, value: Val, pointer: Val) -> None:
 def from_memory(f: Function, dtype: DType, raw: Val) -> Val:
     if dtype.is_bool:
         return f.compare("icmp ne", raw, integer(0, "i8"))
-    if is_part_of_byte(dtype):
+    if is_part_of_byte(dtype) and dtype.is_integer:
         return f.convert("trunc", raw, register(dtype))
     if dtype.name == "bf16":
         wide = f.binary("shl", f.convert("zext", raw, "i32"), integer(16, "i32"))
@@ -128,7 +128,7 @@ def from_memory(f: Function, dtype: DType, raw: Val) -> Val:
 def to_memory(f: Function, dtype: DType, value: Val) -> Val:
     if dtype.is_bool:
         return f.convert("zext", value, "i8")
-    if is_part_of_byte(dtype):
+    if is_part_of_byte(dtype) and dtype.is_integer:
         return f.convert("sext" if dtype.is_signed_int else "zext", value, "i8")
     if dtype.name == "bf16":
         bits = f.convert("bitcast", value, "i32")
@@ -143,16 +143,18 @@ def to_memory(f: Function, dtype: DType, value: Val) -> Val:
 
 def to_bits(f: Function, dtype: DType, value: Val) -> Val:
     """The memory form as an integer of the same width."""
-    if is_part_of_byte(dtype):
+    if is_part_of_byte(dtype) and dtype.is_integer:
         return value
     raw = to_memory(f, dtype, value)
-    return f.convert("bitcast", raw, f"i{dtype.bits}")
+    how = "trunc" if is_part_of_byte(dtype) else "bitcast"
+    return f.convert(how, raw, f"i{dtype.bits}")
 
 
 def from_bits(f: Function, dtype: DType, bits: Val) -> Val:
-    if is_part_of_byte(dtype):
+    if is_part_of_byte(dtype) and dtype.is_integer:
         return bits
-    return from_memory(f, dtype, f.convert("bitcast", bits, memory(dtype)))
+    how = "zext" if is_part_of_byte(dtype) else "bitcast"
+    return from_memory(f, dtype, f.convert(how, bits, memory(dtype)))
 
 
 # --- rounding and conversion ---

@@ -204,7 +204,7 @@ def emit_atomic(e: "Emitter", op: Op) -> None:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
-        # What is reached one by one no other thread changes: `parallel_units.py` sees to it.
+        # What is reached one by one no other thread changes: see `parallel_units.py`.
         if ref.root in e.shared_roots and ref.buffer is not None:
             address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
