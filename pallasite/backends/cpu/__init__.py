@@ -21,6 +21,7 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.place_windows import place_windows
 from pallasite.passes.row_strips import row_strips
 
 DEEPEST = 1024  # steps of k for each time that sums are read and written
@@ -72,7 +73,8 @@ class CpuBackend:
 
 
 def _legal(kernel: Kernel) -> Kernel:
-    kernel = merge_k_steps(with_own_inputs(kernel), DEEPEST, COMPUTED_BYTES)
+    kernel = place_windows(with_own_inputs(kernel))
+    kernel = merge_k_steps(kernel, DEEPEST, COMPUTED_BYTES)
     deeper = merge_k_rounds(kernel, COMPUTED_BYTES)
     if deeper is not kernel:  # loops that are gone leave numbers to be computed
         kernel = canonicalize(deeper)

@@ -107,7 +107,8 @@ def with_own_inputs(kernel: Kernel) -> Kernel:
 def emit_kernel(kernel: Kernel) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`.
 
-    The kernel writes only memory it owns (`with_own_inputs`).
+    The kernel writes only memory it owns (`with_own_inputs`), and its index maps yield
+    numbers of blocks there are (`place_windows`).
     """
     module, sharing = Module(), sharing_of(kernel)
     ahead = find_packed_once(kernel)

@@ -31,8 +31,10 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import emit_module, is_native
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.legalize import legalize
+        from pallasite.passes.place_windows import place_windows
 
-        scheduled = legalize(schedule(kernel), is_native, self.name)
+        scheduled = schedule(place_windows(kernel))
+        scheduled = legalize(scheduled, is_native, self.name)
         return {
             "scheduled": lambda _: scheduled.text,
             # The text form has no source lines, which error messages need.

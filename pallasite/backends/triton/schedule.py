@@ -13,6 +13,7 @@ from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
+from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 
 SHARED_BYTES = 200 << 10  # what a pipelined loop may take of an SM's shared memory
@@ -32,7 +33,8 @@ def schedule(kernel: Kernel, native: frozenset[str]) -> Kernel:
             return False
         return op.name in native
 
-    kernel = legalize(plain_copies(kernel), is_native, "triton")
+    kernel = plain_copies(place_windows(kernel))
+    kernel = legalize(kernel, is_native, "triton")
     return promote(canonicalize(kernel))
 
 
