@@ -24,9 +24,13 @@ from tests.fuzz.writer import World, Writer
 FAR = 1 << 30  # times a grid index wraps around
 
 
-def placed_kernel(choices: Choices, updates: bool = True) -> Case:
-    """A kernel; with `updates`, it may read the blocks of its outputs."""
-    maker = _Maker(World(choices, (T.I32,)), updates)
+def placed_kernel(choices: Choices, for_tpu: bool = False) -> Case:
+    """A kernel; `for_tpu`: of what a TPU mostly takes.
+
+    Its blocks fit the tiles, have one length, and are not read before they are written:
+    an output block is not fetched there.
+    """
+    maker = _Maker(World(choices, (T.I32,)), for_tpu)
     kernel = maker.kernel()
     verify(kernel)
     return Case(kernel, tuple(maker.arrays))
@@ -37,7 +41,7 @@ class _Maker:
     """Parameters are made in the order a TPU wants: sizes, scalars, arrays."""
 
     world: World
-    may_update: bool
+    for_tpu: bool
     inputs: list[Value] = field(default_factory=list)
     arrays: list[np.ndarray] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
@@ -59,7 +63,7 @@ class _Maker:
             self.lookup = self.param(values, "lookup", "smem")
         kept = world.chance(70)
         self.block = (world.integer(1, 3) if kept else None, *self.rows_and_lanes())
-        self.updates = world.chance(30) and self.may_update
+        self.updates = world.chance(30) and not self.for_tpu
         is_inner, outer_ids = world.chance(20), ()
         if is_inner:
             outer_ids = (Value(T.INDEX, "outer"),)
@@ -166,7 +170,8 @@ class _Maker:
         index = self.index(axes, outer, written)
         if size is None:
             return Side(n, BlockDim(1, "squeezed"), index)
-        kind = world.pick(("blocked", "blocked", "blocked", "element", "bounded"))
+        kinds = ("blocked", "blocked", "blocked", "element", "bounded")
+        kind = world.pick(kinds[:4] if self.for_tpu else kinds)
         if kind == "blocked":
             return Side(n, BlockDim(size), index, hangs=n % size != 0)
         if kind == "element":
@@ -185,7 +190,8 @@ class _Maker:
 
     def whole(self, size: int, axes: int, outer: Ids, written: bool) -> Side:
         """Mostly all there is of a dimension, whatever the index map says."""
-        n = self.world.integer(1, 6) if self.world.chance(20) else size
+        varies = self.world.chance(20) and not self.for_tpu
+        n = self.world.integer(1, 6) if varies else size
         index = self.index(axes, outer, written)
         return Side(n, BlockDim(size), index, hangs=n % size != 0)
 

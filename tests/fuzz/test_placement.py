@@ -5,10 +5,12 @@ Kernels that a backend refuses are left out; most must be left.
 """
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from pallasite.backends.cpu.call import parallel_units
 from pallasite.errors import PallasError
 from pallasite.passes.place_windows import place_windows
 from tests.backends.cpu.direct import Code, Guarded
@@ -26,8 +28,14 @@ Arrays = Sequence[np.ndarray]
 
 
 def native(case: Case) -> Arrays:
+    """Threads share what they may; blocks are against a page after or before them."""
     memory = Guarded(after=len(case.kernel.text) % 2 == 0)
-    return Code(case.kernel, optimise=False, memory=memory)(*case.arrays)
+    with (
+        mock.patch.object(parallel_units, "PROFITABLE_NS", 0),
+        mock.patch.object(parallel_units, "CHUNK_NS", 0),
+    ):
+        code = Code(case.kernel, optimise=False, memory=memory)
+    return code(*case.arrays, pool=3)
 
 
 def on_triton(case: Case) -> Arrays:
@@ -50,15 +58,14 @@ def emulation(case: Case) -> Arrays:
 ENGINES: dict[str, tuple[Callable[[Case], Arrays], int, float]] = {
     "place_windows": (placed, 400, 1.0),
     "cpu": (native, 400, 1.0),
-    "triton": (on_triton, 400, 0.9),
-    "tpu": (on_tpu, 400, 0.25),
+    "triton": (on_triton, 240, 0.9),
+    "tpu": (on_tpu, 240, 0.7),
     "emulation": (emulation, 40, 1.0),
 }
 
 
 def kernel_for(name: str, stream: bytes) -> Case:
-    # An output block of a TPU is not fetched: what it held is not there to be updated.
-    return placed_kernel(Stream(stream), updates=name != "tpu")
+    return placed_kernel(Stream(stream), for_tpu=name == "tpu")
 
 
 def disagreement(case: Case, engine: Callable[[Case], Arrays]) -> str | None:

@@ -245,6 +245,7 @@ class Emitter:
         self.arena = Arena()
         self._arena_pointer = f.params[-1]
         self._env: dict[Value, Meaning] = {**operands}
+        self.whole_arrays = frozenset(operands.values())
         self._scopes: list[Scope] = []
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them

@@ -138,7 +138,8 @@ def _placed(
     changes = root.mutable and (
         root in seen_elsewhere or any(plans[n].written for n in group)
     )
-    together = root not in seen_elsewhere and _move_together([plans[n] for n in group])
+    alone = root not in seen_elsewhere
+    together = alone and _move_together(e, [plans[n] for n in group])
     if shared and changes and together:
         # They share what one of them needs.
         plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
@@ -159,9 +160,12 @@ def _placed(
     return replace(plan, one_by_one=True)
 
 
-def _move_together(plans: Sequence[Plan]) -> bool:
-    """Do the windows show the same block at every step?"""
+def _move_together(e: "Emitter", plans: Sequence[Plan]) -> bool:
+    """Do the windows, all of one memory, show the same block at every step?"""
     first = plans[0]
+    arrays = {plan.array for plan in plans}
+    if len(arrays) > 1 and not arrays <= e.whole_arrays:
+        return False  # parts of an array may begin at different places
     known = all(
         f.affine is not None and f.affine.const is not None for f in first.forms
     )
