@@ -133,8 +133,9 @@ def unclamped(
 
     def number(value: Value) -> int | None:
         op = made.get(value)
-        is_constant = op is not None and op.name == "constant"
-        return op.attrs["value"] if is_constant else None
+        if op is None or op.name != "constant":
+            return None
+        return op.attrs["value"]
 
     def before(value: Value, last: int) -> Value:
         op = made.get(value)
