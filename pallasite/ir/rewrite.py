@@ -65,7 +65,7 @@ class _Mapper:
 
     def op(self, op: Op) -> list[Op]:
         op = _with_operands(op, self.values(op.operands))
-        op = _with_regions(op, [self.block(r) for r in op.regions])
+        op = with_regions(op, [self.block(r) for r in op.regions])
         builder = Rewriter(self.producers)
         builder.loc = op.loc
         made = self.rewrite(op, builder)
@@ -127,7 +127,7 @@ def apply_patterns(
 def substitute(block: Block, mapping: Mapping[Value, Value]) -> Block:
     """Replace uses of values, in nested regions too; definitions stay."""
     ops = [
-        _with_regions(
+        with_regions(
             _with_operands(op, _mapped(op.operands, mapping)),
             [substitute(r, mapping) for r in op.regions],
         )
@@ -208,7 +208,7 @@ def _live_block(block: Block, live: set[Value]) -> Block:
     for op in reversed(block.ops):
         if not any(v in live for v in op.results) and is_removable(op):
             continue
-        op = _with_regions(op, [_live_block(r, live) for r in op.regions])
+        op = with_regions(op, [_live_block(r, live) for r in op.regions])
         live.update(op.operands)
         kept.append(op)
     kept.reverse()
@@ -278,7 +278,7 @@ class _Shared:
             regions.append(self.block(region))
             self.writes_seen += changes
         self.available = outer
-        return _with_regions(op, regions)
+        return with_regions(op, regions)
 
 
 # --- rebuilding only what changed ---
@@ -300,7 +300,8 @@ def _with_operands(op: Op, operands: tuple[Value, ...]) -> Op:
     return op if operands is op.operands else op.with_(operands=operands)
 
 
-def _with_regions(op: Op, regions: Sequence[Block]) -> Op:
+def with_regions(op: Op, regions: Sequence[Block]) -> Op:
+    """The op with these regions; the very same one if they are its own."""
     if not regions or all(a is b for a, b in zip(regions, op.regions, strict=True)):
         return op
     return op.with_(regions=tuple(regions))

@@ -21,6 +21,7 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.place_windows import place_windows
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
 from pallasite.target import Host
@@ -34,6 +35,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
     strip = host.l1_bytes // 3  # of a tile, so that the few of one row's code stay
     return (
         Pass("own_inputs", own_inputs),
+        Pass("place_windows", place_windows),
         Pass(
             "merge_k_steps",
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),

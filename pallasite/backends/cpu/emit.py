@@ -81,7 +81,8 @@ def is_native(op: Op) -> bool:
 def emit_kernel(kernel: Kernel) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`.
 
-    The kernel writes only memory it owns (`call/own_inputs.py`).
+    The kernel writes only memory it owns (`own_inputs`), and its index maps yield
+    numbers of blocks there are (`place_windows`).
     """
     module, sharing = Module(), Sharing.of(kernel)
     ahead = find_packed_once(kernel)
@@ -218,6 +219,7 @@ class Emitter:
         self.arena = Arena()
         self._arena_pointer = f.params[-1]
         self._env: dict[Value, Meaning] = {**operands}
+        self.whole_arrays = frozenset(operands.values())
         self._scopes: list[Scope] = []
         self._count = 0
         self.share: Share | None = None  # the units to run, where threads share them

@@ -30,8 +30,10 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.legalize import legalize
+        from pallasite.passes.place_windows import place_windows
 
         return (
+            Pass("place_windows", place_windows),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )

@@ -19,10 +19,10 @@ from pallasite.backends.tpu.windows import (
     by_element,
     check_window,
     hangs_over,
-    index_limit,
     is_whole,
     memref_shape,
     operand_name,
+    touching,
 )
 from pallasite.backends.tpu.writer import ELEMENTS, array
 from pallasite.errors import UnsupportedError
@@ -399,13 +399,17 @@ class _Function(Control):
 
     def _edge(self, d: int, dim: BlockDim, size: int, name: str, fact: Fact) -> Edge:
         low = dim.padding[0]
-        if dim.kind == "blocked" and dim.size != 1:
-            name = self.out.value(f"arith.muli {name}, {self.out.i32(dim.size)} : i32")
+        if dim.kind == "blocked":
+            name = self._times(name, dim.size)
         # Elements are numbered from the start of the padding.
         return Edge(d, Start(0, name, 1), low if fact.low < low else None, low + size)
 
+    def _times(self, name: str, factor: int) -> str:
+        by = self.out.i32(factor)
+        return name if factor == 1 else self.out.value(f"arith.muli {name}, {by} : i32")
+
     def emit_map(self, index_map: Block, ref: Value, window: Window) -> list[str]:
-        """An index map's block numbers, kept inside the array for what is read."""
+        """An index map's block numbers."""
         self._bind_ids(index_map.params)
         if any(d.kind == "bounded" for d in window.dims):
             raise UnsupportedError(
@@ -415,18 +419,44 @@ class _Function(Control):
                 fix="use pl.Element or a fixed block and mask",
             )
         self.emit_block(index_map)
+        if not by_element(window):
+            return [self.name(v) for v in index_map.yields]
         pairs = zip(index_map.yields, window.dims, ref.ref.shape, strict=True)
-        return [self._map_index(v, d, n, window) for v, d, n in pairs]
+        return [self._first_element(v, d, n, ref, window) for v, d, n in pairs]
 
-    def _map_index(self, value: Value, dim: BlockDim, size: int, window: Window) -> str:
-        limit, fact = index_limit(dim, size), self.facts.of(value)
-        clamps = window.mode == "in" and not fact.within(0, limit)
-        name = self._clamped(value, limit) if clamps else self.name(value)
-        if by_element(window) and dim.kind == "blocked" and dim.size != 1:
-            name = self.out.value(f"arith.muli {name}, {self.out.i32(dim.size)} : i32")
-        elif by_element(window) and fact.multiple > 1 and not clamps:
+    def _first_element(
+        self, value: Value, dim: BlockDim, size: int, ref: Value, window: Window
+    ) -> str:
+        name, fact = self.name(value), self.facts.of(value)
+        if dim.kind == "blocked":
+            return self._times(name, dim.size)
+        if dim.kind == "element" and not fact.within(*touching(dim, size)):
+            return self._touching(name, dim, size, ref, window)
+        if fact.multiple > 1:
             name = self.out.value(f"tpu.assume_multiple {name}, {fact.multiple} : i32")
         return name
+
+    def _touching(
+        self, name: str, dim: BlockDim, size: int, ref: Value, window: Window
+    ) -> str:
+        """The nearest block with something of the array in it: no other is copied.
+
+        Nobody sees the difference where it is read: from a block wholly in the padding
+        comes the fill value, or anything.
+        """
+        if window.mode == "out":
+            raise UnsupportedError(
+                "backend 'tpu': an output block may be wholly in the padding",
+                [
+                    ("operand", operand_name(self.plan.kernel, ref)),
+                    ("block", f"{dim.size} of {size}, padding {dim.padding}"),
+                ],
+                at=self.plan.kernel.loc,
+                fix="make the padding smaller than the block, with none at the end",
+            )
+        first, last = map(self.out.i32, touching(dim, size))
+        name = self.out.value(f"arith.maxsi {name}, {first} : i32")
+        return self.out.value(f"arith.minsi {name}, {last} : i32")
 
 
 def _listed(params: Sequence[Value]) -> str:

@@ -92,26 +92,17 @@ def _fitting(
     return tuple(shape)
 
 
-def blocks(dim: BlockDim, size: int) -> int:
-    """How many blocks cover a dimension."""
-    return -(-size // dim.size)
-
-
-def index_limit(dim: BlockDim, size: int) -> int:
-    """The greatest index whose block touches the array."""
-    if dim.kind == "blocked":
-        return max(blocks(dim, size) - 1, 0)
-    if dim.kind == "squeezed":
-        return max(size - 1, 0)
-    return max(size + dim.padding[0] - 1, 0)
+def touching(dim: BlockDim, size: int) -> tuple[int, int]:
+    """The least and the greatest first element of blocks not wholly in the padding."""
+    low = dim.padding[0]
+    return max(low - dim.size + 1, 0), max(low + size - 1, 0)
 
 
 def hangs_over(dim: BlockDim, size: int, index: Fact) -> bool:
-    """Whether a block may reach outside the array along this dimension."""
+    """Whether a block there is may reach outside the array along this dimension."""
     if dim.kind == "blocked":
-        last = index_limit(dim, size)
-        return size % dim.size != 0 or not index.within(0, last)
+        return size % dim.size != 0
     if dim.kind == "squeezed":
-        return not index.within(0, size - 1)
+        return False
     low = dim.padding[0]
     return not index.within(low, low + size - dim.size)

@@ -22,6 +22,7 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
+from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
 from pallasite.target import GPUS, Gpu
@@ -31,6 +32,7 @@ TARGET = "__gpu$xla.gpu.triton"
 
 NATIVE_OPS = frozenset(emit.RULES)
 PASSES = (
+    Pass("place_windows", place_windows),
     Pass("plain_copies", plain_copies),
     Pass(
         "legalize",

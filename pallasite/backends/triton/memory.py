@@ -13,6 +13,7 @@ from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
+from pallasite.passes.analysis.block_table import last_number
 
 Number = int | Val  # an i32 scalar, plain where it is known
 
@@ -110,7 +111,7 @@ class Memory(Dots):
             if whole.edge is not None:
                 self.refuse(op, "a window on a block that may hang over its array")
             index = next(pending)
-            start, low, high = self.block_start(dim, index)
+            start, low, high = self.block_start(dim, index, whole.size)
             stop: Number = whole.size
             if dim.kind == "bounded":
                 stop = self.bounded_stop(start, next(pending), whole.size)
@@ -131,13 +132,19 @@ class Memory(Dots):
             fill=window.fill,
         )
 
-    def block_start(self, dim: BlockDim, index: Value) -> tuple[Number, int, int]:
-        """First element of a block, with the least and greatest it can be."""
+    def block_start(
+        self, dim: BlockDim, index: Value, size: int
+    ) -> tuple[Number, int, int]:
+        """First element of a block, with the least and greatest it can be.
+
+        The index is the number of a block there is: `place_windows` has seen to it.
+        """
         low, high = self.ranges.of(index)
+        low, high = max(low, 0), min(high, last_number(dim, size))
         start = self.number(index)
         if dim.kind == "blocked":
-            if max(-low, high) * dim.size >= 1 << 31:
-                low, high = -1, 1 << 31  # unknown: check both ends
+            if high * dim.size >= 1 << 31:
+                low, high = -1, 1 << 31  # it may wrap around: check both ends
             return self.times(start, dim.size), low * dim.size, high * dim.size
         if dim.kind == "element":
             before = dim.padding[0]

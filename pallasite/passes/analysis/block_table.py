@@ -1,7 +1,8 @@
 """Which block an index map shows at each step, by trying all of them.
 
 `told_apart` is for maps that are no sums of grid indices, and for blocks that are
-clamped. Used by `grid.py` and, for the numbers themselves, by `partition.py`.
+clamped. Used by `grid.py` and, for the numbers themselves, by `partition.py` and
+`place_windows.py`.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,13 @@ _MOST_STEPS = 1 << 16  # of grids that are tried step by step
 
 
 def last_number(dim: BlockDim, n: int) -> int:
-    """The greatest number along a dimension that an index map may give."""
+    """The greatest number along a dimension that names a block; the least is 0.
+
+    A dimension without elements has a block too, with nothing in it.
+    """
     if dim.kind == "blocked":
-        return -(-n // max(dim.size, 1)) - 1
-    return n + sum(dim.padding) - 1
+        return max(-(-n // max(dim.size, 1)) - 1, 0)
+    return max(n + sum(dim.padding) - 1, 0)
 
 
 def told_apart(
@@ -30,22 +34,29 @@ def told_apart(
     grid: Sequence[int | None],
 ) -> frozenset[int] | None:
     """Axes told from the block indices, by trying every step of a small grid."""
-    sizes = [n for n in grid if n is not None]
+    steps = all_steps(grid)
     whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
-    if len(sizes) < len(grid) or not whole_blocks or not 0 < prod(sizes) <= _MOST_STEPS:
+    if steps is None or not whole_blocks:
         return None
-    steps = np.indices(sizes, dtype=np.int32).reshape(len(sizes), -1)
     indices = evaluate_map(index_map, steps)
     if indices is None:
         return None
     dims = zip(indices, window.dims, shape, strict=True)
-    clamped = [np.clip(i, 0, max(last_number(dim, n), 0)) for i, dim, n in dims]
+    clamped = [np.clip(i, 0, last_number(dim, n)) for i, dim, n in dims]
     _, block = np.unique(np.stack(clamped), axis=1, return_inverse=True)
     block = block.ravel()
     count = int(block.max()) + 1
     return frozenset(
         axis for axis, position in enumerate(steps) if _tells(block, position, count)
     )
+
+
+def all_steps(grid: Sequence[int | None]) -> np.ndarray | None:
+    """The grid indices of every step, a row per axis, if a small grid has any."""
+    sizes = [n for n in grid if n is not None]
+    if len(sizes) < len(grid) or not 0 < prod(sizes) <= _MOST_STEPS:
+        return None
+    return np.indices(sizes, dtype=np.int32).reshape(len(sizes), prod(sizes))
 
 
 def _tells(block: np.ndarray, position: np.ndarray, count: int) -> bool:

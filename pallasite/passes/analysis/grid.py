@@ -32,6 +32,7 @@ from pallasite.passes.analysis.carried import (
     is_overwritten,
     reads_unwritten,
 )
+from pallasite.passes.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
@@ -294,7 +295,8 @@ class _Analysis:
         region, attr = self.maps[number], self.window_attrs[number]
         forms = Forms(region.params, self.outer)
         forms.add_ops(region.ops, loads_vary=False)
-        found = tuple(map(forms.of, region.yields))
+        numbers = unclamped(region, attr, self.refs[number].ref.shape)
+        found = tuple(map(forms.of, numbers))
         moves = frozenset[int]().union(*(f.axes for f in found))
         own = apart = frozenset[int]()
         certain = False

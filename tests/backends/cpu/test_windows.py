@@ -7,6 +7,7 @@ import pytest
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
+from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import F32, I32, INDEX, RefType
 from tests.backends.cpu.running import llvm_of, run
 from tests.ir.kernels import (
@@ -371,3 +372,30 @@ def test_native_code_agrees_with_the_evaluator(kernel: Kernel):
         run(kernel, *arrays), jax.jit(emulate(kernel))(*arrays), strict=True
     ):
         np.testing.assert_allclose(native, defined, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_of_two_parts_of_an_array_are_two_blocks():
+    """The same block number of each part, at the edge too, is another place."""
+    kernel = parse_kernel(
+        """
+        kernel @k(%s: ref<i32[20] any>, %o: ref<i32[20] any>) outputs 1 aliases {0: 0} {
+          pipeline {grid=(), windows=(), semantics=()}
+            body () {
+              %a: ref<i32[7] any> = subview %o[0:+7]
+              %b: ref<i32[7] any> = subview %o[10:+7]
+              pipeline %a, %b {grid=(2,), windows=(in[4], out[4]),
+                  semantics=("arbitrary",)}
+                map (%i: i32) { yield %i }
+                map (%j: i32) { yield %j }
+                body (%p: i32, %ab: ref<i32[4] block>, %bb: ref<i32[4] block>) {
+                  %v: i32[4] = load %ab[:]
+                  %w: i32[4] = add %v, %v
+                  store %bb[:] = %w
+                }
+            }
+        }
+        """
+    )
+    x = np.arange(20, dtype=np.int32)
+    (got,) = run(kernel, x)
+    np.testing.assert_array_equal(got, [*x[:10], *(2 * x[:7]), *x[17:]])

@@ -8,7 +8,6 @@ which programs may run at once; the others run one by one, in grid order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu.call.parallel_units import each_program
@@ -18,6 +17,8 @@ from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
 from pallasite.passes.analysis.affine import Form, Forms
+from pallasite.passes.analysis.ranges import Range
+from pallasite.passes.place_windows import number_ranges, unclamped
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -73,7 +74,7 @@ class Plan:
     array: Ref
     window: Window
     index_map: Block
-    forms: list[Form]  # what the index map yields
+    forms: list[Form]  # what the index map yields, before it is clamped
     fits: list[bool]  # per dimension: no block of the grid hangs over the edge
     written: bool
     regrouped: bool = False  # some view needs it without gaps
@@ -102,8 +103,9 @@ def _plans(e: "Emitter", op: Op) -> list[Plan]:
         body.params[len(op.attrs["grid"]) :],
         strict=True,
     ):
-        ref, forms = e.ref(array), _forms(index_map)
-        ranges = _index_ranges(forms, op.attrs["grid"], window)
+        ref = e.ref(array)
+        forms = _forms(index_map, window, ref.shape)
+        ranges = _index_ranges(index_map, op.attrs["grid"], window, ref.shape)
         fits = [
             _always_fits(dim, n, *bounds)
             for dim, n, bounds in zip(window.dims, ref.shape, ranges, strict=True)
@@ -136,7 +138,8 @@ def _placed(
     changes = root.mutable and (
         root in seen_elsewhere or any(plans[n].written for n in group)
     )
-    together = root not in seen_elsewhere and _move_together([plans[n] for n in group])
+    alone = root not in seen_elsewhere
+    together = alone and _move_together(e, [plans[n] for n in group])
     if shared and changes and together:
         # They share what one of them needs.
         plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
@@ -157,9 +160,12 @@ def _placed(
     return replace(plan, one_by_one=True)
 
 
-def _move_together(plans: Sequence[Plan]) -> bool:
-    """Do the windows show the same block at every step?"""
+def _move_together(e: "Emitter", plans: Sequence[Plan]) -> bool:
+    """Do the windows, all of one memory, show the same block at every step?"""
     first = plans[0]
+    arrays = {plan.array for plan in plans}
+    if len(arrays) > 1 and not arrays <= e.whole_arrays:
+        return False  # parts of an array may begin at different places
     known = all(
         f.affine is not None and f.affine.const is not None for f in first.forms
     )
@@ -171,30 +177,31 @@ def _move_together(plans: Sequence[Plan]) -> bool:
     )
 
 
-def _forms(index_map: Block) -> list[Form]:
+def _forms(index_map: Block, window: Window, shape: Sequence[int]) -> list[Form]:
     forms = Forms(index_map.params)
     forms.add_ops(index_map.ops)
-    return [forms.of(value) for value in index_map.yields]
+    return [forms.of(value) for value in unclamped(index_map, window, shape)]
 
 
 def _index_ranges(
-    forms: Sequence[Form], grid: Sequence[int | None], window: Window
-) -> Iterator[tuple[float, float]]:
-    """Per dimension, the least and the greatest index over the grid, if known."""
-    pending = iter(forms)
+    index_map: Block,
+    grid: Sequence[int | None],
+    window: Window,
+    shape: Sequence[int],
+) -> Iterator[Range]:
+    """Per dimension, the least and the greatest index over the grid."""
+    pending = iter(number_ranges(index_map, window, shape, grid))
     for dim in window.dims:
-        affine = next(pending).affine
+        yield next(pending)
         if dim.kind == "bounded":
             next(pending)
-        yield (-inf, inf) if affine is None else affine.range(grid)
 
 
-def _always_fits(dim: BlockDim, n: int, first: float, last: float) -> bool:
+def _always_fits(dim: BlockDim, n: int, first: int, last: int) -> bool:
     if dim.kind == "squeezed" or not dim.size:
         return n > 0 or not dim.size
     if dim.kind == "blocked":
-        # A number that is no block's is clamped to the first or last one, whole or not.
-        return n > 0 and (n % dim.size == 0 or max(last, 0) < n // dim.size)
+        return n > 0 and (n % dim.size == 0 or last < n // dim.size)
     inside = dim.padding[0] <= first and last + dim.size <= n + dim.padding[0]
     return dim.kind == "element" and inside
 
@@ -282,24 +289,18 @@ def _extent(
 ) -> Extent:
     """Where a block lies along one dimension, from what the index map yields.
 
-    What `fits` promises is clamped all the same: safety does not hang on a proof.
+    That is the number of a block there is: `place_windows` has seen to it.
     """
     zero, size = integer(0), integer(dim.size)
     index = next(numbers)
     if dim.kind == "squeezed":
-        start = f.clamp(index, zero, integer(max(n - 1, 0)))
-        return Extent(start, 1, zero, integer(min(n, 1)), squeezed=True)
+        return Extent(index, 1, zero, integer(min(n, 1)), squeezed=True)
     if dim.kind == "blocked":
-        blocks = n // max(dim.size, 1) if fits else -(-n // dim.size)
-        number = f.clamp(index, zero, integer(max(blocks - 1, 0)))
-        start = f.mul(number, size)
+        start = f.mul(index, size)
         high = size if fits else f.least(size, f.sub(integer(n), start))
         return Extent(start, dim.size, zero, high)
-    low_padding, high_padding = dim.padding
-    last = integer(max(n + low_padding + high_padding - 1, 0))
-    start = f.sub(f.clamp(index, zero, last), integer(low_padding))
+    start = f.sub(index, integer(dim.padding[0]))
     if fits:
-        start = f.clamp(start, zero, integer(n - dim.size))
         return Extent(start, dim.size, zero, size)
     end = f.sub(integer(n), start)
     if dim.kind == "bounded":
