@@ -1,10 +1,11 @@
 """How long kernels with many uses of one op take to compile on this CPU, against XLA.
 
 Each row is a kernel in which one op (or a few that go together) is used 50, 200 or 800
-times, compiled from the Python function on, nothing cached: our stages, their sum, XLA's
-compilation of the same function in plain JAX, and the ratio. Times are CPU seconds of
-this process, so that other work on the machine does not count. `--save FILE` keeps the
-rows as JSON, `--against FILE` prints the totals of such a file beside the new ones.
+times, compiled from the Python function on, nothing cached: our stages, their sum,
+XLA's compilation of the same function in plain JAX, and the ratio. Times are CPU
+seconds of this process, so that other work on the machine does not count. `--save FILE`
+keeps the rows as JSON, `--against FILE` prints the totals of such a file beside the new
+ones.
 """
 
 import argparse
@@ -24,12 +25,12 @@ import numpy as np
 from jax import lax
 
 os.environ["PALLASITE_CACHE_DIR"] = "off"
-import pallasite as pl  # noqa: E402
-from pallasite.backends import cpu  # noqa: E402
-from pallasite.backends.cpu.call import compile as compiler  # noqa: E402
-from pallasite.backends.cpu.emit import emit_kernel  # noqa: E402
-from pallasite.passes.run import run as run_passes  # noqa: E402
-from pallasite.primitive import calls_in  # noqa: E402
+import pallasite as pl
+from pallasite.backends import cpu
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.emit import emit_kernel
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import calls_in
 
 STAGES = ("trace", "passes", "text", "llvm", "code")
 USES = (50, 200, 800)

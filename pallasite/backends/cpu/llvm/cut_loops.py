@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pallasite.backends.cpu.llvm.writer import Function, Span, Val
 
-MANY = 90  # loops in a function; with fewer it stays whole
+MANY = 50  # loops in a function; with fewer it stays whole
 PIECE = 400  # lines of a loop that is not cut further, if there are loops in it
 
 _NAME = re.compile(r"%[\w.]+")
@@ -40,7 +40,7 @@ def cut_at_loops(f: Function) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A loop by itself: its lines, what it takes and what it leaves to the code after."""
+    """A loop by itself: its lines, what it takes and what code after it uses."""
 
     text: str
     uses: list[Val]
@@ -71,7 +71,7 @@ def _places(f: Function) -> dict[str, tuple[int, int]]:
 
 
 def _piece(f: Function, span: Span, places: dict[str, tuple[int, int]]) -> Piece | None:
-    """None if the loop is more than code that is entered at one place and left at one."""
+    """The loop, or None if it has an exit of its own, or memory on the stack."""
     text = "\n".join(f.lines[span.start : span.end])
     names = dict.fromkeys(_NAME.findall(text))
     labels = {f"%{label}" for label in _LABEL.findall(text)}
@@ -90,9 +90,9 @@ def _piece(f: Function, span: Span, places: dict[str, tuple[int, int]]) -> Piece
 def _call(f: Function, span: Span, piece: Piece) -> list[str]:
     """Lines that stand for a loop."""
     types = [value.type for value in piece.makes]
-    returns = {0: "void", 1: types[0] if types else ""}.get(
-        len(types), f"{{ {', '.join(types)} }}"
-    )
+    returns = "".join(types) or "void"
+    if len(types) > 1:
+        returns = f"{{ {', '.join(types)} }}"
     name = _function(f, span, piece, returns)
     call = f"call {returns} @{name}({', '.join(map(str, piece.uses))})"
     leave = f"  br label %{span.after}"

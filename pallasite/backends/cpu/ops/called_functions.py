@@ -20,6 +20,7 @@ from pallasite.ir.types import DType
 
 INLINE_LINES = 1000  # of one kind of op in a kernel; what is more is called
 SHORT = 8  # lines that cost LLVM about as much as a call
+LONGEST = 500  # lines of one op; with few uses there is no need to count them
 
 
 class Kind(NamedTuple):
@@ -63,14 +64,10 @@ def _kind(op: Op) -> Kind:
 
 
 def _is_long(kind: Kind, uses: int) -> bool:
-    # No op takes this many lines, so there is no need to count.
     if uses <= INLINE_LINES // LONGEST:
         return False
     lines = _lines(kind)
     return lines > SHORT and uses * lines > INLINE_LINES
-
-
-LONGEST = 500
 
 
 @cache
