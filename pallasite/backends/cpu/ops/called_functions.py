@@ -15,6 +15,7 @@ from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.values import vector
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val
 from pallasite.backends.cpu.ops import arithmetic
+from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op, walk
 from pallasite.ir.types import DType
 
@@ -72,8 +73,11 @@ def _is_long(kind: Kind, uses: int) -> bool:
 
 @cache
 def _lines(kind: Kind) -> int:
-    """How many instructions the op is on a vector."""
-    return len(_function(Module(), "counted", kind, vector_loops.width()).lines)
+    """How many instructions the op is on a vector; none if there is no such op."""
+    try:
+        return len(_function(Module(), "counted", kind, vector_loops.width()).lines)
+    except UnsupportedError:  # raised again where the op's source line is known
+        return 0
 
 
 def _call(f: Function, kind: Kind, values: list[Val]) -> Val:
