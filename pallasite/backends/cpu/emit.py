@@ -19,10 +19,11 @@ from pallasite.backends.cpu.call.parallel_units import (
 from pallasite.backends.cpu.dot import dot
 from pallasite.backends.cpu.dot.fusion import fuse_addends
 from pallasite.backends.cpu.dot.pack_once import PackedOnce, find_packed_once
-from pallasite.backends.cpu.llvm import scalars, vector_loops
+from pallasite.backends.cpu.llvm import cut_loops, scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import NULL, Function, Module, Val, integer
 from pallasite.backends.cpu.ops import (
     arithmetic,
+    called_functions,
     control,
     debugging,
     gathers,
@@ -85,6 +86,7 @@ def emit_kernel(kernel: Kernel) -> str:
     numbers of blocks there are (`place_windows`).
     """
     module, sharing = Module(), Sharing.of(kernel)
+    module.called = called_functions.called_kinds(kernel)
     ahead = find_packed_once(kernel)
     params = _pointer_params(kernel, sharing)
     more = [("ptr align 64", "shared")] if ahead.boxes else []
@@ -102,6 +104,7 @@ def emit_kernel(kernel: Kernel) -> str:
             emitter.shared_roots = frozenset(ref.root for ref in refs)
     with emitter.block(kernel.body, ()):
         f.line("ret ptr null")
+    cut_loops.cut_at_loops(f)
     _check_size(kernel, emitter.arena.size)
     if sharing and sharing.units is None:
         _emit_units(module, kernel, sharing)
@@ -495,7 +498,9 @@ def emit_elementwise(e: Emitter, op: Op) -> None:
         # One evaluation per operand, however often it appears: x * x of x * x of ...
         known = {v: at(indices) for v, at in elements.items()}
         values = [known[v] for v in op.operands]
-        return arithmetic.element(e.f, op.name, op.attrs, dtypes, result.dtype, values)
+        return called_functions.element(
+            e.f, op.name, op.attrs, dtypes, result.dtype, values
+        )
 
     operands = e.tiles_of(list(elements))
     tile = formula(result.shape, result.dtype, element, operands, pointwise=True)

@@ -18,7 +18,10 @@ class Val(NamedTuple):
     @property
     def constant(self) -> int | None:
         """The number an integer constant stands for, else None."""
-        return int(self.text) if self.text.lstrip("-").isdigit() else None
+        text = self.text
+        if text[:1] == "%":  # asked for at each step of index arithmetic
+            return None
+        return int(text) if text.lstrip("-").isdigit() else None
 
     @property
     def is_literal(self) -> bool:

@@ -5,8 +5,9 @@ Text is several times faster to make than an object model and is itself the stag
 is dumped, hashed and cached. Nothing here knows about kernels; `emit.py` uses it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from pallasite.backends.cpu.llvm.values import (
     FALSE,
@@ -38,6 +39,10 @@ class Module:
         self._texts: dict[str, str] = {}
         self._constants: dict[str, str] = {}
         self._externals: dict[str, str] = {}
+        self.called: frozenset[Hashable] = (
+            frozenset()
+        )  # kinds of ops, see `called_functions.py`
+        self._names: dict[Hashable, str] = {}
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
@@ -45,6 +50,10 @@ class Module:
 
     def defines(self, name: str) -> bool:
         return any(function.name == name for function in self.functions)
+
+    def name_of(self, thing: Hashable, hint: str) -> str:
+        """The name of the function for `thing`, the same each time it is asked."""
+        return self._names.setdefault(thing, f"{hint}.{len(self._names)}")
 
     def text_constant(self, text: str) -> Val:
         """A pointer to a zero-terminated constant."""
@@ -106,10 +115,13 @@ class Function:
         self.module = module
         self.name = name
         self.block = "entry"
-        self.params = [Val(type.split()[0], f"%{name}") for type, name in params]
+        self.params = [Val(_without_attributes(type), f"%{n}") for type, n in params]
         listed = ", ".join(f"{type} %{name}" for type, name in params)
         words = ["define", linkage, returns, f"@{name}({listed})", attributes, "{"]
-        self._lines = [" ".join(filter(None, words)), "entry:"]
+        self._head = " ".join(filter(None, words))
+        self.lines = ["entry:"]
+        self.types = {value.text: value.type for value in self.params}
+        self.loops: list[Span] = []
         self._names = 0
         self._known: dict[str, Val] = {}
         self.mask: Val | None = None  # lanes that may touch memory; None: all
@@ -118,7 +130,7 @@ class Function:
 
     @property
     def text(self) -> str:
-        return "\n".join([*self._lines, "}"])
+        return "\n".join([self._head, *self.lines, "}"])
 
     @property
     def moment(self) -> tuple[str, int, Val | None]:
@@ -128,11 +140,12 @@ class Function:
     # --- instructions ---
 
     def line(self, text: str) -> None:
-        self._lines.append(f"  {text}")
+        self.lines.append(f"  {text}")
 
     def value(self, type: str, instruction: str) -> Val:
         """The result of an instruction that must run each time (load, call)."""
         result = Val(type, self._fresh("v"))
+        self.types[result.text] = type
         self.line(f"{result.text} = {instruction}")
         return result
 
@@ -152,6 +165,12 @@ class Function:
             self.line(instruction)
             return Val("void", "")
         return (self.pure if pure else self.value)(returns, instruction)
+
+    def call_pure(self, name: str, returns: str, *args: Val) -> Val:
+        """The result of a function of the same module that touches no memory."""
+        return self.pure(
+            returns, f"call {returns} @{name}({', '.join(map(str, args))})"
+        )
 
     def call_defined(self, name: str, *args: Val) -> None:
         """Call a function of the same module, which needs no declaration."""
@@ -426,7 +445,7 @@ class Function:
         return [f"{hint}.{self._names}" for hint in hints]
 
     def label(self, name: str) -> None:
-        self._lines.append(f"{name}:")
+        self.lines.append(f"{name}:")
         self.block = name
         # What the block before computed need not dominate this one.
         self._known = {}
@@ -465,7 +484,7 @@ class Function:
         if count.constant == 1:
             yield Loop(integer(0), list(carries))
             return
-        before = self.block
+        before, start = self.block, len(self.lines)
         head, body, done = self.labels("head", "body", "next")
         self.branch(head)
         self.label(head)
@@ -480,6 +499,7 @@ class Function:
         for phi, first, after in zip(heads, firsts, following, strict=True):
             self.close_phi(phi, [(first, before), (after, self.block)])
         self.branch(head)
+        self.loops.append(Span(start, len(self.lines), before, done))
         self.label(done)
         loop.carries = carried
 
@@ -498,8 +518,9 @@ class Function:
         """Values of phis whose arms are not known yet; `close_phi` names them."""
         opened = []
         for type in types:
-            opened.append((Val(type, self._fresh("p")), len(self._lines)))
-            self._lines.append("")
+            opened.append((Val(type, self._fresh("p")), len(self.lines)))
+            self.types[opened[-1][0].text] = type
+            self.lines.append("")
         return opened
 
     def close_phi(
@@ -507,11 +528,24 @@ class Function:
     ) -> None:
         value, place = phi
         arms = ", ".join(f"[ {v.text}, %{label} ]" for v, label in incoming)
-        self._lines[place] = f"  {value.text} = phi {value.type} {arms}"
+        self.lines[place] = f"  {value.text} = phi {value.type} {arms}"
 
     def _fresh(self, hint: str) -> str:
         self._names += 1
         return f"%{hint}{self._names}"
+
+
+def _without_attributes(type: str) -> str:
+    return type if type[0] == "<" else type.split()[0]
+
+
+class Span(NamedTuple):
+    """The lines of a loop, from the branch into it to before the label after it."""
+
+    start: int
+    end: int
+    before: str  # the block that the first line belongs to
+    after: str
 
 
 class Loop:

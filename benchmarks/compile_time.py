@@ -1,0 +1,444 @@
+"""How long kernels with many uses of one op take to compile on this CPU, against XLA.
+
+Each row is a kernel in which one op (or a few that go together) is used 50, 200 or 800
+times, compiled from the Python function on, nothing cached: our stages, their sum,
+XLA's compilation of the same function in plain JAX, and the ratio. Times are CPU
+seconds of this process, so that other work on the machine does not count. `--save FILE`
+keeps the rows as JSON, `--against FILE` prints the totals of such a file beside the new
+ones.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+os.environ["PALLASITE_CACHE_DIR"] = "off"
+import pallasite as pl
+from pallasite.backends import cpu
+from pallasite.backends.cpu.call import compile as compiler
+from pallasite.backends.cpu.emit import emit_kernel
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import calls_in
+
+STAGES = ("trace", "passes", "text", "llvm", "code")
+USES = (50, 200, 800)
+SHAPE = (8, 128)
+MOST_SECONDS = 60.0  # a row this slow is not measured with more uses
+MOST_XLA_SECONDS = 5.0  # the same for XLA, whose time grows with the square of the uses
+
+Step = Callable[[Any, int], Any]  # what one use makes of the value; which use it is
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel and the same in plain JAX, both of a number of uses."""
+
+    name: str
+    kernel: Callable[[int], Callable[..., Any]]
+    plain: Callable[[int], Callable[..., Any]]
+    args: tuple[Any, ...]
+    uses: Sequence[int] = USES
+
+
+# --- what is compiled ---
+
+
+def whole(body: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """A call of a kernel without a grid; `body` gets the refs."""
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(like.shape, like.dtype))
+
+
+def repeated(step: Step, x: Any, uses: int) -> Any:
+    for n in range(uses):
+        x = step(x, n)
+    return x
+
+
+def chain(name: str, step: Step, x: Any) -> Row:
+    """Each use takes the result of the one before."""
+
+    def kernel(uses: int) -> Callable[..., Any]:
+        def body(x_ref, o_ref):
+            o_ref[...] = repeated(step, x_ref[...], uses).astype(o_ref.dtype)
+
+        return whole(body, x)
+
+    def plain(uses: int) -> Callable[..., Any]:
+        return lambda x: repeated(step, x, uses).astype(x.dtype)
+
+    return Row(name, kernel, plain, (x,))
+
+
+def spread(name: str, step: Step, x: Any) -> Row:
+    """Every use takes the operand; the results are added up."""
+    added = lambda x, uses: sum((step(x * n, n) for n in range(1, uses)), step(x, 0))
+
+    def kernel(uses: int) -> Callable[..., Any]:
+        def body(x_ref, o_ref):
+            o_ref[...] = added(x_ref[...], uses)
+
+        return whole(body, x)
+
+    return Row(name, kernel, lambda uses: lambda x: added(x, uses), (x,))
+
+
+def stores(name: str, step: Step, x: Any) -> Row:
+    """Every use loads one row from memory and stores one."""
+
+    def kernel(uses: int) -> Callable[..., Any]:
+        def body(x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+            for n in range(uses):
+                o_ref[n % 8, :] = step(o_ref[(n + 3) % 8, :], n)
+
+        return whole(body, x)
+
+    def plain(uses: int) -> Callable[..., Any]:
+        def function(x):
+            for n in range(uses):
+                x = x.at[n % 8, :].set(step(x[(n + 3) % 8, :], n))
+            return x
+
+        return function
+
+    return Row(name, kernel, plain, (x,))
+
+
+def scalars(name: str, step: Step, x: Any) -> Row:
+    """A chain of numbers, not tiles."""
+
+    def kernel(uses: int) -> Callable[..., Any]:
+        def body(x_ref, o_ref):
+            number = repeated(step, x_ref[0, 0], uses)
+            o_ref[...] = jnp.full(x.shape, number, x.dtype)
+
+        return whole(body, x)
+
+    plain = lambda uses: (
+        lambda x: jnp.full(x.shape, repeated(step, x[0, 0], uses), x.dtype)
+    )
+    return Row(name, kernel, plain, (x,))
+
+
+# --- the rows ---
+
+FLOATS = np.linspace(0.1, 0.9, 1024, dtype=np.float32).reshape(SHAPE)
+HALVES = jnp.asarray(FLOATS, jnp.bfloat16)
+INTEGERS = np.arange(1, 1025, dtype=np.int32).reshape(SHAPE)
+SMALL = np.linspace(-0.1, 0.1, 256, dtype=np.float32).reshape(16, 16)
+
+UNARY = (
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "cbrt", "sqrt", "rsqrt"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("asinh", "acosh", "atanh", "erf", "erfc", "erf_inv", "lgamma"),
+    *("neg", "abs", "sign", "floor", "ceil", "square"),
+)
+BINARY = ("add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter")
+ON_INTEGERS = (
+    *("add", "mul", "div", "rem", "max", "bitwise_and", "bitwise_xor"),
+    *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+)
+
+
+def elementwise_rows() -> Iterator[Row]:
+    for name in UNARY:
+        function = getattr(lax, name)
+        # Half of it, so that nothing is simplified away.
+        yield chain(name, lambda x, n, f=function: f(x) * np.float32(0.5), FLOATS)
+    for name in BINARY:
+        function = getattr(lax, name)
+        yield chain(name, lambda x, n, f=function: f(x, x * np.float32(n)), FLOATS)
+    for name in ON_INTEGERS:
+        function = getattr(lax, name)
+        yield chain(
+            f"{name} i32", lambda x, n, f=function: f(x, x + np.int32(n)), INTEGERS
+        )
+    for name in ("population_count", "clz", "bitwise_not", "sign"):
+        function = getattr(lax, name)
+        yield chain(
+            f"{name} i32", lambda x, n, f=function: f(x) + np.int32(n), INTEGERS
+        )
+    yield chain("integer_pow", lambda x, n: lax.integer_pow(x, 3 + n % 5), FLOATS)
+    yield chain("round", lambda x, n: lax.round(x) * np.float32(0.3), FLOATS)
+    yield chain(
+        "reduce_precision",
+        lambda x, n: lax.reduce_precision(x * np.float32(0.9), 6, 11),
+        FLOATS,
+    )
+    yield chain("clamp", lambda x, n: lax.clamp(x * 0.5, x, x + n), FLOATS)
+    yield chain("select", lambda x, n: jnp.where(x > n / 900, x * 0.5, x + 1), FLOATS)
+    yield chain(
+        "cast", lambda x, n: (x * 3).astype(jnp.int32) * np.float32(0.1), FLOATS
+    )
+    yield chain(
+        "cast to bf16",
+        lambda x, n: (x * 3).astype(jnp.bfloat16).astype(x.dtype),
+        FLOATS,
+    )
+    yield chain(
+        "bitcast",
+        lambda x, n: lax.bitcast_convert_type(
+            lax.bitcast_convert_type(x, jnp.int32) + np.int32(n), jnp.float32
+        ),
+        FLOATS,
+    )
+    yield chain("sin bf16", lambda x, n: lax.sin(x), HALVES)
+    yield chain("add bf16", lambda x, n: x + x, HALVES)
+    yield spread("sin, summed", lambda x, n: lax.sin(x), FLOATS)
+    yield spread("exp, summed", lambda x, n: lax.exp(x), FLOATS)
+    yield spread("add, summed", lambda x, n: x + n, FLOATS)
+    yield scalars("sin of numbers", lambda x, n: lax.sin(x), FLOATS)
+    yield scalars("add of numbers", lambda x, n: x + n, FLOATS)
+
+
+def tile_rows() -> Iterator[Row]:
+    half = np.float32(0.5)
+    pick = INTEGERS % 8
+    yield chain("reduce sum", lambda x, n: x - x.sum(1, keepdims=True), FLOATS)
+    yield chain("reduce max, rows", lambda x, n: x - x.max(0, keepdims=True), FLOATS)
+    yield chain("argmax", lambda x, n: x + x.argmax(1).astype(x.dtype)[:, None], FLOATS)
+    yield chain("cumsum", lambda x, n: jnp.cumsum(x, 1) * half, FLOATS)
+    yield chain("cumsum, rows", lambda x, n: jnp.cumsum(x, 0) * half, FLOATS)
+    yield chain("dot", lambda x, n: jnp.dot(x, x), SMALL)
+    yield chain("dot, transposed", lambda x, n: jnp.dot(x, x.T), SMALL)
+    yield chain("sort", lambda x, n: jnp.sort(x * x - half, 1), FLOATS)
+    yield chain("top_k", lambda x, n: x - lax.top_k(x, 4)[0][:, :1], FLOATS)
+    yield chain(
+        "gather",
+        lambda x, n: jnp.take_along_axis(x * half, pick, axis=1),
+        FLOATS,
+    )
+    yield chain("broadcast", lambda x, n: x + x[n % 8, :][None, :] * half, FLOATS)
+    yield chain(
+        "concatenate",
+        lambda x, n: jnp.concatenate([x[:, 5:], x[:, :5] * half], 1),
+        FLOATS,
+    )
+    yield chain("pad", lambda x, n: jnp.pad(x[:, 1:] * half, ((0, 0), (0, 1))), FLOATS)
+    yield chain("transpose", lambda x, n: x.T * half + x, SMALL)
+    yield chain(
+        "reshape", lambda x, n: (x.reshape(16, 64) * half).reshape(8, 128) + x, FLOATS
+    )
+    yield chain("rev", lambda x, n: x[:, ::-1] * half, FLOATS)
+    yield chain(
+        "iota",
+        lambda x, n: x + lax.broadcasted_iota(jnp.int32, x.shape, n % 2) * half,
+        FLOATS,
+    )
+    yield chain(
+        "dynamic_slice",
+        lambda x, n: x + lax.dynamic_slice(x, (x[0, 0].astype(int), 0), (1, 128)),
+        FLOATS,
+    )
+    yield stores("load, store", lambda x, n: x * half, FLOATS)
+    yield stores("load, sin, store", lambda x, n: lax.sin(x), FLOATS)
+
+
+# --- kernels of a usual kind ---
+
+
+def exchange(x: Any, distance: int, size: int) -> Any:
+    """One step of a bitonic network over the last dimension."""
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    up, down = jnp.roll(x, -distance, -1), jnp.roll(x, distance, -1)
+    first = (lane & distance) == 0
+    other = jnp.where(first, up, down)
+    rising = (lane & size) == 0
+    return jnp.where(first == rising, jnp.minimum(x, other), jnp.maximum(x, other))
+
+
+def bitonic(x: Any, width: int) -> Any:
+    size = 2
+    while size <= width:
+        distance = size // 2
+        while distance:
+            x = exchange(x, distance, size)
+            distance //= 2
+        size *= 2
+    return x
+
+
+def bitonic_refs(x_ref: Any, o_ref: Any, width: int) -> None:
+    """Each step reads the block and writes it again."""
+    o_ref[...] = x_ref[...]
+    size = 2
+    while size <= width:
+        distance = size // 2
+        while distance:
+            o_ref[...] = exchange(o_ref[...], distance, size)
+            distance //= 2
+        size *= 2
+
+
+def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *args: (function(*args) ** 2).sum(), argnums=0)
+
+
+def attend(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.dot(q, k.T)
+    p = jnp.exp(scores - scores.max(1, keepdims=True))
+    return jnp.dot(p, v) / p.sum(1, keepdims=True)
+
+
+def flash(q: Any, k: Any, v: Any, block: int = 32) -> Any:
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        q = q_ref[...]
+
+        def step(j, state):
+            highest, total, out = state
+            keys = pl.ds(j * block, block)
+            scores = jnp.dot(q, k_ref[keys].T)
+            new = jnp.maximum(highest, scores.max(1, keepdims=True))
+            p, shrink = jnp.exp(scores - new), jnp.exp(highest - new)
+            total = total * shrink + p.sum(1, keepdims=True)
+            return new, total, out * shrink + jnp.dot(p, v_ref[keys])
+
+        column = jnp.zeros((block, 1), jnp.float32)
+        start = (column - 1e30, column, jnp.zeros((block, q.shape[1]), jnp.float32))
+        _, total, out = lax.fori_loop(0, k.shape[0] // block, step, start)
+        o_ref[...] = out / total
+
+    query = pl.BlockSpec((block, q.shape[1]), lambda i: (i, 0))
+    key = pl.BlockSpec(k.shape, lambda i: (0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(q.shape[0] // block,),
+        in_specs=[query, key, key],
+        out_specs=query,
+    )(q, k, v)
+
+
+def kernel_rows() -> Iterator[Row]:
+    x = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+    sort = whole(partial(bitonic_refs, width=64), x)
+    plain = partial(bitonic, width=64)
+    yield Row("bitonic sort", lambda _: sort, lambda _: plain, (x,), [1])
+    yield Row(
+        "bitonic sort, gradient",
+        lambda _: gradient(sort),
+        lambda _: gradient(plain),
+        (x,),
+        [1],
+    )
+    rows = np.linspace(-1, 1, 256 * 64, dtype=np.float32).reshape(256, 64)
+    yield Row("attention", lambda _: flash, lambda _: attend, (rows,) * 3, [1])
+    yield Row(
+        "attention, gradient",
+        lambda _: gradient(flash),
+        lambda _: gradient(attend),
+        (rows,) * 3,
+        [1],
+    )
+
+
+def all_rows() -> list[Row]:
+    return [*kernel_rows(), *elementwise_rows(), *tile_rows()]
+
+
+# --- measuring ---
+
+
+@contextmanager
+def timed(times: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.process_time()
+    yield
+    times[stage] = times.get(stage, 0.0) + time.process_time() - start
+
+
+def ours(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, float]:
+    """CPU seconds by stage, over all kernels of the function."""
+    times: dict[str, float] = {}
+    jax.clear_caches()
+    with timed(times, "trace"):
+        calls = list(calls_in(function, *args))
+    for call in calls:
+        with timed(times, "passes"):
+            kernel = cpu._legal(run_passes(call.kernel))
+        with timed(times, "text"):
+            text = emit_kernel(kernel)
+        with timed(times, "llvm"):
+            module = compiler._optimized(text)
+        with timed(times, "code"):
+            compiler._machine().emit_object(module)
+    return times
+
+
+def theirs(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """CPU seconds of XLA from the Python function to machine code."""
+    times: dict[str, float] = {}
+    jax.clear_caches()
+    with timed(times, "xla"):
+        jax.jit(function).lower(*args).compile()
+    return times["xla"]
+
+
+def warm_up() -> None:
+    """Imports, and tables that are made once per process."""
+    row = chain("add", lambda x, n: jnp.dot(x, x.T) @ x + lax.sin(x), FLOATS)
+    ours(row.kernel(1), row.args)
+    theirs(row.plain(1), row.args)
+
+
+def measured(
+    rows: list[Row], uses: Sequence[int], with_xla: bool
+) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        xla: float | None = 0.0 if with_xla else None
+        for n in [n for n in row.uses if n in uses or n == 1]:
+            stages = ours(row.kernel(n), row.args)
+            total = sum(stages.values())
+            if xla is not None:
+                xla = theirs(row.plain(n), row.args) if xla < MOST_XLA_SECONDS else None
+            yield {"name": row.name, "uses": n, **stages, "total": total, "xla": xla}
+            if total > MOST_SECONDS:
+                break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "names", nargs="*", help="rows whose name contains one of these"
+    )
+    parser.add_argument("--uses", type=int, nargs="+", default=USES)
+    parser.add_argument("--ours", action="store_true", help="leave XLA out")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--against", type=Path)
+    chosen = parser.parse_args()
+    rows = all_rows()
+    if chosen.names:
+        rows = [row for row in rows if any(name in row.name for name in chosen.names)]
+    before: dict[Any, Any] = {}
+    if chosen.against:
+        for old in json.loads(chosen.against.read_text()):
+            before[old["name"], old["uses"]] = old
+    warm_up()
+    columns = (*STAGES, "total", "xla", "ratio", *(["before"] if before else []))
+    print(f"{'op':24} {'uses':>4}" + "".join(f"{name:>8}" for name in columns))
+    kept = []
+    for found in measured(rows, chosen.uses, with_xla=not chosen.ours):
+        kept.append(found)
+        total, xla = found["total"], found["xla"]
+        old = before.get((found["name"], found["uses"]))
+        cells = "".join(f"{found.get(s, 0):8.2f}" for s in (*STAGES, "total"))
+        cells += f"{xla:8.2f}{total / xla:8.1f}" if xla else f"{'-':>8}{'-':>8}"
+        cells += f"{old['total']:8.2f}" if old else ""
+        print(f"{found['name']:24} {found['uses']:4}{cells}", flush=True)
+        if chosen.save:
+            chosen.save.write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Cuts a function with many loops: each becomes a function, the same code the same one.
+
+Several of LLVM's passes take time in proportion to the square of a function's loops
+(each loop asks what the exits of all loops before it imply). A function with more than
+`MANY` therefore keeps what is between its loops, and calls those. What a loop uses from
+outside becomes parameters, addresses of temporary memory among them, so that uses of
+one op on tiles of one shape are usually calls of one function.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pallasite.backends.cpu.llvm.writer import Function, Span, Val
+
+MANY = 50  # loops in a function; with fewer it stays whole
+PIECE = 400  # lines of a loop that is not cut further, if there are loops in it
+
+_NAME = re.compile(r"%[\w.]+")
+_DEFINED = re.compile(r"^  (%[\w.]+) = ", re.MULTILINE)
+_LABEL = re.compile(r"^([\w.]+):", re.MULTILINE)
+_EITHER = re.compile(r"%[\w.]+|^[\w.]+:", re.MULTILINE)
+_STAYS = re.compile(r"^  ret |alloca ", re.MULTILINE)
+
+
+def cut_at_loops(f: Function) -> None:
+    """Move the loops of a function that has many to functions of their own."""
+    if len(f.loops) <= MANY:
+        return
+    places = _places(f)
+    lines: list[str] = []
+    done = 0
+    for span in _chosen(f.loops):
+        piece = _piece(f, span, places)
+        if piece is not None:
+            lines += [*f.lines[done : span.start], *_call(f, span, piece)]
+            done = span.end
+    f.lines = [*lines, *f.lines[done:]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A loop by itself: its lines, what it takes and what code after it uses."""
+
+    text: str
+    uses: list[Val]
+    makes: list[Val]
+
+
+def _chosen(loops: Sequence[Span]) -> Iterator[Span]:
+    """The outermost loops that are short or have no loops inside, in order."""
+    ordered = sorted(loops, key=lambda span: (span.start, -span.end))
+    end = 0
+    for span, following in zip(ordered, [*ordered[1:], None], strict=True):
+        if span.start < end:
+            continue
+        has_loops = following is not None and following.start < span.end
+        if span.end - span.start <= PIECE or not has_loops:
+            end = span.end
+            yield span
+
+
+def _places(f: Function) -> dict[str, tuple[int, int]]:
+    """The first and the last line in which each name appears."""
+    places: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(f.lines):
+        for name in _NAME.findall(line):
+            first, _ = places.get(name, (number, number))
+            places[name] = first, number
+    return places
+
+
+def _piece(f: Function, span: Span, places: dict[str, tuple[int, int]]) -> Piece | None:
+    """The loop, or None if it has an exit of its own, or memory on the stack."""
+    text = "\n".join(f.lines[span.start : span.end])
+    names = dict.fromkeys(_NAME.findall(text))
+    labels = {f"%{label}" for label in _LABEL.findall(text)}
+    labels |= {f"%{span.before}", f"%{span.after}"}
+    if _STAYS.search(text) or any(n not in f.types and n not in labels for n in names):
+        return None
+    defined = _DEFINED.findall(text)
+    inside = range(span.start, span.end)
+    known = set(defined)
+    uses = [n for n in names if n in f.types and n not in known]
+    makes = [n for n in defined if not all(line in inside for line in places[n])]
+    values = lambda found: [Val(f.types[n], n) for n in found]
+    return Piece(text, values(uses), values(makes))
+
+
+def _call(f: Function, span: Span, piece: Piece) -> list[str]:
+    """Lines that stand for a loop."""
+    types = [value.type for value in piece.makes]
+    returns = "".join(types) or "void"
+    if len(types) > 1:
+        returns = f"{{ {', '.join(types)} }}"
+    name = _function(f, span, piece, returns)
+    call = f"call {returns} @{name}({', '.join(map(str, piece.uses))})"
+    leave = f"  br label %{span.after}"
+    if not piece.makes:
+        return [f"  {call}", leave]
+    if len(piece.makes) == 1:
+        return [f"  {piece.makes[0].text} = {call}", leave]
+    whole = f"%made.{span.start}"
+    parts = [
+        f"  {value.text} = extractvalue {returns} {whole}, {n}"
+        for n, value in enumerate(piece.makes)
+    ]
+    return [f"  {whole} = {call}", *parts, leave]
+
+
+def _function(f: Function, span: Span, piece: Piece, returns: str) -> str:
+    """The name of a function of this code, whose names are numbered as they appear."""
+    numbers: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        name = found[0]
+        if name[0] == "%":
+            return "%" + numbers.setdefault(name[1:], f"n{len(numbers)}")
+        return numbers.setdefault(name[:-1], f"n{len(numbers)}") + ":"
+
+    lines = [f"{span.before}:", piece.text, f"{span.after}:", *_leave(piece, returns)]
+    text = _EITHER.sub(renamed, "\n".join(lines))
+    params = [(value.type, numbers[value.text[1:]]) for value in piece.uses]
+    name = f.module.name_of((text, returns, tuple(params)), "loop")
+    if not f.module.defines(name):
+        made = Function(f.module, name, params, returns, "internal", "noinline")
+        made.lines = [text]
+    return name
+
+
+def _leave(piece: Piece, returns: str) -> Iterator[str]:
+    if len(piece.makes) <= 1:
+        yield f"  ret {piece.makes[0] if piece.makes else 'void'}"
+        return
+    whole = f"{returns} poison"
+    for n, value in enumerate(piece.makes):
+        yield f"  %whole.{n} = insertvalue {whole}, {value}, {n}"
+        whole = f"{returns} %whole.{n}"
+    yield f"  ret {whole}"
