@@ -30,6 +30,7 @@ from pallasite.importer import custom_rules
 from pallasite.interpret import Walker
 from pallasite.interpret.numbers import Picks
 from pallasite.ir.nodes import Block, Kernel, Op
+from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.ranges import Ranges, loop_range
 from pallasite.passes.canonicalize import canonicalize
@@ -197,14 +198,14 @@ def most_trips(kernel: Kernel) -> dict[Op, int]:
 def _visit(block: Block, ranges: Ranges, found: dict[Op, int]) -> None:
     for op in block.ops:
         if op.name == "pipeline":
-            ids = op.regions[-1].params
-            for index, size in zip(ids, op.attrs["grid"], strict=False):
+            pipeline = Pipeline.of(op)
+            for index, size in zip(pipeline.ids, pipeline.grid, strict=True):
                 if size:
                     ranges.set(index, 0, size - 1)
         elif op.name == "for":
             counter = loop_range(ranges, op.operands)
             if counter is not None:
-                ranges.set(op.regions[0].params[0], *counter)
+                ranges.set(Loop.of(op).index, *counter)
                 trips = _trips(op, ranges)
                 if trips <= _MOST_TRIPS:
                     found[op] = trips
@@ -216,10 +217,10 @@ def _visit(block: Block, ranges: Ranges, found: dict[Op, int]) -> None:
 
 def _carried_counters(op: Op, trips: int, ranges: Ranges) -> None:
     """A carried number that each trip adds a constant to (as fori_loop's own)."""
-    (body,) = op.regions
-    makers = {v: inner for inner in body.ops for v in inner.results}
+    loop = Loop.of(op)
+    makers = {v: inner for inner in loop.body.ops for v in inner.results}
     for initial, param, after in zip(
-        op.operands[3:], body.params[1:], body.yields, strict=True
+        loop.inits, loop.carried, loop.yields, strict=True
     ):
         adds = makers.get(after)
         if adds is None or adds.name != "add" or adds.operands[0] is not param:
@@ -230,5 +231,5 @@ def _carried_counters(op: Op, trips: int, ranges: Ranges) -> None:
 
 
 def _trips(op: Op, ranges: Ranges) -> int:
-    first, limit, step = (ranges.of(v) for v in op.operands[:3])
+    first, limit, step = (ranges.of(v) for v in Loop.of(op).bounds)
     return max(0, -(-(limit[1] - first[0]) // step[0]))

@@ -8,6 +8,7 @@ from jax import lax
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 
 Array = Any
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -112,10 +113,11 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
             x.astype(wide) if x.dtype.itemsize < wide.itemsize else x
             for x in (lhs, rhs)
         )
+    one, other = Dot.of(op).sides
     return lax.dot_general(
         lhs,
         rhs,
-        (a["contract"], a["batch"]),
+        ((one.contract, other.contract), (one.batch, other.batch)),
         precision=_precision(a["precision"]),
         preferred_element_type=a["dtype"].np,
     )

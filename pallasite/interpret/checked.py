@@ -23,7 +23,7 @@ from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.interpret.views import View, whole_picks
 from pallasite.interpret.walker import Walker
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value
-from pallasite.passes.analysis.roots import Roots
+from pallasite.passes.analysis.memory import Roots
 
 Array = Any
 

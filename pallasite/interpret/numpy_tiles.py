@@ -13,6 +13,7 @@ import numpy as np
 from pallasite.errors import InternalError
 from pallasite.interpret import numpy_gather
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
 Array = Any
@@ -225,12 +226,12 @@ def _scan(op: Op, x: Array) -> Array:
 
 @_tile_op("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
-    (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
     dtype: DType = op.attrs["dtype"]
     lhs, rhs = (np.asarray(x).astype(_dot_type(x, dtype)) for x in (lhs, rhs))
-    left, rows = _as_matrix(lhs, lb, lc, last=True)
-    right, cols = _as_matrix(rhs, rb, rc, last=False)
-    batch = tuple(lhs.shape[d] for d in lb)
+    one, other = Dot.of(op).sides
+    left, rows = _as_matrix(lhs, one.batch, one.contract, last=True)
+    right, cols = _as_matrix(rhs, other.batch, other.contract, last=False)
+    batch = tuple(lhs.shape[d] for d in one.batch)
     product = np.matmul(left, right).reshape((*batch, *rows, *cols))
     return _narrow(product, dtype.np)
 

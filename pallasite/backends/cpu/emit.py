@@ -40,7 +40,6 @@ from pallasite.backends.cpu.tiles.lifetimes import (
     Uses,
     has_writes,
     uses_of,
-    written_refs,
 )
 from pallasite.backends.cpu.tiles.tiles import (
     Buffer,
@@ -57,7 +56,9 @@ from pallasite.backends.cpu.tiles.tiles import (
 )
 from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DType
+from pallasite.passes.analysis.memory import Roots
 
 MOST_BYTES, MOST_PROGRAMS = 1 << 56, 1 << 62
 MAX_DEPTH = 40  # of formulas in formulas: bounds the size of one loop's body
@@ -90,7 +91,7 @@ def with_own_inputs(kernel: Kernel) -> Kernel:
     XLA's arrays do not change; memory shared with a result is the kernel's own.
     """
     aliased = {i for i, _ in kernel.aliases}
-    written = written_refs(kernel.body)
+    written = Roots(kernel.body).all_written(kernel.body)
     inputs = list(enumerate(kernel.inputs))
     own = [n for n, param in inputs if param in written and n not in aliased]
     if not own:
@@ -152,11 +153,11 @@ def _check_size(kernel: Kernel, arena_bytes: int) -> None:
             "smaller scratch and blocks",
         )
     for op in walk(kernel.body):
-        sizes = [n for n in op.attrs["grid"] if n] if op.name == "pipeline" else []
-        if prod(sizes) > MOST_PROGRAMS:
+        grid = Pipeline.of(op).grid if op.name == "pipeline" else ()
+        if prod(n for n in grid if n) > MOST_PROGRAMS:
             raise ResourceError(
                 f"kernel '{kernel.name}' has more programs than could ever run",
-                [("grid", op.attrs["grid"])],
+                [("grid", grid)],
                 kernel.loc,
                 "larger blocks",
             )
