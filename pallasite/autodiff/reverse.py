@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.reverse_activity import (
     Activity,
-    ranges_of,
+    facts_of,
 )
 from pallasite.autodiff.reverse_loop import Cotangents, ReverseLoop, live
 from pallasite.autodiff.reverse_rules import accumulated, pull_back
@@ -96,7 +96,7 @@ class _Reverse:
 
     def __post_init__(self) -> None:
         self.activity = Activity(self.body, self.targets, self.constants)
-        self.ranges = ranges_of(self.body, self.sizes)
+        self.facts = facts_of(self.body, self.sizes)
         self.memory |= self.targets
         self.scratch = {op.result for op in walk(self.body) if op.name == "alloc"}
 
@@ -404,9 +404,8 @@ class _Reverse:
             ReverseLoop(self, b, op, ct).emit()
 
     def most_steps(self, op: Op) -> int:
-        first, limit, step = (self.ranges.of(v) for v in Loop.of(op).bounds)
-        bound = -(-(limit[1] - first[0]) // max(step[0], 1))
-        if step[0] < 1 or bound > MOST_KEPT:
+        bound = self.facts.most_steps(Loop.of(op))
+        if bound is None or bound > MOST_KEPT:
             raise NoBackwardKernel(
                 "the length of a loop whose values are needed again has no known bound",
                 at=op.loc,

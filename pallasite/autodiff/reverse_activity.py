@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
+from pallasite.passes.analysis.intervals import Fact, Facts
 from pallasite.passes.analysis.memory import VIEWS, Roots, read_refs, written_refs
-from pallasite.passes.analysis.ranges import Ranges, loop_range
 
 WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
 
@@ -109,22 +109,20 @@ def used_values(block: Block) -> list[Value]:
     return [*found, *block.yields]
 
 
-def ranges_of(block: Block, sizes: Sequence[int | None]) -> Ranges:
-    """Ranges of the integers of a program; `sizes` bound its first parameters."""
-    ranges = Ranges()
+def facts_of(block: Block, sizes: Sequence[int | None]) -> Facts:
+    """Facts of the integers of a program; `sizes` bound its first parameters."""
+    facts = Facts()
     for index, size in zip(block.params, sizes, strict=True):
         if size is not None:
-            ranges.set(index, 0, max(size - 1, 0))
-    _add_ranges(ranges, block)
-    return ranges
+            facts.note(index, Fact(0, max(size - 1, 0)))
+    _note(facts, block)
+    return facts
 
 
-def _add_ranges(ranges: Ranges, block: Block) -> None:
+def _note(facts: Facts, block: Block) -> None:
     for op in block.ops:
-        ranges.add(op)
+        facts.note_op(op)
         if op.name == "for":
-            bounds = loop_range(ranges, op.operands)
-            if bounds is not None:
-                ranges.set(Loop.of(op).index, *bounds)
+            facts.note_counter(Loop.of(op))
         for region in op.regions:
-            _add_ranges(ranges, region)
+            _note(facts, region)

@@ -15,6 +15,7 @@ from pallasite.interpret import numpy_gather
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
+from pallasite.ops.neutral import neutral
 
 Array = Any
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -180,16 +181,6 @@ _ACCUMULATE = {
 }
 
 
-def _extreme(dtype: np.dtype, least: bool) -> Any:
-    """What max (least) or min over nothing gives."""
-    if dtype.kind == "f":
-        return -np.inf if least else np.inf
-    if dtype.kind == "b":
-        return not least
-    info = np.iinfo(dtype)
-    return info.min if least else info.max
-
-
 @_tile_op("reduce")
 def _reduce(op: Op, x: Array) -> Array:
     kind, axes = op.attrs["kind"], tuple(op.attrs["axes"])
@@ -198,7 +189,7 @@ def _reduce(op: Op, x: Array) -> Array:
     if kind in ("sum", "prod"):
         options["dtype"] = wide.dtype
     elif kind in ("max", "min") and not x.size:
-        options["initial"] = _extreme(wide.dtype, kind == "max")
+        options["initial"] = neutral(kind, op.operands[0].tile.dtype)
     return _narrow(_ACCUMULATE[kind].reduce(wide, **options), x.dtype)
 
 

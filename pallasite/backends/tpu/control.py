@@ -5,7 +5,6 @@ loops.
 """
 
 from collections.abc import Sequence
-from math import gcd
 
 from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.memory import Memory
@@ -14,7 +13,6 @@ from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I32, TileType
-from pallasite.passes.analysis.intervals import Fact
 
 
 class Control(Memory):
@@ -117,7 +115,7 @@ class Control(Memory):
         loop = Loop.of(op)
         if self.facts.of(loop.step).low < 1:
             self.refuse("the step may be zero or negative", fix="count upwards")
-        self._note_counter(loop.index, *loop.bounds)
+        self.facts.note_counter(loop)
         bounds = [self.name(v) for v in loop.bounds]
         types = self._carried_types(loop.carried)
         starts = self._carry_all([self.name(v) for v in loop.inits], loop.inits)
@@ -133,15 +131,6 @@ class Control(Memory):
         self._yield(self.emit_block(loop.body), loop.yields)
         self.out.close()
         return self._uncarry_all(results, op.results)
-
-    def _note_counter(
-        self, index: Value, first: Value, limit: Value, step: Value
-    ) -> None:
-        lowest, most, by = (self.facts.of(v) for v in (first, limit, step))
-        divisor = gcd(lowest.multiple, by.multiple)
-        self.facts.note(
-            index, Fact(lowest.low, max(most.high - 1, lowest.low), divisor)
-        )
 
     def emit_while(self, op: Op) -> tuple[str, ...]:
         loop = While.of(op)

@@ -11,6 +11,7 @@ from pallasite.backends.tpu.writer import array, tile_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import BOOL, F32, I32, DType, TileType
+from pallasite.ops.neutral import neutral
 
 # Reductions the chip has across lanes and sublanes, by kind of element.
 REDUCTIONS = {
@@ -420,13 +421,3 @@ class Tiles(Elementwise):
 
 def resized(tile: TileType, axis: int, size: int) -> TileType:
     return tile.with_shape([size if d == axis else n for d, n in enumerate(tile.shape)])
-
-
-def neutral(kind: str, dtype: DType) -> float | int:
-    """What a reduction starts from: combining it changes nothing."""
-    if kind in ("max", "min") and dtype.is_float:
-        return float("-inf") if kind == "max" else float("inf")
-    if kind in ("max", "min"):
-        low, high = (-(2**31), 2**31 - 1) if dtype.is_signed_int else (0, 2**32 - 1)
-        return low if kind == "max" else high
-    return {"sum": 0, "prod": 1, "and": -1, "or": 0, "xor": 0}[kind]

@@ -19,8 +19,8 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import VIEWS, Roots
-from pallasite.passes.analysis.ranges import loop_range
 
 MAX_PROGRAMS = (1 << 31) - 1
 
@@ -124,7 +124,7 @@ class Emitter(Memory):
             if method is None:
                 self.refuse(op)
             method(op)
-        self.ranges.add(op)
+        self.facts.note_op(op)
         for value in op.results:
             self.producers[value] = op
 
@@ -175,7 +175,7 @@ class Emitter(Memory):
             return
         for axis in reversed(range(len(grid))):
             size, value = grid[axis], pipeline.ids[axis]
-            self.ranges.set(value, 0, size - 1)
+            self.facts.note(value, Fact(0, size - 1))
             if size == 1:
                 self.env[value] = self.const(0, "i32")
             elif prod(grid[:axis]) == 1:
@@ -198,12 +198,11 @@ class Emitter(Memory):
     def emit_for(self, op: Op) -> None:
         loop = Loop.of(op)
         first, limit, step = (self.env[v] for v in loop.bounds)
-        if self.ranges.of(loop.step)[0] < 1:
+        if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
         index = loop.index
-        found = loop_range(self.ranges, op.operands)
-        if found is not None and index.tile.dtype.is_signed_int:
-            self.ranges.set(index, *found)
+        if index.tile.dtype.is_signed_int:
+            self.facts.note_counter(loop)
         name = self.out.fresh()
         counter = Val(self.out.fresh(), (), first.elem)
         self.env[index] = counter

@@ -70,7 +70,7 @@ class Memory(Dots):
     # --- numbers known or not ---
 
     def number(self, value: Value) -> Number:
-        known = self.ranges.number(value)
+        known = self.facts.of(value).number
         if known is not None:
             return known
         return self.index_value(self.env[value], value.tile.dtype)
@@ -133,8 +133,8 @@ class Memory(Dots):
 
     def block_start(self, dim: BlockDim, index: Value) -> tuple[Number, int, int]:
         """First element of a block, with the least and greatest it can be."""
-        low, high = self.ranges.of(index)
-        start = self.number(index)
+        fact, start = self.facts.of(index), self.number(index)
+        low, high = fact.low, fact.high
         if dim.kind == "blocked":
             if max(-low, high) * dim.size >= 1 << 31:
                 low, high = -1, 1 << 31  # unknown: check both ends
@@ -218,12 +218,12 @@ class Memory(Dots):
             return entry.start
         last = size - (entry.extent if isinstance(entry, Span) else 1)
         start = self.number(operand)
-        low, high = self.ranges.of(operand)
+        fact = self.facts.of(operand)
         if isinstance(start, int):
             return min(max(start, 0), last) if clamp else start
-        if clamp and low < 0:
+        if clamp and fact.low < 0:
             start = self.apply("arith.maxsi", start, self.const(0, "i32"))
-        if clamp and high > last:
+        if clamp and fact.high > last:
             start = self.apply("arith.minsi", start, self.const(last, "i32"))
         return start
 
