@@ -120,9 +120,10 @@ class _Loop:
 
     def is_step(self, op: Op, number: int) -> bool:
         """`cond` with nothing but one branch, taken when the index is `number`."""
-        if op.name != "cond" or len(op.regions) != 2 or op.regions[0].ops:
+        if op.name != "cond" or len(op.regions) != 2:
             return False
-        cast = self.producers.get(op.operands[0])
+        which, (otherwise, _) = Cond.of(op).which, Cond.of(op).branches
+        cast = self.producers.get(which) if not otherwise.ops else None
         if cast is None or cast.name != "cast":
             return False
         test = self.producers.get(cast.operands[0])

@@ -25,7 +25,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, map_ops, users_of, writes
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.widen_k import (
     Deeper,
     Depths,
@@ -196,16 +196,17 @@ class _Steps:
         return len(known) == 1
 
     def _is_branch(self, op: Op) -> bool:
-        which, *given = op.operands
-        two = op.name == "cond" and not op.results and len(op.regions) == 2
-        if not two or given or which not in self.when or op.regions[0].ops:
+        if op.name != "cond" or op.results or len(op.regions) != 2:
+            return False
+        which, (otherwise, branch) = Cond.of(op).which, Cond.of(op).branches
+        if which not in self.when or otherwise.ops:
             return False
         if self.when[which] == "first":
             in_order = not self.begun
         else:
             in_order = self.closed = self.begun == self.ended
         changing = {self.step, *self.moving, *self.depths.dims, *self.when}
-        inside = {v for inner in walk(op.regions[1]) for v in inner.operands}
+        inside = {v for inner in walk(branch) for v in inner.operands}
         return in_order and not changing & inside
 
     def _is_part(self, op: Op) -> bool:

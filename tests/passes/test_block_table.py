@@ -47,5 +47,6 @@ def test_what_is_not_tried():
 
 def test_numbers_of_all_steps():
     steps = np.indices((4, 3), np.int32).reshape(2, -1)
-    (found,) = evaluate_map(index_map("%r: i32 = div %i0, %two"), steps) or ()
-    assert found.tolist() == [0] * 6 + [1] * 6
+    found = evaluate_map(index_map("%r: i32 = div %i0, %two"), steps)
+    assert found is not None
+    assert [numbers.tolist() for numbers in found] == [[0] * 6 + [1] * 6]

@@ -257,14 +257,15 @@ class Emitter(Memory):
 
     def branches(self, op: Op, number: int) -> str | None:
         """Branch `number` or a later one, as nested ifs; the name of the results."""
-        last = len(op.regions) - 1
+        cond = Cond.of(op)
+        last, here = len(cond.branches) - 1, cond.branches[number]
         if number == last:
-            self.block(op.regions[last])
+            self.block(here)
             if op.results and number == 0:  # the only branch: no `if` around it
-                for result, value in zip(op.results, op.regions[0].yields, strict=True):
+                for result, value in zip(op.results, here.yields, strict=True):
                     self.env[result] = self.env[value]
             else:
-                self.yield_(op.regions[last].yields, op)
+                self.yield_(here.yields, op)
             return None
         test, swapped = self.branch_test(op, number)
         name = self.out.fresh() if op.results else None
@@ -272,7 +273,7 @@ class Emitter(Memory):
         head = self.result_head(op, name or "")
         self.out.line(f"{head}scf.if {test}{types} {{")
         self.branch(op, number + 1 if swapped else number, swapped)
-        other = op.regions[number if swapped else number + 1]
+        other = cond.branches[number if swapped else number + 1]
         if op.results or other.ops or last > number + 1:
             self.out.line("} else {")
             self.branch(op, number if swapped else number + 1, not swapped)
@@ -292,8 +293,9 @@ class Emitter(Memory):
                     types = self.result_types(op)
                     self.out.line(f"scf.yield {', '.join(names)} : {types}")
             else:
-                self.block(op.regions[number])
-                self.yield_(op.regions[number].yields, op)
+                branch = Cond.of(op).branches[number]
+                self.block(branch)
+                self.yield_(branch.yields, op)
 
     def branch_test(self, op: Op, number: int) -> tuple[Val, bool]:
         """What decides for branch `number`; True: it is the test of the later ones."""

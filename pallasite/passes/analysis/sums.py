@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import users_of
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo
 
@@ -330,6 +330,6 @@ class _Search:
 
 def _holds(cond: Op, access: Access) -> bool:
     """Whether a cond's second branch holds the store of this access."""
-    return any(
-        o.name == "store" and Access.of(o) == access for o in walk(cond.regions[-1])
-    )
+    *_, branch = Cond.of(cond).branches
+    stores = (o for o in walk(branch) if o.name == "store")
+    return any(Access.of(o) == access for o in stores)
