@@ -26,10 +26,8 @@ from jax import lax
 
 os.environ["PALLASITE_CACHE_DIR"] = "off"
 import pallasite as pl
-from pallasite.backends import cpu
+from pallasite.backends import base
 from pallasite.backends.cpu.call import compile as compiler
-from pallasite.backends.cpu.emit import emit_kernel
-from pallasite.passes.run import run as run_passes
 from pallasite.primitive import calls_in
 
 STAGES = ("trace", "passes", "text", "llvm", "code")
@@ -365,10 +363,11 @@ def ours(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, float
     with timed(times, "trace"):
         calls = list(calls_in(function, *args))
     for call in calls:
+        compiled = base.Compiled(base.get("cpu"), call.kernel, call.options)
         with timed(times, "passes"):
-            kernel = cpu._legal(run_passes(call.kernel))
+            compiled["scheduled"]
         with timed(times, "text"):
-            text = emit_kernel(kernel)
+            text = compiled["llvm"]
         with timed(times, "llvm"):
             module = compiler._optimized(text)
         with timed(times, "code"):

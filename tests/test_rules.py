@@ -250,6 +250,26 @@ def is_not_too_long(source: Source) -> Iterator[str]:
         )
 
 
+_ROLES = {"grid", "windows", "semantics", "contract", "batch"}
+
+
+def roles_by_name(source: Source) -> Iterator[str]:
+    """Only `ir/` and the type rules know where a structured op has its parts."""
+    if source.parts[0] in ("ir", "ops"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+            part, index = node.value.attr, node.slice
+            name = index.value if isinstance(index, ast.Constant) else None
+            place = isinstance(index, (ast.Slice, ast.UnaryOp)) or isinstance(name, int)
+            is_region = part == "params" and ast.unparse(node.value) != "f.params"
+            if (part == "attrs" and name in _ROLES) or (is_region and place):
+                yield (
+                    f"{source.at(node)}: {ast.unparse(node)}; "
+                    "use Pipeline, Loop, While, Cond or Dot of ir/roles.py"
+                )
+
+
 RULES = [
     known_layer,
     layers_in_order,
@@ -260,6 +280,7 @@ RULES = [
     errors_say_something,
     has_docstring,
     is_not_too_long,
+    roles_by_name,
 ]
 
 
@@ -389,6 +410,13 @@ BREACHES = {
     ],
     has_docstring: [("ir/nodes", "x = 1")],
     is_not_too_long: [("ir/nodes", "\n" * (MAX_LINES + 1))],
+    roles_by_name: [
+        ("passes/cost", "grid = op.attrs['grid']"),
+        ("backends/triton/emit", "(lc, rc), _ = op.attrs['contract'], 0"),
+        ("passes/cost", "blocks = op.regions[-1].params[len(grid) :]"),
+        ("interpret/walker", "index = body.params[0]"),
+        ("interpret/walker", "step = index_map.params[-1]"),
+    ],
 }
 FINE = [
     ("backends/cpu/emit", "from ..base import Backend\nfrom . import compile"),
@@ -400,6 +428,9 @@ FINE = [
     ("kernels/matmul", "import pallasite as pl"),
     ("passes/cost", "from pallasite.runtime import cache\nfrom ..ir.nodes import Op"),
     ("runtime/ffi", "import jax"),
+    ("passes/cost", "axis = op.attrs['axis']\nparam = body.params[axis]"),
+    ("backends/cpu/emit", "frame = f.params[0]"),
+    ("ir/nodes", "ids = self.body.params[: len(op.attrs['grid'])]"),
 ]
 _FILES = [
     "errors",

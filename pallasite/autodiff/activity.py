@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
-from pallasite.passes.analysis.roots import Roots
+from pallasite.passes.analysis.memory import Roots
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,15 @@ class _Finder:
         elif op.name in ("copy_start", "copy_wait"):
             self._copy(op)
         elif op.name == "for":
-            self._loop(op, op.operands[3:], op.regions[0].params[1:], op.regions[0])
+            loop = Loop.of(op)
+            self._loop(op, loop.inits, loop.carried, loop.body)
         elif op.name == "while":
-            condition, body = op.regions
-            self._loop(op, op.operands, body.params, body)
-            self._same(condition.params, body.params)
+            loop = While.of(op)
+            self._loop(op, loop.inits, loop.body.params, loop.body)
+            self._same(loop.condition.params, loop.body.params)
         elif op.name == "cond":
-            for region in op.regions:
-                self._same(op.results, region.yields)
+            for branch in Cond.of(op).branches:
+                self._same(op.results, branch.yields)
         elif op.name != "stop_gradient" and any(v in self.tiles for v in op.operands):
             self._move(op.results)
 

@@ -25,12 +25,13 @@ from pallasite.autodiff.backward_windows import (
     place,
 )
 from pallasite.autodiff.edges import harmless_edges
-from pallasite.autodiff.per_program import Program, main_refs, program_of, written_refs
+from pallasite.autodiff.per_program import Program, main_refs, program_of
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value
+from pallasite.passes.analysis.memory import Roots
 from pallasite.sharding.rule import Partition, inherit
 
 ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is cut into parts
@@ -207,7 +208,7 @@ def _kernels(
     stage: Program, results: Sequence[Value], changing: set[Value], budget: int
 ) -> list[Built]:
     """One kernel per group of results that one order of the grid serves."""
-    refs = written_refs(stage.body)
+    refs = Roots(stage.body).written(stage.body)
     mine = [place(stage, ref) for ref in results if ref in refs]
     mine = [replace(p, changes=p.ref in changing) for p in mine]
     built = []

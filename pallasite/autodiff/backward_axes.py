@@ -95,8 +95,8 @@ def _split(program: Program, axis: int, group: int) -> Program:
     b = Builder()
     whole = b.add(b.mul(outer, b.index(group)), inner)
     body = substitute(body, {old: whole})
-    params = [*body.params[:axis], outer, inner, *body.params[axis + 1 :]]
-    sizes = [*program.sizes]
+    params, sizes = [*body.params], [*program.sizes]
+    params[axis : axis + 1] = [outer, inner]
     sizes[axis : axis + 1] = [program.sizes[axis] // group, group]
     made = Block(tuple(params), (*b.ops, *body.ops), body.yields)
     return Program(program.name, made, tuple(sizes), program.loc)

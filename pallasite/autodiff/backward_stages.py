@@ -15,6 +15,7 @@ from pallasite.autodiff.reverse_activity import defined, used_values
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, substitute
+from pallasite.ir.roles import Loop
 from pallasite.ir.types import RefType
 
 
@@ -43,10 +44,10 @@ def _can_be_grid(op: Op, body: Block) -> bool:
     """A loop of known length that carries nothing and adds to blocks it moves over."""
     if op.name != "for" or op.results or trip_count(op, body) is None:
         return False
-    (region,) = op.regions
-    index = region.params[0]
-    views = {v.result for v in walk(region) if _moves_with(v, index)}
-    return any(o.name == "atomic_rmw" and o.operands[0] in views for o in region.ops)
+    loop = Loop.of(op)
+    views = {v.result for v in walk(loop.body) if _moves_with(v, loop.index)}
+    adds = (o for o in loop.body.ops if o.name == "atomic_rmw")
+    return any(o.operands[0] in views for o in adds)
 
 
 def _moves_with(op: Op, index: Value) -> bool:
@@ -57,7 +58,7 @@ def trip_count(op: Op, body: Block) -> int | None:
     """The number of steps of a loop from 0 by 1, if it is known."""
     made = producers_of(body)
     numbers = []
-    for value in op.operands[:3]:
+    for value in Loop.of(op).bounds:
         producer = made.get(value)
         if producer is None or producer.name != "constant":
             return None
@@ -69,7 +70,7 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     body = program.body
     count = trip_count(loop, body)
     assert count is not None
-    (region,) = loop.regions
+    region = Loop.of(loop).body
     before = body.ops[: body.ops.index(loop)]
     slicer = _Slice(before)
     needed = _captured(region)
@@ -85,8 +86,7 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
         loaded[value] = reload.load(_block(reload, ref, body.params, value, "in"))
     cheap = slicer.closure([v for v in needed if v not in costly])
     ops = (*cheap, *reload.ops, *region.ops)
-    params = (*body.params, region.params[0])
-    moved = Block(params, ops)
+    moved = Block((*body.params, Loop.of(loop).index), ops)
     moved = clone(substitute(moved, loaded))
     sizes = (*program.sizes, count)
     main_program = program.with_body(Block(body.params, tuple(main.ops)))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
-from pallasite.passes.analysis.carried import VIEWS, covers_whole
+from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.memory import Roots
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,9 @@ def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
 
 def _first_addend(body: Block, block: Value) -> Op | None:
     """The first op that adds to a block or to a view of it."""
-    views = {block}
+    roots = Roots(body)
     for op in walk(body):
-        if op.name in VIEWS and op.operands[0] in views:
-            views.add(op.result)
-        elif op.name == "atomic_rmw" and op.operands[0] in views:
+        if op.name == "atomic_rmw" and block in roots.reached(op.operands[:1]):
             return op
     return None
 

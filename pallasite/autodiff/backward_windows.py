@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from pallasite.autodiff.backward_sums import Sum, spell_sums
-from pallasite.autodiff.per_program import Program, main_refs, producers_of, roots_of
+from pallasite.autodiff.per_program import Program, main_refs, producers_of
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -28,9 +28,11 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.opdef import Effect, table
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import attr_text
 from pallasite.passes.analysis.affine import Forms
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.unused import drop_unused
 
 Key = tuple[object, ...]
@@ -466,34 +468,23 @@ def _whole(dim: BlockDim, n: int) -> BlockDim:
 
 def without_idle_windows(kernel: Kernel) -> Kernel:
     """Without windows that the body does not use."""
-    op = find_pipeline(kernel)
-    windows, grid = op.attrs["windows"], op.attrs["grid"]
-    *maps, body = op.regions
-    blocks = body.params[len(grid) :]
-    used = {v for inner in walk(body) for v in inner.operands}
-    kept = [n for n, block in enumerate(blocks) if block in used]
-    new = op.with_(
-        operands=tuple(op.operands[n] for n in kept),
-        attrs={**op.attrs, "windows": tuple(windows[n] for n in kept)},
-        regions=(
-            *(maps[n] for n in kept),
-            Block((*body.params[: len(grid)], *(blocks[n] for n in kept)), body.ops),
-        ),
-    )
-    ops = tuple(new if o is op else o for o in kernel.body.ops)
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    used = {v for inner in walk(pipeline.body) for v in inner.operands}
+    new = pipeline.showing(each for each in pipeline.shown if each.block in used)
+    ops = tuple(new.to_op() if o is pipeline.op else o for o in kernel.body.ops)
     return kernel.with_(body=Block((), ops))
 
 
 def only(program: Program, results: Sequence[Value]) -> Program:
     """The program without what it does to other results."""
-    roots = roots_of(program.body)
+    roots = Roots(program.body)
     others = set(main_refs(program.body)) - set(results)
 
     def strip(block: Block) -> Block:
         ops = []
         for op in block.ops:
             writes = op.name in ("atomic_rmw", "store")
-            if writes and roots.get(op.operands[0], op.operands[0]) in others:
+            if writes and roots.of(op.operands[0]) in others:
                 continue
             if op.regions:
                 op = op.with_(regions=tuple(map(strip, op.regions)))

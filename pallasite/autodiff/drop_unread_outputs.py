@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import dead_code
-from pallasite.passes.analysis.roots import Roots, read_refs
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots, read_refs
 
 
 def without_unread(kernel: Kernel, unwanted: Sequence[Value]) -> Kernel:
@@ -51,14 +52,6 @@ def _without(block: Block, roots: Roots, gone: set[Value]) -> Block:
 
 
 def _fewer_windows(op: Op, roots: Roots, gone: set[Value]) -> Op:
-    windows = op.attrs["windows"]
-    count, ids = len(op.operands) - len(windows), len(op.attrs["grid"])
-    arrays, (*maps, body) = op.operands[count:], op.regions
-    kept = [n for n, array in enumerate(arrays) if roots.of(array) not in gone]
-    blocks = body.params[ids:]
-    params = (*body.params[:ids], *(blocks[n] for n in kept))
-    return op.with_(
-        operands=(*op.operands[:count], *(arrays[n] for n in kept)),
-        attrs={**op.attrs, "windows": tuple(windows[n] for n in kept)},
-        regions=(*(maps[n] for n in kept), Block(params, body.ops, body.yields)),
-    )
+    pipeline = Pipeline.of(op)
+    kept = [each for each in pipeline.shown if roots.of(each.array) not in gone]
+    return pipeline.showing(kept).to_op()

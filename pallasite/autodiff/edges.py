@@ -12,7 +12,7 @@ from dataclasses import replace
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Index, Op, Span, Value, Window
-from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.memory import VIEWS
 
 
 def harmless_edges(body: Block) -> tuple[Block, set[Value]]:

@@ -12,7 +12,7 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute
-from pallasite.passes.analysis.carried import VIEWS
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.promote import promote
 from pallasite.passes.unused import drop_unused
@@ -34,7 +34,7 @@ class Program:
         """Canonical, without anything that serves nothing."""
         refs = main_refs(self.body)
         kernel = drop_unused(kernel_of(self, refs, ()))
-        return self.with_body(find_pipeline(kernel).regions[-1])
+        return self.with_body(Pipeline.of(find_pipeline(kernel)).body)
 
 
 def kernel_of(
@@ -62,18 +62,19 @@ def program_of(kernel: Kernel) -> Program:
     if sum(op.name == "pipeline" for op in kernel.body.ops) != 1:
         raise NoBackwardKernel("the kernel is not one pipeline", at=kernel.loc)
     promoted = promote(without_copies(kernel), in_parts=True)
-    pipeline = find_pipeline(promoted)
-    place = promoted.body.ops.index(pipeline)
+    pipeline = Pipeline.of(find_pipeline(promoted))
+    place = promoted.body.ops.index(pipeline.op)
     after = promoted.body.ops[place + 1 :]
     if after:
         raise NoBackwardKernel(f"{after[0].name} after the grid", at=after[0].loc)
-    body = pipeline.regions[-1]
+    body = pipeline.body
     # What comes before the grid (its dynamic sizes) is the same for every program.
     body = Block(body.params, (*promoted.body.ops[:place], *body.ops))
     # A result that shares its memory with an operand is that operand.
     same = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
     body = substitute(body, same)
-    sizes = pipeline.attrs["grid"]
+    sizes = tuple(n for n in pipeline.sizes if isinstance(n, int))
+    assert len(sizes) == len(pipeline.grid)  # axes of other sizes became loops
     if 0 in sizes:
         raise NoBackwardKernel("the grid is empty", at=kernel.loc)
     if any(0 in p.ref.shape for p in kernel.params):
@@ -105,19 +106,3 @@ def main_refs(body: Block) -> list[Value]:
 
 def producers_of(body: Block) -> dict[Value, Op]:
     return {v: op for op in walk(body) for v in op.results}
-
-
-def roots_of(body: Block) -> dict[Value, Value]:
-    """For each view, the ref it is a view of in the end."""
-    roots: dict[Value, Value] = {}
-    for op in walk(body):
-        if op.name in VIEWS:
-            roots[op.result] = roots.get(op.operands[0], op.operands[0])
-    return roots
-
-
-def written_refs(body: Block) -> set[Value]:
-    """The refs in main memory that a program writes."""
-    roots, refs = roots_of(body), set(main_refs(body))
-    writes = (op for op in walk(body) if op.name in ("store", "atomic_rmw"))
-    return {roots.get(op.operands[0], op.operands[0]) for op in writes} & refs

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.reverse_activity import (
     Activity,
-    ranges_of,
-    written,
+    facts_of,
 )
 from pallasite.autodiff.reverse_loop import Cotangents, ReverseLoop, live
 from pallasite.autodiff.reverse_rules import accumulated, pull_back
@@ -32,7 +31,8 @@ from pallasite.ir.nodes import (
     walk,
 )
 from pallasite.ir.rewrite import clone
-from pallasite.passes.analysis.carried import VIEWS
+from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.memory import VIEWS, written_refs
 
 # What a reverse leaves out when it runs code again.
 EFFECTS = ("store", "atomic_rmw", "atomic_cas", "debug_print", "debug_check", "delay")
@@ -96,7 +96,7 @@ class _Reverse:
 
     def __post_init__(self) -> None:
         self.activity = Activity(self.body, self.targets, self.constants)
-        self.ranges = ranges_of(self.body, self.sizes)
+        self.facts = facts_of(self.body, self.sizes)
         self.memory |= self.targets
         self.scratch = {op.result for op in walk(self.body) if op.name == "alloc"}
 
@@ -119,11 +119,11 @@ class _Reverse:
         """
         for op in block.ops:
             if op.name in ("for", "while"):
-                inside = (r for o in walk(Block((), (op,))) for r in written(o))
+                inside = (r for o in walk(Block((), (op,))) for r in written_refs(o))
                 stored.update(map(self.activity.root, inside))
             for region in op.regions:
                 self.find_lost(region, stored)
-            stored.update(map(self.activity.root, written(op)))
+            stored.update(map(self.activity.root, written_refs(op)))
             if op.name == "load":
                 root = self.activity.root(op.operands[0])
                 if root in self.seeds and (root in stored or root not in self.inputs):
@@ -199,8 +199,7 @@ class _Reverse:
         Not if one of the block's numbers is the loop's own index.
         """
         view = self.activity.view_ops.get(op.operands[0])
-        index = loop.regions[0].params[0]
-        return view is None or index not in view.operands[1:]
+        return view is None or Loop.of(loop).index not in view.operands[1:]
 
     def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
         """A block of the seed that stores can take from, and leave zero behind.
@@ -351,7 +350,7 @@ class _Reverse:
         """Whether an op with regions has cotangents to hand on."""
         if any(r in ct for r in op.results):
             return True
-        refs = (r for inner in walk(Block((), (op,))) for r in written(inner))
+        refs = (r for inner in walk(Block((), (op,))) for r in written_refs(inner))
         return any(self.has_cotangent(self.activity.root(r)) for r in refs)
 
     def at_cond(self, b: Builder, op: Op, ct: Cotangents) -> None:
@@ -405,9 +404,8 @@ class _Reverse:
             ReverseLoop(self, b, op, ct).emit()
 
     def most_steps(self, op: Op) -> int:
-        first, limit, step = (self.ranges.of(v) for v in op.operands[:3])
-        bound = -(-(limit[1] - first[0]) // max(step[0], 1))
-        if step[0] < 1 or bound > MOST_KEPT:
+        bound = self.facts.most_steps(Loop.of(op))
+        if bound is None or bound > MOST_KEPT:
             raise NoBackwardKernel(
                 "the length of a loop whose values are needed again has no known bound",
                 at=op.loc,
@@ -434,7 +432,7 @@ def _zeroed(b: Builder, ref: T.RefType) -> Value:
 def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...] = ()):
     """The ops that write a root, each with the loops around it."""
     for op in block.ops:
-        if any(activity.root(ref) is root for ref in written(op)):
+        if any(activity.root(ref) is root for ref in written_refs(op)):
             yield op, loops
         inner = (*loops, op) if op.name in ("for", "while") else loops
         for region in op.regions:

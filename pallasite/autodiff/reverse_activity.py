@@ -7,9 +7,10 @@ turns up. Refs count by their root: a view depends on what its memory depends on
 from collections.abc import Iterable, Sequence
 
 from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
-from pallasite.passes.analysis.carried import VIEWS
-from pallasite.passes.analysis.ranges import Ranges, loop_range
+from pallasite.passes.analysis.intervals import Fact, Facts
+from pallasite.passes.analysis.memory import VIEWS, Roots, read_refs, written_refs
 
 WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
 
@@ -21,22 +22,19 @@ class Activity:
         self, block: Block, wanted: Iterable[Value], constants: Iterable[Value] = ()
     ):
         self.constants = frozenset(constants)
-        self.roots: dict[Value, Value] = {}
+        self.root = Roots(block).of
         self.view_ops: dict[Value, Op] = {}
         self.varied: set[Value] = set(wanted)  # values, and roots of refs
         for op in walk(block):
             if op.name in VIEWS:
-                self.roots[op.result] = self.root(op.operands[0])
                 self.view_ops[op.result] = op
-        self.written = {self.root(ref) for op in walk(block) for ref in written(op)}
-        self.loaded = {self.root(op.operands[0]) for op in walk(block) if reads(op)}
+        ops = list(walk(block))
+        self.written = {self.root(ref) for op in ops for ref in written_refs(op)}
+        self.loaded = {self.root(ref) for op in ops for ref in read_refs(op)}
         before = -1
         while before != len(self.varied):
             before = len(self.varied)
             self.block(block)
-
-    def root(self, ref: Value) -> Value:
-        return self.roots.get(ref, ref)
 
     def depends(self, value: Value) -> bool:
         """Whether a value, or the memory of a ref, has a cotangent."""
@@ -50,18 +48,17 @@ class Activity:
         for region in op.regions:
             self.block(region)
         if op.name == "for":
-            self.loop(op.operands[3:], op.regions[0].params[1:], op.regions[0], op)
+            loop = Loop.of(op)
+            self.loop(loop.inits, loop.carried, loop.body, op)
         elif op.name == "while":
-            self.loop(op.operands, op.regions[1].params, op.regions[1], op)
-            for param, twin in zip(
-                op.regions[0].params, op.regions[1].params, strict=True
-            ):
-                self.join([param], [twin])
+            loop = While.of(op)
+            self.loop(loop.inits, loop.body.params, loop.body, op)
+            self.join(loop.condition.params, loop.body.params)
         elif op.name == "cond":
-            for region in op.regions:
-                self.join(op.results, region.yields)
+            for branch in Cond.of(op).branches:
+                self.join(op.results, branch.yields)
         elif op.name in WRITES:
-            for ref in written(op):
+            for ref in written_refs(op):
                 if any(map(self.depends, op.operands)) and ref.ref.dtype.is_float:
                     self.varied.add(self.root(ref))
         is_one = not op.regions or op.name == "custom"
@@ -96,17 +93,6 @@ def is_float(value: Value) -> bool:
     return isinstance(value.type, TileType) and value.type.dtype.is_float
 
 
-def written(op: Op) -> list[Value]:
-    """The refs an op itself writes."""
-    if op.name in ("store", "atomic_rmw", "atomic_cas"):
-        return [op.operands[0]]
-    return [op.operands[1]] if op.name == "copy_start" else []
-
-
-def reads(op: Op) -> bool:
-    return op.name in ("load", "atomic_rmw", "atomic_cas", "copy_start")
-
-
 def defined(block: Block) -> set[Value]:
     """Every value that a block and its regions define."""
     found = set(block.params)
@@ -123,22 +109,20 @@ def used_values(block: Block) -> list[Value]:
     return [*found, *block.yields]
 
 
-def ranges_of(block: Block, sizes: Sequence[int | None]) -> Ranges:
-    """Ranges of the integers of a program; `sizes` bound its first parameters."""
-    ranges = Ranges()
+def facts_of(block: Block, sizes: Sequence[int | None]) -> Facts:
+    """Facts of the integers of a program; `sizes` bound its first parameters."""
+    facts = Facts()
     for index, size in zip(block.params, sizes, strict=True):
         if size is not None:
-            ranges.set(index, 0, max(size - 1, 0))
-    _add_ranges(ranges, block)
-    return ranges
+            facts.note(index, Fact(0, max(size - 1, 0)))
+    _note(facts, block)
+    return facts
 
 
-def _add_ranges(ranges: Ranges, block: Block) -> None:
+def _note(facts: Facts, block: Block) -> None:
     for op in block.ops:
-        ranges.add(op)
+        facts.note_op(op)
         if op.name == "for":
-            bounds = loop_range(ranges, op.operands)
-            if bounds is not None:
-                ranges.set(op.regions[0].params[0], *bounds)
+            facts.note_counter(Loop.of(op))
         for region in op.regions:
-            _add_ranges(ranges, region)
+            _note(facts, region)

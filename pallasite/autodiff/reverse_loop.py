@@ -13,6 +13,7 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import clone, dead_code, substitute
+from pallasite.ir.roles import Loop
 
 Cotangents = dict[Value, Value]
 
@@ -34,8 +35,9 @@ class ReverseLoop:
 
     def __init__(self, outer: "Reverse", b: Builder, op: Op, ct: Cotangents):
         self.outer, self.b, self.op, self.ct = outer, b, op, ct
-        (self.body,) = op.regions
-        self.index, *self.params = self.body.params
+        self.loop = Loop.of(op)
+        self.body = self.loop.body
+        self.index, self.params = self.loop.index, self.loop.carried
         self.inner = Builder(op.loc)
 
     def emit(self) -> None:
@@ -60,7 +62,7 @@ class ReverseLoop:
             self.ct[value] = total
         # After the sums, which would hide them: a carry may start as a captured value.
         for n, cotangent in zip(moving, results, strict=False):
-            self.outer.add(self.b, self.ct, self.op.operands[3 + n], cotangent)
+            self.outer.add(self.b, self.ct, self.loop.inits[n], cotangent)
 
     def cotangent(self, found: Cotangents, value: Value) -> Value:
         # The same value may stand for a captured one: its share is taken once.
@@ -75,15 +77,15 @@ class ReverseLoop:
         if not needed and self.is_free(block):
             region = Block((self.index, *block.params), block.ops, block.yields)
             self.outer.check_memory(region)
-            bounds = self.op.operands[:3]
-            return self.b.emit("for", *bounds, *inits, regions=(clone(region),))
+            regions = (clone(region),)
+            return self.b.emit("for", *self.loop.bounds, *inits, regions=regions)
         stacks = self.keep(needed)
         count = self.count()
         counter = Value(T.INDEX, "back")
         head = Builder(self.op.loc)
         one = head.index(1)
         position = head.sub(head.sub(count, one), counter)
-        first, _, step = self.op.operands[:3]
+        first, step = self.loop.first, self.loop.step
         moved = head.mul(head.cast(position, first.tile.dtype), step)
         known = {self.index: head.add(first, moved)}
         for n, stack in stacks.items():
@@ -97,13 +99,13 @@ class ReverseLoop:
     def is_free(self, block: Block) -> bool:
         """Whether the steps may be taken in any order: they only add to sums."""
         moving = sum(p in self.outer.activity.varied for p in self.params)
-        carried = zip(block.params[:moving], block.yields[:moving], strict=True)
+        pairs = [*zip(block.params, block.yields, strict=True)]
         stores = any(op.name == "store" for op in walk(block))
-        return all(p is y for p, y in carried) and not stores
+        return all(p is y for p, y in pairs[:moving]) and not stores
 
     def count(self) -> Value:
         """How many steps the loop takes."""
-        first, limit, step = self.op.operands[:3]
+        first, limit, step = self.loop.bounds
         b = self.b
         one = b.like(1, first)
         steps = b.add(b.div(b.sub(b.sub(limit, first), one), step), one)
@@ -121,7 +123,7 @@ class ReverseLoop:
         )
         there = self.b.ops[place]
         before, head = Builder(self.op.loc), Builder(self.op.loc)
-        first, _, step = self.op.operands[:3]
+        first, step = self.loop.first, self.loop.step
         position = head.div(head.sub(self.index, first), step)
         stacks = {}
         for n in needed:
@@ -132,10 +134,10 @@ class ReverseLoop:
             head.store(stacks[n], self.params[n], index, [position])
         forward = Block(
             self.body.params,
-            (*head.ops, *there.regions[0].ops),
+            (*head.ops, *Loop.of(there).body.ops),
             self.body.yields,
         )
-        kept = there.with_(regions=(forward,))
+        kept = Loop.of(there).with_(body=forward).to_op()
         self.b.ops[place : place + 1] = [*before.ops, kept]
         return stacks
 

@@ -7,6 +7,7 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value
+from pallasite.ir.roles import Dot
 
 Dims = tuple[int, ...]
 
@@ -44,11 +45,9 @@ def _dot_operand(b: Builder, op: Op, cotangent: Value, side: int) -> Value:
     The order of the two is chosen such that the result needs no transposition where
     possible: `x @ y` gives `ct @ y.T` and `x.T @ ct`, in one dot each.
     """
-    x, other = op.operands[side], op.operands[1 - side]
-    x_batch, other_batch = (op.attrs["batch"][s] for s in (side, 1 - side))
-    x_contract, other_contract = (op.attrs["contract"][s] for s in (side, 1 - side))
-    x_free = _free(x, x_batch, x_contract)
-    other_free = _free(other, other_batch, other_contract)
+    sides = Dot.of(op).sides
+    x, x_batch, x_free, x_contract = sides[side]
+    other, other_batch, other_free, other_contract = sides[1 - side]
     n = len(x_batch)
     free = (len(x_free), len(other_free))
     # The result of the product is batch, lhs rest, rhs rest.
@@ -90,10 +89,6 @@ def _dot(
         dtype=dtype,
         precision=op.attrs["precision"],
     )
-
-
-def _free(x: Value, batch: Dims, contract: Dims) -> Dims:
-    return tuple(d for d in range(x.tile.rank) if d not in (*batch, *contract))
 
 
 def _same_types(

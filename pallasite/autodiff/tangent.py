@@ -17,6 +17,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window
 from pallasite.ir.rewrite import clone
+from pallasite.ir.roles import Loop, Pipeline, Shown, While
 
 
 @dataclass(frozen=True)
@@ -277,28 +278,25 @@ def _once(d: _Doubling, op: Op) -> None:
 
 @_rule("for")
 def _for(d: _Doubling, op: Op) -> None:
-    (body,) = op.regions
-    bounds, carry = op.operands[:3], op.operands[3:]
-    first, *params = body.params
-    moved = [n for n, p in enumerate(params) if d.found.moves(p)]
-    initial = [d.full_tangent(carry[n]) for n in moved]
-    twins = [d.twin(params[n]) for n in moved]
-    inner = d.block(body, (first, *params, *twins), [body.yields[n] for n in moved])
+    loop = Loop.of(op)
+    moved = [n for n, p in enumerate(loop.carried) if d.found.moves(p)]
+    initial = [d.full_tangent(loop.inits[n]) for n in moved]
+    twins = [d.twin(loop.carried[n]) for n in moved]
+    params = (*loop.body.params, *twins)
+    inner = d.block(loop.body, params, [loop.yields[n] for n in moved])
     results = [d.twin(op.results[n]) for n in moved]
-    d.keep(
-        op.with_(
-            operands=(*bounds, *carry, *initial),
-            results=(*op.results, *results),
-            regions=(inner,),
-        )
+    new = loop.with_(
+        inits=(*loop.inits, *initial), body=inner, results=(*op.results, *results)
     )
+    d.keep(new.to_op())
 
 
 @_rule("while")
 def _while(d: _Doubling, op: Op) -> None:
-    condition, body = op.regions
+    loop = While.of(op)
+    condition, body = loop.condition, loop.body
     moved = [n for n, p in enumerate(body.params) if d.found.moves(p)]
-    initial = [d.full_tangent(op.operands[n]) for n in moved]
+    initial = [d.full_tangent(loop.inits[n]) for n in moved]
     check = d.block(
         condition, (*condition.params, *(d.twin(condition.params[n]) for n in moved))
     )
@@ -307,7 +305,7 @@ def _while(d: _Doubling, op: Op) -> None:
     results = [d.twin(op.results[n]) for n in moved]
     d.keep(
         op.with_(
-            operands=(*op.operands, *initial),
+            operands=(*loop.inits, *initial),
             results=(*op.results, *results),
             regions=(check, inner),
         )
@@ -325,33 +323,16 @@ def _cond(d: _Doubling, op: Op) -> None:
 @_rule("pipeline")
 def _pipeline(d: _Doubling, op: Op) -> None:
     """Each moving window is followed by one for its tangent, with the same map."""
-    windows: tuple[Window, ...] = op.attrs["windows"]
-    count = len(op.operands) - len(windows)
-    *maps, body = op.regions
-    ids = body.params[: len(op.attrs["grid"])]
-    blocks = body.params[len(ids) :]
-    arrays, shown, indices, params = [], [], [], []
-    for array, window, index_map, block in zip(
-        op.operands[count:], windows, maps, blocks, strict=True
-    ):
-        arrays.append(array)
-        shown.append(window)
-        indices.append(index_map)
-        params.append(block)
-        twin = d.tangent(array)
+    pipeline = Pipeline.of(op)
+    shown: list[Shown] = []
+    for each in pipeline.shown:
+        shown.append(each)
+        twin = d.tangent(each.array)
         if twin is not None:
-            arrays.append(twin)
-            shown.append(_tangent_window(window))
-            indices.append(clone(index_map))
-            params.append(d.twin(block))
-    inner = d.block(body, (*ids, *params))
-    d.keep(
-        op.with_(
-            operands=(*op.operands[:count], *arrays),
-            attrs={**op.attrs, "windows": tuple(shown)},
-            regions=(*indices, inner),
-        )
-    )
+            window, index_map = _tangent_window(each.window), clone(each.index_map)
+            shown.append(Shown(twin, window, index_map, d.twin(each.block)))
+    params = (*pipeline.ids, *(each.block for each in shown))
+    d.keep(pipeline.showing(shown, d.block(pipeline.body, params)).to_op())
 
 
 def _tangent_window(window: Window) -> Window:

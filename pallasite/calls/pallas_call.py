@@ -22,6 +22,7 @@ from pallasite.importer.importer import Captures, Importer
 from pallasite.importer.rules import RULES
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.language import ref_transforms
 from pallasite.language.memory_spaces import (
     MemoryRef,
@@ -601,11 +602,10 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
 
 def _captured_params(im: Importer) -> list[Value]:
     """Kernel parameters of captured values: scalars directly, arrays via windows."""
-    pipeline = im.builder.ops[-1]
-    windows = pipeline.attrs["windows"]
+    shown = Pipeline.of(im.builder.ops[-1]).arrays
     arrays = [r for r in im.captures.refs if r.ref.space == "block"]
-    windowed = pipeline.operands[len(pipeline.operands) - len(arrays) :]
-    assert len(windowed) == len(arrays) <= len(windows)
+    windowed = shown[len(shown) - len(arrays) :]
+    assert len(windowed) == len(arrays)
     pending = iter(windowed)
     return [r if r.ref.space == "smem" else next(pending) for r in im.captures.refs]
 

@@ -30,14 +30,15 @@ from pallasite.importer import custom_rules
 from pallasite.interpret import Walker
 from pallasite.interpret.numbers import Picks
 from pallasite.ir.nodes import Block, Kernel, Op
+from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import RefType
-from pallasite.passes.analysis.ranges import Ranges, loop_range
+from pallasite.passes.analysis.intervals import Fact, Facts
 from pallasite.passes.canonicalize import canonicalize
 
 Array = Any
 # Inside the domain of nearly all functions, and no derivative there is infinite.
 _HARMLESS = 0.5
-# A bound from ranges beyond this is no better than none.
+# A bound beyond this is no better than none.
 _MOST_TRIPS = 1 << 16
 
 
@@ -190,45 +191,39 @@ class ReverseWalker(SmoothWalker):
 def most_trips(kernel: Kernel) -> dict[Op, int]:
     """The greatest number of trips of each `for`, where that is known."""
     found: dict[Op, int] = {}
-    _visit(kernel.body, Ranges(), found)
+    _visit(kernel.body, Facts(), found)
     return found
 
 
-def _visit(block: Block, ranges: Ranges, found: dict[Op, int]) -> None:
+def _visit(block: Block, facts: Facts, found: dict[Op, int]) -> None:
     for op in block.ops:
         if op.name == "pipeline":
-            ids = op.regions[-1].params
-            for index, size in zip(ids, op.attrs["grid"], strict=False):
+            pipeline = Pipeline.of(op)
+            for index, size in zip(pipeline.ids, pipeline.grid, strict=True):
                 if size:
-                    ranges.set(index, 0, size - 1)
+                    facts.note(index, Fact(0, size - 1))
         elif op.name == "for":
-            counter = loop_range(ranges, op.operands)
-            if counter is not None:
-                ranges.set(op.regions[0].params[0], *counter)
-                trips = _trips(op, ranges)
-                if trips <= _MOST_TRIPS:
-                    found[op] = trips
-                    _carried_counters(op, trips, ranges)
+            loop = Loop.of(op)
+            facts.note_counter(loop)
+            trips = facts.most_steps(loop)
+            if trips is not None and trips <= _MOST_TRIPS:
+                found[op] = trips
+                _carried_counters(loop, trips, facts)
         for region in op.regions:
-            _visit(region, ranges, found)
-        ranges.add(op)
+            _visit(region, facts, found)
+        facts.note_op(op)
 
 
-def _carried_counters(op: Op, trips: int, ranges: Ranges) -> None:
+def _carried_counters(loop: Loop, trips: int, facts: Facts) -> None:
     """A carried number that each trip adds a constant to (as fori_loop's own)."""
-    (body,) = op.regions
-    makers = {v: inner for inner in body.ops for v in inner.results}
+    makers = {v: inner for inner in loop.body.ops for v in inner.results}
     for initial, param, after in zip(
-        op.operands[3:], body.params[1:], body.yields, strict=True
+        loop.inits, loop.carried, loop.yields, strict=True
     ):
         adds = makers.get(after)
         if adds is None or adds.name != "add" or adds.operands[0] is not param:
             continue
-        step, (low, high) = ranges.number(adds.operands[1]), ranges.of(initial)
+        step, start = facts.of(adds.operands[1]).number, facts.of(initial)
         if step is not None and 0 <= step * trips <= _MOST_TRIPS:
-            ranges.set(param, low, high + step * max(0, trips - 1))
-
-
-def _trips(op: Op, ranges: Ranges) -> int:
-    first, limit, step = (ranges.of(v) for v in op.operands[:3])
-    return max(0, -(-(limit[1] - first[0]) // step[0]))
+            last = start.high + step * max(0, trips - 1)
+            facts.note(param, Fact(start.low, last))

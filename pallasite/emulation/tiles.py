@@ -9,6 +9,7 @@ from jax import lax
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
 Array = Any
@@ -117,10 +118,11 @@ def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
             x.astype(wide) if t.bits < 8 * wide.itemsize else x
             for x, t in zip((lhs, rhs), types, strict=True)
         )
+    one, other = Dot.of(op).sides
     product = lax.dot_general(
         lhs,
         rhs,
-        (a["contract"], a["batch"]),
+        ((one.contract, other.contract), (one.batch, other.batch)),
         precision=_precision(a["precision"]),
         preferred_element_type=wide,
     )

@@ -14,7 +14,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute, writes
 from pallasite.language.refs import positional_fields
-from pallasite.passes.analysis.ranges import type_range
+from pallasite.passes.analysis.intervals import Fact
 
 RULES = RuleTable()
 
@@ -145,8 +145,8 @@ def _note_counter(
         param = carry.params[condition.params.index(test.operands[0])]
         at = carry.inside().index(param)
         if _step(jaxpr, num_consts, at) == 1:
-            low, _ = im.ranges.of(carry.initial[at])
-            im.ranges.set(param, low, im.ranges.of(test.operands[1])[1])
+            low, limit = im.facts.of(carry.initial[at]).low, test.operands[1]
+            im.facts.note(param, Fact(low, im.facts.of(limit).high))
 
 
 def _note_counters(
@@ -156,10 +156,10 @@ def _note_counters(
     for at, param in enumerate(carry.inside()):
         step = _step(jaxpr, num_consts, at)
         if step is not None and step >= 0:
-            low, high = im.ranges.of(carry.initial[at])
-            high += step * (trips - 1)
-            if high <= type_range(param.tile.dtype)[1]:
-                im.ranges.set(param, low, high)
+            initial = im.facts.of(carry.initial[at])
+            high = initial.high + step * (trips - 1)
+            if high <= param.tile.dtype.limits[1]:
+                im.facts.note(param, Fact(initial.low, high))
 
 
 def _step(jaxpr: Any, num_consts: int, at: int) -> int | None:
@@ -273,7 +273,7 @@ def _scan(im: Importer, eqn: Any, *args: Value) -> list[Value]:
         return [*carry.initial, *stacked]
     collected = [Value(s.type) for s in stacked]
     counter = Value(T.INDEX, "i")
-    im.ranges.set(counter, 0, length - 1)
+    im.facts.note(counter, Fact(0, length - 1))
     with im.nested() as builder:
         n = counter
         if p["reverse"]:

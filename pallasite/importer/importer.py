@@ -20,7 +20,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Loc, Value
 from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.language.trace import equation_location
-from pallasite.passes.analysis.ranges import Ranges
+from pallasite.passes.analysis.intervals import Facts
 
 Rule = Callable[..., Any]
 
@@ -84,8 +84,8 @@ class Importer:
         self.kernel_name = kernel_name
         self.rules = rules
         self.captures = captures
-        self.ranges = Ranges()  # of the integers imported so far
-        self.builder = Builder(watch=self.ranges.add)
+        self.facts = Facts()  # of the integers imported so far
+        self.builder = Builder(watch=self.facts.note_op)
         self.scopes: list[GridScope] = []
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}

@@ -250,7 +250,7 @@ def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
     Here, where index arrays enter the IR, so that no backend need know; what is then
     still outside, each backend clamps or masks.
     """
-    if im.ranges.of(index)[0] >= 0:
+    if im.facts.of(index).low >= 0:
         return index
     b = im.builder
     if index.tile.dtype.bits < 32:  # the sum may not fit

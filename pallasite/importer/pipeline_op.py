@@ -29,6 +29,7 @@ from pallasite.language.trace import (
     name_of,
     trace,
 )
+from pallasite.passes.analysis.intervals import Fact
 
 SEMANTICS = ("parallel", "arbitrary", "core_parallel", "subcore_parallel")
 
@@ -270,8 +271,8 @@ def emit_pipeline_op(
             block_refs.append(ref)
             body_refs.append(ref)
         for index, size in zip(ids, grid, strict=True):
-            known = size if isinstance(size, int) else im.ranges.of(size)[1]
-            im.ranges.set(index, 0, max(known - 1, 0))
+            known = size if isinstance(size, int) else im.facts.of(size).high
+            im.facts.note(index, Fact(0, max(known - 1, 0)))
         seen = GridScope(ids, tuple(grid))
         im.scopes.append(seen if part is None else part.seen(im, seen))
         im.mesh_axes |= {n: i for n, i in zip(axis_names, ids, strict=False) if n}

@@ -19,6 +19,7 @@ from jax import lax
 from pallasite import jaxcompat
 from pallasite.importer.importer import Importer, RuleTable
 from pallasite.ir.nodes import Value
+from pallasite.ops.neutral import neutral
 
 RULES = RuleTable()
 
@@ -89,21 +90,10 @@ def _reduce_window_known(im: Importer, eqn: Any, x: Value) -> list[Value]:
         return [function(left[0], right[0])]
 
     def windows(v: Any) -> Sequence[Any]:
-        identity = v.dtype.type(0) if kind == "sum" else _extreme(v.dtype, kind)
-        return _over_windows(combine, [v], [identity], eqn.params)
+        start = np.asarray(neutral(kind, x.tile.dtype), v.dtype)
+        return _over_windows(combine, [v], [start], eqn.params)
 
     return im.splice(windows, [x])
-
-
-def _extreme(dtype: Any, kind: str) -> Any:
-    """The identity of `max` or `min`."""
-    sign = -1 if kind == "max" else 1
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.asarray(sign * np.inf, dtype)
-    if dtype == np.bool_:
-        return np.asarray(sign > 0)
-    info = jnp.iinfo(dtype)
-    return np.asarray(info.min if kind == "max" else info.max, dtype)
 
 
 @RULES.rule("reduce_window")

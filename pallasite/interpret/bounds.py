@@ -21,8 +21,8 @@ from pallasite.ir.nodes import (
     Gather,
     Op,
     Span,
-    window_arrays,
 )
+from pallasite.ir.roles import Pipeline
 
 Array = Any
 
@@ -129,8 +129,7 @@ class Indices:
 
     def window(self, op: Op, number: int, found: Sequence[Array]) -> list[Array]:
         """Plain block indices, after a look at their range."""
-        window, index_map = op.attrs["windows"][number], op.regions[number]
-        ref = window_arrays(op)[number]
+        ref, window, index_map, _ = Pipeline.of(op).shown[number]
         plain = [self.numbers.certain(x, "which block is seen") for x in found]
         pending = iter(plain)
         for d, (dim, n) in enumerate(zip(window.dims, ref.ref.shape, strict=True)):

@@ -23,7 +23,8 @@ from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.interpret.views import View, whole_picks
 from pallasite.interpret.walker import Walker
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value
-from pallasite.passes.analysis.roots import Roots
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots
 
 Array = Any
 
@@ -390,12 +391,10 @@ class CheckedWalker(Walker):
                 p
                 for op in self.kernel.body.ops
                 if op.name == "pipeline"
-                for p in op.regions[-1].params
+                for p in Pipeline.of(op).blocks
             }
-            step: Value | None = ref
-            while step is not None and step not in blocks:
-                step = self.roots.parent.get(step)
-            self._in_window[ref] = step is not None
+            wholes = self.roots.reached([ref])
+            self._in_window[ref] = not blocks.isdisjoint(wholes)
         return self._in_window[ref]
 
     def do_sem_signal(self, op: Op) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from pallasite.errors import CheckError, Facts
 from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
-from pallasite.passes.analysis.roots import Roots
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots
 
 _LETTERS = "ijklmnopqrstuvwxyz"
 
@@ -79,9 +80,9 @@ class Monitor:
     def _names(self, op: Op) -> list[str]:
         if op not in self._axis_names:
             letters = iter(_LETTERS)
-            params = op.regions[-1].params[: len(op.attrs["grid"])]
             self._axis_names[op] = [
-                "batch" if p.name == "batch" else next(letters, "?") for p in params
+                "batch" if index.name == "batch" else next(letters, "?")
+                for index in Pipeline.of(op).ids
             ]
         return self._axis_names[op]
 

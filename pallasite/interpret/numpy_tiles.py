@@ -13,7 +13,9 @@ import numpy as np
 from pallasite.errors import InternalError
 from pallasite.interpret import numpy_gather
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
+from pallasite.ops.neutral import neutral
 
 Array = Any
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -179,16 +181,6 @@ _ACCUMULATE = {
 }
 
 
-def _extreme(dtype: np.dtype, least: bool) -> Any:
-    """What max (least) or min over nothing gives."""
-    if dtype.kind == "f":
-        return -np.inf if least else np.inf
-    if dtype.kind == "b":
-        return not least
-    info = np.iinfo(dtype)
-    return info.min if least else info.max
-
-
 @_tile_op("reduce")
 def _reduce(op: Op, x: Array) -> Array:
     kind, axes = op.attrs["kind"], tuple(op.attrs["axes"])
@@ -197,7 +189,7 @@ def _reduce(op: Op, x: Array) -> Array:
     if kind in ("sum", "prod"):
         options["dtype"] = wide.dtype
     elif kind in ("max", "min") and not x.size:
-        options["initial"] = _extreme(wide.dtype, kind == "max")
+        options["initial"] = neutral(kind, op.operands[0].tile.dtype)
     return _narrow(_ACCUMULATE[kind].reduce(wide, **options), x.dtype)
 
 
@@ -225,12 +217,12 @@ def _scan(op: Op, x: Array) -> Array:
 
 @_tile_op("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
-    (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
     dtype: DType = op.attrs["dtype"]
     lhs, rhs = (np.asarray(x).astype(_dot_type(x, dtype)) for x in (lhs, rhs))
-    left, rows = _as_matrix(lhs, lb, lc, last=True)
-    right, cols = _as_matrix(rhs, rb, rc, last=False)
-    batch = tuple(lhs.shape[d] for d in lb)
+    one, other = Dot.of(op).sides
+    left, rows = _as_matrix(lhs, one.batch, one.contract, last=True)
+    right, cols = _as_matrix(rhs, other.batch, other.contract, last=False)
+    batch = tuple(lhs.shape[d] for d in one.batch)
     product = np.matmul(left, right).reshape((*batch, *rows, *cols))
     return _narrow(product, dtype.np)
 

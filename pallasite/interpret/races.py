@@ -14,6 +14,7 @@ import numpy as np
 from pallasite.interpret.monitor import STALE, Monitor, Origin
 from pallasite.interpret.numpy_memory import Elements, Region
 from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import PARALLEL, analyze
 
 MANY = -1
@@ -25,11 +26,12 @@ def racing_axes(kernel: Kernel) -> tuple[int, ...]:
     if len(pipelines) != 1:
         return ()
     (op,) = pipelines
-    grid, semantics = op.attrs["grid"], op.attrs["semantics"]
-    said = [a for a, s in enumerate(semantics) if s in PARALLEL and grid[a] != 1]
+    pipeline = Pipeline.of(op)
+    axes = enumerate(zip(pipeline.grid, pipeline.semantics, strict=True))
+    said = [a for a, (size, word) in axes if word in PARALLEL and size != 1]
     if not said:
         return ()
-    silent = op.with_(attrs={**op.attrs, "semantics": ("arbitrary",) * len(grid)})
+    silent = pipeline.with_(semantics=("arbitrary",) * len(pipeline.grid)).to_op()
     ops = tuple(silent if o is op else o for o in kernel.body.ops)
     proven = analyze(kernel.with_(body=Block((), ops))).parallel
     return tuple(a for a in said if a not in proven)

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallasite.interpret import numpy_tiles
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import TileType
 from pallasite.ops import meaning
 
@@ -175,11 +176,11 @@ def _scan(op: Op, x: Partly) -> np.ndarray:
 
 def _dot(op: Op, lhs: Array, rhs: Array) -> np.ndarray:
     """Undefined where the row or the column has an undefined element."""
-    (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
-    left = _contracted(codes_or_zeros(lhs), lb, lc)
-    right = _contracted(codes_or_zeros(rhs), rb, rc)
-    batch = left.shape[: len(lb)]
-    rows, cols = left.shape[len(lb) :], right.shape[len(rb) :]
+    one, other = Dot.of(op).sides
+    left = _contracted(codes_or_zeros(lhs), one.batch, one.contract)
+    right = _contracted(codes_or_zeros(rhs), other.batch, other.contract)
+    shared = len(one.batch)
+    batch, rows, cols = left.shape[:shared], left.shape[shared:], right.shape[shared:]
     left = left.reshape(*batch, *rows, *(1,) * len(cols))
     right = right.reshape(*batch, *(1,) * len(rows), *cols)
     return np.maximum(left, right)

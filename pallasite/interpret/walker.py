@@ -22,7 +22,8 @@ from pallasite.interpret.windows import Padding, plan_padding, window_ranges
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
 from pallasite.ir.opdef import table
-from pallasite.passes.analysis.roots import Roots
+from pallasite.ir.roles import Loop, Pipeline, While
+from pallasite.passes.analysis.memory import Roots
 
 
 class Walker:
@@ -333,7 +334,7 @@ class Walker:
 
     def do_for(self, op: Op) -> Sequence[Array]:
         first, limit, step, *carry = (self.env[v] for v in op.operands)
-        (body,) = op.regions
+        body = Loop.of(op).body
         written = self.written(body)
 
         def run(i: Array, values: list[Array]) -> list[Array]:
@@ -343,7 +344,8 @@ class Walker:
         return self._unpack(written, out)
 
     def do_while(self, op: Op) -> Sequence[Array]:
-        condition, body = op.regions
+        loop = While.of(op)
+        condition, body = loop.condition, loop.body
         written = self.written(body, condition)
 
         def go_on(values: list[Array]) -> Array:
@@ -355,7 +357,7 @@ class Walker:
         def run(values: list[Array]) -> list[Array]:
             return self._enter(written, values, lambda v: self.block(body, v))
 
-        carry = [self.env[v] for v in op.operands]
+        carry = [self.env[v] for v in loop.inits]
         out = self.numbers.while_(go_on, run, self._pack(written, carry))
         return self._unpack(written, out)
 
@@ -425,11 +427,10 @@ class Walker:
     # --- the grid ---
 
     def do_pipeline(self, op: Op) -> None:
-        grid, windows = op.attrs["grid"], op.attrs["windows"]
-        dynamic = iter([self.env[v] for v in op.operands])
-        sizes = [next(dynamic) if g is None else g for g in grid]
-        arrays: list[View] = list(dynamic)
-        *maps, body = op.regions
+        pipeline = Pipeline.of(op)
+        sizes = [n if isinstance(n, int) else self.env[n] for n in pipeline.sizes]
+        arrays: list[View] = [self.env[v] for v in pipeline.arrays]
+        windows, maps, body = pipeline.windows, pipeline.maps, pipeline.body
         written = self.written(body)
         pads = self.numbers.functional and op in self.kernel.body.ops
         outer = self.predicate

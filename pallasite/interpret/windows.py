@@ -13,9 +13,10 @@ from typing import Any
 
 from pallasite.interpret.numbers import Array, Numbers
 from pallasite.interpret.views import Fill, Range, View, whole_picks
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, window_arrays
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Forms
-from pallasite.passes.analysis.roots import Roots
+from pallasite.passes.analysis.memory import Roots
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,12 @@ def plan_padding(kernel: Kernel, roots: Roots) -> dict[Value, Padding]:
     for op in kernel.body.ops:
         if op.name != "pipeline":
             continue
-        windows = op.attrs["windows"]
-        arrays = window_arrays(op)
-        for window, array, index_map in zip(
-            windows, arrays, op.regions[:-1], strict=True
-        ):
+        pipeline = Pipeline.of(op)
+        for array, window, index_map, _ in pipeline.shown:
             root = roots.of(array)
             if root not in kernel.params:
                 continue
-            ranges = _start_ranges(index_map, op.attrs["grid"], window)
+            ranges = _start_ranges(index_map, pipeline.grid, window)
             reach = [
                 _overhang(n, dim, bounds)
                 for n, dim, bounds in zip(

@@ -192,11 +192,6 @@ def walk(block: Block) -> Iterator[Op]:
             yield from walk(region)
 
 
-def window_arrays(pipeline: Op) -> tuple[Value, ...]:
-    """The refs that a pipeline has windows of; before them come dynamic grid sizes."""
-    return pipeline.operands[len(pipeline.operands) - len(pipeline.attrs["windows"]) :]
-
-
 # --- the operands of memory ops, by role ---
 
 

@@ -43,6 +43,15 @@ class DType:
         return self.kind == "bool"
 
     @property
+    def limits(self) -> tuple[int, int]:
+        """The least and greatest number of an integer type; bools are 0 and 1."""
+        assert not self.is_float, self
+        if self.is_bool:
+            return 0, 1
+        sign = int(self.is_signed_int)
+        return -sign << (self.bits - 1), (1 << (self.bits - sign)) - 1
+
+    @property
     def bytes(self) -> int:
         """Bytes one element takes in main memory (sub-byte types take one each)."""
         return max(1, self.bits // 8)

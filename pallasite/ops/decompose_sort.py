@@ -14,7 +14,6 @@ from pallasite.ops.decompose_tile import (
     exchange,
     filled,
     lengthened,
-    neutral,
     next_power_of_two,
     positions,
     take_range,
@@ -30,6 +29,7 @@ from pallasite.ops.formula import (
     formula,
     where,
 )
+from pallasite.ops.neutral import neutral
 
 
 def sort(

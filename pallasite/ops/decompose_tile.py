@@ -8,12 +8,11 @@ the `lower` of its rows; `decompose_sort.py` and `decompose_gather.py` have the 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Value
 from pallasite.ir.types import BOOL, F32, I32, DType
 from pallasite.ops.formula import INF, NotApplicable, float_formula, where
+from pallasite.ops.neutral import neutral
 
 Combine = Callable[[Value, Value], Value]
 
@@ -208,26 +207,6 @@ def _log_add_exp(x: Any, y: Any) -> Any:
     larger = x.max(y)
     result = larger + (-abs(x - y)).op("exp").op("log1p")
     return where(abs(larger) < INF, result, larger)
-
-
-def neutral(kind: str, dtype: DType) -> bool | int | float:
-    """What changes nothing when combined."""
-    if kind in ("sum", "or", "xor"):
-        return 0
-    if kind == "prod":
-        return 1
-    if kind == "and":
-        return True if dtype.is_bool else -1 if dtype.is_signed_int else _limit(dtype)
-    least = kind in ("max", "logsumexp")
-    if dtype.is_float:
-        return -INF if least else INF
-    if dtype.is_bool:
-        return not least
-    return int(np.iinfo(dtype.np).min) if least else _limit(dtype)
-
-
-def _limit(dtype: DType) -> int:
-    return int(np.iinfo(dtype.np).max)
 
 
 def _accumulating(dtype: DType) -> DType:

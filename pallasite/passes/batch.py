@@ -11,7 +11,8 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import substitute
-from pallasite.passes.analysis.roots import Roots
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots
 
 
 def changed_operands(kernel: Kernel) -> list[int]:
@@ -55,24 +56,20 @@ def maps_a_grid_size(kernel: Kernel, mapped: Sequence[bool]) -> bool:
 def _batch_pipeline(
     op: Op, wide: dict[Value, Value], batched: set[Value], size: int
 ) -> Op:
-    windows: tuple[Window, ...] = op.attrs["windows"]
-    count = len(op.operands) - len(windows)
-    arrays = op.operands[count:]
-    *maps, body = op.regions
-    new_windows, new_maps = [], []
-    for window, array, index_map in zip(windows, arrays, maps, strict=True):
+    old = Pipeline.of(op)
+    windows, maps = [], []
+    for array, window, index_map, _ in old.shown:
         moved = array in batched
-        new_windows.append(_lead_window(window) if moved else window)
-        new_maps.append(_lead_map(index_map, moved, batched, wide))
-    return op.with_(
-        operands=(*op.operands[:count], *(wide.get(a, a) for a in arrays)),
-        attrs={
-            "grid": (size, *op.attrs["grid"]),
-            "windows": tuple(new_windows),
-            "semantics": ("parallel", *op.attrs["semantics"]),
-        },
-        regions=(*new_maps, _lead_block(body, batched, wide)),
-    )
+        windows.append(_lead_window(window) if moved else window)
+        maps.append(_lead_map(index_map, moved, batched, wide))
+    return old.with_(
+        grid=(size, *old.grid),
+        arrays=tuple(wide.get(a, a) for a in old.arrays),
+        windows=tuple(windows),
+        semantics=("parallel", *old.semantics),
+        maps=tuple(maps),
+        body=_lead_block(old.body, batched, wide),
+    ).to_op()
 
 
 def _lead_window(window: Window) -> Window:
@@ -85,7 +82,8 @@ def _lead_map(
 ) -> Block:
     block = _lead_block(index_map, batched, wide)
     if moved:
-        block = Block(block.params, block.ops, (block.params[0], *block.yields))
+        index, *_ = block.params
+        block = Block(block.params, block.ops, (index, *block.yields))
     return block
 
 

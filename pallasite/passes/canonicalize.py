@@ -16,6 +16,7 @@ from pallasite.ir.rewrite import (
     dead_code,
     inline,
 )
+from pallasite.ir.roles import Cond, Loop
 from pallasite.passes import algebra, views
 from pallasite.passes.algebra import constant_of
 
@@ -31,23 +32,23 @@ def canonicalize(kernel: Kernel) -> Kernel:
 
 def known_branch(op: Op, b: Rewriter) -> Sequence[Value] | None:
     """A cond whose branch number is known, or which has one branch only."""
-    number = constant_of(b, op.operands[0])
-    if number is None and len(op.regions) > 1:
+    cond = Cond.of(op)
+    number = constant_of(b, cond.which)
+    if number is None and len(cond.branches) > 1:
         return None
-    chosen = min(max(int(number or 0), 0), len(op.regions) - 1)
-    return inline(b, op.regions[chosen], ())
+    return inline(b, cond.branch(int(number or 0)), ())
 
 
 def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
     """A for loop that runs not at all or once."""
-    first, limit, step = (constant_of(b, v) for v in op.operands[:3])
+    loop = Loop.of(op)
+    first, limit, step = (constant_of(b, v) for v in loop.bounds)
     if first is None or limit is None or step is None or step <= 0:
         return None
-    carries = op.operands[3:]
     if first >= limit:
-        return carries
+        return loop.inits
     if first + step >= limit:
-        return inline(b, op.regions[0], (op.operands[0], *carries))
+        return inline(b, loop.body, (loop.first, *loop.inits))
     return None
 
 

@@ -12,8 +12,9 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute
+from pallasite.ir.roles import Cond, Loop
 from pallasite.passes.analysis.affine import fold_scalar
-from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.memory import Roots, root_among
 
 Producers = Mapping[Value, Op]
 
@@ -21,7 +22,8 @@ Producers = Mapping[Value, Op]
 def hoist(kernel: Kernel) -> Kernel:
     """Apply to every loop, inner ones first."""
     shared = {kernel.inputs[i] for i, _ in kernel.aliases}
-    readable = frozenset(set(kernel.inputs) - shared - _written(kernel))
+    written = Roots(kernel).written(kernel.body)
+    readable = frozenset(set(kernel.inputs) - shared - set(written))
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "for":
@@ -30,7 +32,7 @@ def hoist(kernel: Kernel) -> Kernel:
         loop.move_invariants()
         loop.move_first_step()
         after = loop.take_last_step()
-        builder.ops.append(loop.op)
+        builder.ops.append(loop.loop.to_op())
         if after is not None:
             after(builder)
         return op.results
@@ -38,38 +40,23 @@ def hoist(kernel: Kernel) -> Kernel:
     return map_ops(kernel, rewrite)
 
 
-def _written(kernel: Kernel) -> set[Value]:
-    """Kernel parameters something writes, directly or through views."""
-    root: dict[Value, Value] = {p: p for p in kernel.params}
-    found: set[Value] = set()
-    for op in walk(kernel.body):
-        for value in op.operands:
-            if value not in root:
-                continue
-            if op.name in VIEWS:
-                root[op.result] = root[value]
-            elif op.name != "load":
-                found.add(root[value])
-    return found
-
-
 class _Loop:
     """One `for` being taken apart."""
 
     def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
-        self.op, self.builder, self.readable = op, builder, readable
+        self.loop, self.builder, self.readable = Loop.of(op), builder, readable
         self.producers = dict(builder.producers)
-        for inner in op.regions[0].ops:
+        for inner in self.body.ops:
             for value in inner.results:
                 self.producers[value] = inner
 
     @property
     def body(self) -> Block:
-        return self.op.regions[0]
+        return self.loop.body
 
     @property
     def index(self) -> Value:
-        return self.body.params[0]
+        return self.loop.index
 
     def number(self, value: Value) -> int | bool | None:
         op = self.producers.get(value)
@@ -84,7 +71,7 @@ class _Loop:
 
     def bounds(self) -> tuple[int, int] | None:
         """First and last index of a loop that runs and steps by one."""
-        first, limit, step = (self.number(v) for v in self.op.operands[:3])
+        first, limit, step = (self.number(v) for v in self.loop.bounds)
         if first is None or limit is None or step != 1 or not first < limit:
             return None
         return int(first), int(limit) - 1
@@ -96,7 +83,7 @@ class _Loop:
         return values
 
     def replace_body(self, block: Block) -> None:
-        self.op = self.op.with_(regions=(block,))
+        self.loop = self.loop.with_(body=block)
 
     # --- what is the same in every step ---
 
@@ -119,10 +106,7 @@ class _Loop:
         """A load of memory that nothing writes."""
         if op.name != "load":
             return False
-        ref = op.operands[0]
-        while ref in self.producers and self.producers[ref].name in VIEWS:
-            ref = self.producers[ref].operands[0]
-        return ref in self.readable
+        return root_among(self.producers, op.operands[0]) in self.readable
 
     # --- the first step ---
 
@@ -136,9 +120,10 @@ class _Loop:
 
     def is_step(self, op: Op, number: int) -> bool:
         """`cond` with nothing but one branch, taken when the index is `number`."""
-        if op.name != "cond" or len(op.regions) != 2 or op.regions[0].ops:
+        if op.name != "cond" or len(op.regions) != 2:
             return False
-        cast = self.producers.get(op.operands[0])
+        which, (otherwise, _) = Cond.of(op).which, Cond.of(op).branches
+        cast = self.producers.get(which) if not otherwise.ops else None
         if cast is None or cast.name != "cast":
             return False
         test = self.producers.get(cast.operands[0])
@@ -149,9 +134,9 @@ class _Loop:
 
     def move_reset(self, op: Op) -> None:
         """Make what the first step sets the initial value of the loop."""
-        otherwise, reset = op.regions
+        otherwise, reset = Cond.of(op).branches
         inside = self.inside()
-        carries = self.body.params[1:]
+        carries = self.loop.carried
         if any(v not in carries for v in otherwise.yields):
             return
         if len(set(otherwise.yields)) != len(otherwise.yields):
@@ -165,12 +150,12 @@ class _Loop:
         if any(_uses(v, others, self.body.yields) for v in otherwise.yields):
             return
         self.builder.ops += reset.ops
-        operands = list(self.op.operands)
+        inits = list(self.loop.inits)
         for param, value in zip(otherwise.yields, reset.yields, strict=True):
-            operands[3 + carries.index(param)] = value
+            inits[carries.index(param)] = value
         mapping = dict(zip(op.results, otherwise.yields, strict=True))
         block = Block(self.body.params, tuple(others), self.body.yields)
-        self.op = self.op.with_(operands=tuple(operands))
+        self.loop = self.loop.with_(inits=tuple(inits))
         self.replace_body(substitute(block, mapping))
 
     # --- the last step ---
@@ -188,7 +173,7 @@ class _Loop:
         return None
 
     def cut(self, op: Op, last: int) -> Callable[[Builder], None] | None:
-        branch = op.regions[1]
+        _, branch = Cond.of(op).branches
         defined = {v for inner in walk(branch) for v in inner.results}
         defined |= {
             v for inner in walk(branch) for r in inner.regions for v in r.params
@@ -215,7 +200,7 @@ class _Replay:
     def __init__(self, loop: _Loop, last: int):
         self.loop, self.last = loop, last
         self.inside = loop.inside()
-        self.results = dict(zip(loop.body.yields, loop.op.results, strict=True))
+        self.results = dict(zip(loop.body.yields, loop.loop.results, strict=True))
         self.made: dict[Value, Value] = {}
 
     def can(self, value: Value) -> bool:

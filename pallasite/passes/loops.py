@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.grid import GridInfo, analyze_pipeline, find_pipeline
 
@@ -39,7 +40,7 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
     outside.ops += [op for op in kernel.body.ops if id(op) not in moved]
     outside.emit(
         "pipeline",
-        *[nest.sizes[a] for a in nest.outer if nest.grid[a] is None],
+        *[n for a in nest.outer if isinstance(n := nest.sizes[a], Value)],
         regions=(program.block(ids),),
         grid=tuple(nest.grid[a] for a in nest.outer),
         windows=(),
@@ -65,7 +66,7 @@ def _scratch_ops(kernel: Kernel) -> list[Op]:
 
 def _inner_pipeline(op: Op, builder: Rewriter) -> Sequence[Value] | None:
     """A pipeline inside a program: every axis is a loop."""
-    if op.name != "pipeline" or not op.attrs["windows"]:
+    if op.name != "pipeline" or not Pipeline.of(op).windows:
         return None
     before = [builder.producers[v] for v in builder.producers]
     info = analyze_pipeline(op, list(dict.fromkeys(before)))
@@ -83,14 +84,13 @@ class _Nest:
     """The loop nest of one pipeline."""
 
     def __init__(self, op: Op, info: GridInfo, may_be_program):
-        self.op = op
-        self.grid: tuple[int | None, ...] = op.attrs["grid"]
-        *self.maps, self.body = op.regions
-        self.ids = self.body.params[: len(self.grid)]
-        self.windows = op.attrs["windows"]
-        self.refs = window_arrays(op)
-        dynamic = iter(op.operands)
-        self.sizes = {a: next(dynamic) for a, n in enumerate(self.grid) if n is None}
+        pipeline = Pipeline.of(op)
+        self.op, self.grid, self.ids = op, pipeline.grid, pipeline.ids
+        self.sizes, self.shown, self.body = (
+            pipeline.sizes,
+            pipeline.shown,
+            pipeline.body,
+        )
         self.single = [a for a, n in enumerate(self.grid) if n == 1]
         rest = [a for a in range(len(self.grid)) if a not in self.single]
         parallel = set(info.parallel)
@@ -116,7 +116,7 @@ class _Nest:
                 self.views[window.number] = self.open(builder, window.number)
         if depth == len(self.looped):
             ids = [self.at[a] for a in range(len(self.grid))]
-            views = [self.views[n] for n in range(len(self.windows))]
+            views = [self.views[n] for n in range(len(self.shown))]
             inline(builder, self.body, [*ids, *views])
             return
         axis = self.looped[depth]
@@ -124,8 +124,8 @@ class _Nest:
         self.at[axis] = index
         inside = Builder(self.op.loc)
         self.level(inside, depth + 1)
-        size = self.grid[axis]
-        limit = self.sizes[axis] if size is None else builder.index(size)
+        size = self.sizes[axis]
+        limit = size if isinstance(size, Value) else builder.index(size)
         first, step = builder.index(0), builder.index(1)
         builder.emit("for", first, limit, step, regions=(inside.block([index]),))
 
@@ -137,17 +137,18 @@ class _Nest:
             if axis not in self.at and zero is None:
                 zero = builder.index(0)
             arguments.append(self.at.get(axis, zero))
-        indices = inline(builder, self.maps[number], arguments)
+        shown = self.shown[number]
+        indices = inline(builder, shown.index_map, arguments)
         (view,) = builder.emit(
             "block_view",
-            self.refs[number],
+            shown.array,
             *indices,
-            names=[self.body.params[len(self.grid) + number].name],
-            window=self.windows[number],
+            names=[shown.block.name],
+            window=shown.window,
         )
         return view
 
 
 def program_block(kernel: Kernel) -> Block:
     """The code of one program, in a kernel that went through `to_loops`."""
-    return find_pipeline(kernel).regions[-1]
+    return Pipeline.of(find_pipeline(kernel)).body

@@ -15,6 +15,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Span, Value
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, inline, map_ops, users_of
+from pallasite.ir.roles import Loop
 from pallasite.passes.analysis.affine import Affine, Form, Forms
 from pallasite.passes.widen_k import (
     Deeper,
@@ -32,31 +33,31 @@ def merge_k_rounds(kernel: Kernel, most_bytes: int) -> Kernel:
 def _merged(most_bytes: int, op: Op, b: Rewriter) -> Sequence[Value] | None:
     if op.name != "for":
         return None
-    loop = _Loop(op, b)
-    if not loop.rounds or not loop.only_sums():
+    loop = Loop.of(op)
+    found = _Rounds(loop, b)
+    if not found.rounds or not found.only_sums():
         return None
     # Products are cut for the caches, however deep they are.
-    factor = loop.depths.factor(len(loop.rounds), sys.maxsize, most_bytes)
+    factor = found.depths.factor(len(found.rounds), sys.maxsize, most_bytes)
     if factor == 1:
         return None
-    first, limit, step, *carried = op.operands
-    body = loop.deeper(factor)
-    if factor == len(loop.rounds):
-        return inline(b, body, [first, *carried])
-    step = b.like(loop.rounds.step * factor, step)
-    return b.emit("for", first, limit, step, *carried, regions=(body,))
+    body = found.deeper(factor)
+    if factor == len(found.rounds):
+        return inline(b, body, [loop.first, *loop.inits])
+    step = b.like(found.rounds.step * factor, loop.step)
+    bounds = (loop.first, loop.limit, step)
+    return b.emit("for", *bounds, *loop.inits, regions=(body,))
 
 
-class _Loop:
+class _Rounds:
     """What the ops of a loop's body do, seen from one round to the next."""
 
-    def __init__(self, op: Op, b: Rewriter):
-        (self.body,) = op.regions
+    def __init__(self, loop: Loop, b: Rewriter):
+        self.body = loop.body
         made = {**b.producers, **{v: o for o in self.body.ops for v in o.results}}
         self.depths, self.users = Depths(made), users_of(self.body)
-        self.index, *self.params = self.body.params
-        self.starts = op.operands[3:]
-        limits = [n for n in map(self._integer, op.operands[:3]) if n is not None]
+        self.index, self.params, self.starts = loop.index, loop.carried, loop.inits
+        limits = [n for n in map(self._integer, loop.bounds) if n is not None]
         known = len(limits) == 3 and limits[2] > 0
         self.rounds = range(*limits) if known else range(0)
         self.counters: dict[Value, int] = {}  # carried numbers that grow by so much

@@ -22,10 +22,10 @@ from pallasite.ir.nodes import (
     Value,
     Window,
     walk,
-    window_arrays,
 )
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, map_ops, users_of, writes
+from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.widen_k import (
     Deeper,
     Depths,
@@ -55,23 +55,27 @@ def merge_k_steps(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
     return map_ops(kernel, merge)
 
 
-def _merged(pipeline: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
+def _merged(op: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
+    pipeline = Pipeline.of(op)
     moving = _moving(pipeline)
-    if not moving or not apart.issuperset(window_arrays(pipeline)):
-        return pipeline
+    if not moving or not apart.issuperset(pipeline.arrays):
+        return op
     found = _Steps(pipeline, moving, apart)
     if not found.are_sums():
-        return pipeline
-    *grid, steps = pipeline.attrs["grid"]
+        return op
+    *grid, _ = pipeline.grid
+    steps = found.count
     factor = found.depths.factor(steps, deepest, most_bytes)
     if factor == 1:
-        return pipeline
-    windows = list(pipeline.attrs["windows"])
+        return op
+    windows = list(pipeline.windows)
     for each in moving.values():
         windows[each.number] = each.deeper(windows[each.number], factor)
-    new = {"grid": (*grid, steps // factor), "windows": tuple(windows)}
-    regions = (*pipeline.regions[:-1], _deeper(found, factor))
-    return pipeline.with_(attrs={**pipeline.attrs, **new}, regions=regions)
+    return pipeline.with_(
+        grid=(*grid, steps // factor),
+        windows=tuple(windows),
+        body=_deeper(found, factor),
+    ).to_op()
 
 
 @dataclass(frozen=True)
@@ -90,24 +94,21 @@ class _Moving:
         return replace(window, dims=tuple(dims))
 
 
-def _moving(pipeline: Op) -> dict[Value, _Moving] | None:
+def _moving(pipeline: Pipeline) -> dict[Value, _Moving] | None:
     """Blocks that move along the last axis; None if one does so in another way."""
-    *maps, body = pipeline.regions
-    grid, windows = pipeline.attrs["grid"], pipeline.attrs["windows"]
-    if not grid or grid[-1] is None:
+    steps = pipeline.grid[-1] if pipeline.grid else None
+    if steps is None:
         return None
     found: dict[Value, _Moving] = {}
-    each = zip(
-        windows, maps, window_arrays(pipeline), body.params[len(grid) :], strict=True
-    )
-    for number, (window, index_map, array, block) in enumerate(each):
-        if not _uses(index_map, index_map.params[-1]):
+    for number, (array, window, index_map, block) in enumerate(pipeline.shown):
+        *_, step = index_map.params
+        if not _uses(index_map, step):
             continue
-        dim = _only_dim(window, index_map)
+        dim = _only_dim(window, index_map, step)
         if dim is None or window.mode != "in":
             return None
         size = window.dims[dim].size
-        if grid[-1] * size > array.ref.shape[dim]:
+        if steps * size > array.ref.shape[dim]:
             return None  # the last block hangs over the edge
         squeezed = sum(d.kind == "squeezed" for d in window.dims[:dim])
         found[block] = _Moving(number, array, dim, dim - squeezed, size)
@@ -118,9 +119,8 @@ def _uses(block: Block, value: Value) -> bool:
     return value in block.yields or any(value in op.operands for op in walk(block))
 
 
-def _only_dim(window: Window, index_map: Block) -> int | None:
+def _only_dim(window: Window, index_map: Block, step: Value) -> int | None:
     """The dimension whose block number is the last grid index, if that is all."""
-    step = index_map.params[-1]
     dims = [n for n, value in enumerate(index_map.yields) if value is step]
     inside = any(step in op.operands for op in walk(index_map))
     plain = all(d.kind in ("blocked", "squeezed") for d in window.dims)
@@ -140,11 +140,14 @@ class _Sum(NamedTuple):
 class _Steps:
     """What the ops of a body do, seen from one step to the next."""
 
-    def __init__(self, pipeline: Op, moving: dict[Value, _Moving], apart: set[Value]):
-        self.body, self.moving, self.apart = pipeline.regions[-1], moving, apart
-        self.arrays, self.count = window_arrays(pipeline), pipeline.attrs["grid"][-1]
-        axes = len(pipeline.attrs["grid"])
-        self.step, self.blocks = self.body.params[axes - 1], self.body.params[axes:]
+    def __init__(
+        self, pipeline: Pipeline, moving: dict[Value, _Moving], apart: set[Value]
+    ):
+        self.body, self.moving, self.apart = pipeline.body, moving, apart
+        self.arrays, count = pipeline.arrays, pipeline.grid[-1]
+        assert count is not None
+        self.count = count
+        self.step, self.blocks = pipeline.ids[-1], pipeline.blocks
         self.depths = Depths({v: op for op in self.body.ops for v in op.results})
         self.users = users_of(self.body)
         self.sums = [s for op in self.body.ops if (s := self._sum(op)) is not None]
@@ -193,16 +196,17 @@ class _Steps:
         return len(known) == 1
 
     def _is_branch(self, op: Op) -> bool:
-        which, *given = op.operands
-        two = op.name == "cond" and not op.results and len(op.regions) == 2
-        if not two or given or which not in self.when or op.regions[0].ops:
+        if op.name != "cond" or op.results or len(op.regions) != 2:
+            return False
+        which, (otherwise, branch) = Cond.of(op).which, Cond.of(op).branches
+        if which not in self.when or otherwise.ops:
             return False
         if self.when[which] == "first":
             in_order = not self.begun
         else:
             in_order = self.closed = self.begun == self.ended
         changing = {self.step, *self.moving, *self.depths.dims, *self.when}
-        inside = {v for inner in walk(op.regions[1]) for v in inner.operands}
+        inside = {v for inner in walk(branch) for v in inner.operands}
         return in_order and not changing & inside
 
     def _is_part(self, op: Op) -> bool:

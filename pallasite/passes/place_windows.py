@@ -10,11 +10,11 @@ over the edge is still theirs to cut.
 from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, Window, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, Window
 from pallasite.ir.rewrite import with_regions
-from pallasite.ir.types import I32
+from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map, last_number
-from pallasite.passes.analysis.ranges import Range, Ranges, loop_range, type_range
+from pallasite.passes.analysis.intervals import HIGHEST, Fact, Facts
 
 Grid = Sequence[int | None]
 
@@ -29,7 +29,7 @@ class _Placing:
     """Walks a kernel with what is known of its integers so far."""
 
     def __init__(self) -> None:
-        self.ranges = Ranges()
+        self.facts = Facts()
 
     def block(self, block: Block) -> Block:
         ops = [self.op(op) for op in block.ops]
@@ -38,40 +38,36 @@ class _Placing:
         return Block(block.params, tuple(ops), block.yields)
 
     def op(self, op: Op) -> Op:
-        self.ranges.add(op)
+        self.facts.note_op(op)
         if op.name == "pipeline":
             return self.pipeline(op)
-        if op.name == "for" and op.regions[0].params[0].tile.dtype.is_signed_int:
-            found = loop_range(self.ranges, op.operands)
-            if found is not None:
-                self.ranges.set(op.regions[0].params[0], *found)
+        if op.name == "for":
+            self.facts.note_counter(Loop.of(op))
         return with_regions(op, [self.block(region) for region in op.regions])
 
     def pipeline(self, op: Op) -> Op:
-        *maps, body = op.regions
-        grid, windows = op.attrs["grid"], op.attrs["windows"]
-        new = []
-        for array, window, index_map in zip(
-            window_arrays(op), windows, maps, strict=True
-        ):
-            found = number_ranges(index_map, window, array.ref.shape, grid, self.ranges)
-            limits = number_limits(window, array.ref.shape)
+        pipeline = Pipeline.of(op)
+        grid, new = pipeline.grid, []
+        for array, window, index_map, _ in pipeline.shown:
+            shape = array.ref.shape
+            found = number_facts(index_map, window, shape, grid, self.facts)
+            limits = number_limits(window, shape)
             new.append(_clamped(index_map, found, limits, op.loc))
-        note_grid(self.ranges, body.params[: len(grid)], grid)
-        return with_regions(op, [*new, self.block(body)])
+        note_grid(self.facts, pipeline.ids, grid)
+        return with_regions(op, [*new, self.block(pipeline.body)])
 
 
 def _clamped(
-    index_map: Block, found: Sequence[Range], limits: Sequence[int], loc: Loc | None
+    index_map: Block, found: Sequence[Fact], limits: Sequence[int], loc: Loc | None
 ) -> Block:
-    if all(map(_is_within, found, limits)):
+    if all(map(_names_a_block, found, limits)):
         return index_map
     b = Builder(loc)
     b.ops += index_map.ops
-    yields = [
-        value if _is_within(each, last) else b.clamp(b.index(0), value, b.index(last))
-        for value, each, last in zip(index_map.yields, found, limits, strict=True)
-    ]
+    yields = list(index_map.yields)
+    for n, (each, last) in enumerate(zip(found, limits, strict=True)):
+        if not _names_a_block(each, last):
+            yields[n] = b.clamp(b.index(0), yields[n], b.index(last))
     return b.block(index_map.params, yields)
 
 
@@ -85,40 +81,40 @@ def number_limits(window: Window, shape: Sequence[int]) -> list[int]:
         limits.append(last_number(dim, n))
         if dim.kind == "bounded":
             limits.append(dim.size)
-    return [min(last, type_range(I32)[1]) for last in limits]
+    return [min(last, HIGHEST) for last in limits]
 
 
-def number_ranges(
+def number_facts(
     index_map: Block,
     window: Window,
     shape: Sequence[int],
     grid: Grid,
-    ranges: Ranges | None = None,
-) -> list[Range]:
+    facts: Facts | None = None,
+) -> list[Fact]:
     """What each number that an index map yields can be over the grid.
 
-    A proof: arithmetic wraps around here as it does when the kernel runs. `ranges`
-    knows the values from outside the map.
+    A proof: arithmetic wraps around here as it does when the kernel runs. `facts` knows
+    the values from outside the map.
     """
-    ranges = ranges or Ranges()
-    note_grid(ranges, index_map.params, grid)
+    facts = facts or Facts()
+    note_grid(facts, index_map.params, grid)
     for op in index_map.ops:
-        ranges.add(op)
-    found = [ranges.of(v) for v in index_map.yields]
+        facts.note_op(op)
+    found = [facts.of(v) for v in index_map.yields]
     steps = all_steps(grid)
-    if steps is None or all(map(_is_within, found, number_limits(window, shape))):
+    if steps is None or all(map(_names_a_block, found, number_limits(window, shape))):
         return found
     tried = evaluate_map(index_map, steps)
-    return found if tried is None else [(int(x.min()), int(x.max())) for x in tried]
+    return found if tried is None else [Fact(int(x.min()), int(x.max())) for x in tried]
 
 
-def _is_within(found: Range, last: int) -> bool:
-    return found[0] >= 0 and found[1] <= last
+def _names_a_block(found: Fact, last: int) -> bool:
+    return found.within(0, last)
 
 
-def note_grid(ranges: Ranges, ids: Sequence[Value], grid: Grid) -> None:
+def note_grid(facts: Facts, ids: Sequence[Value], grid: Grid) -> None:
     for value, n in zip(ids, grid, strict=True):
-        ranges.set(value, 0, type_range(I32)[1] if n is None else max(n - 1, 0))
+        facts.note(value, Fact(0, HIGHEST if n is None else max(n - 1, 0)))
 
 
 def unclamped(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Index, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import dead_code
+from pallasite.ir.roles import Loop, While
 from pallasite.passes.analysis.carried import Known, covers_whole, is_overwritten
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.canonicalize import canonicalize
@@ -219,7 +220,7 @@ class _Promotion:
 
     def in_for(self, op: Op, modified: list[Value]) -> Op:
         carried = tuple(self.current[r] for r in modified)
-        body = self.block(op.regions[0], _fresh(modified), modified)
+        body = self.block(Loop.of(op).body, _fresh(modified), modified)
         return self.with_results(op, modified, carried, (body,))
 
     def in_while(self, op: Op, modified: list[Value]) -> Op:
@@ -227,10 +228,11 @@ class _Promotion:
         params = _fresh(modified)
         outside = dict(self.current)
         self.current.update(zip(modified, params, strict=True))
-        test = self.block(op.regions[0])
+        loop = While.of(op)
+        test = self.block(loop.condition)
         test = Block((*test.params, *params), test.ops, test.yields)
         self.current = outside
-        body = self.block(op.regions[1], _fresh(modified), modified)
+        body = self.block(loop.body, _fresh(modified), modified)
         return self.with_results(op, modified, carried, (test, body))
 
     def in_cond(self, op: Op, modified: list[Value]) -> Op:

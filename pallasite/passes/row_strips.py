@@ -14,6 +14,7 @@ from math import prod
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value, full_index
 from pallasite.ir.opdef import Effect, table
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX, TileType
 
 # Ops that need all of a row, and nothing else, for a row of their result.
@@ -30,18 +31,19 @@ def row_strips(kernel: Kernel, most_bytes: int) -> Kernel:
     return kernel.with_(body=replace(kernel.body, ops=tuple(ops)))
 
 
-def _cut(pipeline: Op, most_bytes: int) -> Op:
-    *maps, body = pipeline.regions
+def _cut(op: Op, most_bytes: int) -> Op:
+    pipeline = Pipeline.of(op)
+    body = pipeline.body
     rows = _rows(body)
     if rows is None:
-        return pipeline
+        return op
     apart = _apart(body, rows)
     if apart is None:
-        return pipeline
-    size = _strip(rows, [v for op in apart for v in op.results], most_bytes)
+        return op
+    size = _strip(rows, [v for inner in apart for v in inner.results], most_bytes)
     if size is None:
-        return pipeline
-    return pipeline.with_(regions=(*maps, _Strips(body, rows, apart, size).body()))
+        return op
+    return pipeline.with_(body=_Strips(body, rows, apart, size).body()).to_op()
 
 
 def _rows(body: Block) -> int | None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, inline, map_ops, substitute
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.partition import ArrayRule, PartitionRule
 from pallasite.passes.analysis.sums import LAST
@@ -46,7 +47,7 @@ def local_shape(array: ArrayRule, cuts: Cuts) -> tuple[int, ...]:
 class _Sharding:
     def __init__(self, rule: PartitionRule, cuts: Cuts):
         self.kernel, self.rule, self.cuts = rule.kernel, rule, cuts
-        self.op = find_pipeline(self.kernel)
+        self.old = Pipeline.of(find_pipeline(self.kernel))
         self.rules = dict(zip(self.kernel.params, rule.arrays, strict=True))
         self.arrays = {
             p: Value(p.ref.with_shape(local_shape(r, cuts)), p.name)
@@ -57,7 +58,7 @@ class _Sharding:
 
     def result(self) -> Shard:
         pipeline = self.pipeline()
-        ops = [pipeline if op is self.op else op for op in self.kernel.body.ops]
+        ops = [pipeline if op is self.old.op else op for op in self.kernel.body.ops]
         body = substitute(Block((), tuple(ops)), self.arrays)
         kernel = dead_code(self.kernel.with_(body=body))
         used = {v for op in walk(kernel.body) for v in op.operands}
@@ -70,21 +71,15 @@ class _Sharding:
         return Shard(kernel.with_(params=params), axes)
 
     def pipeline(self) -> Op:
-        *maps, body = self.op.regions
-        windows: tuple[Window, ...] = self.op.attrs["windows"]
-        refs = window_arrays(self.op)
-        new_maps = [
-            self.index_map(region, window, self.rules[ref].axes)
-            for region, window, ref in zip(maps, windows, refs, strict=True)
-        ]
+        maps = tuple(
+            self.index_map(each.index_map, each.window, self.rules[each.array].axes)
+            for each in self.old.shown
+        )
         grid = tuple(
             n if n is None else n // self.cuts.get(a, 1)
-            for a, n in enumerate(self.op.attrs["grid"])
+            for a, n in enumerate(self.old.grid)
         )
-        return self.op.with_(
-            attrs={**self.op.attrs, "grid": grid},
-            regions=(*new_maps, self.body(body)),
-        )
+        return self.old.with_(grid=grid, maps=maps, body=self.body()).to_op()
 
     def global_ids(self, builder: Builder, ids: Sequence[Value]) -> list[Value]:
         """Program ids of the whole kernel; `dead_code` drops those nobody uses."""
@@ -107,9 +102,9 @@ class _Sharding:
                 yields.append(source[len(yields)])
         return builder.block(region.params, yields)
 
-    def body(self, body: Block) -> Block:
+    def body(self) -> Block:
         """The body over global ids, but for the comparisons that guard sums."""
-        ids = body.params[: len(self.op.attrs["grid"])]
+        body, ids = self.old.body, self.old.ids
         builder = Builder()
         everywhere = self.global_ids(builder, ids)
         gates = {

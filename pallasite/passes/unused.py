@@ -7,6 +7,7 @@ read. `drop_unused` removes them and canonicalizes again until nothing changes.
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute, writes
+from pallasite.ir.roles import Loop
 from pallasite.passes.canonicalize import canonicalize
 
 
@@ -32,23 +33,23 @@ def _drop_carries(kernel: Kernel) -> Kernel:
     def rewrite(op: Op, builder: Rewriter) -> list[Value] | None:
         if op.name != "for" or not op.results:
             return None
-        (body,) = op.regions
-        params, inits = body.params[1:], op.operands[3:]
-        live = _live_carries(op, used)
-        fixed = {n for n, p in enumerate(params) if body.yields[n] is p}
+        loop = Loop.of(op)
+        params, inits = loop.carried, loop.inits
+        live = _live_carries(loop, used)
+        fixed = {n for n, p in enumerate(params) if loop.yields[n] is p}
         kept = [n for n in range(len(params)) if n in live and n not in fixed]
         if len(kept) == len(params):
             return None
         # A dropped carry that others still mention is one that never changes.
         mapping = {params[n]: inits[n] for n in range(len(params)) if n not in kept}
         block = Block(
-            (body.params[0], *(params[n] for n in kept)),
-            body.ops,
-            tuple(body.yields[n] for n in kept),
+            (loop.index, *(params[n] for n in kept)),
+            loop.body.ops,
+            tuple(loop.yields[n] for n in kept),
         )
         made = builder.emit(
             "for",
-            *op.operands[:3],
+            *loop.bounds,
             *(inits[n] for n in kept),
             regions=(substitute(block, mapping),),
         )
@@ -58,19 +59,17 @@ def _drop_carries(kernel: Kernel) -> Kernel:
     return map_ops(kernel, rewrite)
 
 
-def _live_carries(op: Op, used: set[Value]) -> set[int]:
+def _live_carries(loop: Loop, used: set[Value]) -> set[int]:
     """Carries whose result is used, or that something with an effect depends on."""
-    (body,) = op.regions
-    params = body.params[1:]
-    live = {n for n, result in enumerate(op.results) if result in used}
+    live = {n for n, result in enumerate(loop.results) if result in used}
     while True:
-        needed = {body.yields[n] for n in live}
-        for inner in reversed(body.ops):
+        needed = {loop.yields[n] for n in live}
+        for inner in reversed(loop.body.ops):
             if writes(inner) or inner.name == "while" or needed & set(inner.results):
                 needed.update(inner.operands)
                 for region in inner.regions:
                     needed |= _used(region) | set(region.yields)
-        found = live | {n for n, p in enumerate(params) if p in needed}
+        found = live | {n for n, p in enumerate(loop.carried) if p in needed}
         if found == live:
             return live
         live = found

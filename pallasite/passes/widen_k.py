@@ -12,6 +12,7 @@ from dataclasses import replace
 from pallasite.ir.build import Builder, Scalar
 from pallasite.ir.nodes import Op, Span, Value
 from pallasite.ir.opdef import table
+from pallasite.ir.roles import Dot
 
 
 class Depths:
@@ -51,8 +52,10 @@ class Depths:
 
     def are_summed(self, dot: Op) -> bool:
         """Is the sum over what gets deeper, on both sides?"""
-        pairs = zip(*dot.attrs["contract"], strict=True)
-        return tuple(self.dims.get(v) for v in dot.operands) in pairs
+        lhs, rhs = Dot.of(dot).sides
+        pairs = zip(lhs.contract, rhs.contract, strict=True)
+        deeper = [self.dims.get(side.value) for side in (lhs, rhs)]
+        return any(deeper == [*pair] for pair in pairs)
 
     def factor(self, steps: int, deepest: int, most_bytes: int) -> int:
         """How many steps become one; they divide all.

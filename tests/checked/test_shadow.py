@@ -16,7 +16,7 @@ from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import table
-from pallasite.passes.analysis.roots import Roots
+from pallasite.passes.analysis.memory import Roots
 from pallasite.primitive import Checked
 
 ROWS = table()

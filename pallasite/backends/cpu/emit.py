@@ -52,6 +52,7 @@ from pallasite.backends.cpu.tiles.tiles import (
 )
 from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import DType
 
 MOST_BYTES, MOST_PROGRAMS = 1 << 56, 1 << 62
@@ -130,11 +131,11 @@ def _check_size(kernel: Kernel, arena_bytes: int) -> None:
             "smaller scratch and blocks",
         )
     for op in walk(kernel.body):
-        sizes = [n for n in op.attrs["grid"] if n] if op.name == "pipeline" else []
-        if prod(sizes) > MOST_PROGRAMS:
+        grid = Pipeline.of(op).grid if op.name == "pipeline" else ()
+        if prod(n for n in grid if n) > MOST_PROGRAMS:
             raise ResourceError(
                 f"kernel '{kernel.name}' has more programs than could ever run",
-                [("grid", op.attrs["grid"])],
+                [("grid", grid)],
                 kernel.loc,
                 "larger blocks",
             )

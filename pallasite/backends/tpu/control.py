@@ -5,7 +5,6 @@ loops.
 """
 
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any
 
 from pallasite.backends.tpu import elementwise, memory, tiles
@@ -14,8 +13,8 @@ from pallasite.backends.tpu.memory import Memory
 from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I32, TileType
-from pallasite.passes.analysis.intervals import Fact
 
 
 class Control(Memory):
@@ -115,55 +114,44 @@ class Control(Memory):
     # --- loops ---
 
     def emit_for(self, op: Op) -> tuple[str, ...]:
-        first, limit, step, *initial = op.operands
-        (body,) = op.regions
-        index, *carried = body.params
-        if self.facts.of(step).low < 1:
+        loop = Loop.of(op)
+        if self.facts.of(loop.step).low < 1:
             self.refuse("the step may be zero or negative", fix="count upwards")
-        self._note_counter(index, first, limit, step)
-        bounds = [self.name(v) for v in (first, limit, step)]
-        types = self._carried_types(carried)
-        starts = self._carry_all([self.name(v) for v in initial], initial)
-        counter, *inner = (self.out.fresh() for _ in body.params)
+        self.facts.note_counter(loop)
+        bounds = [self.name(v) for v in loop.bounds]
+        types = self._carried_types(loop.carried)
+        starts = self._carry_all([self.name(v) for v in loop.inits], loop.inits)
+        counter, *inner = (self.out.fresh() for _ in loop.body.params)
         text = f"scf.for {counter} = {bounds[0]} to {bounds[1]} step {bounds[2]}"
         if types:
             pairs = ", ".join(f"{i} = {s}" for i, s in zip(inner, starts, strict=True))
             text += f" iter_args({pairs}) -> ({', '.join(types)})"
-        element = tile_text(self.tile_type(first))
+        element = tile_text(self.tile_type(loop.first))
         results = self.out.values(len(types), f"{text} : {element} {{")
-        self.names[index] = counter
-        self._enter(carried, inner)
-        self._yield(self.emit_block(body), body.yields)
+        self.names[loop.index] = counter
+        self._enter(loop.carried, inner)
+        self._yield(self.emit_block(loop.body), loop.yields)
         self.out.close()
         return self._uncarry_all(results, op.results)
 
-    def _note_counter(
-        self, index: Value, first: Value, limit: Value, step: Value
-    ) -> None:
-        lowest, most, by = (self.facts.of(v) for v in (first, limit, step))
-        divisor = gcd(lowest.multiple, by.multiple)
-        self.facts.note(
-            index, Fact(lowest.low, max(most.high - 1, lowest.low), divisor)
-        )
-
     def emit_while(self, op: Op) -> tuple[str, ...]:
-        condition, body = op.regions
-        types = self._carried_types(op.operands)
+        loop = While.of(op)
+        types = self._carried_types(loop.inits)
         listed = ", ".join(types)
-        starts = self._carry_all([self.name(v) for v in op.operands], op.operands)
-        inner = [self.out.fresh() for _ in op.operands]
+        starts = self._carry_all([self.name(v) for v in loop.inits], loop.inits)
+        inner = [self.out.fresh() for _ in loop.inits]
         pairs = ", ".join(f"{i} = {s}" for i, s in zip(inner, starts, strict=True))
         text = f"scf.while ({pairs}) : ({listed}) -> ({listed}) {{"
         results = self.out.values(len(types), text)
-        self._enter(condition.params, inner)
-        (go_on,) = self.emit_block(condition)
+        self._enter(loop.condition.params, inner)
+        (go_on,) = self.emit_block(loop.condition)
         self.out.line(f"scf.condition({go_on}) {', '.join(inner)} : {listed}")
         self.out.next_region("} do {")
-        inner = [self.out.fresh() for _ in op.operands]
+        inner = [self.out.fresh() for _ in loop.inits]
         arguments = ", ".join(f"{i}: {t}" for i, t in zip(inner, types, strict=True))
         self.out.next_region(f"^bb0({arguments}):")
-        self._enter(body.params, inner)
-        self._yield(self.emit_block(body), body.yields)
+        self._enter(loop.body.params, inner)
+        self._yield(self.emit_block(loop.body), loop.body.yields)
         self.out.close()
         return self._uncarry_all(results, op.results)
 
@@ -175,15 +163,16 @@ class Control(Memory):
 
     def _emit_branches(self, op: Op, first: int) -> tuple[str, ...]:
         """Branches from `first` on; the number is known to be no less."""
-        if first == len(op.regions) - 1:
-            return self.emit_block(op.regions[first])
-        number = self.name(op.operands[0])
+        cond = Cond.of(op)
+        if first == len(cond.branches) - 1:
+            return self.emit_block(cond.branches[first])
+        number = self.name(cond.which)
         later = self.out.value(f"arith.cmpi sgt, {number}, {self.out.i32(first)} : i32")
         types = self._carried_types(op.results)
         arrow = f" -> ({', '.join(types)})" if types else ""
         results = self.out.values(len(types), f"scf.if {later}{arrow} {{")
         self._yield(self._emit_branches(op, first + 1), op.results)
-        branch = op.regions[first]
+        branch = cond.branches[first]
         if branch.ops or branch.yields:
             self.out.next_region("} else {")
             self._yield(self.emit_block(branch), op.results)

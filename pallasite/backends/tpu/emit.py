@@ -27,6 +27,7 @@ from pallasite.backends.tpu.windows import (
 from pallasite.backends.tpu.writer import ELEMENTS, array
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import HIGHEST, Fact
 
@@ -46,8 +47,9 @@ class _Plan:
     kernel: Kernel
 
     @cached_property
-    def pipeline(self) -> Op | None:
-        return main_pipeline(self.kernel)
+    def pipeline(self) -> Pipeline | None:
+        op = main_pipeline(self.kernel)
+        return Pipeline.of(op) if op is not None else None
 
     @cached_property
     def scratch(self) -> tuple[Value, ...]:
@@ -59,14 +61,14 @@ class _Plan:
 
     @cached_property
     def grid(self) -> tuple[int | None, ...]:
-        return self.pipeline.attrs["grid"] if self.pipeline else ()
+        return self.pipeline.grid if self.pipeline else ()
 
     @cached_property
     def grid_sizes(self) -> dict[Value, int]:
         """The axis each dynamic size belongs to."""
         dynamic = [axis for axis, n in enumerate(self.grid) if n is None]
-        operands = self.pipeline.operands if self.pipeline else ()
-        return dict(zip(operands, dynamic, strict=False))
+        sizes = self.pipeline.dynamic_sizes if self.pipeline else ()
+        return dict(zip(sizes, dynamic, strict=True))
 
     @cached_property
     def grid_params(self) -> frozenset[Value]:
@@ -79,9 +81,7 @@ class _Plan:
         """Each windowed parameter's position among the windows, and its window."""
         if self.pipeline is None:
             return {}
-        windows = self.pipeline.attrs["windows"]
-        refs = self.pipeline.operands[len(self.grid_sizes) :]
-        return {r: (k, w) for k, (r, w) in enumerate(zip(refs, windows, strict=True))}
+        return {s.array: (k, s.window) for k, s in enumerate(self.pipeline.shown)}
 
     @cached_property
     def prefetched(self) -> tuple[Value, ...]:
@@ -155,7 +155,7 @@ class _Module:
         for param in kernel.params:
             self._check_param(param)
         self._check_windowed()
-        loc = plan.pipeline.loc if plan.pipeline else kernel.loc
+        loc = plan.pipeline.op.loc if plan.pipeline else kernel.loc
         for ref, (_, window) in plan.windows.items():
             if not plan.is_called_once:
                 check_window(kernel, ref, window, loc or kernel.loc)
@@ -163,7 +163,7 @@ class _Module:
     def _check_windowed(self) -> None:
         """Each window shows a parameter of its own."""
         plan = self.plan
-        count = len(plan.pipeline.attrs["windows"]) if plan.pipeline else 0
+        count = len(plan.pipeline.windows) if plan.pipeline else 0
         known = {*self.kernel.params}
         if len(plan.windows) != count or not known.issuperset(plan.windows):
             raise UnsupportedError(
@@ -207,7 +207,7 @@ class _Module:
 
     def _attributes(self) -> list[tuple[str, str]]:
         plan = self.plan
-        semantics = plan.pipeline.attrs["semantics"] if plan.pipeline else ()
+        semantics = plan.pipeline.semantics if plan.pipeline else ()
         if len(semantics) != len(plan.steps):
             semantics = ("arbitrary",) * len(plan.steps)
         rows = [
@@ -255,7 +255,7 @@ class _Module:
         assert plan.pipeline is not None
         function = _Function(plan, self.with_locations)
         arguments = function.grid_arguments() + function.bind_prefetched()
-        names = function.emit_map(plan.pipeline.regions[position], ref, window)
+        names = function.emit_map(plan.pipeline.maps[position], ref, window)
         return self._returning(function, f"map_{position}", arguments, names)
 
     def _fixed_name(self, param: Value) -> str:
@@ -356,17 +356,12 @@ class _Function(Control):
 
     # --- the pipeline ---
 
-    def emit_body(self, pipeline: Op) -> None:
+    def emit_body(self, pipeline: Pipeline) -> None:
         """One grid step: bind ids and blocks, then the body's ops."""
-        *maps, body = pipeline.regions
-        count = len(self.plan.grid)
-        self._bind_ids(body.params[:count])
-        refs = pipeline.operands[len(self.plan.grid_sizes) :]
-        blocks = body.params[count:]
-        for ref, block, index_map in zip(refs, blocks, maps, strict=True):
-            _, window = self.plan.windows[ref]
+        self._bind_ids(pipeline.ids)
+        for ref, window, index_map, block in pipeline.shown:
             self.views[block] = self._block_view(ref, block.ref, window, index_map)
-        self.emit_block(body)
+        self.emit_block(pipeline.body)
 
     def _bind_ids(self, ids: Sequence[Value]) -> None:
         for value, name, size in zip(

@@ -62,7 +62,7 @@ class Memory(Shifting):
     ) -> Start:
         """An index operand as a start in the memref, kept inside the view."""
         limit = view.ref.shape[dim] - span.extent
-        fact = self.facts.of(operand)
+        fact = self.facts.of(operand).wrapped(I32)
         target = view.dims[dim]
         base, stride = view.starts[target], view.strides[target]
         if access.mask is not None and not fact.within(0, limit):
@@ -86,7 +86,7 @@ class Memory(Shifting):
 
     def _clamped(self, operand: Value, limit: int) -> str:
         name = self.convert(self.name(operand), self.tile_type(operand), I32)
-        fact = self.facts.of(operand)
+        fact = self.facts.of(operand).wrapped(I32)
         if fact.low < 0:
             name = self.out.value(f"arith.maxsi {name}, {self.out.i32(0)} : i32")
         if fact.high > limit:

@@ -13,6 +13,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Index, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import Rewrite, Rewriter, inline, map_ops
+from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import BOOL, I32, INDEX, RefType, TileType
 
 MAIN_MEMORY = ("any", "hbm")
@@ -33,11 +34,11 @@ def schedule(kernel: Kernel) -> Kernel:
     main = main_pipeline(kernel)
     if main is None:
         return map_ops(kernel, _unroller(kernel))
-    *maps, body = main.regions
-    new = map_ops(body, _unroller(kernel))
-    if new is body:
+    pipeline = Pipeline.of(main)
+    new = map_ops(pipeline.body, _unroller(kernel))
+    if new is pipeline.body:
         return kernel
-    ops = (*kernel.body.ops[:-1], main.with_(regions=(*maps, new)))
+    ops = (*kernel.body.ops[:-1], pipeline.with_(body=new).to_op())
     return kernel.with_(body=Block(kernel.body.params, ops, kernel.body.yields))
 
 
@@ -112,15 +113,10 @@ class _Loop:
     """Writes one pipeline as a loop."""
 
     def __init__(self, kernel: Kernel, op: Op):
-        self.kernel, self.op = kernel, op
-        self.grid: tuple[int | None, ...] = op.attrs["grid"]
-        dynamic = sum(n is None for n in self.grid)
-        self.sizes, self.refs = op.operands[:dynamic], op.operands[dynamic:]
-        self.windows: tuple[Window, ...] = op.attrs["windows"]
-        *self.maps, self.body = op.regions
+        self.kernel, self.op, self.pipeline = kernel, op, Pipeline.of(op)
 
     def emit(self, b: Builder) -> None:
-        streams = [self._stream(b, k) for k in range(len(self.windows))]
+        streams = [self._stream(b, each) for each in self.pipeline.shown]
         moving = [s for s in streams if s.buffer is not None]
         sizes = self._all_sizes(b)
         total = sizes[0] if sizes else b.index(1)
@@ -157,8 +153,8 @@ class _Loop:
 
     # --- parts ---
 
-    def _stream(self, b: Builder, k: int) -> _Stream:
-        ref, window = self.refs[k], self.windows[k]
+    def _stream(self, b: Builder, shown: Shown) -> _Stream:
+        ref, window = shown.array, shown.window
         self._check(ref, window)
         buffer = semaphore = None
         if ref.ref.space in MAIN_MEMORY:
@@ -169,7 +165,7 @@ class _Loop:
             kind = RefType((2, *shape), ref.ref.dtype, space)
             buffer = b.op("alloc", type=kind)
             semaphore = b.op("alloc", type=RefType((2,), I32, "dma_sem"))
-        return _Stream(ref, window, self.maps[k], buffer, semaphore)
+        return _Stream(ref, window, shown.index_map, buffer, semaphore)
 
     def _check(self, ref: Value, window: Window) -> None:
         check_window(self.kernel, ref, window, self.op.loc)
@@ -191,8 +187,8 @@ class _Loop:
             )
 
     def _all_sizes(self, b: Builder) -> list[Value]:
-        dynamic = iter(self.sizes)
-        return [next(dynamic) if n is None else b.index(n) for n in self.grid]
+        sizes = self.pipeline.sizes
+        return [b.index(n) if isinstance(n, int) else n for n in sizes]
 
     def _state(
         self,
@@ -235,7 +231,7 @@ class _Loop:
                 blocks.append(stream.block(b, stream.indices(b, ids)))
             else:
                 blocks.append(stream.slot(b, state.count))
-        inline(b, self.body, [*ids, *blocks])
+        inline(b, self.pipeline.body, [*ids, *blocks])
         for state in states:
             if state.stream.window.mode == "out":
                 _when(b, state.leaves, lambda c, s=state: _send(c, s))

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from pallasite.backends.tpu.elementwise import Elementwise
 from pallasite.backends.tpu.writer import array, tile_text
-from pallasite.ir.nodes import Op, Value
+from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import BOOL, F32, I32, DType, TileType
+from pallasite.ops.neutral import neutral
 
 # Reductions the chip has across lanes and sublanes, by kind of element.
 REDUCTIONS = {
@@ -341,12 +343,12 @@ class Tiles(Elementwise):
 
     def emit_dot(self, op: Op) -> str:
         """A matmul on the matrix unit, which adds up in 32 bits."""
-        (lc, rc), (lb, rb) = op.attrs["contract"], op.attrs["batch"]
-        self._check_dot(op, lc, lb)
+        dot = Dot.of(op)
+        self._check_dot(dot)
         dtype = self._factor_dtype(op)
-        lhs, left, lc = self._factor(op.operands[0], dtype, lc, lb)
-        rhs, right, rc = self._factor(op.operands[1], dtype, rc, rb)
-        batch = len(lb)
+        lhs, left, lc = self._factor(dot.lhs, dtype)
+        rhs, right, rc = self._factor(dot.rhs, dtype)
+        batch = len(dot.lhs.batch)
         lf, rf = (2 * batch + 1 - c for c in (lc, rc))  # the other of the last two dims
         shape = (*left.shape[:batch], left.shape[lf], right.shape[rf])
         result = TileType(shape, F32 if dtype.is_float else I32)
@@ -365,17 +367,17 @@ class Tiles(Elementwise):
         name = self.reshaped(name, result, shape)
         return self.convert(name, result.with_shape(shape), op.attrs["dtype"])
 
-    def _check_dot(self, op: Op, contract: Sequence[int], batch: Sequence[int]) -> None:
-        if len(contract) != 1 or len(batch) > 1:
+    def _check_dot(self, dot: Dot) -> None:
+        if len(dot.lhs.contract) != 1 or len(dot.lhs.batch) > 1:
             self.refuse(
                 "the matrix unit contracts one dimension and takes one batch dimension",
                 fix="reshape the operands, or loop over the batch",
             )
-        for value in op.operands:
-            free = value.tile.rank - len(contract) - len(batch)
-            if free > 1:
+        for side in dot.sides:
+            if len(side.free) > 1:
                 self.refuse(
-                    f"{value.tile} has {free} dimensions that are not contracted",
+                    f"{side.value.tile} has {len(side.free)} dimensions that are not "
+                    "contracted",
                     fix="reshape them into one",
                 )
 
@@ -391,15 +393,14 @@ class Tiles(Elementwise):
             )
         return left
 
-    def _factor(
-        self, value: Value, dtype: DType, contract: Sequence[int], batch: Sequence[int]
-    ) -> tuple[str, TileType, int]:
+    def _factor(self, side: DotSide, dtype: DType) -> tuple[str, TileType, int]:
         """An operand as batch dimension and matrix; which dimension is contracted.
 
         A vector becomes a matrix of one row: (k) is (1, k).
         """
+        value, batch = side.value, side.batch
         name, tile = self.convert(self.name(value), value.tile, dtype), value.tile
-        tile, (dim,) = tile.with_dtype(dtype), contract
+        tile, (dim,) = tile.with_dtype(dtype), side.contract
         perm = [*batch, *(d for d in range(tile.rank) if d not in batch)]
         name = self.transposed(name, tile, perm)
         tile, dim = tile.with_shape([tile.shape[d] for d in perm]), perm.index(dim)
@@ -436,13 +437,3 @@ RULES = {
 
 def resized(tile: TileType, axis: int, size: int) -> TileType:
     return tile.with_shape([size if d == axis else n for d, n in enumerate(tile.shape)])
-
-
-def neutral(kind: str, dtype: DType) -> float | int:
-    """What a reduction starts from: combining it changes nothing."""
-    if kind in ("max", "min") and dtype.is_float:
-        return float("-inf") if kind == "max" else float("inf")
-    if kind in ("max", "min"):
-        low, high = (-(2**31), 2**31 - 1) if dtype.is_signed_int else (0, 2**32 - 1)
-        return low if kind == "max" else high
-    return {"sum": 0, "prod": 1, "and": -1, "or": 0, "xor": 0}[kind]

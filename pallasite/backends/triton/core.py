@@ -2,7 +2,7 @@
 
 `Core` turns Python calls into TTIR lines: constants, arithmetic, broadcasting, index
 tiles, masks of padding, conversions, gathers along an axis. It holds what is known of
-our IR's values (`env`, ranges, producers). The op families are the mixins next to this
+our IR's values (`env`, facts, producers). The op families are the mixins next to this
 file: `elementwise.py`, `tiles.py`, `dots.py`, `memory.py`; `emit.py` joins them.
 """
 
@@ -21,7 +21,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.text import print_op
 from pallasite.ir.types import DType, TileType
-from pallasite.passes.analysis.ranges import Ranges
+from pallasite.passes.analysis.intervals import Facts
 
 MAX_ELEMENTS = 1 << 20  # Triton refuses larger tensors
 
@@ -34,7 +34,7 @@ class Core:
     def __init__(self) -> None:
         self.out = Writer()
         self.env: dict[Value, Val] = {}
-        self.ranges = Ranges()
+        self.facts = Facts()
         self.producers: dict[Value, Op] = {}
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:

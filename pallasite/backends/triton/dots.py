@@ -14,6 +14,7 @@ from pallasite.backends.triton.elementwise import cast_value
 from pallasite.backends.triton.text import Val
 from pallasite.backends.triton.tiles import Tiles
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import DTYPES, F32, DType
 
 SMALLEST = 16
@@ -36,19 +37,16 @@ class Dots(Tiles):
     """Emits `dot`."""
 
     def emit_dot(self, op: Op) -> None:
-        (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = (
-            op.attrs["contract"],
-            op.attrs["batch"],
-        )
+        dot = Dot.of(op)
+        left, right = dot.sides
         self.layout(op.result.tile, op)
-        lhs, lhs_free = self.grouped(op, 0, lhs_batch, lhs_depth, depth_last=True)
-        rhs, rhs_free = self.grouped(op, 1, rhs_batch, rhs_depth, depth_last=False)
-        batch = [op.operands[0].tile.shape[d] for d in lhs_batch]
-        depth = prod(op.operands[0].tile.shape[d] for d in lhs_depth)
+        lhs, lhs_free = self.grouped(left, depth_last=True)
+        rhs, rhs_free = self.grouped(right, depth_last=False)
+        batch, depth = left.sizes(left.batch), dot.depth
         rows, columns = prod(lhs_free), prod(rhs_free)
         kind = self.common_type(op)
-        lhs = cast_value(self, op, lhs, op.operands[0].tile.dtype, kind)
-        rhs = cast_value(self, op, rhs, op.operands[1].tile.dtype, kind)
+        lhs = cast_value(self, op, lhs, left.value.tile.dtype, kind)
+        rhs = cast_value(self, op, rhs, right.value.tile.dtype, kind)
         group = [prod(batch)] if batch else []
         last = len(group)
         lhs = self.without_padding(lhs, (*group, rows, depth), [last + 1], 0)
@@ -62,27 +60,18 @@ class Dots(Tiles):
         full = (*batch, *lhs_free, *rhs_free)
         self.env[op.result] = self.regroup(result, (*group, rows, columns), full)
 
-    def grouped(
-        self,
-        op: Op,
-        number: int,
-        batch: Sequence[int],
-        depth: Sequence[int],
-        depth_last: bool,
-    ) -> tuple[Val, list[int]]:
+    def grouped(self, side: DotSide, depth_last: bool) -> tuple[Val, list[int]]:
         """An operand as ([batch], rows, depth) or ([batch], depth, columns)."""
-        shape = op.operands[number].tile.shape
-        free = [d for d in range(len(shape)) if d not in (*batch, *depth)]
+        value, batch, free, depth = side
         tail = (free, depth) if depth_last else (depth, free)
         order = [*batch, *tail[0], *tail[1]]
-        x = self.env[op.operands[number]]
+        x = self.env[value]
         if x.shape:
             x = self.transpose(x, order)
-        permuted = [shape[d] for d in order]
-        group = [prod(shape[d] for d in batch)] if batch else []
-        sizes = [prod(shape[d] for d in dims) for dims in tail]
-        x = self.regroup(x, permuted, (*group, *sizes))
-        return x, [shape[d] for d in free]
+        group = [prod(side.sizes(batch))] if batch else []
+        sizes = [prod(side.sizes(dims)) for dims in tail]
+        x = self.regroup(x, side.sizes(order), (*group, *sizes))
+        return x, side.sizes(free)
 
     def common_type(self, op: Op) -> DType:
         x, y = (v.tile.dtype for v in op.operands)

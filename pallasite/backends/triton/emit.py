@@ -18,10 +18,11 @@ from pallasite.backends.triton.memory import Memory
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
-from pallasite.passes.analysis.carried import VIEWS
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.analysis.ranges import loop_range
+from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.analysis.memory import VIEWS, Roots
 
 MAX_PROGRAMS = (1 << 31) - 1
 
@@ -40,7 +41,8 @@ def function_name(kernel: Kernel) -> str:
 
 def program_grid(kernel: Kernel) -> tuple[int, ...]:
     """How many programs a promoted kernel has along each of its axes."""
-    return tuple(find_pipeline(kernel).attrs["grid"])
+    sizes = Pipeline.of(find_pipeline(kernel)).sizes
+    return tuple(n for n in sizes if isinstance(n, int))
 
 
 def scratch_of(kernel: Kernel) -> tuple[Scratch, ...]:
@@ -120,7 +122,7 @@ class Emitter(Memory):
         if rule is None:
             self.refuse(op)
         rule(self, op)
-        self.ranges.add(op)
+        self.facts.note_op(op)
         for value in op.results:
             self.producers[value] = op
 
@@ -159,8 +161,9 @@ class Emitter(Memory):
 
     def emit_pipeline(self, op: Op) -> None:
         """One program per step; the axes share the first dimension of the launch."""
-        grid, body = op.attrs["grid"], op.regions[-1]
-        if op.attrs["windows"] or any(n is None for n in grid):
+        pipeline = Pipeline.of(op)
+        grid = [n for n in pipeline.sizes if isinstance(n, int)]
+        if pipeline.windows or len(grid) < len(pipeline.sizes):
             self.refuse(op, "a pipeline that is not a grid of programs")
         if prod(grid) > MAX_PROGRAMS:
             self.refuse(op, f"{prod(grid)} programs; CUDA's limit is {MAX_PROGRAMS}")
@@ -169,8 +172,8 @@ class Emitter(Memory):
         if prod(grid) == 0:
             return
         for axis in reversed(range(len(grid))):
-            size, value = grid[axis], body.params[axis]
-            self.ranges.set(value, 0, size - 1)
+            size, value = grid[axis], pipeline.ids[axis]
+            self.facts.note(value, Fact(0, size - 1))
             if size == 1:
                 self.env[value] = self.const(0, "i32")
             elif prod(grid[:axis]) == 1:
@@ -178,7 +181,7 @@ class Emitter(Memory):
             else:
                 self.env[value] = self.scaled("arith.remsi", rest, size)
                 rest = self.scaled("arith.divsi", rest, size)
-        self.block(body)
+        self.block(pipeline.body)
 
     def emit_alloc(self, op: Op) -> None:
         ref, pointer = op.result.ref, self.scratch[op.result]
@@ -191,39 +194,39 @@ class Emitter(Memory):
     # --- control flow ---
 
     def emit_for(self, op: Op) -> None:
-        (body,) = op.regions
-        first, limit, step = (self.env[v] for v in op.operands[:3])
-        if self.ranges.of(op.operands[2])[0] < 1:
+        loop = Loop.of(op)
+        first, limit, step = (self.env[v] for v in loop.bounds)
+        if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
-        index, *carries = body.params
-        found = loop_range(self.ranges, op.operands)
-        if found is not None and index.tile.dtype.is_signed_int:
-            self.ranges.set(index, *found)
+        index = loop.index
+        if index.tile.dtype.is_signed_int:
+            self.facts.note_counter(loop)
         name = self.out.fresh()
         counter = Val(self.out.fresh(), (), first.elem)
         self.env[index] = counter
         head = f"{self.result_head(op, name)}scf.for {counter} = {first} to {limit}"
         head += f" step {step}"
-        if carries:
+        if loop.carried:
             pairs = []
-            for param, value in zip(carries, op.operands[3:], strict=True):
+            for param, value in zip(loop.carried, loop.inits, strict=True):
                 self.bind(param, self.out.fresh(), op)
                 pairs.append(f"{self.env[param]} = {self.env[value]}")
             head += f" iter_args({', '.join(pairs)}) -> ({self.result_types(op)})"
         self.out.line(f"{head} : {first.elem} {{")
         with self.out.region():
-            self.block(body)
-            self.yield_(body.yields, op)
+            self.block(loop.body)
+            self.yield_(loop.yields, op)
         self.out.line("}")
         self.bind_results(op, name)
 
     def emit_while(self, op: Op) -> None:
-        test, body = op.regions
-        if not op.operands:
+        loop = While.of(op)
+        test, body = loop.condition, loop.body
+        if not loop.inits:
             self.refuse(op, "a loop without carried values")
         name = self.out.fresh()
         pairs = []
-        for param, value in zip(test.params, op.operands, strict=True):
+        for param, value in zip(test.params, loop.inits, strict=True):
             self.bind(param, self.out.fresh(), op)
             pairs.append(f"{self.env[param]} = {self.env[value]}")
         types = self.result_types(op)
@@ -252,14 +255,15 @@ class Emitter(Memory):
 
     def branches(self, op: Op, number: int) -> str | None:
         """Branch `number` or a later one, as nested ifs; the name of the results."""
-        last = len(op.regions) - 1
+        cond = Cond.of(op)
+        last, here = len(cond.branches) - 1, cond.branches[number]
         if number == last:
-            self.block(op.regions[last])
+            self.block(here)
             if op.results and number == 0:  # the only branch: no `if` around it
-                for result, value in zip(op.results, op.regions[0].yields, strict=True):
+                for result, value in zip(op.results, here.yields, strict=True):
                     self.env[result] = self.env[value]
             else:
-                self.yield_(op.regions[last].yields, op)
+                self.yield_(here.yields, op)
             return None
         test, swapped = self.branch_test(op, number)
         name = self.out.fresh() if op.results else None
@@ -267,7 +271,7 @@ class Emitter(Memory):
         head = self.result_head(op, name or "")
         self.out.line(f"{head}scf.if {test}{types} {{")
         self.branch(op, number + 1 if swapped else number, swapped)
-        other = op.regions[number if swapped else number + 1]
+        other = cond.branches[number if swapped else number + 1]
         if op.results or other.ops or last > number + 1:
             self.out.line("} else {")
             self.branch(op, number if swapped else number + 1, not swapped)
@@ -287,12 +291,13 @@ class Emitter(Memory):
                     types = self.result_types(op)
                     self.out.line(f"scf.yield {', '.join(names)} : {types}")
             else:
-                self.block(op.regions[number])
-                self.yield_(op.regions[number].yields, op)
+                branch = Cond.of(op).branches[number]
+                self.block(branch)
+                self.yield_(branch.yields, op)
 
     def branch_test(self, op: Op, number: int) -> tuple[Val, bool]:
         """What decides for branch `number`; True: it is the test of the later ones."""
-        which = op.operands[0]
+        which = Cond.of(op).which
         source = self.producers.get(which)
         is_flag = source is not None and source.name == "cast"
         if is_flag and len(op.regions) == 2 and source is not None:
@@ -346,16 +351,12 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
 def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:
     """The ops that use each memory; an operand that is a result is that result."""
     same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
-    root = {p: same.get(p, p) for p in kernel.params}
+    roots = Roots(kernel)
     accesses: dict[Value, list[Op]] = {}
     for op in walk(kernel.body):
-        if op.name == "alloc":
-            root[op.result] = op.result
-        for value in op.operands:
-            if value in root and op.name in VIEWS:
-                root[op.result] = root[value]
-            elif value in root:
-                accesses.setdefault(root[value], []).append(op)
+        for ref in (v for v in op.operands if v.is_ref and op.name not in VIEWS):
+            root = roots.of(ref)
+            accesses.setdefault(same.get(root, root), []).append(op)
     return accesses
 
 

@@ -71,7 +71,7 @@ class Memory(Dots):
     # --- numbers known or not ---
 
     def number(self, value: Value) -> Number:
-        known = self.ranges.number(value)
+        known = self.facts.of(value).number
         if known is not None:
             return known
         return self.index_value(self.env[value], value.tile.dtype)
@@ -139,8 +139,8 @@ class Memory(Dots):
 
         The index is the number of a block there is: `place_windows` has seen to it.
         """
-        low, high = self.ranges.of(index)
-        low, high = max(low, 0), min(high, last_number(dim, size))
+        fact = self.facts.of(index)
+        low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
         start = self.number(index)
         if dim.kind == "blocked":
             if high * dim.size >= 1 << 31:
@@ -225,12 +225,12 @@ class Memory(Dots):
             return entry.start
         last = size - (entry.extent if isinstance(entry, Span) else 1)
         start = self.number(operand)
-        low, high = self.ranges.of(operand)
+        fact = self.facts.of(operand)
         if isinstance(start, int):
             return min(max(start, 0), last) if clamp else start
-        if clamp and low < 0:
+        if clamp and fact.low < 0:
             start = self.apply("arith.maxsi", start, self.const(0, "i32"))
-        if clamp and high > last:
+        if clamp and fact.high > last:
             start = self.apply("arith.minsi", start, self.const(last, "i32"))
         return start
 

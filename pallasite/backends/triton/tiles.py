@@ -7,13 +7,12 @@ the neutral element, moves pick from valid positions only.
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 from pallasite.backends.triton.elementwise import Elementwise
 from pallasite.backends.triton.text import Val, physical, type_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DType
-from pallasite.passes.analysis.ranges import type_range
+from pallasite.ops.neutral import neutral
 
 Combine = Callable[[Sequence[Val], Sequence[Val]], Sequence[Val]]
 
@@ -352,20 +351,6 @@ _COMBINE: dict[str, dict[str, str]] = {
     "or": {"int": "arith.ori", "uint": "arith.ori"},
     "xor": {"int": "arith.xori", "uint": "arith.xori"},
 }
-
-
-def neutral(kind: str, dtype: DType) -> Any:
-    """What changes nothing in a reduction."""
-    if kind in ("sum", "or", "xor"):
-        return 0
-    if kind == "prod":
-        return 1
-    if kind == "and":
-        return 1 if dtype.is_bool else -1
-    if dtype.is_float:
-        return float("-inf") if kind == "max" else float("inf")
-    low, high = type_range(dtype)
-    return low if kind == "max" else high
 
 
 def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:

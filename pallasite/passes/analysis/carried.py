@@ -8,10 +8,11 @@ crosses into that step, so only those last axes carry. Used by `grid.py`.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk, window_arrays
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
+from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.passes.analysis.affine import Sizes, fold_scalar
+from pallasite.passes.analysis.memory import VIEWS
 
-VIEWS = ("subview", "block_view", "reshape_view", "bitcast_view", "transpose_view")
 Known = dict[Value, int | bool]
 
 
@@ -133,16 +134,17 @@ class _Reader:
 
     def taken(self, op: Op) -> Block:
         """The branch of a cond whose number is known."""
-        which = int(self.known[op.operands[0]])
-        return op.regions[min(max(which, 0), len(op.regions) - 1)]
+        cond = Cond.of(op)
+        return cond.branch(int(self.known[cond.which]))
 
     def at_for(self, op: Op, state: _State) -> bool:
-        (body,) = op.regions
-        first, limit = (self.known.get(v) for v in op.operands[:2])
+        loop = Loop.of(op)
+        body = loop.body
+        first, limit = self.known.get(loop.first), self.known.get(loop.limit)
         if first is None:
             return self.may_read_old(body, state.copy())
         inside, known = state.copy(), dict(self.known)
-        self.known[body.params[0]] = first
+        self.known[loop.index] = first
         if self.may_read_old(body, inside):
             return True
         self.known = known
@@ -153,20 +155,19 @@ class _Reader:
         return False
 
     def at_while(self, op: Op, state: _State) -> bool:
-        test, body = op.regions
-        return self.may_read_old(test, state) or self.may_read_old(body, state.copy())
+        loop = While.of(op)
+        return self.may_read_old(loop.condition, state) or self.may_read_old(
+            loop.body, state.copy()
+        )
 
     def at_pipeline(self, op: Op, state: _State) -> bool:
-        windows = op.attrs["windows"]
-        refs = window_arrays(op)
-        body = op.regions[-1]
-        count = len(body.params) - len(windows)
-        ids, blocks = body.params[:count], body.params[count:]
-        for ref, window, block in zip(refs, windows, blocks, strict=True):
-            if ref not in self.refs or state.whole:
+        pipeline = Pipeline.of(op)
+        ids, grid = pipeline.ids, pipeline.grid
+        for array, window, _, block in pipeline.shown:
+            if array not in self.refs or state.whole:
                 continue
             # What one step leaves in a block is not what the next finds in another.
-            fresh = carried_from(body, block, ids, op.attrs["grid"]) == count
+            fresh = carried_from(pipeline.body, block, ids, grid) == len(grid)
             if window.mode == "in" or not fresh:
                 return True
         return any(self.may_read_old(region, state.copy()) for region in op.regions)

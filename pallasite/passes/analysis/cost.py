@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import Unit, table
+from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.ir.types import Type
 from pallasite.passes.analysis.grid import analyze_pipeline
+from pallasite.passes.analysis.memory import VIEWS
 
 MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
 
@@ -90,30 +92,30 @@ class _Counter:
         return Cost()
 
     def count_dot(self, op: Op) -> Cost:
-        lhs, depth = op.operands[0].tile, op.attrs["contract"][0]
-        return Cost(flops=2 * op.result.tile.size * prod(lhs.shape[d] for d in depth))
+        return Cost(flops=2 * op.result.tile.size * Dot.of(op).depth)
 
     def count_for(self, op: Op) -> Cost:
-        first, limit, step = (self.numbers.get(v) for v in op.operands[:3])
+        loop = Loop.of(op)
+        first, limit, step = (self.numbers.get(v) for v in loop.bounds)
         trips = None
         if first is not None and limit is not None and step:
             trips = len(range(int(first), int(limit), int(step)))
-        return self.block(op.regions[0]).times(trips)
+        return self.block(loop.body).times(trips)
 
     def count_while(self, op: Op) -> Cost:
-        test, body = op.regions
-        return (self.block(test) + self.block(body)).times(None)
+        loop = While.of(op)
+        return (self.block(loop.condition) + self.block(loop.body)).times(None)
 
     def count_cond(self, op: Op) -> Cost:
-        return Cost.worst(self.block(region) for region in op.regions)
+        return Cost.worst(self.block(branch) for branch in Cond.of(op).branches)
 
     def count_pipeline(self, op: Op) -> Cost:
         """The body at each step; each block whenever its window moves."""
-        grid, windows = op.attrs["grid"], op.attrs["windows"]
-        total = self.block(op.regions[-1]).times(_steps(grid))
-        refs = window_arrays(op)
+        pipeline = Pipeline.of(op)
+        grid, arrays, windows = pipeline.grid, pipeline.arrays, pipeline.windows
+        total = self.block(pipeline.body).times(_steps(grid))
         moves = analyze_pipeline(op).windows
-        for ref, window, moved in zip(refs, windows, moves, strict=True):
+        for ref, window, moved in zip(arrays, windows, moves, strict=True):
             if window.space in MAIN_MEMORY or ref.ref.space not in MAIN_MEMORY:
                 continue
             # Steps up to the last axis it moves along: the inner ones keep the block.
@@ -156,7 +158,7 @@ def _bytes(type: Type) -> int:
 
 def _moved(op: Op) -> int:
     """Main-memory bytes of a load, store, atomic or copy."""
-    if op.name in ("subview", "reshape_view", "bitcast_view", "transpose_view"):
+    if op.name in VIEWS:
         return 0
     refs = [v.ref for v in op.operands if v.is_ref and v.ref.space in MAIN_MEMORY]
     if op.name == "copy_start":

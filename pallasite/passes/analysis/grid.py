@@ -14,29 +14,26 @@ from pallasite.errors import InternalError
 from pallasite.ir.nodes import (
     Access,
     At,
-    Block,
     Gather,
     Kernel,
     Op,
     Span,
     Value,
     walk,
-    window_arrays,
 )
-from pallasite.ir.nodes import Window as WindowAttr
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Affine, Form, Forms, recoverable
 from pallasite.passes.analysis.block_table import last_number, told_apart
 from pallasite.passes.analysis.carried import (
-    VIEWS,
     carried_from,
     is_overwritten,
     reads_unwritten,
 )
+from pallasite.passes.analysis.memory import Roots, read_refs
 from pallasite.passes.place_windows import unclamped
 
 PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
-_USES = {"load": "r", "store": "w", "atomic_rmw": "w", "atomic_cas": "w"}
 Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
 
 
@@ -149,14 +146,18 @@ def analyze_pipeline(
 
 class _Analysis:
     def __init__(self, op: Op, before: Sequence[Op], same: dict[Value, Value]):
-        self.op, self.same = op, same
-        self.grid: tuple[int | None, ...] = op.attrs["grid"]
-        self.window_attrs: tuple[WindowAttr, ...] = op.attrs["windows"]
-        *self.maps, self.body = op.regions
-        self.refs = window_arrays(op)
-        self.ids = self.body.params[: len(self.grid)]
-        self.blocks = self.body.params[len(self.grid) :]
+        pipeline = Pipeline.of(op)
+        self.same, self.semantics = same, pipeline.semantics
+        self.grid, self.window_attrs = pipeline.grid, pipeline.windows
+        self.maps, self.body = pipeline.maps, pipeline.body
+        self.refs, self.ids, self.blocks = (
+            pipeline.arrays,
+            pipeline.ids,
+            pipeline.blocks,
+        )
         self.everything = frozenset(range(len(self.grid)))
+        self.roots = Roots(self.body)
+        self.written = self.roots.all_written(self.body)
         self.allocated = {op.results[0] for op in before if op.name == "alloc"}
         outer = Forms([])
         outer.add_ops(before)
@@ -180,7 +181,7 @@ class _Analysis:
     def axis(
         self, axis: int, windows: Sequence[WindowMoves], carries: Sequence[Carry]
     ) -> Axis:
-        size, said = self.grid[axis], self.op.attrs["semantics"][axis]
+        size, said = self.grid[axis], self.semantics[axis]
         if said in PARALLEL:
             state = None if size in (0, 1) else self.handed_on(axis, windows)
             if state is None:
@@ -433,38 +434,12 @@ class _Analysis:
                 yield Carry(name, self.everything - own)
 
     def is_written(self, ref: Value) -> bool:
-        return any("w" in use for use in _uses(self.body, ref))
+        return ref in self.written
 
     def is_read(self, ref: Value) -> bool:
-        return any("r" in use for use in _uses(self.body, ref))
-
-
-def _uses(block: Block, ref: Value) -> Iterable[str]:
-    """What each op of a block does with a ref or a view of it, "r" and "w"."""
-    views = {ref}
-    for op in walk(block):
-        mine = [v in views for v in op.operands]
-        if not any(mine):
-            continue
-        if op.name in VIEWS:
-            views.add(op.result)
-        elif op.name in ("copy_start", "copy_wait"):
-            yield ("r" if mine[0] else "") + ("w" if any(mine[1:]) else "")
-        elif op.name == "pipeline":
-            yield from _uses_of_windows(op, mine)
-        else:
-            yield _USES.get(op.name, "rw")
-
-
-def _uses_of_windows(op: Op, mine: Sequence[bool]) -> Iterable[str]:
-    """What a pipeline does with those of its operands that are `mine`."""
-    windows, body = op.attrs["windows"], op.regions[-1]
-    first = len(mine) - len(windows)
-    blocks = body.params[len(body.params) - len(windows) :]
-    for is_mine, window, block in zip(mine[first:], windows, blocks, strict=True):
-        if is_mine:
-            yield "w" if window.mode == "out" else "r"
-            yield from _uses(body, block)
+        """Whether anything reads a ref but atomics: those add to it in any order."""
+        ops = (op for op in walk(self.body) if not op.name.startswith("atomic"))
+        return ref in self.roots.reached(r for op in ops for r in read_refs(op))
 
 
 def _is_known(form: Form) -> bool:

@@ -1,17 +1,20 @@
-"""What is known of integer scalars: their range, and what divides them.
+"""What is known of integers: their range, and what divides them.
 
-The emitter notes a Fact for each scalar it writes. Indices known to lie inside a ref
-need no clamp, and Mosaic wants proof that dynamic starts are aligned to its tiles.
+`Facts` is told about values in program order (grid indices by the caller) and answers
+with a `Fact` for each; of a tile, one that holds for each of its elements. Indices
+known to be inside a ref need no clamp, loops of bounded length can be reversed, and
+Mosaic wants proof that starts are aligned to its tiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import INDEX
+from pallasite.ir.roles import Loop
+from pallasite.ir.types import INDEX, DType, TileType
 
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
+LOWEST, HIGHEST = INDEX.dtype.limits
 
 
 @dataclass(frozen=True)
@@ -29,33 +32,36 @@ class Fact:
     def within(self, low: int, high: int) -> bool:
         return low <= self.low and self.high <= high
 
+    def wrapped(self, dtype: DType) -> "Fact":
+        """What is known after conversion to an integer type, which wraps around.
 
-ANYTHING = Fact()
+        A range that leaves the type says nothing, nor does its divisor, unless that is
+        a power of two (which wrapping preserves).
+        """
+        low, high = dtype.limits
+        if self.within(low, high):
+            return self
+        return Fact(low, high, self.multiple & -self.multiple if self.multiple else 1)
 
 
 def exactly(number: int) -> Fact:
     return Fact(number, number, abs(number))
 
 
-def _bounded(low: int, high: int, multiple: int) -> Fact:
-    """Arithmetic wraps: a range that leaves i32 says nothing, nor does its divisor,
-    unless that is a power of two (which wrapping by 2**32 preserves)."""
-    if low >= LOWEST and high <= HIGHEST:
-        return Fact(low, high, multiple)
-    return Fact(multiple=multiple & -multiple if multiple else 1)
+# --- rules: as if numbers did not wrap around; None where nothing is known ---
 
 
 def _add(x: Fact, y: Fact) -> Fact:
-    return _bounded(x.low + y.low, x.high + y.high, gcd(x.multiple, y.multiple))
+    return Fact(x.low + y.low, x.high + y.high, gcd(x.multiple, y.multiple))
 
 
 def _sub(x: Fact, y: Fact) -> Fact:
-    return _bounded(x.low - y.high, x.high - y.low, gcd(x.multiple, y.multiple))
+    return Fact(x.low - y.high, x.high - y.low, gcd(x.multiple, y.multiple))
 
 
 def _mul(x: Fact, y: Fact) -> Fact:
     ends = [a * b for a in (x.low, x.high) for b in (y.low, y.high)]
-    return _bounded(min(ends), max(ends), x.multiple * y.multiple)
+    return Fact(min(ends), max(ends), x.multiple * y.multiple)
 
 
 def _max(x: Fact, y: Fact) -> Fact:
@@ -68,33 +74,54 @@ def _min(x: Fact, y: Fact) -> Fact:
     return Fact(min(x.low, y.low), min(x.high, y.high), divisor)
 
 
-def _div(x: Fact, y: Fact) -> Fact:
-    by = y.number
-    if by is None or by <= 0 or x.low < 0:
-        return ANYTHING
-    divides = x.multiple % by == 0
-    return Fact(x.low // by, x.high // by, x.multiple // by if divides else 1)
+def _div(x: Fact, y: Fact) -> Fact | None:
+    if y.low <= 0 or x.low < 0:
+        return None
+    divides = y.number is not None and x.multiple % y.number == 0
+    multiple = x.multiple // y.low if divides else 1
+    return Fact(x.low // y.high, x.high // y.low, multiple)
 
 
-def _rem(x: Fact, y: Fact) -> Fact:
-    by = y.number
-    if by is None or by <= 0:
-        return ANYTHING
-    low = 0 if x.low >= 0 else 1 - by
-    return Fact(low, min(max(x.high, 0), by - 1), gcd(x.multiple, by) or 1)
+def _rem(x: Fact, y: Fact) -> Fact | None:
+    """The result has the sign of `x`."""
+    if y.low <= 0:
+        return None
+    most = y.high - 1
+    low = 0 if x.low >= 0 else -most
+    return Fact(low, min(max(x.high, 0), most), gcd(x.multiple, y.multiple) or 1)
 
 
-def _select(_: Fact, *cases: Fact) -> Fact:
+def _any_of(*cases: Fact) -> Fact:
     low, high = min(c.low for c in cases), max(c.high for c in cases)
     return Fact(low, high, gcd(*(c.multiple for c in cases)))
 
 
-def _shift_left(x: Fact, y: Fact) -> Fact:
+def _shift_left(x: Fact, y: Fact) -> Fact | None:
     by = y.number
-    return _mul(x, exactly(1 << by)) if by is not None and 0 <= by < 31 else ANYTHING
+    return _mul(x, exactly(1 << by)) if by is not None and 0 <= by < 31 else None
 
 
-_RULES: dict[str, Callable[..., Fact]] = {
+def _and(x: Fact, y: Fact) -> Fact | None:
+    """No bit is set that is not set in the one that is not negative."""
+    bounds = [fact.high for fact in (x, y) if fact.low >= 0]
+    return Fact(0, min(bounds)) if bounds else None
+
+
+def _same(x: Fact) -> Fact:
+    return x
+
+
+# Ops whose results are positions: how many there are.
+_POSITIONS: dict[str, Callable[[Op], int]] = {
+    "iota": lambda op: op.attrs["type"].shape[op.attrs["dim"]],
+    "arg_reduce": lambda op: op.operands[0].tile.shape[op.attrs["axis"]],
+}
+
+# Ops that give elements of their first operand and nothing else.
+_MOVES = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev", "dynamic_slice")
+
+
+_RULES: dict[str, Callable[..., Fact | None]] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,
@@ -102,67 +129,76 @@ _RULES: dict[str, Callable[..., Fact]] = {
     "min": _min,
     "div": _div,
     "rem": _rem,
-    "select_n": _select,
+    "select_n": lambda _, *cases: _any_of(*cases),
+    "concatenate": _any_of,
+    "and": _and,
     "shift_left": _shift_left,
     "neg": lambda x: _sub(exactly(0), x),
     "clamp": lambda low, x, high: _min(_max(x, low), high),
-    "reshape": lambda x: x,
-    "broadcast_in_dim": lambda x: x,
+    "cast": _same,
+    **dict.fromkeys(_MOVES, _same),
 }
 
 
 class Facts:
-    """Facts of the scalars written so far."""
+    """What is known so far."""
 
     def __init__(self) -> None:
         self._known: dict[Value, Fact] = {}
 
     def of(self, value: Value) -> Fact:
-        return self._known.get(value, _of_type(value))
+        """The fact of an integer; that of its type if nothing more is known."""
+        return self._known.get(value) or _of_type(value)
 
     def note(self, value: Value, fact: Fact) -> None:
         self._known[value] = fact
 
     def note_op(self, op: Op) -> None:
-        """Take in an op with one i32 result."""
-        if len(op.results) != 1 or not _is_integer(op.result):
+        """Take in one op."""
+        if len(op.results) != 1 or not _is_number(op.result):
             return
-        operands = [self.of(v) for v in op.operands if not v.is_ref]
-        fact = self._fact(op, operands)
+        fact = self._fact(op)
         if fact is not None:
-            self._known[op.result] = fact
+            self._known[op.result] = fact.wrapped(op.result.tile.dtype)
 
-    def _fact(self, op: Op, operands: Sequence[Fact]) -> Fact | None:
+    def note_counter(self, loop: Loop) -> None:
+        """Take in the index of a loop, if it counts upwards."""
+        first, limit, step = map(self.of, loop.bounds)
+        if step.low >= 1:
+            divisor = gcd(first.multiple, step.multiple)
+            last = max(first.low, limit.high - 1)
+            self._known[loop.index] = Fact(first.low, last, divisor)
+
+    def most_steps(self, loop: Loop) -> int | None:
+        """The greatest number of steps of a loop that counts upwards."""
+        first, limit, step = map(self.of, loop.bounds)
+        if step.low < 1:
+            return None
+        return max(0, -(-(limit.high - first.low) // step.low))
+
+    def _fact(self, op: Op) -> Fact | None:
         if op.name == "constant":
-            return exactly(op.attrs["value"])
+            return exactly(int(op.attrs["value"]))
+        if op.name in _POSITIONS:
+            return Fact(0, max(_POSITIONS[op.name](op) - 1, 0))
+        values = op.operands[:1] if op.name in _MOVES else op.operands
+        if not all(map(_is_number, values)):
+            return None
+        operands = [self.of(v) for v in values]
         if op.name == "assume_multiple":
             (x,), given = operands, op.attrs["multiple"]
             return Fact(
                 x.low, x.high, given * x.multiple // (gcd(given, x.multiple) or 1)
             )
-        if op.name == "cast":
-            return self._cast(op, operands[0])
         rule = _RULES.get(op.name)
         return rule(*operands) if rule else None
 
-    def _cast(self, op: Op, x: Fact) -> Fact | None:
-        if op.operands[0].tile.dtype.is_bool:
-            return Fact(0, 1)
-        return x if op.operands[0].tile.dtype.is_integer else None
 
-
-def _is_integer(value: Value) -> bool:
-    """Rules below count in i32: other widths wrap elsewhere."""
-    return value.type == INDEX
+def _is_number(value: Value) -> bool:
+    """Integers, and bools, which count as 0 and 1."""
+    t = value.type
+    return isinstance(t, TileType) and not t.dtype.is_float
 
 
 def _of_type(value: Value) -> Fact:
-    """Narrow integers have narrow ranges; bools count as 0 and 1."""
-    dtype = value.tile.dtype
-    if dtype.is_bool:
-        return Fact(0, 1)
-    if not dtype.is_integer or dtype.bits >= 32:
-        return ANYTHING  # of u32 and i64, a cast to i32 keeps nothing
-    if dtype.is_signed_int:
-        return Fact(-(2 ** (dtype.bits - 1)), 2 ** (dtype.bits - 1) - 1)
-    return Fact(0, 2**dtype.bits - 1)
+    return Fact(*value.tile.dtype.limits)

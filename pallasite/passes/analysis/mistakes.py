@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from pallasite.errors import Facts, KernelWarning, compose
 from pallasite.ir.nodes import Access, Kernel, Loc, Op, Value, walk
-from pallasite.passes.analysis.roots import Roots, written_refs
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots, written_refs
 
 # Ops whose result holds something of an operand, whatever the other one is. Not so a
 # select, a product of integers or a mask of bits: with the right operand they set it.
@@ -50,7 +51,8 @@ def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake
     """What is plainly wrong with a kernel. `hidden`: scratch not of the author's."""
     roots = Roots(kernel)
     results = [r for r in kernel.outputs if roots.of(r) is r and _holds_values(r)]
-    grids = [op.attrs["grid"] for op in kernel.body.ops if op.name == "pipeline"]
+    pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
+    grids = [Pipeline.of(op).grid for op in pipelines]
     empty = next((g for g in grids if 0 in g), None)
     if empty is not None:
         if results:
@@ -142,7 +144,7 @@ def _described(ref: Value) -> str:
 
 
 def _no_programs(
-    kernel: Kernel, grid: tuple[int, ...], results: list[Value]
+    kernel: Kernel, grid: Sequence[int | None], results: list[Value]
 ) -> Mistake:
     return Mistake(
         "the grid has no programs: the outputs are never written",

@@ -13,7 +13,8 @@ from math import lcm
 
 import numpy as np
 
-from pallasite.ir.nodes import Kernel, Op, Value, window_arrays
+from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Affine
 from pallasite.passes.analysis.block_table import evaluate_map
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
@@ -138,13 +139,12 @@ class _Follows:
 class _Derivation:
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
-        self.op: Op = find_pipeline(kernel)
+        self.pipeline = Pipeline.of(find_pipeline(kernel))
         self.info: GridInfo = analyze(kernel)
-        self.grid: tuple[int | None, ...] = self.op.attrs["grid"]
-        arrays = window_arrays(self.op)
+        self.grid = self.pipeline.grid
+        arrays = self.pipeline.arrays
         self.window_of = {a: n for n, a in enumerate(arrays)}
-        blocks = self.op.regions[-1].params[len(self.grid) :]
-        self.block_of = dict(zip(arrays, blocks, strict=True))
+        self.block_of = dict(zip(arrays, self.pipeline.blocks, strict=True))
 
     def rule(self) -> PartitionRule:
         follows = {p: self.follows(p) for p in self.kernel.params}
@@ -172,7 +172,7 @@ class _Derivation:
         number = self.window_of.get(param)
         if number is None:
             return (None,) * len(param.ref.shape)
-        window = self.op.attrs["windows"][number]
+        window = self.pipeline.windows[number]
         found: list[_Follows | None] = []
         position = 0  # in what the index map yields
         for block, size in zip(window.dims, param.ref.shape, strict=True):
@@ -188,7 +188,7 @@ class _Derivation:
         number = self.window_of.get(param)
         if number is None:
             return (True,) * len(param.ref.shape)
-        dims = self.op.attrs["windows"][number].dims
+        dims = self.pipeline.windows[number].dims
         return tuple(d.size >= n for d, n in zip(dims, param.ref.shape, strict=True))
 
     def match(
@@ -214,7 +214,7 @@ class _Derivation:
             return _Follows(axis) if exact else None
         ids = np.zeros((len(self.grid), steps), np.int32)
         ids[axis] = np.arange(steps)
-        values = evaluate_map(self.op.regions[number], ids)
+        values = evaluate_map(self.pipeline.maps[number], ids)
         if values is None or np.any(values[position] != ids[axis] // granule):
             return None
         return _Follows(axis, granule)
@@ -277,4 +277,4 @@ class _Derivation:
             name = loose[0].name or "an output"
             return Sums(f"{name} has no blocks along it and memory is shared")
         blocks = {self.block_of[p] for p in loose}
-        return find_sums(self.op, self.info, axis, blocks)
+        return find_sums(self.pipeline.op, self.info, axis, blocks)

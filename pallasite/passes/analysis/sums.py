@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pallasite.ir.nodes import Access, Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import users_of
+from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.carried import carried_from, covers_whole
 from pallasite.passes.analysis.grid import GridInfo
 
@@ -87,17 +88,18 @@ class _Place:
 
 class _Search:
     def __init__(self, op: Op, info: GridInfo, axis: int, blocks: Set[Value]):
-        grid = op.attrs["grid"]
-        self.body = op.regions[-1]
-        ids = self.body.params[: len(grid)]
-        self.id, self.last = ids[axis], grid[axis] - 1
+        pipeline = Pipeline.of(op)
+        grid, ids, self.body = pipeline.grid, pipeline.ids, pipeline.body
+        size = grid[axis]
+        assert size is not None
+        self.id, self.last = ids[axis], size - 1
         self.producers = {v: o for o in walk(self.body) for v in o.results}
         self.uses = users_of(self.body)
         self.kept = {r: _Kept(r.name or "an output") for r in blocks}
         for ref in self.scratch():
             if carried_from(self.body, ref, ids, grid) <= axis:
                 self.kept[ref] = _Kept(ref.name or "scratch")
-        shown = zip(self.body.params[len(grid) :], info.windows, strict=True)
+        shown = zip(pipeline.blocks, info.windows, strict=True)
         self.still = {ref for ref, w in shown if w.mode == "in" and axis not in w.axes}
         self.taints: dict[Value, _Taint] = {}
         self.used_gates: dict[Value, str] = {}
@@ -328,6 +330,6 @@ class _Search:
 
 def _holds(cond: Op, access: Access) -> bool:
     """Whether a cond's second branch holds the store of this access."""
-    return any(
-        o.name == "store" and Access.of(o) == access for o in walk(cond.regions[-1])
-    )
+    *_, branch = Cond.of(cond).branches
+    stores = (o for o in walk(branch) if o.name == "store")
+    return any(Access.of(o) == access for o in stores)

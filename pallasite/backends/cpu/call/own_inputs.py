@@ -3,14 +3,14 @@
 XLA's arrays do not change; memory shared with a result is the kernel's own.
 """
 
-from pallasite.backends.cpu.tiles.lifetimes import written_refs
 from pallasite.ir.nodes import Kernel, Value
+from pallasite.passes.analysis.memory import Roots
 
 
 def own_inputs(kernel: Kernel) -> Kernel:
     """The kernel with one more result per operand it writes and does not return."""
     aliased = {i for i, _ in kernel.aliases}
-    written = written_refs(kernel.body)
+    written = Roots(kernel.body).all_written(kernel.body)
     inputs = list(enumerate(kernel.inputs))
     own = [n for n, param in inputs if param in written and n not in aliased]
     if not own:

@@ -7,7 +7,7 @@ writes those loops. `threads.py` hands units to threads; without a Sharing the g
 plain loops.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,7 +17,8 @@ from pallasite import target
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.errors import InternalError
-from pallasite.ir.nodes import Kernel, Op, Window, walk, window_arrays
+from pallasite.ir.nodes import Kernel, Op, Window, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 
@@ -52,7 +53,7 @@ class Sharing:
         if op is None or UNITS not in op.attrs:
             return None
         parallel = op.attrs[UNITS]
-        axes = range(len(op.attrs["grid"]))
+        axes = range(len(Pipeline.of(op).grid))
         sequential = tuple(a for a in axes if a not in parallel)
         notes = (op.attrs[key] for key in (UNIT_NS, ATOMICS, MOST))
         return Sharing(op, parallel, sequential, *notes)
@@ -60,8 +61,9 @@ class Sharing:
     @property
     def units(self) -> int | None:
         """How many units there are; None if only the run knows."""
-        sizes = [self.op.attrs["grid"][a] for a in self.parallel]
-        return None if None in sizes else prod(sizes)
+        grid = Pipeline.of(self.op).grid
+        sizes = [n for a in self.parallel if (n := grid[a]) is not None]
+        return prod(sizes) if len(sizes) == len(self.parallel) else None
 
     @property
     def least_chunk(self) -> int:
@@ -94,13 +96,15 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
         op = find_pipeline(kernel)
     except InternalError:
         return None
-    if op is not kernel.body.ops[-1] or not op.attrs["grid"]:
+    pipeline = Pipeline.of(op)
+    grid = pipeline.grid
+    if op is not kernel.body.ops[-1] or not grid:
         return None
-    if _has_hidden_atomics(op) or _prints(op):
-        return None
+    names = {inner.name for inner in walk(pipeline.body)}
+    if _has_hidden_atomics(names) or "debug_print" in names:
+        return None  # lines are printed in the order of the grid
     info = analyze(kernel)
-    grid = op.attrs["grid"]
-    ruled_out = _axes_of_shared_copies(op, info)
+    ruled_out = _axes_of_shared_copies(pipeline, info)
     parallel = tuple(a for a in info.parallel if a not in ruled_out and grid[a] != 1)
     parallel = _safe_if_too_large(parallel, info)
     if not parallel:
@@ -109,7 +113,7 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     steps = prod(n for n in grid if n is not None)
     units = prod(n for a in parallel if (n := grid[a]) is not None)
     unit_ns = max(1, round(_nanoseconds(kernel, steps) / max(units, 1)))
-    has_atomics = any(o.name.startswith("atomic") for o in walk(op.regions[-1]))
+    has_atomics = any(name.startswith("atomic") for name in names)
     most = tuple(info.axes[a].most for a in parallel)
     sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics, most)
     if sharing.units is not None and sharing.units < sharing.least_units:
@@ -129,16 +133,10 @@ def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, 
     return tuple(a for a in parallel if info.axes[a].most is None)
 
 
-def _has_hidden_atomics(op: Op) -> bool:
+def _has_hidden_atomics(names: Set[str]) -> bool:
     """Atomics, and views through which no address says what they change."""
-    names = {inner.name for inner in walk(op.regions[-1])}
     views = names & {"bitcast_view", "reshape_view"}
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
-
-
-def _prints(op: Op) -> bool:
-    """Lines come in the order of the grid."""
-    return any(inner.name == "debug_print" for inner in walk(op.regions[-1]))
 
 
 def _nanoseconds(kernel: Kernel, steps: int) -> float:
@@ -152,22 +150,18 @@ def _nanoseconds(kernel: Kernel, steps: int) -> float:
     )
 
 
-def _axes_of_shared_copies(op: Op, info: GridInfo) -> frozenset[int]:
+def _axes_of_shared_copies(pipeline: Pipeline, info: GridInfo) -> frozenset[int]:
     """Axes along which programs may copy one block of an output out and back.
 
     Programs that write parts of one block may run at once only where the block is a
     view of the array: of two copies, the one stored last would undo the other.
     """
-    grid, windows = op.attrs["grid"], op.attrs["windows"]
-    everything = frozenset(range(len(grid)))
-    body = op.regions[-1]
-    regrouped = flattened_refs(body)
-    arrays = window_arrays(op)
+    everything = frozenset(range(len(pipeline.grid)))
+    regrouped = flattened_refs(pipeline.body)
     found = frozenset[int]()
-    for block, array, moves, window in zip(
-        body.params[len(grid) :], arrays, info.windows, windows, strict=True
-    ):
-        is_view = _fits(window, array.ref.shape) and block not in regrouped
+    for each, moves in zip(pipeline.shown, info.windows, strict=True):
+        fits = _fits(each.window, each.array.ref.shape)
+        is_view = fits and each.block not in regrouped
         if moves.written and not is_view:
             found |= everything - moves.apart
     return found
@@ -189,6 +183,12 @@ class Share:
     sharing: Sharing
     first: Val
     last: Val
+
+
+def grid_sizes(e: "Emitter", op: Op) -> list[Val]:
+    """The size of each axis of a pipeline's grid."""
+    sizes = Pipeline.of(op).sizes
+    return [integer(n) if isinstance(n, int) else e.index(n) for n in sizes]
 
 
 @contextmanager
@@ -217,9 +217,7 @@ def count_units(e: "Emitter", sharing: Sharing) -> tuple[Val, Val]:
 
     And whether they may run at once: no axis is larger than it may be for that.
     """
-    f, op = e.f, sharing.op
-    sizes = iter(op.operands)
-    grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
+    f, grid = e.f, grid_sizes(e, sharing.op)
     total, at_once = integer(1), TRUE
     for axis, most_steps in zip(sharing.parallel, sharing.most, strict=True):
         size = f.greatest(grid[axis], integer(0))

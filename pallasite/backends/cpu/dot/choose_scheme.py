@@ -15,6 +15,7 @@ from pallasite.backends.cpu.dot.scheme import (
     VectorScheme,
 )
 from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
 SMALL = 4096  # multiplications that do not repay packing
@@ -25,21 +26,16 @@ Groups = tuple[tuple[int, ...], ...]  # dimensions by role
 
 def groups_of(op: Op) -> list[Groups]:
     """Dimensions of lhs and rhs by role: batch, rows or columns, contracted."""
-    contract, batch = op.attrs["contract"], op.attrs["batch"]
-    ranks = [v.tile.rank for v in op.operands[:2]]
-    groups: list[Groups] = []
-    for rank, summed, shared in zip(ranks, contract, batch, strict=True):
-        rest = tuple(d for d in range(rank) if d not in (*summed, *shared))
-        groups.append((tuple(shared), rest, tuple(summed)))
-    return groups
+    return [(side.batch, side.free, side.contract) for side in Dot.of(op).sides]
 
 
 def sizes_of(op: Op) -> Sizes:
-    lhs, rhs = (v.tile.shape for v in op.operands[:2])
-    left, right = groups_of(op)
+    lhs, rhs = Dot.of(op).sides
     return Sizes(
-        *(prod(lhs[d] for d in group) for group in left[:2]),
-        *(prod(rhs[d] for d in group) for group in right[1:]),
+        prod(lhs.sizes(lhs.batch)),
+        prod(lhs.sizes(lhs.free)),
+        prod(rhs.sizes(rhs.free)),
+        prod(rhs.sizes(rhs.contract)),
     )
 
 

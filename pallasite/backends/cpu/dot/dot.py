@@ -26,6 +26,7 @@ from pallasite.backends.cpu.ops import memory
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.tiles import Buffer, Root, Tile
 from pallasite.ir.nodes import Access, Op, Value
+from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
 def _emit_dot_store(e: "Emitter", op: Op) -> None:
     """A dot added to a tile in the ref where the sum is to be stored."""
     dot, store = op.attrs["dot"], op.attrs["store"]
-    lhs, rhs = (e.as_tile(v) for v in dot.operands[:2])
+    lhs, rhs = (e.as_tile(side.value) for side in Dot.of(dot).sides)
     access = Access.of(store)
     ref = e.ref(access.ref)
     lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))

@@ -14,9 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from pallasite.backends.cpu.dot.choose_scheme import sizes_of
-from pallasite.backends.cpu.tiles.lifetimes import VIEWS, has_writes
+from pallasite.backends.cpu.tiles.lifetimes import has_writes
 from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.ir.roles import Cond, Dot
 from pallasite.ir.types import F32, F64, I32, DType
+from pallasite.passes.analysis.memory import Roots
 
 
 def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
@@ -80,7 +82,7 @@ def _with_addend(
             continue
         if not value.tile.rank or other is value:
             continue
-        lhs, rhs = (v.tile.dtype for v in dot.operands[:2])
+        lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
         if running_dtype(lhs, rhs, value.tile.dtype) == value.tile.dtype:
             return dot, other
     return None
@@ -177,7 +179,7 @@ def _without_zeros(cond: Op, store: Op, memory: "_Memory") -> Op | None:
     """The op, if it is a branch that sets what `store` stores to, without doing so."""
     if cond.name != "cond" or len(cond.regions) != 2 or cond.results:
         return None
-    other, branch = cond.regions
+    other, branch = Cond.of(cond).branches
     made = {result: op for op in branch.ops for result in op.results}
     for op in branch.ops:
         if op.name != "store" or op.operands[0] is not store.operands[0]:
@@ -198,14 +200,10 @@ class _Memory:
     """Which refs of a block may be the same memory."""
 
     def __init__(self, block: Block, root_of: Callable[[Value], object]):
-        self.root_of = root_of
-        views = (op for op in walk(block) if op.name in VIEWS)
-        self.bases = {op.result: op.operands[0] for op in views}
+        self.root_of, self.roots = root_of, Roots(block)
 
     def root(self, ref: Value) -> object:
-        while ref in self.bases:
-            ref = self.bases[ref]
-        return self.root_of(ref)
+        return self.root_of(self.roots.of(ref))
 
     def is_touched(self, op: Op, ref: Value) -> bool:
         """May the op, or code inside it, use the memory of a ref?"""

@@ -28,10 +28,12 @@ from pallasite.backends.cpu.dot.packing import direction
 from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import tiles
-from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, written_refs
+from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.backends.cpu.tiles.tiles import Tile
-from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, Window
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value
+from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import Roots
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -231,7 +233,7 @@ class _Search:
     """Walks a kernel's code for dots of boxes of its inputs."""
 
     def __init__(self, kernel: Kernel):
-        changed = written_refs(kernel.body)
+        changed = Roots(kernel.body).all_written(kernel.body)
         changed |= {kernel.inputs[i] for i, _ in kernel.aliases}
         self.facts = Facts()
         same = [v for v in kernel.inputs if v not in changed and v.ref.size]
@@ -245,26 +247,23 @@ class _Search:
             if op.name in ("load", "subview"):
                 self._pick(op)
             elif op.name == "dot":
-                for side, value in enumerate(op.operands[:2]):
+                for side, (value, *_) in enumerate(Dot.of(op).sides):
                     if value in self.cuts:
                         often = times * self.times.get(value, 1)
                         yield _Use(value, self.cuts[value], op, side, often)
             elif op.name == "pipeline":
-                self._open(op)
-                steps = prod(n for n in op.attrs["grid"] if n is not None)
-                yield from self.uses(op.regions[-1], times * steps)
+                pipeline = Pipeline.of(op)
+                self._open(pipeline)
+                steps = prod(n for n in pipeline.grid if n is not None)
+                yield from self.uses(pipeline.body, times * steps)
             else:
                 for region in op.regions:
                     yield from self.uses(region, times)
 
-    def _open(self, pipeline: Op) -> None:
+    def _open(self, pipeline: Pipeline) -> None:
         """Windows whose blocks divide their array are boxes of it."""
-        windows: Sequence[Window] = pipeline.attrs["windows"]
-        body, count = pipeline.regions[-1], len(windows)
-        copied = flattened_refs(body)
-        arrays = pipeline.operands[len(pipeline.operands) - count :]
-        blocks = body.params[len(body.params) - count :]
-        for window, array, block in zip(windows, arrays, blocks, strict=True):
+        copied = flattened_refs(pipeline.body)
+        for array, window, _, block in pipeline.shown:
             kinds = {dim.kind for dim in window.dims}
             if block in copied or not kinds <= {"blocked", "squeezed"}:
                 continue
@@ -311,8 +310,8 @@ def _boxes(use: _Use) -> Boxes | None:
     sizes = sizes_of(dot)
     if strides is None or is_small(sizes, in_rows=True):
         return None
-    lhs, rhs, result = (v.tile.dtype for v in (*dot.operands[:2], dot.result))
-    running = running_dtype(lhs, rhs, result)
+    lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
+    running = running_dtype(lhs, rhs, dot.result.tile.dtype)
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
     lies = {"rows" if is_rows else "columns": here}
     scheme = scheme_for(lhs, rhs, running, sizes, **lies)

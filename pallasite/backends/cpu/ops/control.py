@@ -13,6 +13,7 @@ from pallasite.backends.cpu.llvm.writer import Val, integer
 from pallasite.backends.cpu.tiles.tiles import Buffer, Root, Tile
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Op, Value
+from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I64, RefType
 
 if TYPE_CHECKING:
@@ -20,16 +21,15 @@ if TYPE_CHECKING:
 
 
 def emit_for(e: "Emitter", op: Op) -> None:
-    first, limit, step, *carries = op.operands
-    (body,) = op.regions
-    f, dtype = e.f, first.tile.dtype
-    count = _trip_count(e, *(e.index(v) for v in (first, limit, step)))
-    start, stride = e.index(first), e.index(step)
-    places = _carry_places(e, op, carries)
-    with f.loop(count, _scalars(e, carries)) as loop:
+    a = Loop.of(op)
+    f, dtype, body = e.f, a.first.tile.dtype, a.body
+    count = _trip_count(e, *map(e.index, a.bounds))
+    start, stride = e.index(a.first), e.index(a.step)
+    places = _carry_places(e, op, a.inits)
+    with f.loop(count, _scalars(e, a.inits)) as loop:
         number = _number(e, start, loop.index, stride)
         counter = scalars.cast(f, number, I64, dtype)
-        _offer_places(e, body.params[1:], body.yields, places)
+        _offer_places(e, a.carried, a.yields, places)
         with e.block(body, [counter, *_merge(places, loop.carries)]) as yields:
             _store_carries(e, places, yields)
             loop.carries = [y for y in yields if isinstance(y, Val)]
@@ -66,8 +66,8 @@ def _trip_count(e: "Emitter", first: Val, limit: Val, step: Val) -> Val:
 
 
 def emit_while(e: "Emitter", op: Op) -> None:
-    condition, body = op.regions
-    f, carries = e.f, op.operands
+    loop = While.of(op)
+    f, carries, condition, body = e.f, loop.inits, loop.condition, loop.body
     places = _carry_places(e, op, carries)
     entering, before = _scalars(e, carries), f.block
     head, inside, done = f.labels("while", "do", "done")
@@ -92,8 +92,8 @@ def emit_while(e: "Emitter", op: Op) -> None:
 
 
 def emit_cond(e: "Emitter", op: Op) -> None:
-    f, branches = e.f, op.regions
-    which = e.scalar(op.operands[0])
+    f, branches = e.f, Cond.of(op).branches
+    which = e.scalar(Cond.of(op).which)
     clamped = f.clamp(which, integer(0, "i32"), integer(len(branches) - 1, "i32"))
     (done,) = f.labels("joined")
     labels = [f.labels(f"branch{n}")[0] for n in range(len(branches))]

@@ -10,15 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu.call.parallel_units import each_program
+from pallasite.backends.cpu.call.parallel_units import each_program, grid_sizes
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Form, Forms
-from pallasite.passes.analysis.ranges import Range
-from pallasite.passes.place_windows import number_ranges, unclamped
+from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.place_windows import number_facts, unclamped
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -46,8 +47,7 @@ class Extent:
 
 
 def emit_pipeline(e: "Emitter", op: Op) -> None:
-    body, sizes = op.regions[-1], iter(op.operands)
-    grid = [e.index(next(sizes)) if n is None else integer(n) for n in op.attrs["grid"]]
+    body, grid = Pipeline.of(op).body, grid_sizes(e, op)
     plans = _plans(e, op)
     with each_program(e, op, grid) as counters:
         ids = [e.f.convert("trunc", counter, "i32") for counter in counters]
@@ -92,23 +92,18 @@ class Plan:
 
 
 def _plans(e: "Emitter", op: Op) -> list[Plan]:
-    windows: Sequence[Window] = op.attrs["windows"]
-    *maps, body = op.regions
-    regrouped = flattened_refs(body)
+    pipeline = Pipeline.of(op)
+    regrouped = flattened_refs(pipeline.body)
     plans: list[Plan] = []
-    for (array, written), window, index_map, block in zip(
-        window_refs(op),
-        windows,
-        maps,
-        body.params[len(op.attrs["grid"]) :],
-        strict=True,
+    for (_, written), (array, window, index_map, block) in zip(
+        window_refs(op), pipeline.shown, strict=True
     ):
         ref = e.ref(array)
         forms = _forms(index_map, window, ref.shape)
-        ranges = _index_ranges(index_map, op.attrs["grid"], window, ref.shape)
+        facts = _index_facts(index_map, pipeline.grid, window, ref.shape)
         fits = [
-            _always_fits(dim, n, *bounds)
-            for dim, n, bounds in zip(window.dims, ref.shape, ranges, strict=True)
+            _always_fits(dim, n, fact.low, fact.high)
+            for dim, n, fact in zip(window.dims, ref.shape, facts, strict=True)
         ]
         plans.append(
             Plan(ref, window, index_map, forms, fits, written, block in regrouped)
@@ -119,11 +114,11 @@ def _plans(e: "Emitter", op: Op) -> list[Plan]:
 
 def _direct_roots(e: "Emitter", op: Op) -> set[Root]:
     """Memory that the body uses without a window."""
-    inside = {v for inner in walk(op.regions[-1]) for v in inner.results}
-    inside |= {v for r in op.regions for v in r.params}
-    for inner in walk(op.regions[-1]):
+    body = Pipeline.of(op).body
+    inside = {v for inner in walk(body) for v in inner.results} | {*body.params}
+    for inner in walk(body):
         inside |= {v for r in inner.regions for v in r.params}
-    used = {v for inner in walk(op.regions[-1]) for v in inner.operands if v.is_ref}
+    used = {v for inner in walk(body) for v in inner.operands if v.is_ref}
     return {e.ref(v).root for v in used - inside}
 
 
@@ -183,14 +178,14 @@ def _forms(index_map: Block, window: Window, shape: Sequence[int]) -> list[Form]
     return [forms.of(value) for value in unclamped(index_map, window, shape)]
 
 
-def _index_ranges(
+def _index_facts(
     index_map: Block,
     grid: Sequence[int | None],
     window: Window,
     shape: Sequence[int],
-) -> Iterator[Range]:
-    """Per dimension, the least and the greatest index over the grid."""
-    pending = iter(number_ranges(index_map, window, shape, grid))
+) -> Iterator[Fact]:
+    """Per dimension, what its index can be over the grid."""
+    pending = iter(number_facts(index_map, window, shape, grid))
     for dim in window.dims:
         yield next(pending)
         if dim.kind == "bounded":

@@ -7,7 +7,7 @@ others each lane is a result of its own. Narrow floats are summed in f32.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
@@ -16,6 +16,7 @@ from pallasite.backends.cpu.tiles import tiles, transpose_copy
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Tile
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
+from pallasite.ops.neutral import neutral
 
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
@@ -41,22 +42,7 @@ def combine(f: Function, kind: str, dtype: DType, a: Val, b: Val) -> Val:
 
 def identity(kind: str, dtype: DType) -> Val:
     """The value that changes nothing."""
-    return scalars.constant(_identity(kind, dtype), dtype)
-
-
-def _identity(kind: str, dtype: DType) -> Any:
-    if kind in ("sum", "or", "xor"):
-        return 0
-    if kind == "prod":
-        return 1
-    if kind == "and":
-        return -1
-    lowest = kind in ("max", "logsumexp")
-    if dtype.is_float:
-        return float("-inf") if lowest else float("inf")
-    if dtype.is_bool or not dtype.is_signed_int:
-        return 0 if lowest else (1 if dtype.is_bool else 2**dtype.bits - 1)
-    return -(2 ** (dtype.bits - 1)) if lowest else 2 ** (dtype.bits - 1) - 1
+    return scalars.constant(neutral(kind, dtype), dtype)
 
 
 def _add_in_log_space(f: Function, dtype: DType, a: Val, b: Val) -> Val:

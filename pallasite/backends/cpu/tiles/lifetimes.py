@@ -10,8 +10,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from pallasite.backends.cpu.llvm.vector_loops import vector_dim
-from pallasite.ir.nodes import Block, Op, Value, walk, window_arrays
+from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import Effect, Unit, table
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.memory import Roots
 
 # Ops whose results are complete in a buffer (or a scalar) when the op is done. All
 # others without regions may be evaluated as late as their own last use. Those that join
@@ -208,51 +210,18 @@ def _writes(op: Op) -> bool:
     return table()[op.name].effect is Effect.WRITE and not control
 
 
-VIEWS = frozenset(["subview", "reshape_view", "bitcast_view", "transpose_view"])
-
-
-def written_refs(block: Block) -> set[Value]:
-    """The refs some op of the block writes, traced back through views."""
-    return _traced(block, _targets)
-
-
 def flattened_refs(block: Block) -> set[Value]:
     """The refs some view regroups, so that they should lie in memory without gaps."""
-    regroups = lambda op: op.operands[:1] if op.name == "reshape_view" else ()
-    return _traced(block, regroups)
+    views = (op for op in walk(block) if op.name == "reshape_view")
+    # Not through windows: a block that is regrouped is copied, its array is not.
+    return Roots(block, windows=False).reached(op.operands[0] for op in views)
 
 
-def _traced(block: Block, pick) -> set[Value]:
-    origin: dict[Value, Value] = {}
-    found: set[Value] = set()
-    for op in walk(block):
-        if op.name in VIEWS:
-            origin[op.result] = op.operands[0]
-        found.update(pick(op))
-    for value in list(found):
-        while value in origin:
-            value = origin[value]
-            found.add(value)
-    return found
-
-
-def _targets(op: Op) -> tuple[Value, ...]:
-    if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
-        return op.operands[:1]
-    if op.name in ("copy_start", "copy_wait"):
-        return op.operands[1:3]
-    if op.name == "pipeline":
-        return tuple(ref for ref, written in window_refs(op) if written)
-    return ()
-
-
-def window_refs(pipeline: Op) -> list[tuple[Value, bool]]:
+def window_refs(op: Op) -> list[tuple[Value, bool]]:
     """The arrays a pipeline has windows of, and whether it writes there."""
-    windows, body = pipeline.attrs["windows"], pipeline.regions[-1]
-    refs = window_arrays(pipeline)
-    blocks = body.params[len(body.params) - len(windows) :]
-    written = written_refs(body)
+    pipeline = Pipeline.of(op)
+    written = Roots(pipeline.body).all_written(pipeline.body)
     return [
-        (ref, window.mode == "out" or block in written)
-        for ref, window, block in zip(refs, windows, blocks, strict=True)
+        (each.array, each.window.mode == "out" or each.block in written)
+        for each in pipeline.shown
     ]

@@ -1,17 +1,12 @@
-"""Which memory each ref reaches, and which memory a region may write (static facts)."""
+"""Which memory each ref reaches, and which refs ops read and write (static facts)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
+from pallasite.ir.roles import Pipeline
 
-_VIEWS = (
-    "subview",
-    "reshape_view",
-    "bitcast_view",
-    "transpose_view",
-    "block_view",
-)
+VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
 # that stay finite wherever their operands are.
 _FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}
@@ -22,47 +17,83 @@ _FOLD_ELEMENTS = 1 << 20
 
 
 def written_refs(op: Op) -> tuple[Value, ...]:
-    """The refs an op writes through."""
+    """The refs an op itself writes through.
+
+    A copy may be done at any time from its start to its wait. A pipeline puts back
+    every block of an output.
+    """
     if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
         return op.operands[:1]
-    if op.name == "copy_start":
-        return op.operands[1:]
-    if op.name == "copy_wait":
-        return op.operands[2:]
-    return ()
+    if op.name in ("copy_start", "copy_wait"):
+        return tuple(v for v in op.operands[1:] if v.is_ref)
+    return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
 def read_refs(op: Op) -> tuple[Value, ...]:
-    """The refs an op reads through."""
-    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read", "copy_start"):
+    """The refs an op itself reads through."""
+    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read"):
         return op.operands[:1]
-    return ()
+    if op.name in ("copy_start", "copy_wait"):
+        return op.operands[:1]
+    return _windowed(op, "in") if op.name == "pipeline" else ()
+
+
+def _windowed(op: Op, mode: str) -> tuple[Value, ...]:
+    shown = Pipeline.of(op).shown
+    return tuple(each.array for each in shown if each.window.mode == mode)
+
+
+def root_among(producers: Mapping[Value, Op], ref: Value) -> Value:
+    """What a ref is a view of in the end, by the ops that made the refs.
+
+    For code that is being rewritten; of finished code, `Roots` knows more.
+    """
+    while (op := producers.get(ref)) is not None and op.name in VIEWS:
+        ref = op.operands[0]
+    return ref
 
 
 class Roots:
-    """Root of every ref of a kernel: an operand, a result or an allocation."""
+    """Root of every ref of a kernel: an operand, a result or an allocation.
 
-    def __init__(self, kernel: Kernel):
-        self.parent: dict[Value, Value] = {
-            kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases
-        }
+    Of a block alone: also the refs from outside that it uses, and its parameters.
+    `parent` has the ref that a view, or a pipeline's block, is a part of. Without
+    `windows`, a block is a root too.
+    """
+
+    def __init__(self, code: Kernel | Block, windows: bool = True):
+        self.parent: dict[Value, Value] = {}
+        if isinstance(code, Kernel):
+            same = ((code.outputs[o], code.inputs[i]) for i, o in code.aliases)
+            self.parent.update(same)
+            code = code.body
         self._written: dict[int, tuple[Value, ...]] = {}
         self._folds: dict[int, bool] = {}
-        for op in walk(kernel.body):
-            if op.name in _VIEWS:
+        for op in walk(code):
+            if op.name in VIEWS:
                 self.parent[op.result] = op.operands[0]
-            elif op.name == "pipeline":
-                self._add_windows(op)
-
-    def _add_windows(self, op: Op) -> None:
-        arrays = window_arrays(op)
-        blocks = op.regions[-1].params[len(op.attrs["grid"]) :]
-        self.parent.update(zip(blocks, arrays, strict=True))
+            elif op.name == "pipeline" and windows:
+                pipeline = Pipeline.of(op)
+                self.parent.update(zip(pipeline.blocks, pipeline.arrays, strict=True))
 
     def of(self, ref: Value) -> Value:
         while ref in self.parent:
             ref = self.parent[ref]
         return ref
+
+    def reached(self, refs: Iterable[Value]) -> set[Value]:
+        """Refs with all that they are parts of, up to their roots."""
+        found: set[Value] = set()
+        for ref in refs:
+            step: Value | None = ref
+            while step is not None and step not in found:
+                found.add(step)
+                step = self.parent.get(step)
+        return found
+
+    def all_written(self, region: Block) -> set[Value]:
+        """Every ref that code of a region may change: parts, wholes and roots."""
+        return self.reached(r for op in walk(region) for r in written_refs(op))
 
     def written(self, *regions: Block) -> tuple[Value, ...]:
         """Roots, allocated outside the regions, that code in them may write."""

@@ -1,0 +1,217 @@
+"""What the operands, attributes and regions of a structured op are for, by name.
+
+`Pipeline.of(op)`, `Loop.of(op)`, `While.of(op)`, `Cond.of(op)` and `Dot.of(op)` take an
+op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it together
+again. The layouts they know are those that the type rules in `ops/` state.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+from pallasite.ir.nodes import Block, Op, Value, Window
+
+
+class Shown(NamedTuple):
+    """One window of a pipeline with what belongs to it."""
+
+    array: Value
+    window: Window
+    index_map: Block
+    block: Value  # the body's ref
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A pipeline taken apart: one array, window and index map per block of the body."""
+
+    op: Op
+    grid: tuple[int | None, ...]  # None: a size known only when the kernel runs
+    dynamic_sizes: tuple[Value, ...]  # of the axes whose size in `grid` is None
+    arrays: tuple[Value, ...]
+    windows: tuple[Window, ...]
+    semantics: tuple[str, ...]
+    maps: tuple[Block, ...]
+    body: Block
+
+    @staticmethod
+    def of(op: Op) -> "Pipeline":
+        """Operands: dynamic sizes, then arrays. Regions: index maps, then the body."""
+        windows, operands = op.attrs["windows"], op.operands
+        sizes = len(operands) - len(windows)
+        return Pipeline(
+            op,
+            op.attrs["grid"],
+            operands[:sizes],
+            operands[sizes:],
+            windows,
+            op.attrs["semantics"],
+            op.regions[:-1],
+            op.regions[-1],
+        )
+
+    @property
+    def ids(self) -> tuple[Value, ...]:
+        """The body's grid indices."""
+        return self.body.params[: len(self.grid)]
+
+    @property
+    def blocks(self) -> tuple[Value, ...]:
+        """The body's refs, one per window."""
+        return self.body.params[len(self.grid) :]
+
+    @property
+    def sizes(self) -> tuple[int | Value, ...]:
+        """The size of each axis: a number, or the value that holds it."""
+        dynamic = iter(self.dynamic_sizes)
+        return tuple(next(dynamic) if n is None else n for n in self.grid)
+
+    @property
+    def shown(self) -> list[Shown]:
+        """The windows, each with its array, its index map and its block."""
+        parts = zip(self.arrays, self.windows, self.maps, self.blocks, strict=True)
+        return [Shown(*each) for each in parts]
+
+    def with_(self, **changes: Any) -> "Pipeline":
+        return replace(self, **changes)
+
+    def showing(self, shown: Iterable[Shown], body: Block | None = None) -> "Pipeline":
+        """With other windows, and a body over their blocks (None: the same ops)."""
+        arrays, windows, maps, blocks = _columns(shown)
+        if body is None:
+            body = replace(self.body, params=(*self.ids, *blocks))
+        return replace(self, arrays=arrays, windows=windows, maps=maps, body=body)
+
+    def to_op(self) -> Op:
+        attrs = {"grid": self.grid, "windows": self.windows}
+        return self.op.with_(
+            operands=(*self.dynamic_sizes, *self.arrays),
+            attrs={**self.op.attrs, **attrs, "semantics": self.semantics},
+            regions=(*self.maps, self.body),
+        )
+
+
+def _columns(shown: Iterable[Shown]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(zip(*shown, strict=True)) or ((), (), (), ())
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A `for` taken apart. Of what it carries: before, inside, after a step, after all
+    steps are `inits`, `carried`, `yields` and `results`."""
+
+    op: Op
+    first: Value
+    limit: Value
+    step: Value
+    inits: tuple[Value, ...]
+    body: Block
+    results: tuple[Value, ...]
+
+    @staticmethod
+    def of(op: Op) -> "Loop":
+        first, limit, step, *inits = op.operands
+        (body,) = op.regions
+        return Loop(op, first, limit, step, tuple(inits), body, op.results)
+
+    @property
+    def bounds(self) -> tuple[Value, Value, Value]:
+        return self.first, self.limit, self.step
+
+    @property
+    def index(self) -> Value:
+        return self.body.params[0]
+
+    @property
+    def carried(self) -> tuple[Value, ...]:
+        return self.body.params[1:]
+
+    @property
+    def yields(self) -> tuple[Value, ...]:
+        return self.body.yields
+
+    def with_(self, **changes: Any) -> "Loop":
+        return replace(self, **changes)
+
+    def to_op(self) -> Op:
+        return self.op.with_(
+            operands=(*self.bounds, *self.inits),
+            results=self.results,
+            regions=(self.body,),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class While:
+    """A `while` taken apart; both regions take what is carried."""
+
+    op: Op
+    inits: tuple[Value, ...]
+    condition: Block
+    body: Block
+
+    @staticmethod
+    def of(op: Op) -> "While":
+        condition, body = op.regions
+        return While(op, op.operands, condition, body)
+
+
+@dataclass(frozen=True, eq=False)
+class Cond:
+    """A `cond` taken apart; the number is clamped to the branches there are."""
+
+    op: Op
+    which: Value
+    branches: tuple[Block, ...]
+
+    @staticmethod
+    def of(op: Op) -> "Cond":
+        return Cond(op, op.operands[0], op.regions)
+
+    def branch(self, number: int) -> Block:
+        """The branch that a number takes."""
+        return self.branches[min(max(number, 0), len(self.branches) - 1)]
+
+
+class DotSide(NamedTuple):
+    """One operand of a dot, and its dimensions by role."""
+
+    value: Value
+    batch: tuple[int, ...]
+    free: tuple[int, ...]  # rows of the left side, columns of the right one
+    contract: tuple[int, ...]
+
+    def sizes(self, dims: Sequence[int]) -> list[int]:
+        return [self.value.tile.shape[d] for d in dims]
+
+
+@dataclass(frozen=True, eq=False)
+class Dot:
+    """A dot taken apart. Dimensions that meet have the same place on both sides."""
+
+    op: Op
+    lhs: DotSide
+    rhs: DotSide
+
+    @staticmethod
+    def of(op: Op) -> "Dot":
+        pairs = zip(op.attrs["batch"], op.attrs["contract"], strict=True)
+        sides = zip(op.operands, pairs, strict=False)  # a backend may add operands
+        lhs, rhs = (_side(value, *dims) for value, dims in sides)
+        return Dot(op, lhs, rhs)
+
+    @property
+    def sides(self) -> tuple[DotSide, DotSide]:
+        return self.lhs, self.rhs
+
+    @property
+    def depth(self) -> int:
+        """How many products are added up for each element of the result."""
+        return prod(self.lhs.sizes(self.lhs.contract))
+
+
+def _side(value: Value, batch: Sequence[int], contract: Sequence[int]) -> DotSide:
+    taken = (*batch, *contract)
+    free = tuple(d for d in range(value.tile.rank) if d not in taken)
+    return DotSide(value, tuple(batch), free, tuple(contract))

@@ -1,0 +1,22 @@
+"""The neutral element of each kind of reduction and scan."""
+
+from pallasite.ir.types import DType
+from pallasite.ops.formula import INF
+
+
+def neutral(kind: str, dtype: DType) -> int | float:
+    """What changes nothing when combined: where a reduction of a tile starts.
+
+    Bools are 0 and 1. All bits of an integer set is -1, unsigned or not.
+    """
+    if kind in ("sum", "or", "xor"):
+        return 0
+    if kind == "prod":
+        return 1
+    if kind == "and":
+        return 1 if dtype.is_bool else -1
+    least = kind in ("max", "logsumexp")
+    if dtype.is_float:
+        return -INF if least else INF
+    low, high = dtype.limits
+    return low if least else high

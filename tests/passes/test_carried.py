@@ -1,0 +1,71 @@
+"""Along which grid axes scratch keeps what an earlier step left in it."""
+
+import pytest
+
+from pallasite.passes.analysis.carried import (
+    carried_from,
+    is_overwritten,
+    reads_unwritten,
+)
+from tests.passes.texts import program, value_named
+
+START = """
+    %z: i32[8] = constant {value=0, type=i32[8]}
+    %zero: i32 = constant {value=0, type=i32[]}
+"""
+READ = "%x: i32[8] = load %acc[:]\n"
+STORE = "store %acc[:] = %z\n"
+HALF = "%h: i32[4] = load %half[:]\nstore %acc[0:+4] = %h\n"
+
+
+def at_first(axis: int, code: str) -> str:
+    return f"""
+        %t{axis}: bool = eq %i{axis}, %zero
+        %n{axis}: i32 = cast %t{axis} {{dtype=i32}}
+        cond %n{axis}
+          branch () {{}}
+          branch () {{ {code} }}
+    """
+
+
+# The first of two axes along which %acc is carried; 2: none.
+CASES = {
+    "read before": (READ + STORE, 0),
+    "written before": (STORE + READ, 2),
+    "never read": (STORE, 2),
+    "reset along the last axis": (at_first(1, STORE) + READ + STORE, 1),
+    "reset along the first axis": (at_first(0, STORE) + READ + STORE, 0),
+    "half is written": (HALF + READ, 0),
+    "the same half is written": (HALF + "%x: i32[4] = load %acc[0:+4]", 2),
+}
+PARAMS = "%acc: ref<i32[8] vmem>, %half: ref<i32[4] vmem>"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_first_axis_that_carries(name: str):
+    code, axis = CASES[name]
+    pipeline = program(START + code, (2, 3), PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid) == axis
+
+
+def test_an_axis_of_one_step_resets_at_every_step():
+    pipeline = program(START + at_first(0, STORE) + READ, (1, 3), PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert carried_from(pipeline.body, ref, pipeline.ids, pipeline.grid) == 2
+
+
+def test_overwritten_only_at_the_first_step():
+    pipeline = program(START + at_first(0, STORE), params=PARAMS)
+    ref, (index,) = value_named(pipeline, "acc"), pipeline.ids
+    assert is_overwritten(pipeline.body.ops, ref, {index: 0})
+    assert not is_overwritten(pipeline.body.ops, ref, {index: 1})
+
+
+def test_a_later_step_reads_what_the_first_filled():
+    pipeline = program(START + at_first(0, STORE) + READ, params=PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert reads_unwritten(pipeline.body, ref, pipeline.ids, 0)
+    pipeline = program(START + STORE + READ, params=PARAMS)
+    ref = value_named(pipeline, "acc")
+    assert not reads_unwritten(pipeline.body, ref, pipeline.ids, 0)
