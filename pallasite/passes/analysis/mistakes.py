@@ -84,7 +84,8 @@ class _Uses:
         self.kept: dict[Value, frozenset[Op]] = {}  # the loads a value holds a part of
         for op in ops:
             self.producers.update(dict.fromkeys(op.results, op))
-            for ref in written_refs(op):
+            # A window lets its body write; whether that does, its own ops say.
+            for ref in written_refs(op) if op.name != "pipeline" else ():
                 self.writes.setdefault(roots.of(ref), []).append(op)
             if op.name == "load" and roots.of(op.operands[0]) in memory:
                 self.kept[op.result] = frozenset([op])
