@@ -19,6 +19,7 @@ from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.importer import pipeline_op
 from pallasite.importer.importer import Captures, Importer, load_rules
 from pallasite.ir import types as T
+from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
 from pallasite.language.memory_spaces import (
     MemoryRef,
@@ -569,13 +570,15 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
     shift = len(size_refs)
     aliases = tuple((i + shift, o) for i, o in request.aliases)
+    body = im.builder.block()
     return Kernel(
         request.name,
         params,
-        im.builder.block(),
+        body,
         len(outputs),
         aliases,
-        loc=request.at,
+        level_of(body),
+        request.at,
     )
 
 

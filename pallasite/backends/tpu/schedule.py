@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pallasite.backends.tpu.windows import check_window
 from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import At, Block, Index, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import Rewrite, Rewriter, inline, map_ops
 from pallasite.ir.types import BOOL, I32, INDEX, RefType, TileType
@@ -32,13 +33,14 @@ def schedule(kernel: Kernel) -> Kernel:
     """The kernel with every pipeline but the main one written out."""
     main = main_pipeline(kernel)
     if main is None:
-        return map_ops(kernel, _unroller(kernel))
+        return with_level(map_ops(kernel, _unroller(kernel)))
     *maps, body = main.regions
     new = map_ops(body, _unroller(kernel))
     if new is body:
         return kernel
     ops = (*kernel.body.ops[:-1], main.with_(regions=(*maps, new)))
-    return kernel.with_(body=Block(kernel.body.params, ops, kernel.body.yields))
+    body = Block(kernel.body.params, ops, kernel.body.yields)
+    return with_level(kernel.with_(body=body))
 
 
 def _unroller(kernel: Kernel) -> Rewrite:
