@@ -25,6 +25,8 @@ def written_refs(op: Op) -> tuple[Value, ...]:
     """The refs an op writes through."""
     if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
         return op.operands[:1]
+    if op.name == "sem_signal_core":
+        return op.operands[:1]
     if op.name == "copy_start":
         return op.operands[1:]
     if op.name == "copy_wait":
