@@ -146,7 +146,10 @@ class CheckedNumbers(NumpyNumbers):
 
     def _with_codes(self, array: Array, *codes: Array | None) -> Array:
         """Memory that can hold undefined elements, where they are to be stored."""
-        if type(array) is Partly or all(c is None for c in codes):
+        if type(array) is Partly:
+            return Partly(np.asarray(array.value), np.asarray(array.codes))
+        array = np.asarray(array)  # a view of one element may be a numpy scalar
+        if all(c is None for c in codes):
             return array
         return Partly(array, np.zeros(array.shape, np.int32))
 

@@ -263,7 +263,8 @@ class WaitingWalker(ResumableWalker):
         finally:
             self.memory[root], self.quiet = memory, False
         painted = blank.reshape(-1).view(np.uint8).reshape(*blank.shape, -1)
-        return Elements(np.nonzero(painted.any(axis=-1)))
+        found = painted.any(axis=-1)
+        return Elements(np.nonzero(found)) if found.ndim else Elements((), found)
 
     def _semaphore(self, op: Op) -> End | None:
         return None if len(op.operands) < 3 else self._end(op.operands[2])

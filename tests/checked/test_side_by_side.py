@@ -579,3 +579,29 @@ COPY_BY_ANOTHER = """
 @each_order
 def test_a_role_waits_for_the_copy_that_another_starts(order):
     np.testing.assert_array_equal(run_text(COPY_BY_ANOTHER, order), np.arange(8))
+
+
+ONE_ELEMENT = """
+  %b: ref<f32 smem> = alloc
+  %v: ref<i32 smem> = bitcast_view %b {dtype=i32}
+  %s: ref<i32 dma_sem> = alloc
+  %0: i32 = constant {value=7}
+  store %v[] = %0
+  %x0: ref<f32 any> = subview %x[3]
+  copy_start %x0, %b, %s {priority=0}
+  READ
+  copy_wait %x0, %b, %s
+  %w: i32 = load %v[]
+  %f: f32 = bitcast %w {dtype=f32}
+  %t: f32[8] = broadcast_in_dim %f {shape=(8,), dims=()}
+  store %o[:] = %t
+"""
+
+
+@each_order
+def test_a_single_element_through_a_view(order):
+    np.testing.assert_array_equal(
+        run_text(ONE_ELEMENT.replace("READ", ""), order), [3.0] * 8
+    )
+    with reports("copies", "the destination of a copy is read"):
+        run_text(ONE_ELEMENT.replace("READ", "%e: i32 = load %v[]"), order)
