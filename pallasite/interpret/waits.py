@@ -263,7 +263,7 @@ class WaitingWalker(ResumableWalker):
         finally:
             self.memory[root], self.quiet = memory, False
         painted = blank.reshape(-1).view(np.uint8).reshape(*blank.shape, -1)
-        found = painted.any(axis=-1)
+        found = np.asarray(painted.any(axis=-1))
         return Elements(np.nonzero(found)) if found.ndim else Elements((), found)
 
     def _semaphore(self, op: Op) -> End | None:
