@@ -6,7 +6,7 @@
 from pathlib import Path
 
 from pallasite.backends import base
-from pallasite.ir.opdef import OpDef, table
+from pallasite.ir.opdef import EXPLICIT, TILE, OpDef, table
 from pallasite.ir.types import ALL, BITS, FLOATS, INTS, NUMBERS, SIGNED
 
 PAGE = Path(__file__).with_name("ops.md")
@@ -15,11 +15,12 @@ GROUPS |= {BITS: "ints, bool", SIGNED: "signed"}
 
 HEAD = """# Ops
 
-Generated from the op table (`docs/make_ops.py`). Every op runs in the emulation and in
-checked mode. For the native backends: **native** means the backend spells it, *by
-others* that it is rewritten into ops the backend has (`gather` and `sort` in their
-simpler forms only), and a blank that it is refused with an error naming the op. `ulp`
-is the error a backend may make, in units in the last place; 0 is exact.
+Generated from the op table (`docs/make_ops.py`). Every op runs in checked mode, and in
+the emulation all but `roles`, `barrier` and `sem_signal_core`. For the native
+backends: **native** means the backend spells it, *by others* that it is rewritten into
+ops the backend has (`gather` and `sort` in their simpler forms only), and a blank that
+it is refused with an error naming the op. `ulp` is the error a backend may make, in
+units in the last place; 0 is exact.
 
 """
 
@@ -44,15 +45,16 @@ def page() -> str:
             cells = [support(row, b) for b in backends]
             head = f"| `{row.name}` | {kinds} | {row.max_ulp:g} | "
             lines.append(head + " | ".join(cells) + " |")
-    lines += ["", "## Structured", ""]
-    lines.append("| op | attributes | what it does | " + " | ".join(names) + " |")
-    lines.append("| --- | --- | --- |" + " --- |" * len(names))
-    for row in rows.values():
-        if not row.elementwise:
-            cells = [support(row, b) for b in backends]
-            attrs = ", ".join(row.attrs)
-            head = f"| `{row.name}` | {attrs} | {row.doc} | "
-            lines.append(head + " | ".join(cells) + " |")
+    for title, level in (("Structured", TILE), ("Explicit level", EXPLICIT)):
+        lines += ["", f"## {title}", ""]
+        lines.append("| op | attributes | what it does | " + " | ".join(names) + " |")
+        lines.append("| --- | --- | --- |" + " --- |" * len(names))
+        for row in rows.values():
+            if not row.elementwise and row.level == level:
+                cells = [support(row, b) for b in backends]
+                attrs = ", ".join(row.attrs)
+                head = f"| `{row.name}` | {attrs} | {row.doc} | "
+                lines.append(head + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -48,14 +48,20 @@ class Checked:
         bounds: accesses outside a ref, and blocks outside the array.
         uninitialised: values of outputs, scratch or edges nobody wrote, where they
             matter: in a result, a branch, a loop's length or an index.
-        races: two programs along a parallel axis touching the same memory.
+        races: two programs along a parallel axis, or two cores that no signal orders,
+            touching the same memory.
         unwritten: outputs with elements never written.
-        copies: async copies never waited for, or whose memory is used too early, and
-            semaphores left over.
+        copies: async copies never waited for, or whose memory is used too early,
+            semaphores left over, and waits that never end (deadlock).
         promises: broken promises of `pl.multiple_of`.
         nan: the first op that makes a NaN from operands without (off by default).
         inf: the first op that makes an infinity from finite operands (off by default:
             masks of -inf are common).
+        orders: the orders in which copies, cores and roles take turns; a kernel that
+            has any is run once in each. "early" moves a copy's data at its start and
+            runs cores in turn, "late" moves it when it is waited for and runs the last
+            core first, a number is the seed of a random order. The first one's results
+            are those of the call.
     """
 
     bounds: bool = True
@@ -66,6 +72,7 @@ class Checked:
     promises: bool = True
     nan: bool = False
     inf: bool = False
+    orders: tuple[str | int, ...] = ("early", "late", 0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops, substitute
 from pallasite.ir.roles import Pipeline
@@ -93,7 +94,7 @@ def without_copies(kernel: Kernel) -> Kernel:
         waits = op.name == "copy_wait" and len(refs) <= 3
         return [] if waits or op.name in ("sem_signal", "sem_wait") else None
 
-    return map_ops(kernel, rewrite)
+    return with_level(map_ops(kernel, rewrite))
 
 
 def main_refs(body: Block) -> list[Value]:

@@ -21,6 +21,7 @@ from pallasite.importer import pipeline_op
 from pallasite.importer.importer import Captures, Importer
 from pallasite.importer.rules import RULES
 from pallasite.ir import types as T
+from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
 from pallasite.ir.roles import Pipeline
 from pallasite.language import ref_transforms
@@ -588,13 +589,15 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     params = (*size_refs, *prefetch, *inputs, *captured, *outputs)
     shift = len(size_refs)
     aliases = tuple((i + shift, o) for i, o in request.aliases)
+    body = im.builder.block()
     kernel = Kernel(
         request.name,
         params,
-        im.builder.block(),
+        body,
         len(outputs),
         aliases,
-        loc=request.at,
+        level_of(body),
+        request.at,
     )
     refuse_endless_waits(kernel)
     return kernel

@@ -512,6 +512,15 @@ def _semaphore(im: Importer, eqn: Any, amount: Value, *flat: Value) -> None:
     im.builder.emit(name, semaphore, amount)
 
 
+@RULES.rule("pallasite_semaphore_signal_core")
+def _semaphore_signal_core(
+    im: Importer, eqn: Any, amount: Value, core: Value, *flat: Value
+) -> None:
+    (semaphore,) = _views(im, eqn, 2)
+    _expect_semaphore(im, semaphore)
+    im.builder.emit("sem_signal_core", semaphore, amount, core)
+
+
 @RULES.rule("pallasite_semaphore_read")
 def _semaphore_read(im: Importer, eqn: Any, *flat: Value) -> Value:
     (semaphore,) = _views(im, eqn)

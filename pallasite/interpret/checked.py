@@ -3,7 +3,8 @@
 `run_checked` runs a kernel one program after another and raises CheckError at the first
 thing a correct kernel never does. The walker is the same that defines the language;
 here it is watched: `bounds.py` looks at indices, `shadow.py` at undefined values,
-`races.py` at programs that may run at once, `copies.py` at async copies.
+`races.py` at programs that may run at once, `copies.py` at async copies. Cores, roles
+and copies run side by side (`resume.py`, `waits.py`) in several orders (`schedule.py`).
 """
 
 import contextlib
@@ -13,17 +14,19 @@ from typing import Any
 import numpy as np
 
 from pallasite.interpret.bounds import Indices
-from pallasite.interpret.copies import Copies, Copy, End
+from pallasite.interpret.clocks import Clocks
+from pallasite.interpret.copies import Copy
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
+from pallasite.interpret.resume import Pauses, core_axes
+from pallasite.interpret.schedule import Order
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
-from pallasite.interpret.views import View, whole_picks
-from pallasite.interpret.walker import Walker
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Span, Value
-from pallasite.ir.roles import Pipeline
+from pallasite.interpret.views import View
+from pallasite.interpret.waits import WaitingWalker
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
 
 Array = Any
@@ -32,44 +35,48 @@ Array = Any
 def run_checked(
     kernel: Kernel, arrays: Sequence[np.ndarray], options: Any
 ) -> list[np.ndarray]:
-    """Run a kernel and report the first bug.
+    """Run a kernel, in each order where it has any choice, and report the first bug.
 
     Args:
         kernel: Kernel IR, as imported.
         arrays: the operands.
-        options: a `pl.Checked`: which kinds of bugs to look for.
+        options: a `pl.Checked`: which kinds of bugs to look for, in which orders.
 
     Returns:
-        The results.
+        The results of the first order.
 
     Raises:
         CheckError: with the kind of bug, the ref, the program and the line.
     """
+    first, *others = options.orders or ("early",)
+    if not Pauses(kernel).block(kernel.body):
+        others = []
     with np.errstate(all="ignore"):
-        return CheckedWalker(kernel, options).run(arrays)
+        results = CheckedWalker(kernel, options, first).run(arrays)
+        for order in others:
+            CheckedWalker(kernel, options, order, prints=False).run(arrays)
+    return results
 
 
-class CheckedWalker(Walker):
+class CheckedWalker(WaitingWalker):
     """One watched run of a kernel."""
 
-    numbers: CheckedNumbers
-
-    def __init__(self, kernel: Kernel, options: Any):
-        self.monitor = Monitor(kernel, Roots(kernel), options)
-        super().__init__(kernel, CheckedNumbers(self.monitor))
+    def __init__(
+        self, kernel: Kernel, options: Any, order: Order = "early", prints: bool = True
+    ):
+        monitor = Monitor(kernel, Roots(kernel), options, order)
+        axes = racing_axes(kernel) if options.races else ()
+        clocks = Clocks() if _runs_side_by_side(kernel) else None
+        races = Races(monitor, axes, clocks)
+        super().__init__(kernel, CheckedNumbers(monitor, prints), races, order)
         self.index = Indices(self.monitor, self.numbers)
-        self.races = Races(self.monitor, racing_axes(kernel) if options.races else ())
-        self.copies = Copies(self.monitor)
         self.output_roots = {self.roots.of(param) for param in kernel.outputs}
         # Which program wrote each element of an output last.
         self.writers: dict[Value, np.ndarray] = {}
         self.unwritten: dict[Value, int] = {}  # the code of untouched elements
         self.touched: Elements | None = None  # stands for the picks of a view
         self.atomic = False
-        self.quiet = False
-        self.signals: dict[Value, Op] = {}  # the last signal of each semaphore
         self._allocs: dict[Block, tuple[Value, ...]] = {}
-        self._in_window: dict[Value, bool] = {}
 
     # --- the whole run ---
 
@@ -82,7 +89,7 @@ class CheckedWalker(Walker):
         ]
         for param in kernel.params:
             root = self.roots.of(param)
-            if root in changed and root not in self.races.memories:
+            if root in changed:
                 self.races.add(root, private=False)
         for op in top_level_memory(kernel):
             if not op.result.ref.is_semaphore:
@@ -106,10 +113,9 @@ class CheckedWalker(Walker):
         if root in self.output_roots:
             self.writers[root] = np.zeros(root.ref.shape, np.int32)
 
-    def do_alloc(self, op: Op) -> tuple[View]:
-        result = super().do_alloc(op)
-        self._begin(op.result)
-        return result
+    def allocate(self, root: Value) -> None:
+        super().allocate(root)
+        self._begin(root)
 
     def _look_at_outputs(self) -> None:
         """Undefined values that stayed in an output, then elements never written."""
@@ -163,22 +169,35 @@ class CheckedWalker(Walker):
         self.monitor.op = op
         super().op(op)
 
-    def block(self, block: Block, args: Sequence[Any] = ()) -> list[Any]:
-        results = super().block(block, args)
+    def reach(self, op: Op) -> None:
+        self.monitor.op = op
+
+    def leave(self, block: Block) -> None:
         allocs = self._allocs.get(block)
         if allocs is None:
             found = (op.result for op in block.ops if op.name == "alloc")
             allocs = self._allocs[block] = tuple(found)
         if block is self.kernel.body:
-            self.copies.end_kernel()
+            context = self.schedule.current
+            is_core = context is not None and context.core is not None
+            self.copies.end_kernel(context if is_core else None)
         if allocs:
-            self._end_of(allocs)
-        return results
+            self._end_of([self.own_root(v) for v in allocs])
 
-    def _end_of(self, allocs: tuple[Value, ...]) -> None:
+    def run_body(self) -> None:
+        super().run_body()
+        self._move(self.copies.flying)
+
+    def _move(self, copies: Sequence[Copy]) -> None:
+        """Copies that nobody waited for, where that is not reported."""
+        for copy in copies:
+            if not copy.moved:
+                self.move(copy)
+
+    def _end_of(self, roots: Sequence[Value]) -> None:
         if self.copies.flying:
-            self.copies.end_memory(allocs)
-        for root in allocs:
+            self._move(self.copies.end_memory(roots))
+        for root in roots:
             if root.ref.is_semaphore and np.any(self.memory[root]):
                 count = int(np.ravel(self.memory[root])[_flat_first(self.memory[root])])
                 facts = [("semaphore", self.monitor.describe(root)), ("count", count)]
@@ -195,7 +214,7 @@ class CheckedWalker(Walker):
 
     def after_program(self, op: Op, ids: list[Array]) -> None:
         if self.copies.flying:
-            self.copies.end_program()
+            self.copies.end_program(self.schedule.current)
         self.monitor.leave_program()
 
     def indices(self, op: Op, window: int, found: list[Array]) -> list[Array]:
@@ -298,7 +317,9 @@ class CheckedWalker(Walker):
         self, root: Value, how: str, picks: Picks, mask: Array | None, value: Any = None
     ) -> None:
         writer = self.writers.get(root) if how != "reads" else None
-        if writer is None and not self.copies.flying and not self.races.memories:
+        watched = self.copies.flying or self.races.is_watching
+        watched = bool(watched) and not self.moving
+        if writer is None and not watched:
             return
         elements = self.touched
         if elements is None:
@@ -306,6 +327,8 @@ class CheckedWalker(Walker):
             elements = region.elements(value_of(mask))
         if writer is not None:
             self._wrote(root, writer, elements, value)
+        if not watched:
+            return
         if self.copies.flying:
             if how == "reads":
                 self.copies.read(root, elements)
@@ -333,93 +356,6 @@ class CheckedWalker(Walker):
         finally:
             self.touched = None
 
-    def _painted(self, view: View, entries: Any, mask: Array | None) -> Elements:
-        """Write ones into zeros through the view, and see where they are."""
-        root = view.root
-        memory = self.memory[root]
-        blank = np.zeros(memory.shape, memory.dtype)
-        self.memory[root], self.quiet = blank, True
-        try:
-            if entries is None:
-                shape = np.shape(Walker.read(self, view))
-                entries = [(Span(0, n), None) for n in shape]
-            paint = _ones_like(Walker.read(self, view, entries))
-            Walker.write(self, view, entries, paint, value_of(mask))
-        finally:
-            self.memory[root], self.quiet = memory, False
-        painted = blank.reshape(-1).view(np.uint8).reshape(*blank.shape, -1)
-        return Elements(np.nonzero(painted.any(axis=-1)))
-
-    # --- copies and semaphores ---
-
-    def do_copy_start(self, op: Op) -> None:
-        super().do_copy_start(op)
-        source, target = (self._end(v) for v in op.operands[:2])
-        monitor = self.monitor
-        self.copies.start(
-            Copy(
-                op,
-                source,
-                target,
-                self._semaphore(op),
-                monitor.program_text(monitor.program),
-                any(self._is_block(v) for v in op.operands[:2]),
-            )
-        )
-
-    def do_copy_wait(self, op: Op) -> None:
-        self.copies.wait(self._semaphore(op), self._end(op.operands[1]))
-        super().do_copy_wait(op)
-
-    def _end(self, ref: Value) -> End:
-        view: View = self.env[ref]
-        if view.steps:
-            return End(ref, view.root, self._painted(view, None, None))
-        region = region_of(whole_picks(view.ranges), view.root.ref.shape)
-        return End(ref, view.root, region.elements())
-
-    def _semaphore(self, op: Op) -> tuple[Value, tuple] | None:
-        if len(op.operands) < 3:
-            return None
-        end = self._end(op.operands[2])
-        return end.root, tuple(end.elements.box())
-
-    def _is_block(self, ref: Value) -> bool:
-        """Whether a ref is a window's block, or part of one."""
-        if ref not in self._in_window:
-            blocks = {
-                p
-                for op in self.kernel.body.ops
-                if op.name == "pipeline"
-                for p in Pipeline.of(op).blocks
-            }
-            wholes = self.roots.reached([ref])
-            self._in_window[ref] = not blocks.isdisjoint(wholes)
-        return self._in_window[ref]
-
-    def do_sem_signal(self, op: Op) -> None:
-        self._plain_amount(op)
-        self.signals[self.roots.of(op.operands[0])] = op
-        super().do_sem_signal(op)
-
-    def do_sem_wait(self, op: Op) -> None:
-        amount = int(self._plain_amount(op))
-        count = int(np.min(self.read(self.env[op.operands[0]]), initial=2**31 - 1))
-        if count < amount:
-            facts = [
-                ("semaphore", self.monitor.describe(op.operands[0])),
-                ("waits for", amount),
-                ("count", count),
-            ]
-            what = "a wait for a semaphore that nobody signals"
-            self.monitor.report("copies", what, facts, "signal it before the wait")
-        super().do_sem_wait(op)
-
-    def _plain_amount(self, op: Op) -> Array:
-        amount = self.numbers.certain(self.env[op.operands[1]], "a semaphore's count")
-        self.env[op.operands[1]] = amount
-        return amount
-
     # --- promises ---
 
     def do_assume_multiple(self, op: Op) -> tuple[Array]:
@@ -436,6 +372,11 @@ class CheckedWalker(Walker):
         return (value,)
 
 
+def _runs_side_by_side(kernel: Kernel) -> bool:
+    ops = list(walk(kernel.body))
+    return any(op.name == "roles" or core_axes(kernel, op) for op in ops)
+
+
 def _first(where: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(where)[0])
 
@@ -446,10 +387,3 @@ def _flat_first(where: np.ndarray) -> int:
 
 def _counted(first: tuple[int, ...], where: np.ndarray) -> str:
     return f"{int(where.sum())} of {where.size}, first {first}"
-
-
-def _ones_like(value: Array) -> np.ndarray:
-    """Every bit set."""
-    value = np.asarray(value)
-    raw = np.full(value.size * value.dtype.itemsize, 0xFF, np.uint8)
-    return raw.view(value.dtype).reshape(value.shape)

@@ -1,7 +1,7 @@
-"""Async copies and semaphores: what is in flight, and who touches it too early.
+"""Async copies in flight: which there are, and who touches their memory too early.
 
-The evaluator moves the data when a copy is started; this remembers the copy until it is
-waited for, and reports reads of its destination and writes of either end before that.
+A copy is in flight from its start until it is waited for; its data moves at any time
+between (`waits.py`). Reads of its destination and writes of either end are reported.
 """
 
 from collections.abc import Sequence
@@ -12,28 +12,46 @@ import numpy as np
 
 from pallasite.interpret.monitor import Monitor
 from pallasite.interpret.numpy_memory import Elements
+from pallasite.interpret.schedule import Context
+from pallasite.interpret.views import View
 from pallasite.ir.nodes import Op, Value
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a copy: elements of a root."""
+    """One end of a copy, or its semaphore: elements of a root."""
 
     ref: Value
-    root: Value
+    view: View
     elements: Elements
 
+    @property
+    def root(self) -> Value:
+        return self.view.root
 
-@dataclass(frozen=True, eq=False)
+    @property
+    def key(self) -> tuple[Value, tuple[Any, ...]]:
+        return self.root, tuple(self.elements.box())
+
+
+@dataclass(eq=False)
 class Copy:
     """A copy that was started."""
 
     op: Op
     source: End
     target: End
-    semaphore: tuple[Value, tuple] | None
-    program: str | None
+    semaphore: End | None
     through_window: bool  # an end is a block, which is gone after the program
+    starter: Context | None
+    program: str | None
+    state: Any  # where the evaluator was at the start, for reports
+    lane: int = 0  # who it is to the clocks
+    moved: bool = False
+
+    @property
+    def semaphore_key(self) -> Any:
+        return None if self.semaphore is None else self.semaphore.key
 
 
 class Copies:
@@ -44,23 +62,30 @@ class Copies:
         self.flying: list[Copy] = []
 
     def start(self, copy: Copy) -> None:
+        self.read(copy.source.root, copy.source.elements)
+        self.written(copy.target.root, copy.target.elements)
         self.flying.append(copy)
 
-    def wait(self, semaphore: Any, target: End) -> None:
-        waiting = [c for c in self.flying if c.semaphore == semaphore]
-        if not waiting:
-            facts = [("destination", self.monitor.describe(target.ref))]
-            what = "a copy that was not started is waited for"
-            fix = "start() it first, with the same semaphore"
-            self.monitor.report("copies", what, facts, fix)
-            return
-        box = target.elements.box()
-        same = [
-            c
-            for c in waiting
-            if c.target.root is target.root and c.target.elements.box() == box
-        ]
-        self.flying.remove((same or waiting)[0])
+    def pending(self) -> list[Copy]:
+        """Those whose data has not moved yet."""
+        return [c for c in self.flying if not c.moved]
+
+    def signalling(self, semaphore_key: Any) -> list[Copy]:
+        """Those that will signal a semaphore."""
+        return [c for c in self.pending() if c.semaphore_key == semaphore_key]
+
+    def awaited(self, semaphore_key: Any, target: End) -> Copy | None:
+        """The copy that a wait is for: with that semaphore, best with that end."""
+        waiting = [c for c in self.flying if c.semaphore_key == semaphore_key]
+        same = [c for c in waiting if c.target.key == target.key]
+        return next(iter(same or waiting), None)
+
+    def report_not_started(self, target: End) -> None:
+        """The one report of a wait for a copy that nobody starts."""
+        facts = [("destination", self.monitor.describe(target.ref))]
+        what = "a copy that was not started is waited for"
+        fix = "start() it first, with the same semaphore"
+        self.monitor.report("copies", what, facts, fix)
 
     # --- memory in flight ---
 
@@ -98,23 +123,26 @@ class Copies:
 
     # --- ends ---
 
-    def end_program(self) -> None:
+    def end_program(self, context: Context | None) -> None:
         for copy in self.flying:
-            if copy.through_window:
+            if copy.through_window and copy.starter is context:
                 self._left(copy, "a copy is still in flight when its program ends")
 
-    def end_memory(self, roots: Sequence[Value]) -> None:
-        """The given allocations are gone."""
+    def end_memory(self, roots: Sequence[Value]) -> list[Copy]:
+        """The given allocations are gone: report the copies that still use them."""
+        left = []
         for copy in self.flying:
-            ends = [copy.source.root, copy.target.root]
-            if copy.semaphore is not None:
-                ends.append(copy.semaphore[0])
-            if any(r in roots for r in ends):
+            ends = [copy.source, copy.target, copy.semaphore or copy.source]
+            if any(end.root in roots for end in ends):
                 self._left(copy, "a copy is still in flight when its memory is gone")
+                left.append(copy)
+        return left
 
-    def end_kernel(self) -> None:
+    def end_kernel(self, core: Context | None) -> None:
+        """The kernel ends, or one core of it."""
         for copy in self.flying:
-            self._left(copy, "a copy is never waited for")
+            if core is None or copy.starter is core:
+                self._left(copy, "a copy is never waited for")
 
     def _left(self, copy: Copy, what: str) -> None:
         facts = [

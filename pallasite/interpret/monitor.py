@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.errors import CheckError, Facts
+from pallasite.interpret.schedule import Order
 from pallasite.ir.nodes import Kernel, Loc, Op, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.memory import Roots
@@ -38,11 +39,15 @@ class Origin:
 class Monitor:
     """The state of one checked run."""
 
-    def __init__(self, kernel: Kernel, roots: Roots, options: Any):
+    def __init__(
+        self, kernel: Kernel, roots: Roots, options: Any, order: Order = "early"
+    ):
         self.kernel, self.roots, self.options = kernel, roots, options
+        self.order = order
         self.op: Op | None = None
         self.programs: list[tuple[Op, list[Any]]] = []  # pipelines we are inside of
-        self.program = 0  # counts the programs of the kernel's own grid, from 1
+        self.program = 0  # the current program of the kernel's own grid, from 1
+        self.part: str | None = None  # the role that runs
         self._program_ids: list[tuple[int, ...]] = [()]
         self._axis_names: dict[Op, list[str]] = {}
         # Codes number origins; 0 is a defined element.
@@ -56,7 +61,7 @@ class Monitor:
     def enter_program(self, op: Op, ids: Sequence[Any]) -> None:
         self.programs.append((op, list(ids)))
         if len(self.programs) == 1:
-            self.program += 1
+            self.program = len(self._program_ids)
             self._program_ids.append(tuple(map(int, ids)))
 
     def leave_program(self) -> None:
@@ -67,12 +72,15 @@ class Monitor:
         pipeline = next((o for o in self.kernel.body.ops if o.name == "pipeline"), None)
         if pipeline is None or not 0 < number < len(self._program_ids):
             return None
-        return self._ids_text(pipeline, self._program_ids[number])
+        return self.ids_text(pipeline, self._program_ids[number])
 
-    def _ids_text(self, op: Op, ids: Sequence[Any]) -> str | None:
+    def ids_text(
+        self, op: Op, ids: Sequence[Any], axes: Sequence[int] | None = None
+    ) -> str | None:
+        """Program ids with the names of their axes (all, or those given)."""
         if not ids:
             return None
-        names = self._names(op)
+        names = self._names(op) if axes is None else [self._names(op)[a] for a in axes]
         if len(ids) == 1:
             return f"{names[0]} = {int(ids[0])}"
         return f"({', '.join(names)}) = ({', '.join(str(int(i)) for i in ids)})"
@@ -88,10 +96,11 @@ class Monitor:
 
     def program_facts(self) -> list[tuple[str, Any]]:
         labels = ["program", *["inner step"] * (len(self.programs) - 1)]
-        return [
-            (label, self._ids_text(op, ids))
+        facts = [
+            (label, self.ids_text(op, ids))
             for label, (op, ids) in zip(labels, self.programs, strict=False)
         ]
+        return [*facts, ("running", self.part)]
 
     # --- refs ---
 
@@ -161,6 +170,10 @@ class Monitor:
             return
         where = [("program", program)] if program else self.program_facts()
         at = at if at is not None else self.op.loc if self.op is not None else None
+        if self.order != "early":
+            random = f"random, seed {self.order}"
+            order = self.order if isinstance(self.order, str) else random
+            where = [*where, ("order", order)]
         facts = [("kernel", self.kernel.name), *facts, *where]
         raise CheckError(what, facts, at or self.kernel.loc, fix, kind)
 

@@ -6,7 +6,7 @@ warnings (`np.errstate`) once around a whole run.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -167,10 +167,13 @@ class NumpyNumbers:
         carry: list[Array],
         body: Callable[[Array, list[Array]], list[Array]],
     ) -> list[Array]:
-        make = first.dtype.type
-        for i in range(int(first), int(limit), int(step)):
-            carry = body(make(i), carry)
+        for i in self.counter(first, limit, step):
+            carry = body(i, carry)
         return carry
+
+    def counter(self, first: Array, limit: Array, step: Array) -> Iterator[Array]:
+        """The numbers a loop counts."""
+        return map(first.dtype.type, range(int(first), int(limit), int(step)))
 
     def while_(self, go_on: Callable, body: Callable, carry: list[Array]) -> list:
         while self.truth(go_on(carry)):
@@ -183,7 +186,11 @@ class NumpyNumbers:
     def branch(
         self, which: Array, branches: Sequence[Callable], carry: list[Array]
     ) -> list[Array]:
-        return branches[min(max(int(which), 0), len(branches) - 1)](carry)
+        return branches[self.chosen(which, len(branches))](carry)
+
+    def chosen(self, which: Array, count: int) -> int:
+        """The branch that is taken, of `count`."""
+        return min(max(int(which), 0), count - 1)
 
     def grid(
         self,
@@ -191,10 +198,14 @@ class NumpyNumbers:
         carry: list[Array],
         body: Callable[[list[Array], list[Array]], list[Array]],
     ) -> list[Array]:
-        axes = [[np.int32(i) for i in range(int(size))] for size in sizes]
-        for ids in itertools.product(*axes):
-            carry = body(list(ids), carry)
+        for ids in self.programs(sizes):
+            carry = body(ids, carry)
         return carry
+
+    def programs(self, sizes: Sequence[int | Array]) -> Iterator[list[Array]]:
+        """The ids of a grid's programs, in order."""
+        axes = [[np.int32(i) for i in range(int(size))] for size in sizes]
+        return map(list, itertools.product(*axes))
 
     # --- debugging ---
 

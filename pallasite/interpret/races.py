@@ -3,14 +3,17 @@
 Programs that differ along an axis that the author calls parallel, and that grid
 analysis does not find parallel by itself, are in different *lanes*. Per element this
 remembers the lanes that wrote and read it. Scratch is each lane's own: reading there
-what another lane wrote gives an undefined value.
+what another lane wrote gives an undefined value. Where lanes can wait for each other
+(cores and roles that run side by side), `clocks.py` says which accesses are ordered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from pallasite.interpret.clocks import CLASHES, Access, Clocks, Timed
 from pallasite.interpret.monitor import STALE, Monitor, Origin
 from pallasite.interpret.numpy_memory import Elements, Region
 from pallasite.ir.nodes import Block, Kernel, Op, Value
@@ -71,63 +74,163 @@ class _Memory:
             self.marks["reads"] = _Marks(self.shape)
 
 
-# Which earlier accesses of another lane an access must not meet.
-_CLASHES = {
-    "reads": ("writes", "updates"),
-    "writes": ("writes", "reads", "updates"),
-    "updates": ("writes", "reads"),
-}
+_FIX_BLOCKS = (
+    "give each program its own block, or leave the axis out of "
+    'dimension_semantics ("arbitrary")'
+)
+_FIX_ORDER = "signal a semaphore after the one and wait for it before the other"
+
+
+def _what(how: str, earlier: str) -> str:
+    return (
+        f"a program {how} an element that another, which may run at the same "
+        f"time, {earlier}"
+    )
 
 
 class Races:
-    """The memory that lanes share, and the lane that runs now."""
+    """The memory that lanes share, and the lane that runs now.
 
-    def __init__(self, monitor: Monitor, axes: Sequence[int]):
-        self.monitor, self.axes = monitor, tuple(axes)
+    Args:
+        monitor: where the run is.
+        axes: the axes of the kernel's grid whose programs are in different lanes.
+        clocks: given where contexts run side by side.
+    """
+
+    def __init__(self, monitor: Monitor, axes: Sequence[int], clocks: Clocks | None):
+        self.monitor, self.axes, self.clocks = monitor, tuple(axes), clocks
         self.memories: dict[Value, _Memory] = {}
-        self.lane = 0
-        self._lanes: dict[tuple[int, ...], int] = {}
+        self.timed: dict[Value, Timed] = {}
+        self.program_lane = 0
+        self.lane = 0  # that of the program, of a role in it, or of a copy
+        self._lanes: dict[Hashable, int] = {}
         self._lane_of_program = [0]
+        self._free: dict[int, list[int]] = {}  # lanes of copies that have ended
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self.memories or self.timed)
 
     def add(self, root: Value, private: bool) -> None:
-        if self.axes:
+        if not self.axes:
+            return
+        if self.clocks is not None and not private:
+            self.timed[root] = Timed(root)
+        else:
             self.memories[root] = _Memory(root, private)
+
+    def watch(self, root: Value) -> None:
+        """Memory that roles share."""
+        self.timed.setdefault(root, Timed(root))
 
     def enter_program(self, ids: Sequence[Any]) -> None:
         if self.axes:
-            key = tuple(int(ids[a]) for a in self.axes)
-            self.lane = self._lanes.setdefault(key, len(self._lanes) + 1)
-            self._lane_of_program.append(self.lane)
+            self.program_lane = self._lane(*(int(ids[a]) for a in self.axes))
+            self.lane = self.program_lane
+            self._lane_of_program.append(self.program_lane)
+
+    def _lane(self, *key: Hashable) -> int:
+        return self._lanes.setdefault(key, len(self._lanes) + 1)
 
     def access(self, root: Value, how: str, elements: Elements) -> None:
         """`how`: "reads", "writes", or "updates" for atomics."""
-        memory = self.memories.get(root)
-        if memory is None or not self.lane:
+        timed, memory = self.timed.get(root), self.memories.get(root)
+        if timed is not None and self.lane:
+            self._access_timed(timed, how, elements)
+        if memory is None or not self.program_lane:
             return
         if memory.private:
             if how != "reads":  # only the last writer matters
-                elements.set(memory.marks["writes"].lane, self.lane)
+                elements.set(memory.marks["writes"].lane, self.program_lane)
                 elements.set(memory.marks["writes"].first, self.monitor.program)
             return
-        for earlier in _CLASHES[how]:
+        for earlier in CLASHES[how]:
             marks = memory.marks.get(earlier)
             if marks is not None:
                 lanes = elements.of(marks.lane)
-                clash = (lanes != 0) & (lanes != self.lane)
+                clash = (lanes != 0) & (lanes != self.program_lane)
                 if np.any(clash):
                     self._report(memory, how, earlier, elements, np.ravel(clash))
         if how not in memory.marks:
             memory.marks[how] = _Marks(memory.shape)
-        memory.marks[how].add(elements, self.lane, self.monitor.program)
+        memory.marks[how].add(elements, self.program_lane, self.monitor.program)
+
+    def _access_timed(self, timed: Timed, how: str, elements: Elements) -> None:
+        assert self.clocks is not None
+        monitor = self.monitor
+        found = timed.clash(self.clocks, self.lane, how, elements)
+        if found is not None:
+            earlier, place, other = found
+            facts = [
+                ("ref", monitor.describe(self._named(timed.root))),
+                ("element", place),
+                ("other program", monitor.program_text(other.program)),
+                ("other part", other.who),
+                ("other access at", other.op.loc if other.op is not None else None),
+            ]
+            monitor.report("races", _what(how, earlier), facts, _FIX_ORDER)
+        access = Access(monitor.op, monitor.program, monitor.part)
+        timed.add(self.clocks, self.lane, how, elements, access)
+
+    # --- order between lanes ---
+
+    def signal(self, semaphore: Hashable, amount: int) -> None:
+        if self.clocks is not None:
+            self.clocks.signal(self.lane, semaphore, amount)
+
+    def wait(self, semaphore: Hashable, amount: int) -> None:
+        if self.clocks is not None:
+            self.clocks.wait(self.lane, semaphore, amount)
+
+    def arrive(self, barrier: Hashable) -> None:
+        if self.clocks is not None:
+            self.clocks.arrive(self.lane, barrier)
+
+    def meet(self, barrier: Hashable) -> None:
+        if self.clocks is not None:
+            self.clocks.meet(self.lane, barrier)
+
+    def start_role(self, key: Hashable) -> int:
+        """The lane of a role; the same for each run of it by one lane."""
+        assert self.clocks is not None
+        lane = self._lane(self.lane, key)
+        self.clocks.fork(self.lane, lane)
+        return lane
+
+    def start_copy(self) -> int:
+        if self.clocks is None:
+            return 0
+        free = self._free.get(self.lane)
+        lane = free.pop() if free else self._lane("copy", len(self._lanes))
+        self.clocks.fork(self.lane, lane)
+        return lane
+
+    def end(self, lane: int) -> None:
+        """A role or a copy has ended, and this lane knows."""
+        if self.clocks is not None:
+            self.clocks.join(self.lane, lane)
+
+    def end_copy(self, lane: int) -> None:
+        """A copy was waited for: its lane can be that of this lane's next copy."""
+        self.end(lane)
+        self._free.setdefault(self.lane, []).append(lane)
+
+    @contextmanager
+    def as_lane(self, lane: int) -> Iterator[None]:
+        saved, self.lane = self.lane, lane
+        try:
+            yield
+        finally:
+            self.lane = saved
 
     def stale(self, root: Value, region: Region) -> np.ndarray | None:
         """Codes of scratch elements that another lane wrote last."""
         memory = self.memories.get(root)
-        if memory is None or not memory.private or not self.lane:
+        if memory is None or not memory.private or not self.program_lane:
             return None
         marks = memory.marks["writes"]
         lanes = np.asarray(region.take(marks.lane, 0))
-        found = (lanes != 0) & (lanes != self.lane)
+        found = (lanes != 0) & (lanes != self.program_lane)
         if not found.any():
             return None
         writers = np.asarray(region.take(marks.first, 0))[found]
@@ -152,21 +255,15 @@ class Races:
         programs = [
             int(np.ravel(elements.of(m))[n]) for m in (marks.first, marks.second)
         ]
-        other = next(p for p in programs if p and self._lane_of_program[p] != self.lane)
+        mine, lanes = self.program_lane, self._lane_of_program
+        other = next(p for p in programs if p and lanes[p] != mine)
         element = elements.position(memory.shape, n)
         facts = [
             ("ref", self.monitor.describe(self._named(memory.ref))),
             ("element", element),
             ("other program", self.monitor.program_text(other)),
         ]
-        self.monitor.report(
-            "races",
-            f"a program {how} an element that another, which may run at the same "
-            f"time, {earlier}",
-            facts,
-            "give each program its own block, or leave the axis out of "
-            'dimension_semantics ("arbitrary")',
-        )
+        self.monitor.report("races", _what(how, earlier), facts, _FIX_BLOCKS)
 
     def _named(self, root: Value) -> Value:
         """An operand that is also a result is shown as the result."""

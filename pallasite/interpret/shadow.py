@@ -6,7 +6,7 @@ wholly defined. Codes travel with values through every op; an undefined value is
 reported only where it matters: it decides a branch or a place, or stays in an output.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,9 @@ Array = Any
 class CheckedNumbers(NumpyNumbers):
     """Numpy arrays whose elements may be undefined."""
 
-    def __init__(self, monitor: Monitor):
+    def __init__(self, monitor: Monitor, prints: bool = True):
         super().__init__()
-        self.monitor = monitor
+        self.monitor, self.prints = monitor, prints
         options = monitor.options
         self.watched = [k for k in ("nan", "inf") if getattr(options, k)]
 
@@ -146,7 +146,10 @@ class CheckedNumbers(NumpyNumbers):
 
     def _with_codes(self, array: Array, *codes: Array | None) -> Array:
         """Memory that can hold undefined elements, where they are to be stored."""
-        if type(array) is Partly or all(c is None for c in codes):
+        if type(array) is Partly:
+            return Partly(np.asarray(array.value), np.asarray(array.codes))
+        array = np.asarray(array)  # a view of one element may be a numpy scalar
+        if all(c is None for c in codes):
             return array
         return Partly(array, np.zeros(array.shape, np.int32))
 
@@ -204,29 +207,18 @@ class CheckedNumbers(NumpyNumbers):
         value = super().select(*(value_of(x) for x in (predicate, on_true, on_false)))
         return partly(value, shadow_tiles.elementwise("select_n", operands, value))
 
-    def counted(
-        self,
-        first: Array,
-        limit: Array,
-        step: Array,
-        carry: list[Array],
-        body: Callable[[Array, list[Array]], list[Array]],
-    ) -> list[Array]:
-        first, limit, step = (
-            self.certain(x, "a loop's length") for x in (first, limit, step)
-        )
-        return super().counted(first, limit, step, carry, body)
+    def counter(self, first: Array, limit: Array, step: Array) -> Iterator[Array]:
+        numbers = (self.certain(x, "a loop's length") for x in (first, limit, step))
+        return super().counter(*numbers)
 
-    def branch(
-        self, which: Array, branches: Sequence[Callable], carry: list[Array]
-    ) -> list[Array]:
-        return super().branch(self.certain(which, "a branch"), branches, carry)
+    def chosen(self, which: Array, count: int) -> int:
+        return super().chosen(self.certain(which, "a branch"), count)
 
     def truth(self, value: Array) -> bool:
         return bool(self.certain(value, "whether to go on"))
 
-    def grid(self, sizes: Sequence, carry: list[Array], body: Callable) -> list[Array]:
-        return super().grid([self.certain(s, "the grid") for s in sizes], carry, body)
+    def programs(self, sizes: Sequence[int | Array]) -> Iterator[list[Array]]:
+        return super().programs([self.certain(s, "the grid") for s in sizes])
 
     def certain(self, value: Array, decides: str) -> Array:
         """The plain value; a report if it is not defined."""
@@ -240,7 +232,8 @@ class CheckedNumbers(NumpyNumbers):
     # --- debugging ---
 
     def debug_print(self, fmt: str, values: Sequence[Array], when: Any = None) -> None:
-        super().debug_print(fmt, [value_of(v) for v in values], when)
+        if self.prints:
+            super().debug_print(fmt, [value_of(v) for v in values], when)
 
     def debug_check(self, ok: Array, message: str, op: Op) -> None:
         if not self.certain(ok, "a debug_check"):

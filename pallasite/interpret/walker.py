@@ -2,13 +2,15 @@
 
 This is the definition of the language. Programs run one after another, last grid axis
 fastest; refs are views of root arrays, one root per operand, result and allocation.
+A copy is done where it starts, and no wait has to wait; `resume.py` runs the same code
+with cores, roles and copies side by side.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pallasite.errors import InternalError
+from pallasite.errors import InternalError, UnsupportedError
 from pallasite.interpret.numbers import Array, Numbers, Picks
 from pallasite.interpret.views import (
     Range,
@@ -19,7 +21,6 @@ from pallasite.interpret.views import (
     whole_picks,
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
-from pallasite.ir import types as T
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop, Pipeline, While
@@ -58,10 +59,13 @@ class Walker:
         for param in kernel.params:
             root = aliased.get(param, param)
             self.env[param] = self._whole(param, root)
-        self.block(kernel.body)
+        self.run_body()
         return [
             self._result(param, aliased.get(param, param)) for param in kernel.outputs
         ]
+
+    def run_body(self) -> None:
+        self.block(self.kernel.body)
 
     def _add_root(self, param: Value, array: Array) -> None:
         padding = self.padding.get(param)
@@ -254,9 +258,16 @@ class Walker:
         return (old,)
 
     def do_alloc(self, op: Op) -> tuple[View]:
-        type_: T.RefType = op.attrs["type"]
-        self.memory[op.result] = self.numbers.uninitialised(type_)
-        return (self._whole(op.result, op.result),)
+        root = self.root_for(op)
+        self.allocate(root)
+        return (self._whole(op.result, root),)
+
+    def allocate(self, root: Value) -> None:
+        self.memory[root] = self.numbers.uninitialised(root.ref)
+
+    def root_for(self, op: Op) -> Value:
+        """What names the memory of an allocation."""
+        return op.result
 
     # --- views ---
 
@@ -310,6 +321,16 @@ class Walker:
     def do_sem_read(self, op: Op) -> tuple[Array]:
         return (self.read(self.env[op.operands[0]]),)
 
+    def do_roles(self, op: Op) -> None:
+        raise UnsupportedError(
+            f"the emulation runs one thing after another: it has no '{op.name}'",
+            [("kernel", self.kernel.name)],
+            at=op.loc,
+            fix="interpret=pl.Checked() runs cores and roles side by side",
+        )
+
+    do_barrier = do_sem_signal_core = do_roles
+
     # --- debugging and promises ---
 
     def do_debug_print(self, op: Op) -> None:
@@ -328,7 +349,12 @@ class Walker:
     # --- control: memory that a region may write is carried through it ---
 
     def written(self, *regions: Block) -> tuple[Value, ...]:
-        """The memory that regions may write, as it is kept at the moment."""
+        """The memory that regions may write, as it is kept at the moment.
+
+        None where memory is changed in place: nothing has to be carried then.
+        """
+        if not self.numbers.functional:
+            return ()
         roots = self.roots.written(*regions)
         return tuple(self.standing_for.get(root, root) for root in roots)
 
@@ -368,7 +394,8 @@ class Walker:
         which = self.env[op.operands[0]]
         if self.numbers.functional and self.roots.folds_into_selects(op):
             return self._folded(op, which)
-        written = self.roots.written(*op.regions)
+        functional = self.numbers.functional
+        written = self.roots.written(*op.regions) if functional else ()
         with self._blocks_as_roots(op, written) as written:
             branches = [self._branch(region, written) for region in op.regions]
             out = self.numbers.branch(which, branches, self._pack(written, []))
@@ -404,9 +431,10 @@ class Walker:
         run: Callable[[list[Array]], list[Array]],
     ) -> list[Array]:
         """Run a region on carried memory and values; memory and values after it."""
-        saved = dict(self.memory)
+        if not self.numbers.functional:
+            return run(values)
         # Staged values must not outlive the region they are staged in.
-        saved_env = dict(self.env) if self.numbers.functional else self.env
+        saved, saved_env = dict(self.memory), dict(self.env)
         self._restore(written, values)
         results = run(values[len(written) :])
         out = [*(self.memory[r] for r in written), *results]
@@ -427,27 +455,15 @@ class Walker:
     # --- the grid ---
 
     def do_pipeline(self, op: Op) -> None:
-        pipeline = Pipeline.of(op)
-        sizes = [n if isinstance(n, int) else self.env[n] for n in pipeline.sizes]
-        arrays: list[View] = [self.env[v] for v in pipeline.arrays]
-        windows, maps, body = pipeline.windows, pipeline.maps, pipeline.body
+        sizes, body = self.grid_sizes(op), Pipeline.of(op).body
         written = self.written(body)
-        pads = self.numbers.functional and op in self.kernel.body.ops
-        outer = self.predicate
-        if outer is not None:
+        if self.predicate is not None:
             raise InternalError("a pipeline inside a folded branch", at=op.loc)
 
         def program(ids: list[Array], values: list[Array]) -> list[Array]:
             def run(_: list[Array]) -> list[Array]:
                 self.before_program(op, ids)
-                refs = []
-                for n, (window, view) in enumerate(zip(windows, arrays, strict=True)):
-                    indices = self.indices(op, n, self.block(maps[n], ids))
-                    padded = pads and self._reads_padding(window, view.root)
-                    refs.append(
-                        window_ranges(self.numbers, window, view, indices, padded)
-                    )
-                self.block(body, [*ids, *refs])
+                self.block(body, [*ids, *self.window_refs(op, ids)])
                 self.after_program(op, ids)
                 return []
 
@@ -467,6 +483,22 @@ class Walker:
         wanted = {repr(fill) for fill in self.padding[root].fills}
         written = self.roots.written(self.kernel.body)
         return wanted == {repr(window.fill)} and root not in written
+
+    def grid_sizes(self, op: Op) -> list[Array | int]:
+        sizes = Pipeline.of(op).sizes
+        return [n if isinstance(n, int) else self.env[n] for n in sizes]
+
+    def window_refs(self, op: Op, ids: list[Array]) -> list[View]:
+        """The blocks that a program sees."""
+        pipeline = Pipeline.of(op)
+        pads = self.numbers.functional and op in self.kernel.body.ops
+        refs = []
+        for n, (array, window, index_map, _) in enumerate(pipeline.shown):
+            view = self.env[array]
+            indices = self.indices(op, n, self.block(index_map, ids))
+            padded = pads and self._reads_padding(window, view.root)
+            refs.append(window_ranges(self.numbers, window, view, indices, padded))
+        return refs
 
     def indices(self, op: Op, window: int, found: list[Array]) -> list[Array]:
         """What a window's index map gave (checked mode looks at it)."""

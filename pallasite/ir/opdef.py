@@ -35,6 +35,12 @@ class Effect(Enum):
     WRITE = "write"  # also ordering: copies, semaphores, prints
 
 
+# Levels of the IR, each with the ops of those before it: operations on whole blocks;
+# copies in flight, semaphores, roles that run side by side and layouts.
+TILE, EXPLICIT = "tile", "explicit"
+LEVELS = (TILE, EXPLICIT)
+
+
 @dataclass(frozen=True)
 class OpDef:
     """One row of the op table."""
@@ -53,6 +59,8 @@ class OpDef:
     regions: int | None = 0  # None: any number
     domain: tuple[float, float] | None = None  # sampled by the conformance tests
     max_ulp: float = 0  # allowed error in units of the result type; 0: exact
+    level: str = TILE  # the first level that has the op
+    layouts: bool = False  # whether operands and results may have layouts
     doc: str = ""
 
 

@@ -26,7 +26,7 @@ from pallasite.ir.nodes import (
     Window,
 )
 from pallasite.ir.opdef import table
-from pallasite.ir.types import DTYPES, DType, RefType, TileType, Type
+from pallasite.ir.types import DTYPES, DType, Layout, RefType, TileType, Type
 
 _Item = TypeVar("_Item")
 
@@ -313,13 +313,22 @@ class _Parser:
     def type(self) -> Type:
         if not self.accept("ref"):
             dtype = self.dtype()
-            return TileType(self.shape() if self.at("[") else (), dtype)
+            shape = self.shape() if self.at("[") else ()
+            return TileType(shape, dtype, self.layout())
         self.expect("<")
         dtype = self.dtype()
         shape = self.shape() if self.at("[") else ()
         space = self.word("a memory space")
+        layout = self.layout()
         self.expect(">")
-        return RefType(shape, dtype, space)
+        return RefType(shape, dtype, space, layout)
+
+    def layout(self) -> Layout | None:
+        if not self.accept("@"):
+            return None
+        kind = self.word("the name of a layout")
+        numbers = self.listed(self.integer, ")") if self.accept("(") else []
+        return Layout(kind, tuple(numbers))
 
     def dtype(self) -> DType:
         if self.token.text not in DTYPES:
@@ -351,7 +360,9 @@ class _Parser:
             return self.type()
         if text in DTYPES:
             dtype = self.dtype()
-            return TileType(self.shape(), dtype) if self.at("[") else dtype
+            if not self.at("["):
+                return dtype
+            return TileType(self.shape(), dtype, self.layout())
         if text in ("at", "span", "gather"):
             return self.index_data()[0]
         return self.window()

@@ -264,7 +264,10 @@ def _dict_text(values: Mapping[str, Any]) -> str:
 
 def _tile_text(type_: TileType) -> str:
     # `f32` alone is the dtype; a scalar tile type needs its brackets.
-    return str(type_) if type_.shape else f"{type_.dtype}[]"
+    if type_.shape:
+        return str(type_)
+    layout = "" if type_.layout is None else f" {type_.layout}"
+    return f"{type_.dtype}[]{layout}"
 
 
 def _window_text(window: Window) -> str:

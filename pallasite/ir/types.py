@@ -119,11 +119,28 @@ def dtype_of(numpy_dtype: object) -> DType | None:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How elements are placed in registers of lanes, or in a memory: `@swizzle(128)`.
+
+    The explicit level's; which kinds there are, and what they mean, is a backend's to
+    say. To the evaluator a value is the same in every layout.
+    """
+
+    kind: str
+    numbers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        numbers = f"({', '.join(map(str, self.numbers))})" if self.numbers else ""
+        return f"@{self.kind}{numbers}"
+
+
+@dataclass(frozen=True)
 class TileType:
     """An immutable array value. `shape == ()` is a scalar."""
 
     shape: tuple[int, ...]
     dtype: DType
+    layout: Layout | None = None  # None: the backend chooses
 
     @property
     def rank(self) -> int:
@@ -134,15 +151,16 @@ class TileType:
         return prod(self.shape)
 
     def with_shape(self, shape: Sequence[int]) -> "TileType":
-        return TileType(tuple(shape), self.dtype)
+        return TileType(tuple(shape), self.dtype, self.layout)
 
     def with_dtype(self, dtype: DType) -> "TileType":
-        return TileType(self.shape, dtype)
+        return TileType(self.shape, dtype, self.layout)
 
     def __str__(self) -> str:
+        layout = "" if self.layout is None else f" {self.layout}"
         if not self.shape:
-            return self.dtype.name
-        return f"{self.dtype}[{','.join([f'{n:d}' for n in self.shape])}]"
+            return self.dtype.name + layout
+        return f"{self.dtype}[{','.join([f'{n:d}' for n in self.shape])}]{layout}"
 
 
 # Memory spaces. `any` is main memory seen as a whole; `block` is where a backend puts
@@ -172,6 +190,7 @@ class RefType:
     shape: tuple[int, ...]
     dtype: DType
     space: str = "block"
+    layout: Layout | None = None  # None: the backend chooses
 
     @property
     def rank(self) -> int:
@@ -183,6 +202,7 @@ class RefType:
 
     @property
     def tile(self) -> TileType:
+        """What a load of the whole ref gives; registers have layouts of their own."""
         return TileType(self.shape, self.dtype)
 
     @property
@@ -190,10 +210,11 @@ class RefType:
         return self.space in ("sem", "dma_sem", "barrier_sem")
 
     def with_shape(self, shape: Sequence[int]) -> "RefType":
-        return RefType(tuple(shape), self.dtype, self.space)
+        return RefType(tuple(shape), self.dtype, self.space, self.layout)
 
     def __str__(self) -> str:
-        return f"ref<{self.tile} {self.space}>"
+        layout = "" if self.layout is None else f" {self.layout}"
+        return f"ref<{self.tile} {self.space}{layout}>"
 
 
 Type = TileType | RefType

@@ -11,11 +11,18 @@ from typing import Any, NoReturn
 from pallasite.errors import InternalError, VerifyError
 from pallasite.ir.build import python_scalar
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, walk
-from pallasite.ir.opdef import Effect, OpDef, TypeRuleError, Unit, table
+from pallasite.ir.opdef import (
+    EXPLICIT,
+    LEVELS,
+    Effect,
+    OpDef,
+    TypeRuleError,
+    Unit,
+    table,
+)
 from pallasite.ir.text import attr_text, print_op
 from pallasite.ir.types import ALL, BOOL, INDEX, SPACES, DType, RefType, TileType, Type
 
-LEVELS = ("tile",)  # "lane" is reserved for code distributed over threads
 SEMANTICS = (
     "arbitrary",
     "sequential",
@@ -48,6 +55,7 @@ class _Verifier:
         self.defined: set[Value] = set()
         self.visible: set[Value] = set()
         self.scope: list[Value] = []  # the visible values, in order of definition
+        self.inside: list[str] = []  # the ops whose regions we are in
 
     def run(self) -> None:
         kernel = self.kernel
@@ -83,10 +91,16 @@ class _Verifier:
             _check_counts(op, row)
             _check_attrs(op, row)
             _check_dtypes(op, row)
+            _check_level(op, row, self.kernel.level)
+            _check_layouts(op, row)
+            if op.name == "barrier" and "roles" not in self.inside:
+                raise _Breach("a barrier is for roles to meet at; there are none here")
         except _Breach as breach:
             self.fail(str(breach), op)
+        self.inside.append(op.name)
         for region in op.regions:
             self.block(region, op)
+        self.inside.pop()
         try:
             _check_types(op, row)
             if op.name in _EXTRA:
@@ -99,7 +113,7 @@ class _Verifier:
         for value in values:
             if value in self.defined:
                 raise _Breach(f"{_named(value)} is defined twice")
-            _check_type(value.type)
+            _check_type(value.type, self.kernel.level)
             self.defined.add(value)
             self.visible.add(value)
             self.scope.append(value)
@@ -161,7 +175,9 @@ def _check_aliases(kernel: Kernel) -> None:
             raise _Breach("two aliases name the same parameter")
 
 
-def _check_type(type_: Type) -> None:
+def _check_type(type_: Type, level: str) -> None:
+    if type_.layout is not None and level != EXPLICIT:
+        raise _Breach(f"{type_} has a layout, which is for level '{EXPLICIT}'")
     if any(n < 0 for n in type_.shape):
         raise _Breach(f"{type_} has a negative dimension")
     if isinstance(type_, RefType) and type_.space not in SPACES:
@@ -192,6 +208,21 @@ def _check_attrs(op: Op, row: OpDef) -> None:
             attr_text(value)
         except InternalError:
             raise _Breach(f"attribute '{key}' is not plain data: {value!r}") from None
+
+
+def _check_level(op: Op, row: OpDef, level: str) -> None:
+    if LEVELS.index(row.level) > LEVELS.index(level):
+        raise _Breach(
+            f"{op.name} is of level '{row.level}', the kernel of level '{level}'"
+        )
+
+
+def _check_layouts(op: Op, row: OpDef) -> None:
+    if row.layouts:
+        return
+    for value in (*op.operands, *op.results):
+        if value.type.layout is not None:
+            raise _Breach(f"{op.name} takes no layouts, got {_named(value)}")
 
 
 def _check_dtypes(op: Op, row: OpDef) -> None:
@@ -352,6 +383,7 @@ _EXTRA: dict[str, Callable[[Op], None]] = {
     "atomic_cas": _check_access,
     "subview": _check_access,
     "sem_signal": _check_semaphore,
+    "sem_signal_core": _check_semaphore,
     "sem_wait": _check_semaphore,
     "sem_read": _check_semaphore,
     "copy_start": _check_copy,

@@ -399,6 +399,7 @@ def delay(nanos: Any) -> None:
 
 copy_p = kernel_primitive("copy", multiple_results=True)
 sem_signal_p = kernel_primitive("semaphore_signal", multiple_results=True)
+sem_signal_core_p = kernel_primitive("semaphore_signal_core", multiple_results=True)
 sem_wait_p = kernel_primitive("semaphore_wait", multiple_results=True)
 sem_read_p = kernel_primitive("semaphore_read")
 
@@ -411,6 +412,7 @@ def _ref_effects(args: tuple[Any, ...]) -> set[Any]:
 
 copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_signal_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
+sem_signal_core_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_wait_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, _ref_effects(a)))
 
@@ -483,17 +485,29 @@ def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
     run_scoped(copy_each, SemaphoreType.DMA)
 
 
-def semaphore_signal(sem: Any, inc: Any = 1, *, device_id: Any = None, **kwargs: Any):
-    """Add to a semaphore."""
+def semaphore_signal(
+    sem: Any,
+    inc: Any = 1,
+    *,
+    core_index: Any = None,
+    device_id: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Add to a semaphore: this core's, or that of core `core_index` of the mesh."""
     if device_id is not None or any(v is not None for v in kwargs.values()):
         from pallasite.errors import UnsupportedError
 
         raise UnsupportedError(
-            "semaphore_signal to another device or core is not available yet",
+            "semaphore_signal to another device is not available yet",
             [("arguments", ", ".join(["device_id", *kwargs]))],
         )
     flat, tree = flatten_views(sem)
-    sem_signal_p.bind(jnp.asarray(inc, jnp.int32), *flat, tree=tree)
+    inc = jnp.asarray(inc, jnp.int32)
+    if core_index is None:
+        sem_signal_p.bind(inc, *flat, tree=tree)
+    else:
+        core = jnp.asarray(core_index, jnp.int32)
+        sem_signal_core_p.bind(inc, core, *flat, tree=tree)
 
 
 def semaphore_wait(sem: Any, value: Any = 1, **_: Any) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pallasite.ir.nodes import At, Block, Gather, Index, Span, Window, dynamic_count
 from pallasite.ir.opdef import (
+    EXPLICIT,
     Attrs,
     Effect,
     OpDef,
@@ -236,6 +237,14 @@ def _pipeline(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def _roles(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    if not attrs["regions"]:
+        raise TypeRuleError("needs at least one role")
+    for role in attrs["regions"]:
+        _check_region(role, (), ())
+    return ()
+
+
 def _nothing(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
@@ -271,12 +280,14 @@ def _row(
 
 
 _control: dict[str, Any] = {"unit": Unit.CONTROL}
+_explicit: dict[str, Any] = {"level": EXPLICIT, "layouts": True}
+_laid_out: dict[str, Any] = {"layouts": True}
 
 # Masked-off elements touch no memory. Without a mask, scalar and slice starts are
 # clamped into the ref as by lax.dynamic_slice; gathered indices clamp when read and
 # are dropped when written; with a mask this holds element by element.
-_row("load", _load, None, ("index", "mask", "other"), Effect.READ)
-_row("store", _store, None, ("index", "mask"))
+_row("load", _load, None, ("index", "mask", "other"), Effect.READ, **_laid_out)
+_row("store", _store, None, ("index", "mask"), **_laid_out)
 _row(
     "atomic_rmw",
     _atomic_rmw,
@@ -285,7 +296,7 @@ _row(
     doc="gives the old value",
 )
 _row("atomic_cas", _atomic_cas, None, ("index",), doc="gives the old value")
-_row("subview", _subview, None, ("index",), Effect.PURE)
+_row("subview", _subview, None, ("index",), Effect.PURE, **_laid_out)
 _row("reshape_view", _reshape_view, 1, ("shape",), Effect.PURE)
 _row("bitcast_view", _bitcast_view, 1, ("dtype",), Effect.PURE)
 _row("transpose_view", _transpose_view, 1, ("perm",), Effect.PURE)
@@ -297,10 +308,17 @@ _row(
     Effect.PURE,
     doc="the block a pipeline's window shows at given block indices",
 )
-_row("alloc", _alloc, 0, ("type",), doc="uninitialised memory until the block ends")
-_row("for", _for, None, (), regions=1, **_control)
-_row("while", _while, None, (), regions=2, **_control)
-_row("cond", _cond, 1, (), regions=None, **_control)
+_row(
+    "alloc",
+    _alloc,
+    0,
+    ("type",),
+    doc="uninitialised memory until the block ends",
+    **_laid_out,
+)
+_row("for", _for, None, (), regions=1, **_control, **_laid_out)
+_row("while", _while, None, (), regions=2, **_control, **_laid_out)
+_row("cond", _cond, 1, (), regions=None, **_control, **_laid_out)
 _row(
     "custom",
     _custom,
@@ -319,11 +337,40 @@ _row(
     doc="runs the body for each grid index, last axis fastest",
     **_control,
 )
-_row("copy_start", _copy, None, ("priority",), doc="starts an async copy")
-_row("copy_wait", _copy, None, (), doc="waits for a started copy of the same shape")
-_row("sem_signal", _nothing, 2, (), doc="semaphore, i32 increment")
-_row("sem_wait", _nothing, 2, (), doc="semaphore, i32 amount: waits, then subtracts")
-_row("sem_read", _sem_read, 1, (), Effect.READ)
+_row(
+    "roles",
+    _roles,
+    0,
+    regions=None,
+    doc="runs its regions side by side, until all have ended",
+    unit=Unit.CONTROL,
+    **_explicit,
+)
+_row("barrier", _nothing, 0, doc="waits until every role is here", **_explicit)
+_row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_explicit)
+_row(
+    "copy_wait",
+    _copy,
+    None,
+    doc="waits for a started copy of the same shape",
+    **_explicit,
+)
+_row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_explicit)
+_row(
+    "sem_signal_core",
+    _nothing,
+    3,
+    doc="semaphore, i32 increment, i32 number of the core whose semaphore it is",
+    **_explicit,
+)
+_row(
+    "sem_wait",
+    _nothing,
+    2,
+    doc="semaphore, i32 amount: waits, then subtracts",
+    **_explicit,
+)
+_row("sem_read", _sem_read, 1, (), Effect.READ, **_explicit)
 _row("debug_print", _nothing, None, ("format",), **_control)
 _row("debug_check", _nothing, 1, ("message",), doc="fails if the bool is false")
 _row("delay", _nothing, 1, (), **_control)

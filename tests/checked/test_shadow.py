@@ -218,3 +218,22 @@ def test_memory(rng, masked):
 
 def _copy(x):
     return Partly(x.value.copy(), x.codes.copy()) if type(x) is Partly else x.copy()
+
+
+@pytest.mark.parametrize("memory", [np.bool_(False), Partly(np.int32(1), np.int32(5))])
+def test_a_single_element_of_a_view_can_be_stored_into(memory):
+    """What a reshaped or bitcast view shows of one element may be a numpy scalar."""
+    value = memory.dtype.type(1)
+    (stored, updated) = (
+        NUMBERS.put(memory, [], value, None),
+        NUMBERS.rmw(memory, [], "max", value, None)[0],
+    )
+    assert value_of(stored) == value and value_of(updated) == value
+
+
+def test_a_single_element_outside_the_edge_is_dropped():
+    memory = Partly(np.arange(8), np.full(8, 5, np.int32))
+    picks = [Pick(9, 1, 1, False, None, 0, 8)]
+    stored = NUMBERS.put(memory, picks, np.int64(1), None)
+    assert value_of(stored).tolist() == list(range(8))
+    assert codes_of(stored).tolist() == [5] * 8

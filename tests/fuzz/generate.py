@@ -13,6 +13,7 @@ import numpy as np
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Value, Window
 from pallasite.ir.verify import verify
 from tests.fuzz.arithmetic import elementwise
@@ -212,7 +213,8 @@ class Maker:
         )
         params = (*self.inputs, *self.outputs)
         block, count = self.outside.block(), len(self.outputs)
-        return Kernel("random", params, block, count, tuple(self.aliases))
+        aliases, level = tuple(self.aliases), level_of(block)
+        return Kernel("random", params, block, count, aliases, level)
 
     # --- parameters ---
 

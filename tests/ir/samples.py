@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import (
     At,
     Block,
@@ -46,7 +47,8 @@ def kernel_of(name: str) -> Kernel:
         elementwise(b, row)
     else:
         SAMPLES[name](b, x)
-    return Kernel(name, (x,), b.block(), 1)
+    body = b.block()
+    return Kernel(name, (x,), body, 1, level=level_of(body))
 
 
 def elementwise(b: Builder, row: OpDef) -> None:
@@ -177,6 +179,16 @@ GATHER = {
 }
 I32_TILE = TileType(TILE, I32)
 
+
+def _roles(b: Builder, x: Value) -> None:
+    roles = []
+    for _ in range(2):
+        role = Builder(b.loc)
+        role.emit("barrier")
+        roles.append(role.block())
+    b.emit("roles", regions=tuple(roles))
+
+
 SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "constant": lambda b, x: [
         b.constant(value, scalar(F32))
@@ -253,6 +265,11 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "sem_signal": lambda b, x: b.emit("sem_signal", semaphore(b), b.index(1)),
     "sem_wait": lambda b, x: b.emit("sem_wait", semaphore(b), b.index(1)),
     "sem_read": lambda b, x: b.sem_read(semaphore(b)),
+    "sem_signal_core": lambda b, x: b.emit(
+        "sem_signal_core", semaphore(b), b.index(1), b.index(0)
+    ),
+    "roles": _roles,
+    "barrier": _roles,
     "debug_print": lambda b, x: b.emit(
         "debug_print", tile(b), format='x = {}\n"\\quoted" ü'
     ),

@@ -135,7 +135,7 @@ def test_names_are_made_unique_and_legal():
 
 def test_header_round_trips():
     params = tuple(Value(RefType((2,), F32, "any")) for _ in range(4))
-    kernel = Kernel("a <lambda>", params, Block(), 2, ((0, 1), (1, 0)), "lane")
+    kernel = Kernel("a <lambda>", params, Block(), 2, ((0, 1), (1, 0)), "explicit")
     assert print_kernel(kernel).startswith('kernel @"a <lambda>"(')
     again = round_trip(kernel)
     assert (again.name, again.aliases, again.level) == (

@@ -250,7 +250,9 @@ BROKEN_CODE = {
 @pytest.mark.parametrize("name", BROKEN_CODE)
 def test_broken_code_is_refused(name: str):
     code, message = BROKEN_CODE[name]
-    kernel = parse_kernel(kernel_text(code))
+    explicit = "sem_" in code or "copy_" in code
+    head = HEAD + " level explicit" if explicit else HEAD
+    kernel = parse_kernel(kernel_text(code, head))
     with pytest.raises(VerifyError) as raised:
         verify(kernel)
     assert message in str(raised.value)
@@ -262,7 +264,7 @@ BROKEN_HEADS = {
         "parameter 0 is f32[8,16]; kernels take refs",
     ),
     "output count": (HEAD.replace("outputs 1", "outputs 3"), "3 outputs of 2"),
-    "level": (HEAD + " level lane", "level 'lane' is not one of tile"),
+    "level": (HEAD + " level lane", "level 'lane' is not one of tile, explicit"),
     "alias input": (HEAD + " aliases {3: 0}", "alias 3: 0 names no input"),
     "alias output": (HEAD + " aliases {0: 1}", "alias 0: 1 names no output"),
     "alias types": (

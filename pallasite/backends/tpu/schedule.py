@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pallasite.backends.tpu.windows import check_window
 from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import At, Block, Index, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import Rewrite, Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline, Shown
@@ -33,13 +34,14 @@ def schedule(kernel: Kernel) -> Kernel:
     """The kernel with every pipeline but the main one written out."""
     main = main_pipeline(kernel)
     if main is None:
-        return map_ops(kernel, _unroller(kernel))
+        return with_level(map_ops(kernel, _unroller(kernel)))
     pipeline = Pipeline.of(main)
     new = map_ops(pipeline.body, _unroller(kernel))
     if new is pipeline.body:
         return kernel
     ops = (*kernel.body.ops[:-1], pipeline.with_(body=new).to_op())
-    return kernel.with_(body=Block(kernel.body.params, ops, kernel.body.yields))
+    body = Block(kernel.body.params, ops, kernel.body.yields)
+    return with_level(kernel.with_(body=body))
 
 
 def _unroller(kernel: Kernel) -> Rewrite:

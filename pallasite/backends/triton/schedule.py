@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pallasite.backends.triton.text import physical
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
@@ -34,7 +35,7 @@ def plain_copies(kernel: Kernel) -> Kernel:
 
     A program is one thread of control here: what it waits for has happened before.
     """
-    return dead_code(map_ops(kernel, _without_waiting))
+    return with_level(dead_code(map_ops(kernel, _without_waiting)))
 
 
 def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:

@@ -24,6 +24,8 @@ def written_refs(op: Op) -> tuple[Value, ...]:
     """
     if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
         return op.operands[:1]
+    if op.name == "sem_signal_core":
+        return op.operands[:1]
     if op.name in ("copy_start", "copy_wait"):
         return tuple(v for v in op.operands[1:] if v.is_ref)
     return _windowed(op, "out") if op.name == "pipeline" else ()

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import I32, INDEX, DType, RefType, TileType
 from pallasite.ir.verify import verify
@@ -309,7 +310,8 @@ def kernel_of(emit: Template, index: DType, dtype: DType) -> Kernel:
     where = main_ref("where", COUNT, dtype=index)
     b = Builder()
     emit(Hostile(b, x, where, out))
-    return Kernel(emit.__name__, (x, where, y, out), b.block(), 1, ((2, 0),))
+    kernel = Kernel(emit.__name__, (x, where, y, out), b.block(), 1, ((2, 0),))
+    return with_level(kernel)
 
 
 WINDOWS = {

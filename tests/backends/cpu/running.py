@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from pallasite.backends import base
 from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Value, Window
 from pallasite.ir.types import INDEX, DType, RefType, TileType, dtype_of
 from pallasite.ir.verify import verify
@@ -96,7 +97,8 @@ def with_refs(
         windows=tuple(windows),
         semantics=(),
     )
-    return Kernel("test", tuple(params), b.block(), len(outputs), tuple(aliases))
+    kernel = Kernel("test", tuple(params), b.block(), len(outputs), tuple(aliases))
+    return with_level(kernel)
 
 
 def tiles_kernel(function: Callable[..., Any], arrays: Sequence[Any]) -> Kernel:

@@ -1,0 +1,122 @@
+"""Which accesses of contexts that run side by side are ordered, and which race.
+
+Each context, and each copy in flight, is a *lane*. A lane knows, of every other lane,
+up to which of its accesses they came before: it learns that from a signal it waits
+for, a barrier, a copy it waits for, and the contexts that it starts and ends (vector
+clocks). An access races with an earlier one of another lane that it does not know of.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallasite.interpret.numpy_memory import Elements
+from pallasite.ir.nodes import Op, Value
+
+Times = dict[int, int]  # per lane: the number of its last access that is known
+
+
+@dataclass(frozen=True)
+class Access:
+    """One access: what did it, for a report."""
+
+    op: Op | None
+    program: int
+    who: str | None
+
+
+class Clocks:
+    """What each lane knows of the others."""
+
+    def __init__(self):
+        self.accesses: list[Access] = [Access(None, 0, None)]
+        self._known: dict[int, Times] = {}
+        # Per semaphore: what came before each signal that was not waited for yet.
+        self._signals: dict[Hashable, deque[tuple[int, Times]]] = {}
+        self._meetings: dict[Hashable, Times] = {}
+
+    def known(self, lane: int) -> Times:
+        return self._known.setdefault(lane, {})
+
+    def _until_now(self, lane: int) -> Times:
+        return {**self.known(lane), lane: len(self.accesses) - 1}
+
+    def signal(self, lane: int, semaphore: Hashable, amount: int) -> None:
+        """What the lane did so far comes before whoever waits for this amount."""
+        signals = self._signals.setdefault(semaphore, deque())
+        signals.append((amount, self._until_now(lane)))
+
+    def wait(self, lane: int, semaphore: Hashable, amount: int) -> None:
+        """The lane goes on after the first signals that make up the amount.
+
+        Not after all there are: those might have come later.
+        """
+        signals = self._signals.setdefault(semaphore, deque())
+        while amount > 0 and signals:
+            count, before = signals.popleft()
+            _merge(self.known(lane), before)
+            if count > amount:
+                signals.appendleft((count - amount, before))
+            amount -= count
+
+    def arrive(self, lane: int, barrier: Hashable) -> None:
+        _merge(self._meetings.setdefault(barrier, {}), self._until_now(lane))
+
+    def meet(self, lane: int, barrier: Hashable) -> None:
+        """Every lane that meets there has arrived."""
+        _merge(self.known(lane), self._meetings[barrier])
+
+    def fork(self, lane: int, child: int) -> None:
+        _merge(self.known(child), self._until_now(lane))
+
+    def join(self, lane: int, child: int) -> None:
+        _merge(self.known(lane), self._until_now(child))
+
+
+def _merge(into: Times, other: Times) -> None:
+    for lane, time in other.items():
+        into[lane] = max(into.get(lane, 0), time)
+
+
+# Which earlier accesses of another lane an access must not meet.
+CLASHES = {
+    "reads": ("writes", "updates"),
+    "writes": ("writes", "reads", "updates"),
+    "updates": ("writes", "reads"),
+}
+
+
+class Timed:
+    """The last access of each lane, in each way, to each element of one root."""
+
+    def __init__(self, root: Value):
+        self.root = root
+        self._times: dict[str, dict[int, np.ndarray]] = {how: {} for how in CLASHES}
+
+    def clash(
+        self, clocks: Clocks, lane: int, how: str, elements: Elements
+    ) -> tuple[str, tuple[int, ...], Access] | None:
+        """An earlier access that races with this one: how, where and by whom."""
+        known = clocks.known(lane)
+        for earlier in CLASHES[how]:
+            for other, times in self._times[earlier].items():
+                if other == lane:
+                    continue
+                found = np.ravel(np.asarray(elements.of(times)))
+                races = found > known.get(other, 0)
+                if races.any():
+                    n = int(np.argmax(races))
+                    place = elements.position(times.shape, n)
+                    return earlier, place, clocks.accesses[int(found[n])]
+        return None
+
+    def add(
+        self, clocks: Clocks, lane: int, how: str, elements: Elements, access: Access
+    ) -> None:
+        times = self._times[how]
+        if lane not in times:
+            times[lane] = np.zeros(self.root.ref.shape, np.int64)
+        elements.set(times[lane], len(clocks.accesses))
+        clocks.accesses.append(access)

@@ -1,0 +1,218 @@
+"""Regions that can be left and gone on with, so that cores and roles run side by side.
+
+`steps` runs a block as a Python generator that yields a Pause wherever another context
+may take over. Only blocks with ops that pause are run so, decided once per block; all
+others are run by the plain walker. Memory is changed in place here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pallasite.interpret.numpy_numbers import NumpyNumbers
+from pallasite.interpret.schedule import Context, Join, Schedule, Steps
+from pallasite.interpret.views import View
+from pallasite.interpret.walker import Walker
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.opdef import EXPLICIT, table
+from pallasite.ir.roles import Pipeline
+
+Array = Any
+
+CORES = ("core_parallel", "subcore_parallel")
+
+
+def core_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
+    """The axes of a kernel's own grid whose programs are run by different cores."""
+    if op.name != "pipeline" or op not in kernel.body.ops:
+        return ()
+    grid, semantics = Pipeline.of(op).grid, Pipeline.of(op).semantics
+    return tuple(n for n, s in enumerate(semantics) if s in CORES and grid[n] != 1)
+
+
+class Pauses:
+    """Which ops and blocks of a kernel may pause."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel, self.rows = kernel, table()
+        self._ops: dict[Op, bool] = {}
+
+    def block(self, block: Block) -> bool:
+        return any(self.op(op) for op in block.ops)
+
+    def op(self, op: Op) -> bool:
+        known = self._ops.get(op)
+        if known is None:
+            explicit = self.rows[op.name].level == EXPLICIT
+            inside = any(self.block(region) for region in op.regions)
+            known = explicit or inside or bool(core_axes(self.kernel, op))
+            self._ops[op] = known
+        return known
+
+
+class ResumableWalker(Walker):
+    """The walker over an in-place number system, with contexts."""
+
+    numbers: NumpyNumbers
+    schedule: Schedule
+
+    def __init__(self, kernel: Kernel, numbers: NumpyNumbers):
+        super().__init__(kernel, numbers)
+        self.pauses = Pauses(kernel)
+        self.cores: list[Context] = []  # of the mesh that runs
+        # Per block: each op, and the method that runs it in steps if it may pause.
+        self._plans: dict[Block, list[tuple[Op, Callable[[Op], Steps] | None]]] = {}
+
+    def run_body(self) -> None:
+        if self.pauses.block(self.kernel.body):
+            self.schedule.run(self.steps(self.kernel.body))
+        else:
+            super().run_body()
+
+    # --- blocks ---
+
+    def block(self, block: Block, args: Sequence[Any] = ()) -> list[Any]:
+        results = super().block(block, args)
+        self.leave(block)
+        return results
+
+    def steps(self, block: Block, args: Sequence[Any] = ()) -> Steps:
+        """Run a block, as `block` does, pausing where it may have to wait."""
+        for param, arg in zip(block.params, args, strict=True):
+            self.env[param] = arg
+        for op, method in self._plan(block):
+            if method is None:
+                self.op(op)
+                continue
+            self.reach(op)
+            results = yield from method(op)
+            for value, result in zip(op.results, results or (), strict=True):
+                self.env[value] = result
+        results = [self.env[v] for v in block.yields]
+        self.leave(block)
+        return results
+
+    def _plan(self, block: Block) -> list[tuple[Op, Callable[[Op], Steps] | None]]:
+        known = self._plans.get(block)
+        if known is None:
+            known = self._plans[block] = [
+                (op, getattr(self, f"steps_{op.name}") if self.pauses.op(op) else None)
+                for op in block.ops
+            ]
+        return known
+
+    def reach(self, op: Op) -> None:
+        """Called before an op that may pause (checked mode follows)."""
+
+    def leave(self, block: Block) -> None:
+        """Called at the end of each run of a block, before its memory is gone."""
+
+    # --- control ---
+
+    def steps_for(self, op: Op) -> Steps:
+        first, limit, step, *carry = (self.env[v] for v in op.operands)
+        for i in self.numbers.counter(first, limit, step):
+            carry = yield from self.steps(op.regions[0], [i, *carry])
+        return carry
+
+    def steps_while(self, op: Op) -> Steps:
+        condition, body = op.regions
+        carry = [self.env[v] for v in op.operands]
+        while True:
+            (go_on,) = yield from self.steps(condition, carry)
+            if not self.numbers.truth(go_on):
+                return carry
+            carry = yield from self.steps(body, carry)
+
+    def steps_cond(self, op: Op) -> Steps:
+        which = self.numbers.chosen(self.env[op.operands[0]], len(op.regions))
+        return (yield from self.steps(op.regions[which]))
+
+    def steps_custom(self, op: Op) -> Steps:
+        operands = [self.env[v] for v in op.operands]
+        return (yield from self.steps(op.regions[0], operands))
+
+    # --- the grid, cores and roles ---
+
+    def steps_pipeline(self, op: Op) -> Steps:
+        programs = list(self.numbers.programs(self.grid_sizes(op)))
+        axes = core_axes(self.kernel, op)
+        if not axes:
+            yield from self._programs(op, programs)
+            return
+        cores: dict[tuple[int, ...], list[list[Array]]] = {}
+        for ids in programs:
+            cores.setdefault(tuple(int(ids[a]) for a in axes), []).append(ids)
+        group = self.schedule.fork(
+            [
+                (self.core_name(op, axes, place), self._core(op, mine))
+                for place, mine in cores.items()
+            ]
+        )
+        for number, context in enumerate(group):
+            context.core, context.memory = number, {}
+            self._give_own_memory(context)
+        self.cores = group
+        yield Join(op, group)
+
+    def _programs(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
+        for ids in programs:
+            self.before_program(op, ids)
+            refs = self.window_refs(op, ids)
+            yield from self.steps(Pipeline.of(op).body, [*ids, *refs])
+            self.after_program(op, ids)
+
+    def _core(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
+        yield from self._programs(op, programs)
+        self.leave(self.kernel.body)
+
+    def _give_own_memory(self, context: Context) -> None:
+        """What is allocated outside the grid, each core has for itself."""
+        own = context.memory
+        assert own is not None
+        for op in self.kernel.body.ops:
+            if op.name == "alloc" and op.result in context.env:
+                own[op.result] = Value(op.result.type, op.result.name)
+                self.allocate(own[op.result])
+        for value, found in context.env.items():
+            if isinstance(found, View) and found.root in own:
+                context.env[value] = replace(found, root=own[found.root])
+
+    def root_for(self, op: Op) -> Value:
+        context = self.schedule.current
+        if context is not None and context.memory is not None:
+            new = Value(op.result.type, op.result.name)
+            context.memory.setdefault(op.result, new)
+        return self.own_root(op.result)
+
+    def own_root(self, allocated: Value) -> Value:
+        """What names an allocation's memory in the context that runs."""
+        context = self.schedule.current
+        if context is None or context.memory is None:
+            return allocated
+        return context.memory.get(allocated, allocated)
+
+    def steps_roles(self, op: Op) -> Steps:
+        group = self.schedule.fork(
+            [(f"role {n}", self.steps(r)) for n, r in enumerate(op.regions)]
+        )
+        self.forked(op, group)
+        yield Join(op, group)
+        self.joined(group)
+
+    def core_name(self, op: Op, axes: Sequence[int], place: Sequence[int]) -> str:
+        return f"core {place}"
+
+    def forked(self, op: Op, roles: Sequence[Context]) -> None:
+        """Called after roles are made, before any of them runs."""
+
+    def joined(self, roles: Sequence[Context]) -> None:
+        """Called after roles have ended, in the context that started them."""
+
+    # --- what a context keeps while others run, besides its values ---
+
+    def state(self) -> Any:
+        return None
+
+    def go_to(self, context: Context) -> None:
+        self.env = context.env

@@ -1,0 +1,180 @@
+"""Contexts that run side by side, and the order in which they get their turns.
+
+A context is a region that is being run: the kernel, a core of a mesh, a role. It runs
+until it pauses: where it may have to wait, and where another context may see what it
+did. A `Schedule` then chooses who goes on. Copies in flight have turns too: they are
+moved when one comes, at any time between start and wait.
+
+Orders: "early" (copies at their start, contexts in program order), "late" (copies only
+when somebody waits for them, the last context first), or the seed of a random order.
+"""
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pallasite.errors import SpecError
+from pallasite.ir.nodes import Op, Value
+
+Order = str | int
+
+
+class Pause:
+    """Why a context stops for a moment: here, only to let others run."""
+
+    polls = False  # goes on only after those that do not ask again and again
+
+    def __init__(self, op: Op):
+        self.op = op
+
+    def ready(self) -> bool:
+        """Whether the context can go on."""
+        return True
+
+    def wanted(self) -> Sequence[Any]:
+        """The copies in flight that it may be waiting for."""
+        return ()
+
+    def text(self) -> str:
+        """What it waits for, in a report of a deadlock."""
+        return ""
+
+    def report(self) -> None:
+        """Nothing else runs: report that the wait never ends."""
+
+
+Steps = Generator[Pause, None, Any]
+
+
+@dataclass(eq=False)
+class Context:
+    """Something that runs, and where it is."""
+
+    name: str
+    steps: Steps
+    env: dict[Value, Any]
+    state: Any  # what checked mode keeps for it while others have their turns
+    siblings: list["Context"] = field(default_factory=list["Context"])
+    core: int | None = None  # its place among its siblings, for a core of a mesh
+    # The memory of a core's own allocations, by the value that names them in the IR.
+    memory: dict[Value, Value] | None = None
+    pause: Pause | None = None
+    done: bool = False
+    arrived: int = 0  # barriers reached
+    lane: int = 0  # who it is to the clocks, for a role
+    turn: int = 0  # when it ran last
+
+    @property
+    def is_able(self) -> bool:
+        return self.pause is None or self.pause.ready()
+
+
+class Join(Pause):
+    """A context waits for those that it started."""
+
+    def __init__(self, op: Op, group: Sequence[Context]):
+        super().__init__(op)
+        self.group = group
+
+    def ready(self) -> bool:
+        return all(c.done for c in self.group)
+
+
+class Schedule:
+    """All contexts of a run.
+
+    Args:
+        order: see above.
+        walker: whose `state` and `go_to` save and restore what a context needs.
+        pending: the copies that are started and not moved yet.
+        move: moves one.
+        deadlock: reports that the given contexts wait for ever; if it returns, the
+            first of them goes on regardless.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        walker: Any,
+        pending: Callable[[], Sequence[Any]],
+        move: Callable[[Any], None],
+        deadlock: Callable[[Sequence[Context]], None],
+    ):
+        if order not in ("early", "late") and type(order) is not int:
+            raise SpecError(
+                "an order of pl.Checked is 'early', 'late' or the seed of a random one",
+                [("got", repr(order))],
+            )
+        self.is_early = order == "early"
+        self.random = random.Random(order) if isinstance(order, int) else None
+        self.walker, self.pending, self.move = walker, pending, move
+        self.deadlock = deadlock
+        self.contexts: list[Context] = []
+        self.current: Context | None = None
+        self.turns = 0
+
+    def run(self, steps: Steps) -> None:
+        """Run a context, and all that it starts, to the end."""
+        walker = self.walker
+        self.contexts = [Context("the kernel", steps, walker.env, walker.state())]
+        while self.contexts:
+            self._resume(self._next())
+        self.current = None
+
+    def fork(self, parts: Sequence[tuple[str, Steps]]) -> list[Context]:
+        """New contexts, beside the current one."""
+        group: list[Context] = []
+        for name, steps in parts:
+            env, state = dict(self.walker.env), self.walker.state()
+            group.append(Context(name, steps, env, state, group))
+        if self.current is not None:
+            for context in group:
+                context.core, context.memory = self.current.core, self.current.memory
+        self.contexts += group
+        return group
+
+    def _resume(self, context: Context) -> None:
+        self.switch_to(context)
+        self.turns += 1
+        context.turn = self.turns
+        try:
+            context.pause = next(context.steps)
+        except StopIteration:
+            context.done = True
+            self.contexts.remove(context)
+
+    def switch_to(self, context: Context) -> None:
+        if context is not self.current:
+            if self.current is not None:
+                self.current.state = self.walker.state()
+            self.walker.go_to(context)
+            self.current = context
+
+    def _next(self) -> Context:
+        while True:
+            able = [c for c in self.contexts if c.is_able]
+            chosen = self._random(able) if self.random else self._in_order(able)
+            if isinstance(chosen, Context):
+                return chosen
+            if chosen is not None:
+                self.move(chosen)
+                continue
+            stuck = [c for c in self.contexts if not isinstance(c.pause, Join)]
+            self.deadlock(stuck)
+            return stuck[0]
+
+    def _random(self, able: list[Context]) -> Any:
+        assert self.random is not None
+        choices = [*able, *self.pending()]
+        return self.random.choice(choices) if choices else None
+
+    def _in_order(self, able: list[Context]) -> Any:
+        busy = [c for c in able if c.pause is None or not c.pause.polls]
+        if busy:
+            return busy[0 if self.is_early else -1]
+        for context in self.contexts:
+            wanted = context.pause.wanted() if context.pause is not None else ()
+            if wanted:
+                return wanted[0]
+        return min(able, key=lambda c: c.turn, default=None)
