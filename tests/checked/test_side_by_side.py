@@ -332,8 +332,12 @@ def test_two_cores_that_wait_for_each_other(order):
 
 
 def one_waits_alone(x_ref, o_ref, semaphore):
-    me, _ = me_and_the_other()
+    me, other = me_and_the_other()
     o_ref[me] = x_ref[me]
+
+    @pl.when(me == 0)
+    def _():
+        pl.semaphore_signal(semaphore, 1, core_index=other)
 
     @pl.when(me == 1)
     def _():

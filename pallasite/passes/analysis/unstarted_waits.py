@@ -5,36 +5,35 @@ the wait would only change a count. Waits that come too early, or too often, dep
 what runs: checked mode reports those.
 """
 
+from collections.abc import Mapping
+
 from pallasite.errors import KernelTypeError
 from pallasite.ir.nodes import Kernel, Op, Value, walk
-from pallasite.passes.analysis.carried import VIEWS
+from pallasite.passes.analysis.memory import Roots
 
-_ENDS = {"copy_start": 2, "copy_wait": 2, "sem_signal": 0, "sem_wait": 0}
+# Ops that count semaphores up and down: the position of the semaphore.
+_SIGNALS = {"copy_start": 2, "sem_signal": 0, "sem_signal_core": 0}
+_WAITS = {"copy_wait": 2, "sem_wait": 0}
 
 
 def refuse_endless_waits(kernel: Kernel) -> None:
     """Refuse a wait for a semaphore of the kernel that nothing in it counts up."""
-    roots: dict[Value, Value] = {}
-    numbers: dict[Value, int] = {}
-    counted: set[Value] = set()
-    waits: list[tuple[Op, Value]] = []
-    for op in walk(kernel.body):
-        if op.name == "constant":
-            numbers[op.result] = op.attrs["value"]
-        elif op.name == "alloc" and op.result.ref.is_semaphore:
-            roots[op.result] = op.result
-        elif op.name in VIEWS and op.operands[0] in roots:
-            roots[op.result] = roots[op.operands[0]]
-        elif op.name in _ENDS:
-            semaphores = op.operands[_ENDS[op.name] :][:1]
-            for root in (roots[s] for s in semaphores if s in roots):
-                if op.name in ("copy_start", "sem_signal"):
-                    counted.add(root)
-                elif op.name == "copy_wait" or numbers.get(op.operands[1]) != 0:
-                    waits.append((op, root))
-    for op, root in waits:
-        if root not in counted:
-            raise _refusal(kernel, op, root)
+    roots, ops = Roots(kernel), list(walk(kernel.body))
+    own = {op.result for op in ops if op.name == "alloc"}
+    zeros = {op.result for op in ops if op.name == "constant" and not op.attrs["value"]}
+    counted = {roots.of(ref) for op in ops for ref in _semaphore(op, _SIGNALS)}
+    for op in ops:
+        for ref in _semaphore(op, _WAITS):
+            root = roots.of(ref)
+            waits = op.name == "copy_wait" or op.operands[1] not in zeros
+            if waits and root in own and root not in counted:
+                raise _refusal(kernel, op, root)
+
+
+def _semaphore(op: Op, positions: Mapping[str, int]) -> tuple[Value, ...]:
+    """The semaphore of an op, if it has one: a copy may go without."""
+    place = positions.get(op.name)
+    return () if place is None else op.operands[place : place + 1]
 
 
 def _refusal(kernel: Kernel, op: Op, root: Value) -> KernelTypeError:
