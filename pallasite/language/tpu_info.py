@@ -6,12 +6,13 @@ From Google Cloud's TPU documentation and the chips' public descriptions, per co
 import enum
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from pallasite.ir import types as T
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class ChipVersion(enum.Enum):
@@ -25,6 +26,17 @@ class ChipVersion(enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+@dataclass(frozen=True)
+class SparseCoreInfo:
+    """The SparseCores of a chip, and one of their vector subcores."""
+
+    num_cores: int
+    num_subcores: int
+    num_lanes: int
+    vmem_capacity_bytes: int
+    dma_granule_size_bytes: int = 32
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class TpuInfo:
     num_lanes: int = 128
     num_sublanes: int = 8
     smem_capacity_bytes: int = _MIB
+    sparse_core: SparseCoreInfo | None = None  # None: the chip has none
 
     @property
     def is_lite(self) -> bool:
@@ -58,7 +71,7 @@ class TpuInfo:
         return self.num_sublanes * (32 // known.bits)
 
 
-def _chip(version: ChipVersion, generation: int, cores: int, **per_core: int):
+def _chip(version: ChipVersion, generation: int, cores: int, **per_core: Any):
     return version, TpuInfo(version, generation, cores, **per_core)
 
 
@@ -78,16 +91,19 @@ _CHIPS = dict(
             ChipVersion.TPU_V5P, 5, 2, mxu_column_size=128, num_mxus=4,
             vmem_capacity_bytes=64 * _MIB, hbm_capacity_bytes=int(47.5 * _GIB),
             mem_bw_bytes_per_second=int(1382e9), bf16_ops_per_second=int(229.5e12),
+            sparse_core=SparseCoreInfo(4, 16, 8, 512 * _KIB),
         ),
         _chip(
             ChipVersion.TPU_V6E, 6, 1, mxu_column_size=256, num_mxus=2,
             vmem_capacity_bytes=128 * _MIB, hbm_capacity_bytes=32 * _GIB,
             mem_bw_bytes_per_second=int(1640e9), bf16_ops_per_second=int(918e12),
+            sparse_core=SparseCoreInfo(2, 16, 8, 256 * _KIB),
         ),
         _chip(
             ChipVersion.TPU_7X, 7, 1, mxu_column_size=256, num_mxus=2,
             vmem_capacity_bytes=64 * _MIB, hbm_capacity_bytes=96 * _GIB,
             mem_bw_bytes_per_second=int(3690e9), bf16_ops_per_second=int(1153e12),
+            sparse_core=SparseCoreInfo(2, 16, 16, 512 * _KIB),
         ),
     ]
 )  # fmt: skip
