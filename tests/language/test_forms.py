@@ -95,3 +95,11 @@ def test_annotated_refs_are_the_refs(mode):
 
     got = pl.pallas_call(kernel, out_shape=S((8,), f32), interpret=mode)(X)
     np.testing.assert_array_equal(got, 2 * X)
+
+
+def test_modules_may_name_layouts_of_gpus():
+    """Tokamax does when it is imported, on any machine."""
+    from pallasite import mosaic_gpu as plgpu
+
+    assert plgpu.Layout.WGMMA is not plgpu.Layout.TCGEN05_TMEM_NATIVE
+    assert plgpu.Layout.WGMMA.reduce(0) != plgpu.Layout.WGMMA.reduce(1)
