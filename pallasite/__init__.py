@@ -27,6 +27,7 @@ from pallasite.language.helpers import strides_from_shape as strides_from_shape
 from pallasite.language.helpers import when as when
 from pallasite.language.memory_spaces import MemoryRef as MemoryRef
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
+from pallasite.language.refs import DeviceIdType as DeviceIdType
 from pallasite.language.refs import Slice as Slice
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
@@ -78,7 +79,7 @@ __getattr__ = _missing.names(
     "pallasite",
     {
         **_missing.hints(
-            "Indirect DeviceIdType select_ref lower_as_mlir "
+            "Indirect select_ref lower_as_mlir "
             "pallas_call_p pallas_export_experimental BlockDim CompilerParams",
             "not part of this release; see docs/compat.md",
         ),

@@ -1,5 +1,8 @@
 """The names of upstream's `pallas.mosaic_gpu`, as they arrive."""
 
+import enum
+from typing import Any
+
 from pallasite import missing
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.refs import atomic_add as atomic_add
@@ -16,11 +19,40 @@ SMEM = MemorySpace.SMEM
 TMEM = MemorySpace.TMEM
 REGS = MemorySpace.REGS
 
+
+class Layout(enum.Enum):
+    """Layouts of a tile across threads, for modules that name one when imported.
+
+    What takes a layout is not available here.
+    """
+
+    WGMMA = "wgmma"
+    WGMMA_8BIT = "wgmma_8bit"
+    WGMMA_TRANSPOSED = "wgmma_transposed"
+    WGMMA_UPCAST_2X = "wgmma_upcast_2x"
+    WGMMA_UPCAST_4X = "wgmma_upcast_4x"
+    WG_SPLAT = "wg_splat"
+    WG_STRIDED = "wg_strided"
+    TCGEN05 = "tcgen05"
+    TCGEN05_TRANSPOSED = "tcgen05_transposed"
+    TCGEN05_M64_COLLECTIVE = "tcgen05_m64_collective"
+    TCGEN05_M64_COLLECTIVE_NATIVE = "tcgen05_m64_collective_native"
+    TCGEN05_TMEM_NATIVE = "tcgen05_tmem_native"
+    SMEM_GMEM_COPY = "smem_gmem_copy"
+    TMA_INDICES = "tma_indices"
+    TMA_INDICES_4 = "tma_indices_4"
+    TILED = "tiled"
+
+    def reduce(self, axes: int | tuple[int, ...]) -> tuple["Layout", Any]:
+        """The layout of a tile after a reduction."""
+        return self, axes
+
+
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
         "ACC Barrier BlockSpec ClusterBarrier CompilerParams CopyPartition "
-        "InterpretGPUParams Layout LoweringSemantics Mesh NDLoopInfo OOBFillMode "
+        "InterpretGPUParams LoweringSemantics Mesh NDLoopInfo OOBFillMode "
         "PeerMemRef PipelinePipeline RefType RefUnion Replicated SemaphoreSignal "
         "SemaphoreType ShapeDtypeStruct SwizzleTransform TMEMLayout Tiling "
         "TilingTransform TraceScope Transform TryClusterCancelResult "

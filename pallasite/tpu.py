@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallasite import config, missing
 from pallasite.calls.buffered_ref import BufferedRef as BufferedRef
+from pallasite.calls.buffered_ref import BufferedRefBase as BufferedRefBase
 from pallasite.calls.buffered_ref import BufferType as BufferType
 from pallasite.calls.emit_pipeline import PipelineStep as PipelineStep
 from pallasite.calls.emit_pipeline import emit_pipeline as emit_pipeline
@@ -34,6 +35,7 @@ from pallasite.language.packing import stochastic_round as stochastic_round
 from pallasite.language.packing import unpack_elementwise as unpack_elementwise
 from pallasite.language.random_keys import sample_block as sample_block
 from pallasite.language.random_keys import to_pallas_key as to_pallas_key
+from pallasite.language.refs import DeviceIdType as DeviceIdType
 from pallasite.language.refs import async_copy as async_copy
 from pallasite.language.refs import delay as delay
 from pallasite.language.refs import load as load
@@ -45,6 +47,7 @@ from pallasite.language.refs import store as store
 from pallasite.language.refs import sync_copy as sync_copy
 from pallasite.language.specs import PrefetchScalarGridSpec as PrefetchScalarGridSpec
 from pallasite.language.tpu_info import ChipVersion as ChipVersion
+from pallasite.language.tpu_info import SparseCoreInfo as SparseCoreInfo
 from pallasite.language.tpu_info import TpuInfo as TpuInfo
 from pallasite.language.tpu_info import get_tpu_info as get_tpu_info
 from pallasite.language.tpu_info import get_tpu_info_for_chip as get_tpu_info_for_chip
@@ -59,6 +62,28 @@ HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
+
+
+class CoreType(enum.Enum):
+    """A kind of core on a TPU; kernels here run on TensorCores (`TC`)."""
+
+    TC = "tc"
+    SC_SCALAR_SUBCORE = "sc_scalar_subcore"
+    SC_VECTOR_SUBCORE = "sc_vector_subcore"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Tiling(enum.Enum):
+    """How a TPU lays out memory in tiles; results do not depend on it."""
+
+    COMPACT = "compact"
+    SPARSE_CORE = "sparse_core"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (8, 128) if self is Tiling.COMPACT else (8,)
 
 
 class GridDimensionSemantics(enum.Enum):
@@ -157,6 +182,12 @@ def bitcast(x: Any, ty: Any) -> jax.Array:
     return _bitcast_rows(x, source, T.TileType(tuple(shape), after))
 
 
+def annotate(ref: Any, **assumptions: bool) -> Any:
+    """A promise how a ref is accessed; results do not depend on it."""
+    del assumptions
+    return ref
+
+
 def touch(ref: Any) -> None:
     """A promise of a use; results do not depend on it."""
     del ref
@@ -208,15 +239,15 @@ __getattr__ = missing.names(
     "pallasite.tpu",
     {
         **missing.hints(
-            "DeviceIdType async_remote_copy make_async_remote_copy core_barrier "
+            "async_remote_copy make_async_remote_copy core_barrier "
             "get_barrier_semaphore",
             _REMOTE,
         ),
         **missing.hints(
-            "ACC BufferedRefBase CoreType LoweringException SideEffectType Tiling "
-            "annotate conv core dma_semaphore emit_pipeline_with_async_prefetch "
-            "has_memory_space join_bits matmul_acc_lhs matmul_lhs_fifo matmul_pop "
-            "matmul_pop_fifo matmul_push_rhs pack_fp6 split_bits unpack_fp6",
+            "ACC LoweringException SideEffectType conv core dma_semaphore "
+            "emit_pipeline_with_async_prefetch has_memory_space join_bits "
+            "matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo matmul_push_rhs "
+            " pack_fp6 split_bits unpack_fp6",
             _TPU_ONLY,
         ),
     },

@@ -5,7 +5,7 @@ traced, imported by `Plan.emit`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,13 +13,19 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.calls import pipeline_cores
-from pallasite.calls.buffered_ref import BufferedRef, allocations_for
+from pallasite.calls.buffered_ref import (
+    BufferedRef,
+    BufferedRefBase,
+    BufferType,
+    allocations_for,
+)
+from pallasite.calls.own_copies import Steps, run_step
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.importer import pipeline_op
 from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
-from pallasite.language.memory_spaces import MemorySpace
-from pallasite.language.refs import _picked, _ref_effects, flatten_views
+from pallasite.language.memory_spaces import MemoryRef, MemorySpace
+from pallasite.language.refs import _picked, _ref_effects, flatten_views, run_scoped
 from pallasite.language.spec_trees import is_spec
 from pallasite.language.specs import BlockSpec, Operand, as_grid, no_block_spec
 from pallasite.language.trace import (
@@ -52,7 +58,6 @@ class Plan:
     views_tree: Any
     num_view_leaves: int
     body: Traced
-    num_scratch: int
     explicit_indices: bool
     name: str
     shared: tuple[int, int | None] | None = None  # axis, and its size if known
@@ -65,9 +70,7 @@ class Plan:
         part = self._part(im, atoms)
         leaves, atoms = atoms[: self.num_view_leaves], atoms[self.num_view_leaves :]
         parts = jax.tree.unflatten(self.views_tree, leaves)
-        refs = [view(im, im.value(root), transforms) for root, transforms in parts]
-        count = len(self.bindings)
-        arrays, scratch = refs[:count], refs[count:]
+        arrays = [view(im, im.value(root), transforms) for root, transforms in parts]
         captures: list[list[Value] | None] = []
         for binding in self.bindings:
             n = len(binding.index_map.captured) if binding.index_map else 0
@@ -80,7 +83,7 @@ class Plan:
             for var, value in zip(jaxpr.constvars, captured, strict=True):
                 im.env[var] = value
             ids = list(im.grid.ids) if self.explicit_indices else []
-            im.run(pipeline_op._without_consts(jaxpr), [*ids, *blocks, *scratch])
+            im.run(pipeline_op._without_consts(jaxpr), [*ids, *blocks])
 
         pipeline_op.emit_pipeline_op(
             im,
@@ -134,7 +137,7 @@ def emit_pipeline(
         body: a function of block refs, inputs then outputs (then scratch).
         grid: iteration space; sizes may be values of the kernel.
         in_specs, out_specs: one BlockSpec per ref (pytrees that match the refs); the
-            body gets None for a ref with `pl.no_block_spec`.
+            body gets None for a ref with `pl.no_block_spec`, and where both are None.
         core_axis_name: axes of the mesh (`core_axis`: of the grid around) whose cores
             share the steps along one parallel axis.
         dimension_semantics: one per grid axis.
@@ -143,8 +146,12 @@ def emit_pipeline(
 
     Returns:
         A function of refs: `pipeline(*in_refs, *out_refs, scratches=(),
-        allocations=None)`. Memory for blocks is the compiler's business: of
-        `allocations` only the specs count, where the pipeline has none.
+        allocations=None, body_prologue=None)`. `scratches` are further arguments of
+        the body (pytrees of refs); the prologue runs before it at each step.
+        `allocations` has a BufferedRef per ref, whose specs count instead of the
+        pipeline's. A BufferedRef with methods of its own fetches and writes back its
+        blocks, and is given whatever is passed in place of its ref. Memory for the
+        other blocks is the compiler's business.
 
     Inside the body, `pl.program_id` counts this pipeline's steps.
     """
@@ -155,22 +162,36 @@ def emit_pipeline(
     core_axes = core_axis_name if core_axis is None else core_axis
 
     def run(
-        *refs: Any, scratches: Sequence[Any] = (), allocations: Any = None, **other: Any
+        *refs: Any,
+        scratches: Sequence[Any] | None = (),
+        allocations: Any = None,
+        body_prologue: Callable[[], None] | None = None,
+        **other: Any,
     ) -> None:
+        at = user_location()
         if any(value is not None for value in other.values()):
             raise UnsupportedError(
-                f"a pipeline does not take {', '.join(other)}", at=user_location()
+                f"a pipeline does not take {', '.join(other)}", at=at
             )
         specs = (_as_tuple(in_specs), _as_tuple(out_specs))
-        if not any(specs) and allocations is not None:
-            specs = _specs_of(allocations)
-        semantics = pipeline_op.semantics_of(
-            dimension_semantics, len(sizes), user_location()
-        )
+        semantics = pipeline_op.semantics_of(dimension_semantics, len(sizes), at)
         share = None
         if core_axes is not None:
-            share = pipeline_cores.share(sizes, semantics, core_axes, user_location())
-        _bind(body, sizes, specs, refs, scratches, semantics, share, _explicit_indices)
+            share = pipeline_cores.share(sizes, semantics, core_axes, at)
+        tree, given = _matched(specs, refs, allocations, name_of(body), at)
+        pipeline = _Pipeline(
+            body,
+            body_prologue,
+            sizes,
+            semantics,
+            share,
+            tree,
+            tuple(given),
+            tuple(scratches or ()),
+            _explicit_indices,
+            at,
+        )
+        pipeline.bind()
 
     return run
 
@@ -188,95 +209,209 @@ def emit_pipeline_with_allocations(
     return pipeline, make_allocations
 
 
-def _specs_of(allocations: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    given = jax.tree.leaves(allocations, is_leaf=lambda a: isinstance(a, BufferedRef))
-    inputs = tuple(a.spec for a in given if a.buffer_type.is_only_read)
-    outputs = tuple(a.spec for a in given if not a.buffer_type.is_only_read)
-    return inputs, outputs
-
-
 def _as_tuple(specs: Any) -> tuple[Any, ...]:
     return tuple(specs) if isinstance(specs, (list, tuple)) else (specs,)
 
 
-def _bind(
-    body: Callable[..., None],
-    sizes: tuple[Any, ...],
-    specs: tuple[tuple[Any, ...], tuple[Any, ...]],
-    refs: Sequence[Any],
-    scratches: Sequence[Any],
-    semantics: tuple[str, ...],
-    share: pipeline_cores.Share | None,
-    explicit_indices: bool,
-) -> None:
-    at = user_location()
-    name = name_of(body)
-    tree, leaves = _matched(specs, refs, name, at)
-    num_inputs = len(jax.tree.leaves(specs[0], is_leaf=is_spec))
-    bindings, bound = [], []
-    for n, (spec, ref) in enumerate(leaves):
-        if spec is no_block_spec:
-            continue
-        operand = _operand(ref, n, num_inputs, name, at)
-        mode = "in" if n < num_inputs else "out"
-        bindings.append(pipeline_op.bind(_windowed(spec), operand, mode, sizes, (), at))
-        bound.append(ref)
-    present = [spec is not no_block_spec for spec, _ in leaves]
-    traced = _trace_body(
-        body, tree, present, bindings, scratches, sizes, explicit_indices
-    )
-    steps, shared = sizes, None
-    if share is not None:
-        whole = sizes[share.axis]
-        shared = (share.axis, whole if isinstance(whole, int) else None)
-        steps = (*sizes[: share.axis], share.count, *sizes[share.axis + 1 :])
-    flat, views_tree = flatten_views(*bound, *scratches)
-    captured = [c for b in bindings if b.index_map for c in b.index_map.captured]
-    dynamic = [g for g in steps if not isinstance(g, int)]
-    if share is not None:
-        dynamic += [share.first]
-        dynamic += [] if isinstance(sizes[share.axis], int) else [sizes[share.axis]]
-    pipeline = Plan(
-        tuple(g if isinstance(g, int) else None for g in steps),
-        semantics,
-        tuple(bindings),
-        views_tree,
-        len(flat),
-        traced,
-        len(scratches),
-        explicit_indices,
-        name,
-        shared,
-    )
-    numbers = [jax.numpy.asarray(g, np.int32) for g in dynamic]
-    pipeline_p.bind(*numbers, *flat, *captured, *traced.captured, plan=pipeline)
+# --- the pipeline's refs, each with what says how it is cut into blocks ---
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A ref of a pipeline. Its blocks are windows of the pipeline, or move by the
+    copies of a BufferedRef, or the body gets the ref as it is."""
+
+    ref: Any
+    binding: pipeline_op.Binding | None = None
+    buffered: BufferedRefBase | None = None
 
 
 def _matched(
-    specs: tuple[tuple[Any, ...], tuple[Any, ...]], refs: Sequence[Any], name: str, at
-) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The structure of the body's arguments, and each spec with its ref."""
-    flat_specs, tree = jax.tree.flatten((*specs[0], *specs[1]), is_leaf=is_spec)
+    specs: tuple[tuple[Any, ...], tuple[Any, ...]],
+    refs: Sequence[Any],
+    allocations: Any,
+    name: str,
+    at: Any,
+) -> tuple[Any, list[tuple[Any, Any, str]]]:
+    """The structure of the body's arguments, and of each one the spec or BufferedRef,
+    the ref and which way its blocks go."""
+    if allocations is None:
+        flat, tree = jax.tree.flatten((*specs[0], *specs[1]), is_leaf=is_spec)
+        num_inputs = len(jax.tree.leaves(specs[0], is_leaf=is_spec))
+        modes = ["in" if n < num_inputs else "out" for n in range(len(flat))]
+        counts = f"{len(specs[0])} input and {len(specs[1])} output specs"
+    else:
+        given = _as_tuple(allocations)
+        is_leaf = lambda a: isinstance(a, BufferedRefBase) or a is None
+        flat, tree = jax.tree.flatten(given, is_leaf=is_leaf)
+        modes = ["out" if b is not None and b.is_output else "in" for b in flat]
+        counts = f"{len(given)} allocations"
     try:
         flat_refs = tree.flatten_up_to(tuple(refs))
     except ValueError:
         raise SpecError(
-            f"the pipeline has {len(specs[0])} input and {len(specs[1])} output specs "
-            f"for {len(refs)} refs",
-            [("body", name)],
-            at,
+            f"the pipeline has {counts} for {len(refs)} refs", [("body", name)], at
         ) from None
-    return tree, list(zip(flat_specs, flat_refs, strict=True))
+    return tree, list(zip(flat, flat_refs, modes, strict=True))
 
 
-def _operand(ref: Any, n: int, num_inputs: int, name: str, at: Any) -> Operand:
+@dataclass(frozen=True, eq=False)
+class _Pipeline:
+    """A pipeline with its refs, on the way to its primitive."""
+
+    body: Callable[..., None]
+    prologue: Callable[[], None] | None
+    grid: tuple[Any, ...]
+    semantics: tuple[str, ...]
+    share: pipeline_cores.Share | None
+    tree: Any
+    given: tuple[tuple[Any, Any, str], ...]
+    scratches: tuple[Any, ...]
+    explicit_indices: bool
+    at: Any
+
+    def bind(self) -> None:
+        num_inputs = sum(mode == "in" for _, _, mode in self.given)
+        sources = [
+            self._source(n, num_inputs, *entry) for n, entry in enumerate(self.given)
+        ]
+        own = [s for s in sources if s.buffered is not None]
+        if not own:
+            self._bind(sources, None)
+            return
+        # Memory that has not been allocated with the BufferedRef is the pipeline's.
+        memory = [None if _is_allocated(s.buffered) else s.buffered for s in own]
+
+        def with_memory(memory: list[Any], numbers_ref: Any) -> None:
+            pairs = zip(memory, own, strict=True)
+            pending = iter(s.buffered if m is None else m for m, s in pairs)
+            placed = [
+                replace(s, buffered=next(pending)) if s.buffered is not None else s
+                for s in sources
+            ]
+            self._bind(placed, numbers_ref)
+
+        run_scoped(with_memory, memory, MemorySpace.SMEM((len(own),), np.int32))
+
+    def _source(
+        self, n: int, num_inputs: int, spec: Any, ref: Any, mode: str
+    ) -> _Source:
+        """How the body's argument comes from one ref."""
+        if spec is no_block_spec or (spec is None and ref is None):
+            return _Source(None)
+        if isinstance(spec, BufferedRefBase):
+            if type(spec) is not BufferedRef or spec.is_manual:
+                return _Source(ref, buffered=spec)
+            spec = spec.spec
+        operand = _operand(ref, n, num_inputs, mode, name_of(self.body), self.at)
+        spec = _windowed(spec)
+        binding = pipeline_op.bind(spec, operand, mode, self.grid, (), self.at)
+        if _is_rectangle(ref):
+            return _Source(ref, binding)
+        if binding.window is None or spec.block_shape is None:
+            return _Source(ref)
+        kind = BufferType.INPUT if mode == "in" else BufferType.INPUT_OUTPUT
+        return _Source(ref, buffered=BufferedRef.create(spec, ref.dtype, kind, 1))
+
+    def _bind(self, sources: Sequence[_Source], numbers_ref: Any) -> None:
+        windows = [s for s in sources if s.binding is not None]
+        bindings = tuple(s.binding for s in windows if s.binding is not None)
+        traced = self._trace(sources, bindings, numbers_ref)
+        steps, shared, share = list(self.grid), None, self.share
+        dynamic: list[Any] = []
+        if share is not None:
+            whole = self.grid[share.axis]
+            shared = (share.axis, whole if isinstance(whole, int) else None)
+            steps[share.axis] = share.count
+            dynamic += [share.first]
+            dynamic += [] if isinstance(whole, int) else [whole]
+        dynamic = [g for g in steps if not isinstance(g, int)] + dynamic
+        flat, views_tree = flatten_views(*(s.ref for s in windows))
+        captured = [c for b in bindings if b.index_map for c in b.index_map.captured]
+        # What a step copies in may be what an earlier one copied out.
+        ordered = ("arbitrary",) * len(steps)
+        pipeline = Plan(
+            tuple(g if isinstance(g, int) else None for g in steps),
+            self.semantics if numbers_ref is None else ordered,
+            bindings,
+            views_tree,
+            len(flat),
+            traced,
+            self.explicit_indices,
+            name_of(self.body),
+            shared,
+        )
+        numbers = [jax.numpy.asarray(g, np.int32) for g in dynamic]
+        pipeline_p.bind(*numbers, *flat, *captured, *traced.captured, plan=pipeline)
+
+    def _trace(
+        self,
+        sources: Sequence[_Source],
+        bindings: Sequence[pipeline_op.Binding],
+        numbers_ref: Any,
+    ) -> Traced:
+        body = self.body
+        avals: list[Any] = []
+        for b in bindings:
+            space = MemorySpace.VMEM if b.space == "block" else MemorySpace(b.space)
+            avals.append(jaxcompat.abstract_ref(b.ref_shape, b.operand.dtype, space))
+        num_ids = len(self.grid) if self.explicit_indices else 0
+        ids = [jax.ShapeDtypeStruct((), np.int32)] * num_ids
+
+        def arguments(flat: Sequence[Any], own: Sequence[Any]) -> tuple[Any, ...]:
+            step = [PipelineStep(flat[:num_ids])] if self.explicit_indices else []
+            windows, moved = iter(flat[num_ids:]), iter(own)
+            blocks: list[Any] = []
+            for s in sources:
+                if s.binding is not None:
+                    blocks.append(next(windows))
+                else:
+                    blocks.append(next(moved) if s.buffered is not None else s.ref)
+            return (*step, *self.tree.unflatten(blocks), *self.scratches)
+
+        own = [(s.buffered, s.ref) for s in sources if s.buffered is not None]
+        counts = [("refs", len(sources)), ("scratches", len(self.scratches))]
+        sample = arguments([*ids, *avals], [b for b, _ in own])
+        check_signature(body, sample, {}, counts, self.at)
+
+        def call(*flat: Any) -> Any:
+            def run(blocks: Sequence[Any]) -> Any:
+                if self.prologue is not None:
+                    self.prologue()
+                return body(*arguments(flat, blocks))
+
+            if numbers_ref is None:
+                return run(())
+            return run_step(run, own, numbers_ref, self._steps())
+
+        flat_tree = jax.tree.structure((tuple(range(len(ids) + len(avals))), {}))
+        checked = storing(call, name_of(body), location_of(body))
+        return trace(checked, flat_tree, [*ids, *avals], body, grid=self.grid)
+
+    def _steps(self) -> Steps:
+        firsts: list[Any] = [0] * len(self.grid)
+        counts = list(self.grid)
+        if self.share is not None:
+            firsts[self.share.axis] = self.share.first
+            counts[self.share.axis] = self.share.count
+        return Steps(tuple(firsts), tuple(counts))
+
+
+def _is_allocated(buffered: Any) -> bool:
+    """Whether the memory of blocks is there; else they only say what they need."""
+    leaves = jax.tree.leaves(buffered, is_leaf=jaxcompat.is_ref)
+    return not any(isinstance(leaf, MemoryRef) for leaf in leaves)
+
+
+def _operand(
+    ref: Any, n: int, num_inputs: int, mode: str, name: str, at: Any
+) -> Operand:
     if not jaxcompat.is_ref(ref):
         raise KernelTypeError(
             f"operand {n} of the pipeline is not a ref", [("body", name)], at
         )
-    is_input = n < num_inputs
+    is_input = mode == "in"
     path = f"[{n if is_input else n - num_inputs}]"
-    _expect_rectangle(ref, n, name, at)
     shape, dtype = _view_type(ref)
     return Operand("in_specs" if is_input else "out_specs", path, shape, dtype)
 
@@ -291,53 +426,13 @@ def _windowed(spec: BlockSpec | None) -> BlockSpec:
     return spec
 
 
-def _expect_rectangle(ref: Any, n: int, name: str, at: Any) -> None:
+def _is_rectangle(ref: Any) -> bool:
+    """Whether blocks of a ref are rectangles of the memory under it."""
     kinds = {type(t).__name__ for t in jaxcompat.ref_and_transforms(ref)[1]}
-    kinds &= {"ReshapeTransform", "TransposeTransform", "BitcastTransform"}
-    if kinds:
-        raise UnsupportedError(
-            f"operand {n} of the pipeline is a reshaped, transposed or bitcast view",
-            [("body", name), ("view", ", ".join(sorted(kinds)))],
-            at,
-            "pass the ref, or a slice of it (.at[...]), and reshape in the body",
-        )
+    reordered = {"ReshapeTransform", "TransposeTransform", "BitcastTransform"}
+    return not kinds & reordered
 
 
 def _view_type(ref: Any) -> tuple[tuple[int, ...], Any]:
     root, transforms = jaxcompat.ref_and_transforms(ref)
     return _picked(jaxcompat.aval_of(root), transforms)
-
-
-def _trace_body(
-    body: Callable[..., None],
-    tree: Any,
-    present: Sequence[bool],
-    bindings: Sequence[pipeline_op.Binding],
-    scratches: Sequence[Any],
-    grid: tuple[Any, ...],
-    explicit_indices: bool,
-) -> Traced:
-    avals: list[Any] = []
-    for b in bindings:
-        space = MemorySpace.VMEM if b.space == "block" else MemorySpace(b.space)
-        avals.append(jaxcompat.abstract_ref(b.ref_shape, b.operand.dtype, space))
-    for scratch in scratches:
-        shape, dtype = _view_type(scratch)
-        avals.append(jaxcompat.abstract_ref(shape, dtype, MemorySpace.VMEM))
-    ids = [jax.ShapeDtypeStruct((), np.int32)] * (len(grid) if explicit_indices else 0)
-
-    def arguments(*flat: Any) -> tuple[Any, ...]:
-        step = [PipelineStep(flat[: len(ids)])] if explicit_indices else []
-        pending = iter(flat[len(ids) :])
-        blocks = tree.unflatten([next(pending) if p else None for p in present])
-        return (*step, *blocks, *pending)
-
-    counts = [("refs", len(present)), ("scratches", len(scratches))]
-    check_signature(body, arguments(*ids, *avals), {}, counts, user_location())
-
-    def call(*flat: Any) -> Any:
-        return body(*arguments(*flat))
-
-    flat_tree = jax.tree.structure((tuple(range(len(ids) + len(avals))), {}))
-    checked = storing(call, name_of(body), location_of(body))
-    return trace(checked, flat_tree, [*ids, *avals], body, grid=grid)

@@ -77,9 +77,12 @@ class Request:
     partition: Any = None
 
 
+_NOT_GIVEN: Any = object()  # None is a pytree: of no results
+
+
 def pallas_call(
     kernel: Callable[..., None],
-    out_shape: Any = None,
+    out_shape: Any = _NOT_GIVEN,
     *,
     grid_spec: GridSpec | None = None,
     grid: Any = (),
@@ -94,7 +97,7 @@ def pallas_call(
     cost_estimate: CostEstimate | None = None,
     backend: str | None = None,
     metadata: Mapping[str, str] | None = None,
-    out_type: Any = None,
+    out_type: Any = _NOT_GIVEN,
     scratch_types: Any = None,
     axis_names: tuple[str, ...] = (),
     partition: bool | str | rule.Partition | None = None,
@@ -105,7 +108,8 @@ def pallas_call(
         kernel: a function of refs: scalar-prefetch operands, inputs, outputs, scratch.
             It returns nothing; results are what it stores into the output refs.
         out_shape: shape and dtype of the result, or a pytree of them (`out_type` is
-            the newer spelling).
+            the newer spelling). Like any pytree it may be empty, for a kernel that
+            prints or checks: None gives the kernel None in place of an output ref.
         grid_spec: grid and specs in one object; excludes the next four arguments.
         grid: the iteration space; one program runs per index, as if one after another
             with the last axis fastest.
@@ -219,10 +223,10 @@ _WITHOUT_SYMBOLS = (
 
 
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
-    if (a is None) == (b is None):
-        what = "one of" if a is None else "only one of"
+    if (a is _NOT_GIVEN) == (b is _NOT_GIVEN):
+        what = "one of" if a is _NOT_GIVEN else "only one of"
         raise SpecError(f"pallas_call needs {what} {name_a} and {name_b}", at=at)
-    return b if a is None else a
+    return b if a is _NOT_GIVEN else a
 
 
 def _aliases(given: Any, at: Any) -> tuple[tuple[int, int], ...]:

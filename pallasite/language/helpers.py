@@ -65,31 +65,50 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
 
 def loop(
-    lower: Any, upper: Any, *, step: Any = 1, unroll: int | bool | None = None
-) -> Callable[[Callable[[Any], None]], None]:
+    lower: Any,
+    upper: Any,
+    *,
+    init_carry: Any = None,
+    step: Any = 1,
+    unroll: int | bool | None = None,
+) -> Callable[[Callable[..., Any]], Any]:
     """Run the decorated function for each index in `range(lower, upper, step)`.
+
+    With `init_carry` the function is called as `fn(i, carry)` and returns the next
+    carry (a pytree of values); the decorated name becomes the last one.
 
     Example:
         @pl.loop(0, 8)
         def _(i):
             o_ref[i] = x_ref[i] + 1
+
+        @pl.loop(0, 8, init_carry=0.0)
+        def total(i, so_far):
+            return so_far + x_ref[i]
     """
 
     _check_bounds(lower, upper, step)
 
-    def decorate(fn: Callable[[Any], None]) -> None:
+    def decorate(fn: Callable[..., Any]) -> Any:
+        def run(i: Any, carry: Any) -> Any:
+            if init_carry is None:
+                return fn(i)
+            return fn(i, carry)
+
         static = all(isinstance(v, (int, np.integer)) for v in (lower, upper, step))
         if static and unroll is True:
+            carry = init_carry
             for i in range(lower, upper, step):
-                fn(i)
-            return
+                carry = run(i, carry)
+            return carry
 
         @functools.wraps(fn)
-        def body(n: Any, carry: None) -> None:
-            fn(lower + n * step)
+        def body(n: Any, carry: Any) -> Any:
+            return run(lower + n * step, carry)
 
         count = cdiv(upper - lower, step)
-        lax.fori_loop(0, max(count, 0) if static else jnp.maximum(count, 0), body, None)
+        count = max(count, 0) if static else jnp.maximum(count, 0)
+        return lax.fori_loop(0, count, body, init_carry)
 
     return _Runs("loop", "i", decorate)
 

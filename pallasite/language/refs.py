@@ -5,6 +5,7 @@ are the others: program ids, masked and atomic access, async copies, semaphores,
 Each primitive stages into the kernel's jaxpr; `importer.py` gives them meaning.
 """
 
+import enum
 import functools
 import string
 from collections.abc import Callable, Sequence
@@ -483,6 +484,13 @@ def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
             async_copy(source, target, sem, add=add).wait()
 
     run_scoped(copy_each, SemaphoreType.DMA)
+
+
+class DeviceIdType(enum.Enum):
+    """How a `device_id` names a device: by mesh coordinates, or by its number."""
+
+    MESH = "mesh"
+    LOGICAL = "logical"
 
 
 def semaphore_signal(

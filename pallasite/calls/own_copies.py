@@ -1,0 +1,122 @@
+"""Pipelines some of whose blocks move by copies that are part of the kernel.
+
+Two kinds of block do: those of a BufferedRef with methods of its own, and those of a
+reshaped, transposed or bitcast ref, which are no rectangle of the memory under it. The
+pipeline's body is wrapped: before the author's body a step fetches the blocks that came
+into view, after it the step writes back those that go out of view. The copies of a step
+begin and end within it, so that steps run as if one after another whatever they touch.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallasite.calls.buffered_ref import BufferedRefBase, differ
+from pallasite.language.helpers import when
+from pallasite.language.refs import program_id
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a pipeline: the first index along each axis, and how many."""
+
+    firsts: tuple[Any, ...]
+    counts: tuple[Any, ...]
+
+    def ids(self) -> tuple[Any, ...]:
+        """The indices of the step being traced."""
+        return tuple(program_id(axis) for axis in range(len(self.counts)))
+
+    def is_first(self, ids: Sequence[Any]) -> Any:
+        return _all(i == first for i, first in zip(ids, self.firsts, strict=True))
+
+    def is_last(self, ids: Sequence[Any]) -> Any:
+        return _all(i == last for i, last in zip(ids, self._lasts(), strict=True))
+
+    def _lasts(self) -> list[Any]:
+        pairs = zip(self.firsts, self.counts, strict=True)
+        return [first + count - 1 for first, count in pairs]
+
+    def before(self, ids: Sequence[Any]) -> tuple[Any, ...]:
+        """The indices of the step before; before the first comes the last."""
+        return _moved(ids, -1, self.firsts, self._lasts())
+
+    def after(self, ids: Sequence[Any]) -> tuple[Any, ...]:
+        """The indices of the step after; after the last comes the first."""
+        return _moved(ids, 1, self._lasts(), self.firsts)
+
+
+def _moved(
+    ids: Sequence[Any], by: int, ends: Sequence[Any], begins: Sequence[Any]
+) -> tuple[Any, ...]:
+    """One step on, the last axis fastest: an axis at its end begins again."""
+    moved: list[Any] = []
+    carries: Any = True
+    for i, end, begin in zip(*map(reversed, (ids, ends, begins)), strict=True):
+        wraps = carries & (i == end)
+        moved.append(jnp.where(wraps, begin, jnp.where(carries, i + by, i)))
+        carries = wraps
+    return tuple(reversed(moved))
+
+
+def _all(conditions: Any) -> Any:
+    held: Any = jnp.bool_(True)
+    for condition in conditions:
+        held = held & condition
+    return held
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A block in one step: does it come into view here, does it go out of view?"""
+
+    buffered: BufferedRefBase
+    ref: Any
+    comes: Any
+    goes: Any
+
+
+def run_step(
+    body: Callable[[list[Any]], None],
+    blocks: Sequence[tuple[BufferedRefBase, Any]],
+    numbers_ref: Any,
+    steps: Steps,
+) -> None:
+    """Run one step of a pipeline.
+
+    Args:
+        body: called with the refs of the blocks.
+        blocks: buffered refs, each with the ref (or refs) that its methods take.
+        numbers_ref: in scalar memory, the number of each one's block.
+        steps: the pipeline's steps.
+    """
+    ids = steps.ids()
+    is_first = steps.is_first(ids)
+    held: list[_Held] = []
+    for n, (buffered, ref) in enumerate(blocks):
+        number = jnp.where(is_first, 0, numbers_ref[n])
+        comes, goes = is_first, steps.is_last(ids)
+        index = buffered.compute_index
+        if index is not None:
+            here = index(*ids)
+            comes = comes | differ(here, index(*steps.before(ids)))
+            goes = goes | differ(here, index(*steps.after(ids)))
+        numbers_ref[n] = number + goes.astype(jnp.int32)
+        here = buffered.at_block(number.astype(jnp.uint32))
+        held.append(_Held(here.bind_existing_ref(ref, ids), ref, comes, goes))
+    _move(held, "copy_in", "wait_in", ids)
+    body([h.buffered.current_ref for h in held])
+    _move(held, "copy_out", "wait_out", ids)
+
+
+def _move(held: Sequence[_Held], copy: str, wait: str, ids: tuple[Any, ...]) -> None:
+    """Begin all copies of one direction, then wait for each."""
+    comes = copy == "copy_in"
+    for action in (copy, wait):
+        for h in held:
+            if h.buffered.is_input if comes else h.buffered.is_output:
+                call = functools.partial(getattr(h.buffered, action), h.ref, ids)
+                when(h.comes if comes else h.goes)(call)
