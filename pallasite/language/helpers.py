@@ -17,11 +17,11 @@ from pallasite.language.trace import user_location
 class _Runs:
     """A decorator that runs the function it decorates; other uses of it say so."""
 
-    def __init__(self, name: str, parameters: str, run: Callable[..., None]):
+    def __init__(self, name: str, parameters: str, run: Callable[..., Any]):
         self.name, self.parameters, self.run = name, parameters, run
 
-    def __call__(self, fn: Callable[..., None]) -> None:
-        self.run(fn)
+    def __call__(self, fn: Callable[..., Any]) -> Any:
+        return self.run(fn)
 
     def _misused(self, *args: Any) -> NoReturn:
         raise KernelTypeError(
