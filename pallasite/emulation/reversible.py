@@ -223,6 +223,8 @@ def _carried_counters(loop: Loop, trips: int, facts: Facts) -> None:
         adds = makers.get(after)
         if adds is None or adds.name != "add" or adds.operands[0] is not param:
             continue
+        if param.tile.dtype.is_float:
+            continue
         step, start = facts.of(adds.operands[1]).number, facts.of(initial)
         if step is not None and 0 <= step * trips <= _MOST_TRIPS:
             last = start.high + step * max(0, trips - 1)

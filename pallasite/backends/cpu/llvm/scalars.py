@@ -24,7 +24,7 @@ class Spelling(NamedTuple):
     memory: str
 
 
-_SPELLINGS = {
+SPELLINGS = {
     "bool": Spelling("i1", "i8"),
     **{f"{s}{n}": Spelling(f"i{n}", "i8") for s in "iu" for n in (2, 4)},
     **{f"{s}{n}": Spelling(f"i{n}", f"i{n}") for s in "iu" for n in (8, 16, 32, 64)},
@@ -38,11 +38,11 @@ _SPELLINGS = {
 
 def spelling(dtype: DType) -> Spelling:
     try:
-        return _SPELLINGS[dtype.name]
+        return SPELLINGS[dtype.name]
     except KeyError:
         raise UnsupportedError(
             f"backend 'cpu' has no element type {dtype}",
-            [("has", ", ".join(_SPELLINGS))],
+            [("has", ", ".join(SPELLINGS))],
             fix="cast to one of these before the call, or use interpret=True",
         ) from None
 
