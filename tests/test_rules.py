@@ -40,28 +40,6 @@ LAYERS: list[set[str]] = [
 # Circles between modules that are meant, with the reason.
 CIRCLES = [
     {"ir.nodes", "ir.parse", "ir.text"},  # a kernel's text is one of its properties
-    # The walk over blocks and the rules it calls.
-    {
-        "backends.cpu.emit",
-        "backends.cpu.call.handler",
-        "backends.cpu.call.parallel_units",
-        "backends.cpu.dot.dot",
-        "backends.cpu.dot.pack_once",
-        *(
-            f"backends.cpu.ops.{family}"
-            for family in [
-                "control",
-                "debugging",
-                "gathers",
-                "memory",
-                "pipeline",
-                "reductions",
-                "shapes",
-                "sorting",
-                "top_k",
-            ]
-        ),
-    },
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # The public names: they may import anything. Only kernels and tune may import them.

@@ -2,28 +2,23 @@
 
 The pass `share_programs` looks at the kernel's own pipeline: its parallel axes,
 flattened, number the *units*; the sequential axes loop inside a unit. It notes its
-decision on the pipeline (`cpu.units=(0, 1)`), `Sharing.of` reads it. `each_program`
-writes those loops. `threads.py` hands units to threads; without a Sharing the grid is
+decision on the pipeline (`cpu.units=(0, 1)`), `Sharing.of` reads it. `ops/programs.py`
+writes the loops, `threads.py` hands units to threads; without a Sharing the grid is
 plain loops.
 """
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from pallasite import target
-from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
+from pallasite.backends.cpu.llvm.writer import Val
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 NS_PER_PROGRAM = 10.0  # to begin one
 UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
@@ -183,48 +178,3 @@ class Share:
     sharing: Sharing
     first: Val
     last: Val
-
-
-def grid_sizes(e: "Emitter", op: Op) -> list[Val]:
-    """The size of each axis of a pipeline's grid."""
-    sizes = Pipeline.of(op).sizes
-    return [integer(n) if isinstance(n, int) else e.index(n) for n in sizes]
-
-
-@contextmanager
-def each_program(e: "Emitter", op: Op, grid: Sequence[Val]) -> Iterator[Sequence[Val]]:
-    """The loops over a grid; gives the position along each axis."""
-    share = e.share
-    if share is None or share.sharing.op is not op:
-        with e.f.nest(grid) as positions:
-            yield positions
-        return
-    f, sharing = e.f, share.sharing
-    with f.loop(f.sub(share.last, share.first)) as loop:
-        rest = f.add(share.first, loop.index)
-        found: dict[int, Val] = {}
-        for axis in reversed(sharing.parallel[1:]):
-            found[axis] = f.binary("urem", rest, grid[axis])
-            rest = f.binary("udiv", rest, grid[axis])
-        found[sharing.parallel[0]] = rest
-        with f.nest([grid[a] for a in sharing.sequential]) as inner:
-            found.update(zip(sharing.sequential, inner, strict=True))
-            yield [found[axis] for axis in range(len(grid))]
-
-
-def count_units(e: "Emitter", sharing: Sharing) -> tuple[Val, Val]:
-    """The number of units, from the grid sizes that the kernel's operands hold.
-
-    And whether they may run at once: no axis is larger than it may be for that.
-    """
-    f, grid = e.f, grid_sizes(e, sharing.op)
-    total, at_once = integer(1), TRUE
-    for axis, most_steps in zip(sharing.parallel, sharing.most, strict=True):
-        size = f.greatest(grid[axis], integer(0))
-        if most_steps is not None:
-            fits = f.compare("icmp sle", size, integer(most_steps))
-            at_once = f.both(at_once, fits)
-        # More than this never end; the product must not wrap around.
-        most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
-        total = f.mul(f.least(total, most), size)
-    return total, at_once

@@ -8,7 +8,7 @@ that a product may be added to in place.
 from collections.abc import Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pallasite.backends.cpu.dot.cache_blocks import Ahead, Plan, emit_product
 from pallasite.backends.cpu.dot.choose_scheme import (
@@ -19,7 +19,9 @@ from pallasite.backends.cpu.dot.choose_scheme import (
     sizes_of,
 )
 from pallasite.backends.cpu.dot.fusion import running_dtype
+from pallasite.backends.cpu.dot.packed_boxes import find_packed
 from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand, Sizes, Sums
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.ops import memory
@@ -29,13 +31,10 @@ from pallasite.ir.nodes import Access, Op, Value
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
-
 Packed = tuple[Ahead | None, Ahead | None]  # of rows and columns
 
 
-def emit_dot(e: "Emitter", op: Op) -> None:
+def emit_dot(e: Emitter, op: Op) -> None:
     """A dot into a buffer of its own, which may start with an addend."""
     if "store" in op.attrs:
         _emit_dot_store(e, op)
@@ -58,7 +57,7 @@ def emit_dot(e: "Emitter", op: Op) -> None:
     e.define_lazy(op, cast)
 
 
-def _emit_dot_store(e: "Emitter", op: Op) -> None:
+def _emit_dot_store(e: Emitter, op: Op) -> None:
     """A dot added to a tile in the ref where the sum is to be stored."""
     dot, store = op.attrs["dot"], op.attrs["store"]
     lhs, rhs = (e.as_tile(side.value) for side in Dot.of(dot).sides)
@@ -91,7 +90,7 @@ def _emit_dot_store(e: "Emitter", op: Op) -> None:
         memory.store_each(e, ref, access, dense)
 
 
-def _apart(e: "Emitter", tile: Tile, root: Root) -> Tile:
+def _apart(e: Emitter, tile: Tile, root: Root) -> Tile:
     """The tile in memory that a write to `root` leaves alone."""
     if root not in tile.reads():
         return tile
@@ -108,7 +107,7 @@ class Start(NamedTuple):
     factors: Tile | None = None
 
 
-def _start(e: "Emitter", addend: Tile, scaled: Sequence[Value], sums: Buffer) -> Start:
+def _start(e: Emitter, addend: Tile, scaled: Sequence[Value], sums: Buffer) -> Start:
     """`scaled`: a tile and factors whose product is the addend, if that is known."""
     if not scaled:
         return Start(addend)
@@ -120,7 +119,7 @@ def _start(e: "Emitter", addend: Tile, scaled: Sequence[Value], sums: Buffer) ->
 
 
 def _accumulate(
-    e: "Emitter",
+    e: Emitter,
     op: Op,
     lhs: Tile,
     rhs: Tile,
@@ -157,12 +156,12 @@ def _accumulate(
     _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, start)
 
 
-def _ahead(e: "Emitter", value: Value, groups: Groups, tile: Tile) -> Ahead:
-    return partial(e.ahead.find, e, value, groups, tile)
+def _ahead(e: Emitter, value: Value, groups: Groups, tile: Tile) -> Ahead:
+    return partial(find_packed, e, value, groups, tile)
 
 
 def _blocked(
-    e: "Emitter",
+    e: Emitter,
     sizes: Sizes,
     lhs: Operand,
     rhs: Operand,
@@ -211,7 +210,7 @@ def _blocked(
         )
 
 
-def _factors(e: "Emitter", plan: Plan, start: Start) -> Val | None:
+def _factors(e: Emitter, plan: Plan, start: Start) -> Val | None:
     """Where the factors of the rows lie, if the product is to apply them itself."""
     once = plan.sizes.batch == plan.depth.count == 1
     if start.factors is None or not plan.scheme.can_scale or not once:
@@ -223,7 +222,7 @@ def _factors(e: "Emitter", plan: Plan, start: Start) -> Val | None:
 
 
 def _begin(
-    e: "Emitter",
+    e: Emitter,
     addend: Tile,
     sums: Sums,
     batch: Val,
@@ -238,7 +237,7 @@ def _begin(
 
 
 def _add_into(
-    e: "Emitter",
+    e: Emitter,
     target: Buffer,
     source: Buffer,
     sizes: Sizes,
@@ -270,12 +269,12 @@ def _runs_along(tile: Tile, dims: Sequence[int]) -> bool:
     return tile.buffer.strides[dims[-1]].constant == 1
 
 
-def _operand(e: "Emitter", tile: Tile) -> Operand:
+def _operand(e: Emitter, tile: Tile) -> Operand:
     buffer = tile.buffer or e.force(tile)
     return Operand(tile.dtype, buffer.pointer, *buffer.strides)
 
 
-def _canonical(e: "Emitter", tile: Tile, groups: Groups, in_rows: bool) -> Tile:
+def _canonical(e: Emitter, tile: Tile, groups: Groups, in_rows: bool) -> Tile:
     """The tile with three dimensions, one per group, ready to be read many times.
 
     `in_rows`: the last dimension must be the one that is contiguous in memory.

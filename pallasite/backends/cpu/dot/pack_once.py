@@ -1,21 +1,18 @@
-"""Operands of dot that are packed once per call, by whoever needs them first.
+"""Which operands of dots are packed once per call, by whoever needs them first.
 
 A block that is multiplied at several steps of a grid, or in several rounds of a loop,
 would be packed again each time. `find_packed_once` looks for boxes of the kernel's
 inputs, cut evenly, that dots read more than once; their packed form has a place in
-memory that all threads share. `PackedOnce.find` writes what a dot does: it looks
-whether its box has been packed and packs it if not, together with other threads that
-wait for it. So a box is in the caches when it is used, and nobody waits for what is not
-needed yet. Boxes of any other form are packed where they are used.
+memory that all threads share. `packed_boxes.py` writes the code. Boxes of any other
+form are packed where they are used.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from pallasite.backends.cpu.call import threads
-from pallasite.backends.cpu.dot.cache_blocks import Layout, Parts, Plan, emit_packing
+from pallasite.backends.cpu.dot.cache_blocks import Layout, Parts, Plan
 from pallasite.backends.cpu.dot.choose_scheme import (
     Groups,
     groups_of,
@@ -25,18 +22,14 @@ from pallasite.backends.cpu.dot.choose_scheme import (
 )
 from pallasite.backends.cpu.dot.fusion import running_dtype
 from pallasite.backends.cpu.dot.packing import direction
-from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand
+from pallasite.backends.cpu.dot.scheme import MemoryLayout
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
-from pallasite.backends.cpu.tiles.tiles import Tile
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import Roots
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 USES = 2  # on average, of a packed box, from which keeping it pays
 MOST_BYTES = 64 << 20  # in all, which stays with the process (`kept_memory.py`)
@@ -157,36 +150,6 @@ class PackedOnce:
     @property
     def bytes(self) -> int:
         return self.counter_bytes + sum(each.bytes for each in self.boxes)
-
-    def find(
-        self, e: "Emitter", value: Value, groups: Groups, tile: Tile, layout: Layout
-    ) -> Val | None:
-        """Where the box that a dot reads lies packed, once it is; None if it is not."""
-        number = self.roles.get(Role(value, groups, layout))
-        if number is None or tile.buffer is None:
-            return None
-        f, each = e.f, self.boxes[number]
-        array = e.ref(each.cut.array)
-        # A copy of a window has its array's root, too, but never comes here: `_open`
-        # takes only windows that are views of their array at every step.
-        if tile.buffer.root is not array.root:
-            return None
-        assert array.buffer is not None, "an operand of the kernel"
-        begin, here = (
-            f.convert("ptrtoint", b.pointer, "i64") for b in (array.buffer, tile.buffer)
-        )
-        size = integer(array.dtype.bytes)
-        box = each.cut.number(f, f.binary("udiv", f.sub(here, begin), size))
-        at = f.add(integer(each.counters_at), f.mul(box, integer(COUNTERS_BYTES)))
-        counters = f.element(e.shared, "i8", at)
-        at = f.add(integer(each.packed_at), f.mul(box, integer(layout.bytes)))
-        packed = f.element(e.shared, "i8", at)
-        done = f.element(counters, "i8", integer(DONE))
-        count = f.value("i64", f"load atomic i64, {done} acquire, align 8")
-        with f.when(f.compare("icmp ult", count, integer(each.parts.count))):
-            name = _packer(f.module, each, number)
-            f.call_defined(name, tile.buffer.pointer, packed, counters)
-        return packed
 
 
 # --- what to keep packed ---
@@ -320,43 +283,3 @@ def _boxes(use: _Use) -> Boxes | None:
         return None
     plan = Plan.of(scheme, sizes)
     return Boxes(use.cut, groups, plan.layout(is_rows), plan)
-
-
-# --- packing it ---
-
-
-def _packer(module: Module, boxes: Boxes, number: int) -> str:
-    """The name of a function that packs a box: source, target, counters.
-
-    Threads that want the same box take its parts in turn; each comes back when all are
-    done.
-    """
-    name = f"pack_box_{number}"
-    if module.defines(name):
-        return name
-    params = [("ptr", "source"), ("ptr", "target"), ("ptr", "counters")]
-    attributes = "noinline cold nounwind"
-    f = Function(module, name, params, linkage="internal", attributes=attributes)
-    source, target, counters = f.params
-    parts = boxes.parts
-    count = integer(parts.count)
-    done = f.element(counters, "i8", integer(DONE))
-    claim, pack, leave = f.labels("claim", "pack", "leave")
-    f.branch(claim)
-    f.label(claim)
-    part = f.value("i64", f"atomicrmw add {counters}, i64 1 monotonic")
-    f.branch_if(f.compare("icmp ult", part, count), pack, leave)
-    f.label(pack)
-    operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
-    emit_packing(f, boxes.plan, operand, parts, part, target)
-    if parts.count == 1:
-        # A plain store, unlike an atomic addition, need not wait for those before it.
-        f.line(f"store atomic i64 1, {done} release, align 8")
-        f.line("ret void")
-    else:
-        f.value("i64", f"atomicrmw add {done}, i64 1 release")
-        f.branch(claim)
-    f.label(leave)
-    threads.wait_for(f, done, count)
-    f.line("ret void")
-    return name

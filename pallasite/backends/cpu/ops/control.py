@@ -6,8 +6,8 @@ where it is computed if nothing reads the old value any more.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter, Meaning
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import Val, integer
 from pallasite.backends.cpu.tiles.tiles import Buffer, Root, Tile
@@ -16,11 +16,8 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I64, RefType
 
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter, Meaning
 
-
-def emit_for(e: "Emitter", op: Op) -> None:
+def emit_for(e: Emitter, op: Op) -> None:
     a = Loop.of(op)
     f, dtype, body = e.f, a.first.tile.dtype, a.body
     count = _trip_count(e, *map(e.index, a.bounds))
@@ -36,14 +33,14 @@ def emit_for(e: "Emitter", op: Op) -> None:
     _define_results(e, op, places, loop.carries)
 
 
-def _number(e: "Emitter", start: Val, index: Val, stride: Val) -> Val:
+def _number(e: Emitter, start: Val, index: Val, stride: Val) -> Val:
     if stride.constant == 1:
         return e.f.add(start, index)
     # From far below zero to far above, the product alone may wrap.
     return e.f.binary("add", start, e.f.binary("mul", index, stride))
 
 
-def _trip_count(e: "Emitter", first: Val, limit: Val, step: Val) -> Val:
+def _trip_count(e: Emitter, first: Val, limit: Val, step: Val) -> Val:
     """How often a loop runs; a step of zero counts as no loop at all."""
     f = e.f
     known = [n for v in (first, limit, step) if (n := v.constant) is not None]
@@ -65,7 +62,7 @@ def _trip_count(e: "Emitter", first: Val, limit: Val, step: Val) -> Val:
     return f.select(f.both(some, moving), rounds, integer(0))
 
 
-def emit_while(e: "Emitter", op: Op) -> None:
+def emit_while(e: Emitter, op: Op) -> None:
     loop = While.of(op)
     f, carries, condition, body = e.f, loop.inits, loop.condition, loop.body
     places = _carry_places(e, op, carries)
@@ -91,7 +88,7 @@ def emit_while(e: "Emitter", op: Op) -> None:
     _define_results(e, op, places, carried)
 
 
-def emit_cond(e: "Emitter", op: Op) -> None:
+def emit_cond(e: Emitter, op: Op) -> None:
     f, branches = e.f, Cond.of(op).branches
     which = e.scalar(Cond.of(op).which)
     clamped = f.clamp(which, integer(0, "i32"), integer(len(branches) - 1, "i32"))
@@ -127,11 +124,11 @@ def emit_cond(e: "Emitter", op: Op) -> None:
 # --- carried values ---
 
 
-def _scalars(e: "Emitter", values: Sequence[Value]) -> list[Val]:
+def _scalars(e: Emitter, values: Sequence[Value]) -> list[Val]:
     return [e.scalar(v) for v in values if not v.is_ref and not v.tile.rank]
 
 
-def _carry_places(e: "Emitter", op: Op, carries: Sequence[Value]) -> list[Tile | None]:
+def _carry_places(e: Emitter, op: Op, carries: Sequence[Value]) -> list[Tile | None]:
     """A buffer per carried tile, holding its first value; None for scalars."""
     places: list[Tile | None] = []
     for value, result in zip(carries, op.results, strict=True):
@@ -149,7 +146,7 @@ def _carry_places(e: "Emitter", op: Op, carries: Sequence[Value]) -> list[Tile |
 
 
 def _offer_places(
-    e: "Emitter",
+    e: Emitter,
     params: Sequence[Value],
     yields: Sequence[Value],
     places: Sequence[Tile | None],
@@ -160,13 +157,13 @@ def _offer_places(
             e.offered[value] = (param, place.buffer)
 
 
-def _merge(places: list[Tile | None], registers: Sequence[Val]) -> list["Meaning"]:
+def _merge(places: list[Tile | None], registers: Sequence[Val]) -> list[Meaning]:
     pending = iter(registers)
     return [next(pending) if place is None else place for place in places]
 
 
 def _store_carries(
-    e: "Emitter", places: list[Tile | None], yields: Sequence["Meaning"]
+    e: Emitter, places: list[Tile | None], yields: Sequence[Meaning]
 ) -> None:
     """Store what the body yields as if all at once.
 
@@ -193,7 +190,7 @@ def _store_carries(
 
 
 def _define_results(
-    e: "Emitter", op: Op, places: list[Tile | None], registers: Sequence[Val]
+    e: Emitter, op: Op, places: list[Tile | None], registers: Sequence[Val]
 ) -> None:
     for result, meaning in zip(op.results, _merge(places, registers), strict=True):
         e.define(result, meaning)

@@ -8,22 +8,20 @@ its message.
 import ctypes
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm.writer import integer
 from pallasite.backends.cpu.tiles.tiles import Ref
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import DTYPES, I64
 
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
-
 PRINT = "pallasite_print"
 
 
-def emit_debug_check(e: "Emitter", op: Op) -> None:
+def emit_debug_check(e: Emitter, op: Op) -> None:
     f = e.f
     good, bad = f.labels("good", "bad")
     where = f" at {op.loc}" if op.loc else ""
@@ -36,7 +34,7 @@ def emit_debug_check(e: "Emitter", op: Op) -> None:
     f.label(good)
 
 
-def emit_debug_print(e: "Emitter", op: Op) -> None:
+def emit_debug_print(e: Emitter, op: Op) -> None:
     """Store the values without gaps and hand over their addresses."""
     f = e.f
     table = e.temporary((len(op.operands),), I64)

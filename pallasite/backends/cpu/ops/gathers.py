@@ -7,17 +7,14 @@ lies inside; with mode "fill" slices that do not are filled, or dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
 from pallasite.backends.cpu.ops import arithmetic
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.tiles import Indices, Tile
 from pallasite.ir.nodes import Op, Value
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 # Where in the operand an element is, and whether its slice was inside.
 Place = Callable[[Indices], tuple[list[Val], Val]]
@@ -35,7 +32,7 @@ class Slices:
     operand_batch: tuple[int, ...]
     index_batch: tuple[int, ...]
 
-    def places(self, e: "Emitter", indices: Value) -> Place:
+    def places(self, e: Emitter, indices: Value) -> Place:
         f = e.f
         vectors = e.stored(e.as_tile(indices))
         rows = [d for d in range(len(self.shape)) if d not in self.left_out]
@@ -58,7 +55,7 @@ class Slices:
         return place
 
 
-def emit_gather(e: "Emitter", op: Op) -> None:
+def emit_gather(e: Emitter, op: Op) -> None:
     operand, indices = op.operands
     type, attrs = op.result.tile, op.attrs
     fill = scalars.constant(attrs["fill_value"] or 0, type.dtype)
@@ -86,7 +83,7 @@ def emit_gather(e: "Emitter", op: Op) -> None:
     e.define_lazy(op, tiles.formula(type.shape, type.dtype, element, operands))
 
 
-def emit_scatter(e: "Emitter", op: Op) -> None:
+def emit_scatter(e: Emitter, op: Op) -> None:
     operand, indices, updates = op.operands
     type, attrs = op.result.tile, op.attrs
     buffer = e.result_buffer(op)

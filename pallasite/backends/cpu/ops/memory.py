@@ -6,8 +6,8 @@ gathered and masked elements are clamped when read and dropped when written.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import atomics, scalars
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
 from pallasite.backends.cpu.ops import arithmetic
@@ -15,9 +15,6 @@ from pallasite.backends.cpu.tiles import reinterpret, tiles
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Tile
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import RefType
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 # Where in the ref an element is, and whether it is one the access may touch.
 Place = Callable[[Indices], tuple[list[Val], Val]]
@@ -29,7 +26,7 @@ def _is_plain(access: Access) -> bool:
     return access.mask is None and not gathers
 
 
-def _start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val:
+def _start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
     """Where a box begins along one dimension, moved so that it lies inside."""
     if operand is None:
         return integer(entry.start or 0)
@@ -37,7 +34,7 @@ def _start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val
     return e.f.clamp(e.index(operand), integer(0), integer(max(n - extent, 0)))
 
 
-def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
+def box(e: Emitter, ref: Ref, access: Access) -> Buffer:
     """The part of a ref's memory that a plain access picks."""
     assert ref.buffer is not None, "whose elements are reached one by one"
     starts, strides = [], []
@@ -54,7 +51,7 @@ def box(e: "Emitter", ref: Ref, access: Access) -> Buffer:
     return Buffer(pointer, tuple(strides), ref.buffer.root)
 
 
-def picked(e: "Emitter", ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
+def picked(e: Emitter, ref: Ref, access: Access, shape: Sequence[int]) -> Tile:
     """What a plain access picks: a view of memory, where a view can say so."""
     if ref.buffer is not None:
         return Tile(tuple(shape), ref.dtype, box(e, ref, access))
@@ -65,7 +62,7 @@ def picked(e: "Emitter", ref: Ref, access: Access, shape: Sequence[int]) -> Tile
     return tiles.formula(shape, ref.dtype, element, [ref.tile])
 
 
-def places(e: "Emitter", ref: Ref, access: Access) -> Place:
+def places(e: Emitter, ref: Ref, access: Access) -> Place:
     """Element by element addressing, for all but boxes of plain memory."""
     f = e.f
     entries = access.split_index()
@@ -98,7 +95,7 @@ def places(e: "Emitter", ref: Ref, access: Access) -> Place:
     return place
 
 
-def _masked_start(e: "Emitter", entry: At | Span, operand: Value | None, n: int) -> Val:
+def _masked_start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
     """Where a masked box begins: as far outside as makes a difference."""
     if operand is None:
         return integer(entry.start or 0)
@@ -106,7 +103,7 @@ def _masked_start(e: "Emitter", entry: At | Span, operand: Value | None, n: int)
     return e.f.clamp(e.index(operand), integer(-extent), integer(n))
 
 
-def emit_load(e: "Emitter", op: Op) -> None:
+def emit_load(e: Emitter, op: Op) -> None:
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
     if _is_plain(access):
@@ -132,7 +129,7 @@ def emit_load(e: "Emitter", op: Op) -> None:
     e.define_lazy(op, tiles.formula(type.shape, type.dtype, element, operands))
 
 
-def _settle_indices(e: "Emitter", access: Access) -> None:
+def _settle_indices(e: Emitter, access: Access) -> None:
     """Index tiles are read once per element of the spans: store them first.
 
     Not those of a block outside, of which nobody would find the copy again.
@@ -142,7 +139,7 @@ def _settle_indices(e: "Emitter", access: Access) -> None:
             e.stored(tile)
 
 
-def emit_store(e: "Emitter", op: Op) -> None:
+def emit_store(e: Emitter, op: Op) -> None:
     access = Access.of(op)
     ref, value = e.ref(access.ref), access.value
     assert value is not None
@@ -154,7 +151,7 @@ def emit_store(e: "Emitter", op: Op) -> None:
     store_each(e, ref, access, e.as_tile(value))
 
 
-def store_each(e: "Emitter", ref: Ref, access: Access, tile: Tile) -> None:
+def store_each(e: Emitter, ref: Ref, access: Access, tile: Tile) -> None:
     """Store a tile, which does not come from the ref's memory, element by element."""
     if 0 in ref.shape:
         return
@@ -167,14 +164,14 @@ def store_each(e: "Emitter", ref: Ref, access: Access, tile: Tile) -> None:
             ref.write(e.f, where, number)
 
 
-def store_tile(e: "Emitter", target: Buffer, tile: Tile) -> None:
+def store_tile(e: Emitter, target: Buffer, tile: Tile) -> None:
     """Store a tile, through a copy where elements would be read after their change."""
     if not tile.may_overwrite(target):
         tile = Tile(tile.shape, tile.dtype, e.force(tile))
     e.fill(target, tile)
 
 
-def _settle(e: "Emitter", op: Op, root: Root) -> None:
+def _settle(e: Emitter, op: Op, root: Root) -> None:
     """Evaluate operands that come from the memory about to change, or are joined."""
     _settle_indices(e, Access.of(op))
     for tile in e.tiles_of(op.operands[1:]):
@@ -182,13 +179,13 @@ def _settle(e: "Emitter", op: Op, root: Root) -> None:
             e.force(tile)
 
 
-def _allowed(e: "Emitter", access: Access, indices: Indices, inside: Val) -> Val:
+def _allowed(e: Emitter, access: Access, indices: Indices, inside: Val) -> Val:
     if access.mask is None:
         return inside
     return e.f.both(e.element(access.mask)(indices), inside)
 
 
-def emit_atomic(e: "Emitter", op: Op) -> None:
+def emit_atomic(e: Emitter, op: Op) -> None:
     """Read, combine, write, element by element; at once if other threads may, too."""
     access, type = Access.of(op), op.result.tile
     ref = e.ref(access.ref)
@@ -220,7 +217,7 @@ def emit_atomic(e: "Emitter", op: Op) -> None:
 
 
 def _updated(
-    e: "Emitter", op: Op, access: Access, old: Val, indices: Indices
+    e: Emitter, op: Op, access: Access, old: Val, indices: Indices
 ) -> tuple[Val, Val]:
     """What an atomic writes, and whether it does."""
     assert access.value is not None
@@ -238,7 +235,7 @@ def _updated(
 # --- views and scratch ---
 
 
-def emit_subview(e: "Emitter", op: Op) -> None:
+def emit_subview(e: Emitter, op: Op) -> None:
     access = Access.of(op)
     ref, shape = e.ref(access.ref), op.result.ref.shape
     if ref.buffer is not None:
@@ -248,7 +245,7 @@ def emit_subview(e: "Emitter", op: Op) -> None:
     e.define(op.result, ref.moved(e.f, shape, lambda indices: place(indices)[0]))
 
 
-def emit_transpose_view(e: "Emitter", op: Op) -> None:
+def emit_transpose_view(e: Emitter, op: Op) -> None:
     ref, perm, shape = e.ref(op.operands[0]), op.attrs["perm"], op.result.ref.shape
     if ref.buffer is None:
         order = [perm.index(d) for d in range(len(perm))]
@@ -260,7 +257,7 @@ def emit_transpose_view(e: "Emitter", op: Op) -> None:
     e.define(op.result, Ref(shape, ref.dtype, buffer))
 
 
-def emit_reshape_view(e: "Emitter", op: Op) -> None:
+def emit_reshape_view(e: Emitter, op: Op) -> None:
     ref, shape = e.ref(op.operands[0]), op.result.ref.shape
     tile = tiles.reshape(e.f, ref.tile, shape)
     if tile.buffer is not None:
@@ -270,7 +267,7 @@ def emit_reshape_view(e: "Emitter", op: Op) -> None:
     e.define(op.result, ref.moved(e.f, shape, regroup))
 
 
-def emit_bitcast_view(e: "Emitter", op: Op) -> None:
+def emit_bitcast_view(e: Emitter, op: Op) -> None:
     ref, type = e.ref(op.operands[0]), op.result.ref
     same_width = ref.dtype.bits == type.dtype.bits
     source = ref.source
@@ -279,7 +276,7 @@ def emit_bitcast_view(e: "Emitter", op: Op) -> None:
     e.define(op.result, Ref(type.shape, type.dtype, source))
 
 
-def emit_alloc(e: "Emitter", op: Op) -> None:
+def emit_alloc(e: Emitter, op: Op) -> None:
     type: RefType = op.result.ref
     memory = e.temporary(type.shape, type.dtype, e.scope.end)
     root = Root(f"alloc {op.result.name}")
@@ -293,7 +290,7 @@ def emit_alloc(e: "Emitter", op: Op) -> None:
 # --- copies, semaphores ---
 
 
-def emit_copy_start(e: "Emitter", op: Op) -> None:
+def emit_copy_start(e: Emitter, op: Op) -> None:
     """A copy is done when it is started; its semaphore counts the copies."""
     source, target = (e.ref(v) for v in op.operands[:2])
     e.before_write(target.root, e.scope.position + 1)
@@ -302,7 +299,7 @@ def emit_copy_start(e: "Emitter", op: Op) -> None:
         _count(e, e.ref(semaphore), "add", integer(1, "i32"))
 
 
-def _copy(e: "Emitter", source: Ref, target: Ref) -> None:
+def _copy(e: Emitter, source: Ref, target: Ref) -> None:
     if target.buffer is not None:
         store_tile(e, target.buffer, source.tile)
         return
@@ -313,21 +310,21 @@ def _copy(e: "Emitter", source: Ref, target: Ref) -> None:
         target.write(e.f, indices, tile.at(e.f, indices))
 
 
-def emit_copy_wait(e: "Emitter", op: Op) -> None:
+def emit_copy_wait(e: Emitter, op: Op) -> None:
     for semaphore in op.operands[2:3]:
         _count(e, e.ref(semaphore), "sub", integer(1, "i32"))
 
 
-def emit_sem_signal(e: "Emitter", op: Op) -> None:
+def emit_sem_signal(e: Emitter, op: Op) -> None:
     _count(e, e.ref(op.operands[0]), "add", e.scalar(op.operands[1]))
 
 
-def emit_sem_wait(e: "Emitter", op: Op) -> None:
+def emit_sem_wait(e: Emitter, op: Op) -> None:
     """Nobody else could signal meanwhile: only the count changes."""
     _count(e, e.ref(op.operands[0]), "sub", e.scalar(op.operands[1]))
 
 
-def _count(e: "Emitter", ref: Ref, instruction: str, amount: Val) -> None:
+def _count(e: Emitter, ref: Ref, instruction: str, amount: Val) -> None:
     e.before_write(ref.root, e.scope.position + 1)
     amount = e.f.convert("sext", amount, scalars.register(ref.dtype))
     with e.f.nest(ref.shape) as indices:
@@ -335,11 +332,11 @@ def _count(e: "Emitter", ref: Ref, instruction: str, amount: Val) -> None:
         ref.write(e.f, indices, e.f.binary(instruction, old, amount))
 
 
-def emit_nothing(e: "Emitter", op: Op) -> None:
+def emit_nothing(e: Emitter, op: Op) -> None:
     pass
 
 
-def emit_sem_read(e: "Emitter", op: Op) -> None:
+def emit_sem_read(e: Emitter, op: Op) -> None:
     ref = e.ref(op.operands[0])
     if not ref.shape:
         e.define(op.result, ref.read(e.f, ()))
@@ -349,7 +346,7 @@ def emit_sem_read(e: "Emitter", op: Op) -> None:
     e.define(op.result, Tile(ref.shape, op.result.tile.dtype, buffer))
 
 
-def emit_assume_multiple(e: "Emitter", op: Op) -> None:
+def emit_assume_multiple(e: Emitter, op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     e.define_lazy(op, tiles.reshape(e.f, tile, tile.shape))
 

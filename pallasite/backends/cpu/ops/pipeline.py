@@ -8,11 +8,11 @@ which programs may run at once; the others run one by one, in grid order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from pallasite.backends.cpu.call.parallel_units import each_program, grid_sizes
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
+from pallasite.backends.cpu.ops.programs import each_program, grid_sizes
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
@@ -20,9 +20,6 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Form, Forms
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts, unclamped
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Extent:
         return f.both(low, f.compare("icmp eq", self.high, integer(self.size)))
 
 
-def emit_pipeline(e: "Emitter", op: Op) -> None:
+def emit_pipeline(e: Emitter, op: Op) -> None:
     body, grid = Pipeline.of(op).body, grid_sizes(e, op)
     plans = _plans(e, op)
     with each_program(e, op, grid) as counters:
@@ -91,7 +88,7 @@ class Plan:
         return self.regrouped or self.array.buffer is None
 
 
-def _plans(e: "Emitter", op: Op) -> list[Plan]:
+def _plans(e: Emitter, op: Op) -> list[Plan]:
     pipeline = Pipeline.of(op)
     regrouped = flattened_refs(pipeline.body)
     plans: list[Plan] = []
@@ -112,7 +109,7 @@ def _plans(e: "Emitter", op: Op) -> list[Plan]:
     return [_placed(e, plans, n, seen_elsewhere) for n in range(len(plans))]
 
 
-def _direct_roots(e: "Emitter", op: Op) -> set[Root]:
+def _direct_roots(e: Emitter, op: Op) -> set[Root]:
     """Memory that the body uses without a window."""
     body = Pipeline.of(op).body
     inside = {v for inner in walk(body) for v in inner.results} | {*body.params}
@@ -123,7 +120,7 @@ def _direct_roots(e: "Emitter", op: Op) -> set[Root]:
 
 
 def _placed(
-    e: "Emitter", plans: Sequence[Plan], number: int, seen_elsewhere: set[Root]
+    e: Emitter, plans: Sequence[Plan], number: int, seen_elsewhere: set[Root]
 ) -> Plan:
     """Decide how the block is reached where it is not a plain view."""
     plan = plans[number]
@@ -155,7 +152,7 @@ def _placed(
     return replace(plan, one_by_one=True)
 
 
-def _move_together(e: "Emitter", plans: Sequence[Plan]) -> bool:
+def _move_together(e: Emitter, plans: Sequence[Plan]) -> bool:
     """Do the windows, all of one memory, show the same block at every step?"""
     first = plans[0]
     arrays = {plan.array for plan in plans}
@@ -210,7 +207,7 @@ class OpenWindow:
     extents: list[Extent]
     is_view: Val
 
-    def copy_back(self, e: "Emitter") -> None:
+    def copy_back(self, e: Emitter) -> None:
         """Store the part of a copied block that lies in the array."""
         array, room = self.plan.array, self.plan.room
         if room is None or 0 in array.shape:
@@ -228,7 +225,7 @@ class OpenWindow:
                 array.write_bits(f, places, bits)
 
 
-def open_window(e: "Emitter", plan: Plan, ids: Sequence[Val]) -> OpenWindow:
+def open_window(e: Emitter, plan: Plan, ids: Sequence[Val]) -> OpenWindow:
     """Place the block for one program; copies it if it is not wholly in the array."""
     f, array, window, room = e.f, plan.array, plan.window, plan.room
     with e.block(plan.index_map, ids) as yields:

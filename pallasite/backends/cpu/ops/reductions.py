@@ -7,8 +7,8 @@ others each lane is a result of its own. Narrow floats are summed in f32.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
 from pallasite.backends.cpu.ops import arithmetic
@@ -17,9 +17,6 @@ from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Tile
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
 from pallasite.ops.neutral import neutral
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 _MANY_ROWS = 128  # so many are walked in memory order instead of column by column
 _SHORT_ROW = 16  # vectors, up to which their last steps are worth taking together
@@ -62,7 +59,7 @@ def running_dtype(kind: str, dtype: DType) -> DType:
     return F32 if scalars.is_narrow(dtype) and kind not in ("max", "min") else dtype
 
 
-def emit_reduce(e: "Emitter", op: Op) -> None:
+def emit_reduce(e: Emitter, op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     along = _lanes_along(tile)
     order = tiles.lanes_last(tile.shape, along)
@@ -91,7 +88,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
 
 
-def _reduce(e: "Emitter", op: Op, tile: Tile, order: list[int]) -> None:
+def _reduce(e: Emitter, op: Op, tile: Tile, order: list[int]) -> None:
     """`order`: which of the operand's dimensions those of the tile are."""
     kind, gone = op.attrs["kind"], op.attrs["axes"]
     running = running_dtype(kind, tile.dtype)
@@ -116,7 +113,7 @@ class _Reduction:
 
     def __init__(
         self,
-        e: "Emitter",
+        e: Emitter,
         kind: str,
         running: DType,
         tile: Tile,
@@ -239,14 +236,14 @@ class _Reduction:
         return combine(self.e.f, self.kind, self.running, a, b)
 
 
-def _as_dtype(e: "Emitter", tile: Tile, dtype: DType) -> Tile:
+def _as_dtype(e: Emitter, tile: Tile, dtype: DType) -> Tile:
     if tile.dtype == dtype:
         return tile
     element = lambda i: scalars.cast(e.f, tile.at(e.f, i), tile.dtype, dtype)
     return tiles.formula(tile.shape, dtype, element, [tile], pointwise=True)
 
 
-def emit_scan(e: "Emitter", op: Op) -> None:
+def emit_scan(e: Emitter, op: Op) -> None:
     tile = e.tile(op.operands[0])
     buffer = e.result_buffer(op)
     scan = _Scan(e, op.attrs["kind"], tile, buffer, op.attrs["reverse"])
@@ -262,7 +259,7 @@ class _Scan:
     """One scan op."""
 
     def __init__(
-        self, e: "Emitter", kind: str, tile: Tile, target: Buffer, reverse: bool
+        self, e: Emitter, kind: str, tile: Tile, target: Buffer, reverse: bool
     ):
         self.e, self.kind, self.tile, self.target = e, kind, tile, target
         self.reverse, self.running = reverse, running_dtype(kind, tile.dtype)

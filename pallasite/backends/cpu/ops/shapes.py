@@ -5,33 +5,31 @@ Most only describe where an element comes from and cost nothing. What is joined 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import TRUE, Function, Val, integer
+from pallasite.backends.cpu.ops.elementwise import emit_elementwise
 from pallasite.backends.cpu.tiles import reinterpret, tiles
 from pallasite.backends.cpu.tiles.lifetimes import pads_rows
 from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Tile
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import I64
 
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
-
-def emit_constant(e: "Emitter", op: Op) -> None:
+def emit_constant(e: Emitter, op: Op) -> None:
     type = op.result.tile
     value = scalars.constant(op.attrs["value"], type.dtype)
     e.define_lazy(op, tiles.splat(type.shape, type.dtype, value))
 
 
-def emit_iota(e: "Emitter", op: Op) -> None:
+def emit_iota(e: Emitter, op: Op) -> None:
     type, dim = op.result.tile, op.attrs["dim"]
     element = lambda indices: scalars.cast(e.f, indices[dim], I64, type.dtype)
     e.define(op.result, tiles.formula(type.shape, type.dtype, element, free=True))
 
 
-def emit_broadcast_in_dim(e: "Emitter", op: Op) -> None:
+def emit_broadcast_in_dim(e: Emitter, op: Op) -> None:
     operand, type = op.operands[0], op.result.tile
     if not operand.tile.rank:
         value = e.scalar(operand)
@@ -43,12 +41,12 @@ def emit_broadcast_in_dim(e: "Emitter", op: Op) -> None:
     e.define(op.result, tiles.broadcast(e.f, tile, type.shape, op.attrs["dims"]))
 
 
-def emit_reshape(e: "Emitter", op: Op) -> None:
+def emit_reshape(e: Emitter, op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     e.define_lazy(op, tiles.reshape(e.f, tile, op.result.tile.shape))
 
 
-def emit_transpose(e: "Emitter", op: Op) -> None:
+def emit_transpose(e: Emitter, op: Op) -> None:
     """A view; what is still to be computed from memory is computed in its own order."""
     tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
     if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
@@ -56,21 +54,21 @@ def emit_transpose(e: "Emitter", op: Op) -> None:
     e.define_lazy(op, tiles.transpose(e.f, tile, perm))
 
 
-def emit_slice(e: "Emitter", op: Op) -> None:
+def emit_slice(e: Emitter, op: Op) -> None:
     tile = e.as_tile(op.operands[0])
     starts = [integer(n) for n in op.attrs["starts"]]
     shape, steps = op.result.tile.shape, op.attrs["strides"]
     e.define_lazy(op, tiles.cut(e.f, tile, shape, starts, steps))
 
 
-def emit_rev(e: "Emitter", op: Op) -> None:
+def emit_rev(e: Emitter, op: Op) -> None:
     tile, axes = e.as_tile(op.operands[0]), op.attrs["axes"]
     ends = [integer(max(n - 1, 0) * (d in axes)) for d, n in enumerate(tile.shape)]
     steps = [-1 if d in axes else 1 for d in range(len(tile.shape))]
     e.define_lazy(op, tiles.cut(e.f, tile, tile.shape, ends, steps))
 
 
-def emit_dynamic_slice(e: "Emitter", op: Op) -> None:
+def emit_dynamic_slice(e: Emitter, op: Op) -> None:
     operand, *starts = op.operands
     tile, shape = e.as_tile(operand), op.result.tile.shape
     clamped = clamped_starts(e, tile.shape, shape, starts)
@@ -78,7 +76,7 @@ def emit_dynamic_slice(e: "Emitter", op: Op) -> None:
 
 
 def clamped_starts(
-    e: "Emitter", shape: tuple[int, ...], sizes: tuple[int, ...], starts: list[Value]
+    e: Emitter, shape: tuple[int, ...], sizes: tuple[int, ...], starts: list[Value]
 ) -> list[Val]:
     """Starts moved so that the slice lies inside, as lax.dynamic_slice does."""
     zero = integer(0)
@@ -91,7 +89,7 @@ def clamped_starts(
 # --- ops that join parts ---
 
 
-def emit_concatenate(e: "Emitter", op: Op) -> None:
+def emit_concatenate(e: Emitter, op: Op) -> None:
     type, axis = op.result.tile, op.attrs["axis"]
     parts, first = list[tuple[list[int], Tile]](), 0
     for operand in op.operands:
@@ -101,7 +99,7 @@ def emit_concatenate(e: "Emitter", op: Op) -> None:
     e.define(op.result, tiles.joined(type.shape, type.dtype, parts))
 
 
-def emit_pad(e: "Emitter", op: Op) -> None:
+def emit_pad(e: Emitter, op: Op) -> None:
     operand, padding = op.operands
     type, tile, value = op.result.tile, e.as_tile(operand), e.scalar(padding)
     if not type.rank:
@@ -185,7 +183,7 @@ def _inside(op: Op, shape: tuple[int, ...]):
     return first, counts, starts, steps
 
 
-def emit_dynamic_update_slice(e: "Emitter", op: Op) -> None:
+def emit_dynamic_update_slice(e: Emitter, op: Op) -> None:
     operand, update, *starts = op.operands
     type = op.result.tile
     if not type.rank:
@@ -202,10 +200,8 @@ def emit_dynamic_update_slice(e: "Emitter", op: Op) -> None:
     e.define(op.result, whole)
 
 
-def emit_bitcast(e: "Emitter", op: Op) -> None:
+def emit_bitcast(e: Emitter, op: Op) -> None:
     """The same bits; where the width changes, through memory."""
-    from pallasite.backends.cpu.emit import emit_elementwise
-
     operand, type = op.operands[0], op.result.tile
     old, new = operand.tile.dtype, type.dtype
     if old.bits == new.bits:

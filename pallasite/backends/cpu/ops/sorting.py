@@ -7,8 +7,8 @@ other; the others meet two vectors in memory.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.values import Lanes, vector
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
@@ -16,11 +16,8 @@ from pallasite.backends.cpu.tiles.tiles import Tile
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import I32, I64, DType
 
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
-
-def emit_sort(e: "Emitter", op: Op) -> None:
+def emit_sort(e: Emitter, op: Op) -> None:
     f, axis = e.f, op.attrs["axis"]
     operands = [e.stored(e.tile(v)) for v in op.operands]
     results = [Tile(v.tile.shape, v.tile.dtype, e.lasting(v)) for v in op.results]
@@ -72,7 +69,7 @@ def as_key(f: Function, dtype: DType, value: Val) -> Val:
 class Network:
     """Lists in memory, as long as a power of two: keys, and places as the last one."""
 
-    def __init__(self, e: "Emitter", dtypes: Sequence[DType], n: int):
+    def __init__(self, e: Emitter, dtypes: Sequence[DType], n: int):
         self.f, self.n, self.count = e.f, n, vector_loops.width()
         self.size = max(self.count, 1 << max(n - 1, 0).bit_length())
         self.dtypes = [*dtypes, I32]

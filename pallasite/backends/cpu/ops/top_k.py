@@ -9,8 +9,8 @@ sorted.
 
 from collections.abc import Callable, Sequence
 from math import isqrt
-from typing import TYPE_CHECKING
 
+from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.values import Lanes
 from pallasite.backends.cpu.llvm.writer import TRUE, Val, integer
@@ -19,9 +19,6 @@ from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.tiles import Buffer, Tile
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import I32, I64, DType
-
-if TYPE_CHECKING:
-    from pallasite.backends.cpu.emit import Emitter
 
 # A longer list, or one of more than this part of a row, costs more than to sort.
 MOST, PART = 256, 16
@@ -32,7 +29,7 @@ def has_top_k(op: Op) -> bool:
     return op.operands[0].tile.dtype in (I32, I64)
 
 
-def emit_top_k(e: "Emitter", op: Op) -> None:
+def emit_top_k(e: Emitter, op: Op) -> None:
     f, axis, k = e.f, op.attrs["axis"], op.attrs["k"]
     tile = e.tile(op.operands[0])
     n = tile.shape[axis]
@@ -57,7 +54,7 @@ def emit_top_k(e: "Emitter", op: Op) -> None:
 class _Sorted:
     """All elements, from large to small: their complements sorted."""
 
-    def __init__(self, e: "Emitter", dtype: DType, n: int):
+    def __init__(self, e: Emitter, dtype: DType, n: int):
         self.f, self.network = e.f, sorting.Network(e, [dtype], n)
         self.ones = integer(-1, scalars.register(dtype))
 
@@ -72,7 +69,7 @@ class _Sorted:
 class _Largest:
     """The list, from large to small: elements and their places, in full vectors."""
 
-    def __init__(self, e: "Emitter", dtype: DType, k: int):
+    def __init__(self, e: Emitter, dtype: DType, k: int):
         self.e, self.dtype, self.k, self.count = e, dtype, k, vector_loops.width()
         self.vectors = -(-k // self.count)
         self.keys, self.places = self._list_of(dtype), self._list_of(I32)
