@@ -24,6 +24,7 @@ from pallasite.interpret.windows import Padding, plan_padding, window_ranges
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop, Pipeline, While
+from pallasite.ops.fused import written_out
 from pallasite.passes.analysis.memory import Roots
 
 
@@ -41,6 +42,7 @@ class Walker:
         self.predicate: Array | None = None
         self.rows = table()
         self._accesses: dict[Op, Access] = {}
+        self._blocks: dict[Op, Block] = {}  # what fused ops stand for
         self._methods: dict[str, Callable[[Op], Any] | None] = {}
 
     # --- whole kernels ---
@@ -113,6 +115,17 @@ class Walker:
                 results = self.numbers.tile_op(op, operands)
         for value, result in zip(op.results, results or (), strict=True):
             self.env[value] = result
+
+    def do_dot_add(self, op: Op) -> list[Array]:
+        return self._written_out(op)
+
+    def do_dot_store(self, op: Op) -> list[Array]:
+        return self._written_out(op)
+
+    def _written_out(self, op: Op) -> list[Array]:
+        if op not in self._blocks:
+            self._blocks[op] = written_out(op)
+        return self.block(self._blocks[op])
 
     # --- memory ---
 

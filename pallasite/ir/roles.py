@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from pallasite.ir.nodes import Block, Op, Value, Window
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    Index,
+    Op,
+    Value,
+    Window,
+    dynamic_count,
+)
 
 
 class Shown(NamedTuple):
@@ -197,7 +205,7 @@ class Dot:
     @staticmethod
     def of(op: Op) -> "Dot":
         pairs = zip(op.attrs["batch"], op.attrs["contract"], strict=True)
-        sides = zip(op.operands, pairs, strict=False)  # a backend may add operands
+        sides = zip(op.operands, pairs, strict=False)  # a fused one has more
         lhs, rhs = (_side(value, *dims) for value, dims in sides)
         return Dot(op, lhs, rhs)
 
@@ -209,6 +217,37 @@ class Dot:
     def depth(self) -> int:
         """How many products are added up for each element of the result."""
         return prod(self.lhs.sizes(self.lhs.contract))
+
+
+@dataclass(frozen=True)
+class DotStore:
+    """A dot_store taken apart.
+
+    Operand order: lhs, rhs, ref, index operands, [addend], [tile, factors],
+    [overwrite].
+    """
+
+    ref: Value
+    index: Index
+    index_operands: tuple[Value, ...]
+    addend: Value | None
+    scaled: tuple[Value, ...]  # a tile and factors per row, whose product is the addend
+    overwrite: Value | None
+
+    @staticmethod
+    def of(op: Op) -> "DotStore":
+        index, rest = op.attrs["index"], list(op.operands[2:])
+        ref = rest.pop(0)
+        indices = [rest.pop(0) for _ in range(dynamic_count(index))]
+        addend = rest.pop(0) if op.attrs["addend"] else None
+        scaled = [rest.pop(0) for _ in range(2)] if op.attrs["scaled"] else []
+        overwrite = rest.pop(0) if op.attrs["overwrite"] else None
+        return DotStore(ref, index, tuple(indices), addend, tuple(scaled), overwrite)
+
+    @property
+    def access(self) -> Access:
+        """Where the sums are, as a store has it."""
+        return Access(self.ref, self.index, self.index_operands)
 
 
 def _side(value: Value, batch: Sequence[int], contract: Sequence[int]) -> DotSide:

@@ -135,7 +135,7 @@ def _dims(pair: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return left, right
 
 
-def _dot(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+def dot_type(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     lhs, rhs = tiles(types)
     lc, rc = _dims(attrs["contract"])
     lb, rb = _dims(attrs["batch"])
@@ -231,7 +231,7 @@ _row(
 _row("scan", _scan, 1, ("kind", "axis", "reverse"), unit=Unit.ALU, max_ulp=4)
 _row(
     "dot",
-    _dot,
+    dot_type,
     2,
     ("contract", "batch", "dtype", "precision"),
     unit=Unit.MATRIX,

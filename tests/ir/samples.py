@@ -38,6 +38,9 @@ ATTRS = {
 }
 
 
+PRODUCT = dict(contract=((1,), (0,)), batch=((), ()), dtype=F32, precision=None)
+
+
 def kernel_of(name: str) -> Kernel:
     """A kernel that uses op `name`, with a ref `x` of 8 by 16 floats."""
     row = table()[name]
@@ -209,6 +212,23 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "reduce": lambda b, x: b.reduce(tile(b), kind="sum", axes=(0, 1)),
     "arg_reduce": lambda b, x: b.arg_reduce(tile(b), kind="max", axis=1, dtype=I32),
     "scan": lambda b, x: b.scan(tile(b), kind="sum", axis=1, reverse=True),
+    "dot_add": lambda b, x: b.op(
+        "dot_add",
+        tile(b),
+        tile(b, 16, 4),
+        *(tile(b, 8, 4), tile(b, 8, 4), tile(b, 8)),
+        **PRODUCT,
+        scaled=True,
+    ),
+    "dot_store": lambda b, x: b.emit(
+        "dot_store",
+        *(tile(b, 4, 8), tile(b, 8, 16), x, b.index(2), tile(b, 4, 16), b.index(0)),
+        **PRODUCT,
+        index=(Span(None, 4), Span(0, 16)),
+        addend=True,
+        scaled=False,
+        overwrite=True,
+    ),
     "dot": lambda b, x: b.dot(
         tile(b, 2, 8, 16),
         tile(b, 2, 16, 4),

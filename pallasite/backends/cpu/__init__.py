@@ -13,6 +13,7 @@ from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.own_inputs import own_inputs
 from pallasite.backends.cpu.call.parallel_units import share_programs
+from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.ir.nodes import Kernel, walk
@@ -46,6 +47,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
         Pass("row_strips", partial(row_strips, most_bytes=strip)),
         Pass("share_programs", share_programs),
+        Pass("fuse_dot_sums", fuse_dot_sums),
     )
 
 

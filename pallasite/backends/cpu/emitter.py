@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from pallasite.backends.cpu.call.parallel_units import Share
-from pallasite.backends.cpu.dot.fusion import fuse_addends
 from pallasite.backends.cpu.dot.pack_once import PackedOnce
 from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import NULL, Function, Val, integer
@@ -91,7 +90,6 @@ class Emitter:
         self._count += 1
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
-        block = fuse_addends(block, self._root_of)
         scope = Scope(self._count, uses_of(block), block.ops)
         self._scopes.append(scope)
         for position, op in enumerate(block.ops):
@@ -140,11 +138,6 @@ class Emitter:
         meaning = self._env[value]
         assert isinstance(meaning, Ref), value.type
         return meaning
-
-    def _root_of(self, value: Value) -> Root | None:
-        """The memory of a ref, if it has been given one."""
-        meaning = self._env.get(value)
-        return meaning.root if isinstance(meaning, Ref) else None
 
     def index(self, value: Value) -> Val:
         """An integer scalar as i64."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import DotStore, Pipeline
 
 VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
@@ -26,6 +26,8 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "sem_signal_core":
         return op.operands[:1]
+    if op.name == "dot_store":
+        return (DotStore.of(op).ref,)
     if op.name in ("copy_start", "copy_wait"):
         return tuple(v for v in op.operands[1:] if v.is_ref)
     return _windowed(op, "out") if op.name == "pipeline" else ()
@@ -35,6 +37,8 @@ def read_refs(op: Op) -> tuple[Value, ...]:
     """The refs an op itself reads through."""
     if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read"):
         return op.operands[:1]
+    if op.name == "dot_store":
+        return (DotStore.of(op).ref,)
     if op.name in ("copy_start", "copy_wait"):
         return op.operands[:1]
     return _windowed(op, "in") if op.name == "pipeline" else ()

@@ -11,10 +11,10 @@ import pytest
 import pallasite as pl
 from pallasite import target
 from pallasite.backends.cpu.call import kept_memory
-from pallasite.backends.cpu.dot.fusion import fuse_addends
+from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.dot.pack_once import find_packed_once
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
+from pallasite.ir.nodes import BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.types import BF16, F16, F32, DType, RefType
 from pallasite.primitive import kernels_in
 from tests.backends.cpu.running import llvm_of, run
@@ -291,17 +291,15 @@ def test_blocks_of_an_array_without_elements():
 
 
 def dots(kernel: Kernel) -> list[Op]:
-    """The dots of a kernel's body as they are emitted, with no ref known to alias."""
-    (pipeline,) = [op for op in kernel.body.ops if op.name == "pipeline"]
-    roots = {v: v for v in pipeline.regions[-1].params}
-    fused: Block = fuse_addends(pipeline.regions[-1], roots.get)
-    return [op for op in walk(fused) if op.name == "dot"]
+    """The dots of a kernel's body as they are emitted."""
+    fused = fuse_dot_sums(kernel)
+    return [op for op in walk(fused.body) if op.name.startswith("dot")]
 
 
 def test_zeros_are_not_stored_before_a_sum():
     kernel = product((64, 64, 64), (32, 32, 32))
     (dot,) = dots(kernel)
-    assert dot.attrs["in_place"] and "fresh_if" in dot.attrs
+    assert not dot.attrs["addend"] and dot.attrs["overwrite"]
     check(kernel, np.float32)
 
 
@@ -317,7 +315,7 @@ def use_ref(b: Builder, o: Value, old: Value) -> None:
 def test_zeros_that_somebody_sees_are_stored(between):
     kernel = product((64, 64, 64), (32, 32, 32), between=between)
     (dot,) = dots(kernel)
-    assert "fresh_if" not in dot.attrs
+    assert not dot.attrs["overwrite"]
     check(kernel, np.float32)
 
 

@@ -27,18 +27,15 @@ from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integ
 from pallasite.backends.cpu.ops import memory
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.tiles import Buffer, Root, Tile
-from pallasite.ir.nodes import Access, Op, Value
-from pallasite.ir.roles import Dot
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.roles import Dot, DotStore
 from pallasite.ir.types import DType
 
 Packed = tuple[Ahead | None, Ahead | None]  # of rows and columns
 
 
 def emit_dot(e: Emitter, op: Op) -> None:
-    """A dot into a buffer of its own, which may start with an addend."""
-    if "store" in op.attrs:
-        _emit_dot_store(e, op)
-        return
+    """A dot, or a dot_add: into a buffer of its own, which may start with an addend."""
     lhs, rhs, *addend = (e.as_tile(v) for v in op.operands[:3])
     result = op.result.tile
     running = running_dtype(lhs.dtype, rhs.dtype, op.attrs["dtype"])
@@ -57,37 +54,44 @@ def emit_dot(e: Emitter, op: Op) -> None:
     e.define_lazy(op, cast)
 
 
-def _emit_dot_store(e: Emitter, op: Op) -> None:
+def emit_dot_store(e: Emitter, op: Op) -> None:
     """A dot added to a tile in the ref where the sum is to be stored."""
-    dot, store = op.attrs["dot"], op.attrs["store"]
-    lhs, rhs = (e.as_tile(side.value) for side in Dot.of(dot).sides)
-    access = Access.of(store)
+    stored, sizes = DotStore.of(op), sizes_of(op)
+    lhs, rhs = (e.as_tile(side.value) for side in Dot.of(op).sides)
+    access = stored.access
     ref = e.ref(access.ref)
     lhs, rhs = (_apart(e, tile, ref.root) for tile in (lhs, rhs))
     e.before_write(ref.root, e.scope.position + 1)
-    fresh = FALSE
-    if "fresh_if" in op.attrs:
-        which = e.scalar(op.attrs["fresh_if"])
-        fresh = e.f.compare("icmp sgt", which, integer(0, "i32"))
-    addend = None if op.attrs["in_place"] else e.as_tile(op.attrs["addend"])
-    sums = memory.picked(e, ref, access, dot.result.tile.shape)
+    overwrite = FALSE
+    if stored.overwrite is not None:
+        which = e.scalar(stored.overwrite)
+        overwrite = e.f.compare("icmp sgt", which, integer(0, "i32"))
+    addend = None if stored.addend is None else e.as_tile(stored.addend)
+    sums = memory.picked(e, ref, access, _result_shape(op))
     box = sums.buffer
-    if box and tiles.reshape(e.f, sums, sizes_of(dot)[:3]).buffer is not None:
+    if box and tiles.reshape(e.f, sums, sizes[:3]).buffer is not None:
         start = None
         if addend is not None:
             if not addend.may_overwrite(box):
                 addend = Tile(addend.shape, addend.dtype, e.force(addend))
-            start = _start(e, addend, dot.operands[2:], box)
-        _accumulate(e, dot, lhs, rhs, sums, fresh, start)
+            start = _start(e, addend, stored.scaled, box)
+        _accumulate(e, op, lhs, rhs, sums, overwrite, start)
         return
     # No strides say where in the ref the product's rows and columns are.
     buffer = e.force(sums) if addend is None else e.room_for(sums)
     dense = Tile(sums.shape, sums.dtype, buffer)
-    _accumulate(e, dot, lhs, rhs, dense, fresh, addend and Start(addend))
+    _accumulate(e, op, lhs, rhs, dense, overwrite, addend and Start(addend))
     if box is not None:
         e.fill(box, dense)
     else:
         memory.store_each(e, ref, access, dense)
+
+
+def _result_shape(op: Op) -> tuple[int, ...]:
+    """Batch, rows and columns, as a dot's result has them."""
+    lhs, rhs = Dot.of(op).sides
+    batch = lhs.sizes(lhs.batch)
+    return (*batch, *lhs.sizes(lhs.free), *rhs.sizes(rhs.free))
 
 
 def _apart(e: Emitter, tile: Tile, root: Root) -> Tile:
@@ -314,4 +318,4 @@ def _fused(f: Function, dtype: DType, a: Val, b: Val, c: Val) -> Val:
     return f.binary("add", f.binary("mul", a, b), c)
 
 
-RULES = {"dot": emit_dot}
+RULES = {"dot": emit_dot, "dot_add": emit_dot, "dot_store": emit_dot_store}

@@ -1,22 +1,21 @@
-"""Sums that a dot may add to directly, found before a block is emitted.
+"""fuse_dot_sums: dots that add to something as they go.
 
-`fuse_addends` replaces add(x, dot(a, b)) by a dot with x as third operand, and where
-the sum is only stored, dot, add and store by one dot that multiplies straight into the
-ref (it has `store` among its attributes and no result). Where a branch before it sets
-that ref to zero, the dot takes the condition (`fresh_if`) and the branch loses the
-store. `dot.py` emits all of these.
+In: add(x, dot(a, b)). Out: a `dot_add`, or where the sum is only stored, one
+`dot_store` in place of dot, add and store. Where a branch before it sets that ref to
+zero, the dot_store takes the condition (`overwrite`) and the branch loses the store.
+`dot.py` emits both; `ops/fused.py` says what they mean.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from pallasite.backends.cpu.dot.choose_scheme import sizes_of
 from pallasite.backends.cpu.tiles.lifetimes import has_writes
-from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
-from pallasite.ir.roles import Cond, Dot
+from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import with_regions
+from pallasite.ir.roles import Cond, Dot, DotStore
 from pallasite.ir.types import F32, F64, I32, DType
 from pallasite.passes.analysis.memory import Roots
 
@@ -30,14 +29,20 @@ def running_dtype(lhs: DType, rhs: DType, result: DType) -> DType:
     return result if result.bits >= 32 else I32
 
 
-def fuse_addends(block: Block, root_of: Callable[[Value], object]) -> Block:
-    """The block with dots that add, each at the place of the op it replaces.
+def fuse_dot_sums(kernel: Kernel) -> Kernel:
+    """The kernel with dots that add, each at the place of the op it replaces."""
+    if not any(op.name == "dot" for op in walk(kernel.body)):
+        return kernel
+    body = _fused(kernel.body, _Memory(kernel))
+    return kernel if body is kernel.body else kernel.with_(body=body)
 
-    `root_of` gives the memory of a ref from outside the block; None: not known.
-    """
+
+def _fused(block: Block, memory: "_Memory") -> Block:
+    inner = [_with_fused_regions(op, memory) for op in block.ops]
+    if any(new is not old for new, old in zip(inner, block.ops, strict=True)):
+        block = replace(block, ops=tuple(inner))
     if not any(op.name == "dot" for op in block.ops):
         return block
-    memory = _Memory(block, root_of)
     uses = _count_uses(block)
     made = {result: op for op in block.ops for result in op.results}
     ops: list[Op | None] = list(block.ops)
@@ -49,17 +54,27 @@ def fuse_addends(block: Block, root_of: Callable[[Value], object]) -> Block:
         dot, addend = fused
         ops[places[dot]] = None
         store = _only_store(block, op.result, uses)
-        dot = _with_factors(dot, made.get(addend), made, uses)
+        scaled = _factors(dot, made.get(addend), made, uses)
         if store is None:
-            operands = (*dot.operands[:2], addend, *dot.operands[2:])
-            ops[place] = dot.with_(operands=operands, results=op.results)
-        else:
-            ops[place] = None
-            summing = _dot_store(block, places, dot, addend, store, made)
-            ops[places[store]] = summing
-            if summing.attrs["in_place"] and uses[addend] == 1:
-                _take_over_zeros(ops, places[store], memory)
+            ops[place] = dot.with_(
+                name="dot_add",
+                operands=(*dot.operands, addend, *scaled),
+                results=op.results,
+                attrs={**dot.attrs, "scaled": bool(scaled)},
+            )
+            continue
+        ops[place] = None
+        summing = _dot_store(block, places, dot, addend, scaled, store, made)
+        ops[places[store]] = summing
+        if not summing.attrs["addend"] and uses[addend] == 1:
+            _take_over_zeros(ops, places[store], addend, memory)
+    if all(new is old for new, old in zip(ops, block.ops, strict=True)):
+        return block
     return replace(block, ops=tuple(op for op in ops if op is not None))
+
+
+def _with_fused_regions(op: Op, memory: "_Memory") -> Op:
+    return with_regions(op, [_fused(region, memory) for region in op.regions])
 
 
 def _count_uses(block: Block) -> Counter[Value]:
@@ -88,22 +103,19 @@ def _with_addend(
     return None
 
 
-def _with_factors(
+def _factors(
     dot: Op, addend: Op | None, made: dict[Value, Op], uses: Counter[Value]
-) -> Op:
-    """The dot, knowing that the addend is a tile times a factor per row, if it is.
-
-    Both are then operands after lhs and rhs.
-    """
+) -> tuple[Value, ...]:
+    """A tile and a factor per row whose product the addend is, if it is one."""
     if addend is None or addend.name != "mul" or uses[addend.result] != 1:
-        return dot
+        return ()
     if dot.result.tile.shape != sizes_of(dot)[1:3]:
-        return dot  # the result's rows are not the product's
+        return ()  # the result's rows are not the product's
     for tile, factor in (addend.operands, addend.operands[::-1]):
         spread = made.get(factor)
         if spread is not None and _is_per_row(spread):
-            return dot.with_(operands=(*dot.operands, tile, spread.operands[0]))
-    return dot
+            return tile, spread.operands[0]
+    return ()
 
 
 def _is_per_row(op: Op) -> bool:
@@ -133,10 +145,11 @@ def _dot_store(
     places: dict[Op, int],
     dot: Op,
     addend: Value,
+    scaled: tuple[Value, ...],
     store: Op,
     made: dict[Value, Op],
 ) -> Op:
-    """`in_place`: the addend is what the ref holds, so nothing is stored first."""
+    """Without an addend where that is what the ref holds: nothing is stored first."""
     load = made.get(addend)
     in_place = (
         load is not None
@@ -147,44 +160,52 @@ def _dot_store(
         and not any(map(has_writes, block.ops[places[load] + 1 : places[store]]))
     )
     ref, _, *indices = store.operands
-    kept = () if in_place else (addend,)
-    more = {"dot": dot, "store": store, "in_place": in_place, "addend": addend}
-    operands = (*dot.operands, *kept, ref, *indices)
-    return dot.with_(operands=operands, results=(), attrs={**dot.attrs, **more})
+    kept = () if in_place else (addend, *scaled)
+    notes = {
+        "index": store.attrs["index"],
+        "addend": not in_place,
+        "scaled": bool(scaled) and not in_place,
+        "overwrite": False,
+    }
+    operands = (*dot.operands, ref, *indices, *kept)
+    attrs = {**dot.attrs, **notes}
+    return dot.with_(name="dot_store", operands=operands, results=(), attrs=attrs)
 
 
 # --- refs that a branch sets to zero first ---
 
 
-def _take_over_zeros(ops: list[Op | None], place: int, memory: "_Memory") -> None:
+def _take_over_zeros(
+    ops: list[Op | None], place: int, addend: Value, memory: "_Memory"
+) -> None:
     """Let the dot at `place` start from nothing where a branch would store zeros."""
     summing = ops[place]
     assert summing is not None
-    store, addend = summing.attrs["store"], summing.attrs["addend"]
+    stored = DotStore.of(summing)
     for n in reversed(range(place)):
         op = ops[n]
         if op is None or addend in op.results:
             continue
-        less = _without_zeros(op, store, memory)
+        less = _without_zeros(op, stored, memory)
         if less is not None:
-            ops[n], which = less, op.operands[0]
-            attrs = {**summing.attrs, "fresh_if": which}
-            operands = (*summing.operands, which)
+            ops[n] = less
+            operands = (*summing.operands, Cond.of(op).which)
+            attrs = {**summing.attrs, "overwrite": True}
             ops[place] = summing.with_(operands=operands, attrs=attrs)
-        if memory.is_touched(op, store.operands[0]):
+        if memory.is_touched(op, stored.ref):
             return
 
 
-def _without_zeros(cond: Op, store: Op, memory: "_Memory") -> Op | None:
-    """The op, if it is a branch that sets what `store` stores to, without doing so."""
+def _without_zeros(cond: Op, stored: DotStore, memory: "_Memory") -> Op | None:
+    """The op, if it is a branch that sets what is stored to, without doing so."""
     if cond.name != "cond" or len(cond.regions) != 2 or cond.results:
         return None
     other, branch = Cond.of(cond).branches
     made = {result: op for op in branch.ops for result in op.results}
     for op in branch.ops:
-        if op.name != "store" or op.operands[0] is not store.operands[0]:
+        if op.name != "store" or op.operands[0] is not stored.ref:
             continue
-        everywhere = op.attrs["index"] == store.attrs["index"] and len(op.operands) == 2
+        everywhere = op.attrs["index"] == stored.index and len(op.operands) == 2
         rest = replace(branch, ops=tuple(o for o in branch.ops if o is not op))
         alone = not any(memory.is_reached(b, op.operands[0]) for b in (other, rest))
         if everywhere and alone and _is_zero(made.get(op.operands[1])):
@@ -197,18 +218,16 @@ def _is_zero(op: Op | None) -> bool:
 
 
 class _Memory:
-    """Which refs of a block may be the same memory."""
+    """Which refs of a kernel may be the same memory."""
 
-    def __init__(self, block: Block, root_of: Callable[[Value], object]):
-        self.root_of, self.roots = root_of, Roots(block)
-
-    def root(self, ref: Value) -> object:
-        return self.root_of(self.roots.of(ref))
+    def __init__(self, kernel: Kernel):
+        self.roots = Roots(kernel)
 
     def is_touched(self, op: Op, ref: Value) -> bool:
         """May the op, or code inside it, use the memory of a ref?"""
+        root = self.roots.of(ref)
         used = (v for v in op.operands if v.is_ref)
-        return any(self.root(v) in (None, self.root(ref)) for v in used) or any(
+        return any(self.roots.of(v) is root for v in used) or any(
             self.is_reached(region, ref) for region in op.regions
         )
 

@@ -209,7 +209,7 @@ class _Search:
             self.facts.note_op(op)
             if op.name in ("load", "subview"):
                 self._pick(op)
-            elif op.name == "dot":
+            elif op.name in ("dot", "dot_add", "dot_store"):
                 for side, (value, *_) in enumerate(Dot.of(op).sides):
                     if value in self.cuts:
                         often = times * self.times.get(value, 1)
@@ -274,7 +274,7 @@ def _boxes(use: _Use) -> Boxes | None:
     if strides is None or is_small(sizes, in_rows=True):
         return None
     lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
-    running = running_dtype(lhs, rhs, dot.result.tile.dtype)
+    running = running_dtype(lhs, rhs, dot.attrs["dtype"])
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
     lies = {"rows" if is_rows else "columns": here}
     scheme = scheme_for(lhs, rhs, running, sizes, **lies)

@@ -20,7 +20,7 @@ from pallasite.passes.analysis.memory import Roots
 # parts may too if their result is only moved, and pads of whole rows.
 COMPLETE = frozenset(
     [
-        *("reduce", "scan", "top_k", "sort", "dot", "concatenate", "pad"),
+        *("reduce", "scan", "top_k", "sort", "dot", "dot_add", "concatenate", "pad"),
         *("dynamic_update_slice", "atomic_rmw", "atomic_cas", "sem_read", "scatter"),
     ]
 )
