@@ -13,7 +13,7 @@ from pallasite.passes.batch import batch_kernel, changed_operands
 from pallasite.passes.legalize import legalize
 from pallasite.passes.promote import promote
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same
-from tests.fuzz.choices import Stream, chance
+from tests.fuzz.choices import Choices, Stream, chance
 from tests.fuzz.generate import BYTES, FAMILIES, Case, random_kernel
 
 EXAMPLES = 80
@@ -42,7 +42,7 @@ def test_vmap_is_one_kernel_per_element(family: str):
     for_random_kernels(family, check_vmap)
 
 
-def check_vmap(case: Case, choices: Stream) -> None:
+def check_vmap(case: Case, choices: Choices) -> None:
     kernel = case.kernel
     changed = changed_operands(kernel)
     mapped = [
