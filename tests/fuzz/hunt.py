@@ -137,8 +137,14 @@ def _simplest(job: Job, number: int, stream: bytes) -> str | None:
 
 
 def work(jobs: Connection) -> None:
+    """What a process does."""
     while (job := jobs.recv()) is not None:
         jobs.send(run_job(job))
+
+
+def _start(target: Target, jobs: Connection) -> None:
+    jobs.send("ready")  # all is imported
+    target(jobs)
 
 
 # --- all of them ---
@@ -150,13 +156,15 @@ class Worker:
     def __init__(self, target: Target):
         spawn = multiprocessing.get_context("spawn")
         self.pipe, other = spawn.Pipe()
-        self.process = spawn.Process(target=target, args=(other,), daemon=True)
+        self.process = spawn.Process(target=_start, args=(target, other), daemon=True)
         self.process.start()
         other.close()
         self.job: Job | None = None
-        self.since = 0.0
+        self.is_ready = False
 
     def give(self, job: Job) -> None:
+        if not self.is_ready:
+            self.is_ready = self.pipe.recv() == "ready"
         self.job, self.since = job, time.monotonic()
         self.pipe.send(job)
 
@@ -177,7 +185,9 @@ class Worker:
         self.process.kill()
         self.process.join()
         return (
-            f"stuck for {STUCK_S:.0f} s" if code is None else f"died: exit code {code}"
+            f"was stuck for {STUCK_S:.0f} s"
+            if code is None
+            else f"died: exit code {code}"
         )
 
 
@@ -236,10 +246,11 @@ class Hunt:
             self._count(outcome)
             return worker
         how = worker.end()
-        if len(job.numbers) > 1:
+        first, *others = job.numbers
+        if others:
             self.again += [replace(job, numbers=(n,)) for n in job.numbers]
         else:
-            self._count(Outcome(job, found={job.numbers[0]: f"the process {how}"}))
+            self._count(Outcome(job, found={first: f"the process {how}"}))
         return Worker(self.target)
 
     def _count(self, outcome: Outcome) -> None:
@@ -263,13 +274,12 @@ class Hunt:
         """Kernels per family and engine: run, refused, wrong."""
         engines = list(dict.fromkeys(engine for engine, _ in self.tried))
         families = list(dict.fromkeys(family for _, family in self.tried))
-        rows = [["run/refused/wrong", *engines, "all"]]
-        for family in families:
-            keys = [(engine, family) for engine in engines]
-            rows.append([family, *([k] for k in keys), keys])
-        totals = [[(engine, f) for f in families] for engine in engines]
-        rows.append(["all", *totals, list(self.tried)])
-        texts = [[c if isinstance(c, str) else self._cell(c) for c in r] for r in rows]
+        texts = [["run/refused/wrong", *engines, "all"]]
+        for family in [*families, "all"]:
+            chosen = families if family == "all" else [family]
+            cells = [self._cell([(e, f) for f in chosen]) for e in engines]
+            total = self._cell([(e, f) for e in engines for f in chosen])
+            texts.append([family, *cells, total])
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         return "\n".join(
             "  ".join(t.rjust(w) for t, w in zip(r, widths, strict=True)) for r in texts
@@ -302,7 +312,7 @@ def all_jobs(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     names = lambda text: tuple(text.split(","))
