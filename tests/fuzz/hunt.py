@@ -73,8 +73,7 @@ def verdict(job: Job, number: int, stream: bytes) -> tuple[str, str] | None:
     case: Any = None
     try:
         if job.family == "python":
-            case = Stream(stream)
-            check_python(case, job.engine)
+            check_python(Stream(stream), job.engine)
             return None
         case = _case(job, number, stream)
         ENGINES[job.engine](case, number)
@@ -82,15 +81,17 @@ def verdict(job: Job, number: int, stream: bytes) -> tuple[str, str] | None:
         return "refused", error.what
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        text = what if repr(case) in what else f"{what}\n{case!r}"
+        text = what if case is None or repr(case) in what else f"{what}\n{case!r}"
         return "wrong", f"{text}\n{traceback.format_exc(limit=-4)}"
     return None
 
 
 def _case(job: Job, number: int, stream: bytes):
+    for_tpu = job.engine == "tpu"
     if job.family == "placement":
-        return placed_kernel(Stream(stream), for_tpu=job.engine == "tpu")
-    return random_kernel(Stream(stream), job.family, wide=number % 4 == 3)
+        return placed_kernel(Stream(stream), for_tpu)
+    wide = number % 4 == 3
+    return random_kernel(Stream(stream), job.family, wide, for_tpu)
 
 
 def run_job(job: Job) -> Outcome:
