@@ -154,10 +154,10 @@ def _start(target: Target, jobs: Connection) -> None:
 class Worker:
     """A process that does one job at a time."""
 
-    def __init__(self, target: Target):
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, other = spawn.Pipe()
-        self.process = spawn.Process(target=_start, args=(target, other), daemon=True)
+    def __init__(self, target: Target, method: str):
+        context: Any = multiprocessing.get_context(method)
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_start, args=(target, other), daemon=True)
         self.process.start()
         other.close()
         self.job: Job | None = None
@@ -201,6 +201,7 @@ class Hunt:
     folder: Path
     processes: int = field(default_factory=lambda: os.cpu_count() or 1)
     target: Target = work
+    method: str = "spawn"  # how processes start
     # By engine and family, the last by engine and reason.
     tried: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -210,7 +211,7 @@ class Hunt:
     def run(self) -> None:
         self.end = time.monotonic() + self.seconds
         self.again: list[Job] = []  # single kernels, where a batch ended a process
-        workers = [Worker(self.target) for _ in range(self.processes)]
+        workers = [Worker(self.target, self.method) for _ in range(self.processes)]
         try:
             while time.monotonic() < self.end + LATE_S:
                 for worker in workers:
@@ -252,7 +253,7 @@ class Hunt:
             self.again += [replace(job, numbers=(n,)) for n in job.numbers]
         else:
             self._count(Outcome(job, found={first: f"the process {how}"}))
-        return Worker(self.target)
+        return Worker(self.target, self.method)
 
     def _count(self, outcome: Outcome) -> None:
         job = outcome.job

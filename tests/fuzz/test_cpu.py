@@ -24,10 +24,10 @@ HOSTS = (None, target.AVX2, target.SSE)
 PARTS = {
     "elementwise": (35, 15),
     "tiles": (60, 20),
-    "memory": (170, 55),
-    "control": (160, 45),
+    "memory": (140, 45),
+    "control": (145, 40),
     "grids": (90, 30),
-    "products": (90, 30),
+    "products": (30, 10),
     "edges": (25, 10),
 }
 THREADS = 3

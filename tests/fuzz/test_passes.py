@@ -16,7 +16,7 @@ from tests.fuzz.agreement import expected, mismatch, run_numpy, same
 from tests.fuzz.choices import Choices, Stream, chance
 from tests.fuzz.generate import BYTES, FAMILIES, Case, random_kernel
 
-EXAMPLES = 80
+EXAMPLES = 60
 COPIES = 3  # elements of a mapped axis
 
 families = pytest.mark.parametrize("family", [*FAMILIES, "edges"])
