@@ -47,7 +47,7 @@ def check_vmap(case: Case, choices: Choices) -> None:
     changed = changed_operands(kernel)
     mapped = [
         # One grid size for all elements; each has its own copy of what changes.
-        p.name != "sizes" and (n in changed or chance(choices, 50))
+        p.name not in ("size", "sizes") and (n in changed or chance(choices, 50))
         for n, p in enumerate(kernel.inputs)
     ]
     pairs = list(zip(case.arrays, mapped, strict=True))

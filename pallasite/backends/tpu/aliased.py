@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pallasite.backends.tpu.schedule import main_pipeline
-from pallasite.backends.tpu.windows import operand_name
+from pallasite.backends.tpu.windows import is_whole, operand_name
 from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk, window_arrays
@@ -31,8 +31,8 @@ def join_aliased(kernel: Kernel) -> Kernel:
     """The kernel with one block for each aliased pair that could be told apart."""
     for operand, result in kernel.aliases:
         pipeline = main_pipeline(kernel)
-        if pipeline is None or not pipeline.attrs["grid"]:
-            return kernel  # called once: the arrays themselves
+        if pipeline is None or _is_called_once(pipeline):
+            return kernel  # its blocks are the arrays themselves
         pair = _Pair(kernel, pipeline, kernel.inputs[operand], kernel.outputs[result])
         if pair.output in window_arrays(pipeline) and pair.can_tell():
             joined = pair.joined()
@@ -86,8 +86,8 @@ class _Pair:
         apart = set(along) <= self.moves(written).apart
         last = max(self.moves(written).axes, default=-1)
         first = {i: 0 for a, i in enumerate(self.ids) if a > last or self.grid[a] == 1}
-        is_whole = is_overwritten(self.body.ops, written.block, first)
-        return reads_new or not is_whole or (bool(uses) and not apart)
+        filled = is_overwritten(self.body.ops, written.block, first)
+        return reads_new or not filled or (bool(uses) and not apart)
 
     def moves(self, shown: _Shown) -> WindowMoves:
         return analyze(self.kernel).windows[shown.number]
@@ -210,6 +210,11 @@ class _Pair:
             at=self.pipeline.loc or self.kernel.loc,
             fix=fix,
         )
+
+
+def _is_called_once(pipeline: Op) -> bool:
+    pairs = zip(pipeline.attrs["windows"], window_arrays(pipeline), strict=True)
+    return not pipeline.attrs["grid"] and all(is_whole(w, a.ref) for w, a in pairs)
 
 
 def _type(block: Value) -> tuple:

@@ -118,6 +118,11 @@ def test_result_starts_out_as_an_operand_with_other_blocks():
     check(call(one_row_of_the_result, 4, lambda i: (i, 0), other), X)
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
+def test_one_program_and_one_block_of_several(kernel):
+    check(call(kernel, (), lambda: (2, 0)), X)
+
+
 def test_fill_value_is_read_outside_after_a_store():
     x = np.arange(12 * LANES, dtype=np.float32).reshape(12, LANES)
 
