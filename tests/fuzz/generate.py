@@ -421,7 +421,7 @@ class Maker:
     def add_sink(self, value: Value) -> None:
         """Store a tile where no other program stores: each value is seen."""
         world = self.world
-        if value.tile.dtype not in world.dtypes:  # no bool arrays
+        if world.for_tpu and value.tile.dtype.is_bool:  # it has no arrays of them
             value = self.body.b.cast(value, T.I32)
         axes = range(len(self.grid))
         sides = covering(world, value.tile.shape, self.grid, axes, may_hang=True)
