@@ -4,12 +4,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= auto
+SECONDS ?= 600
+SEED ?= 1
+FUZZ_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test smoke bench lint format types docs clean
+.PHONY: help venv demo test smoke fuzz bench lint format types docs clean
 # Two pips must not write into one environment at once.
 .NOTPARALLEL:
 
@@ -26,6 +29,9 @@ test: $(VENV)/.installed-test ## all tests, one worker per core
 
 smoke: $(VENV)/.installed-test ## the tests to run before every commit
 	$(BIN)/python -m pytest -q tests/test_smoke.py tests/test_rules.py
+
+fuzz: $(VENV)/.installed-test ## random kernels on every engine, SECONDS=600 long from SEED=1 on
+	$(BIN)/python -m tests.fuzz.hunt --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)
 
 bench: $(VENV)/.installed-test ## every benchmark, one after another
 	@set -e; for file in benchmarks/*.py; do echo "==> $$file"; $(BIN)/python $$file; done

@@ -51,7 +51,7 @@ class Run:
             return value
         if np.shape(value) != self.shape:
             value = np.broadcast_to(value, self.shape)
-        value = np.reshape(value, self.full)
+        value = np.reshape(value, self.full)  # it may be a plain number
         return value if self.part is None else value[self.part]
 
     def outside(self) -> np.ndarray | None:

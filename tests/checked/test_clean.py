@@ -452,6 +452,22 @@ def copies_are_started_one_program_ahead(mode, x):
     )(x)
 
 
+@clean(lambda x: x[:6], np.arange(8.0, dtype=np.float32))
+def scalars_stored_past_the_edge(mode, x):
+    def kernel(x_ref, o_ref):
+        for n in range(4):
+            o_ref[n] = x_ref[n]
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape(6),
+        grid=2,
+        in_specs=[rows(4)],
+        out_specs=rows(4),
+        **mode,
+    )(x)
+
+
 # --- the tests ---
 
 each_kernel = pytest.mark.parametrize("case", CLEAN, ids=repr)

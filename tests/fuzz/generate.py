@@ -31,6 +31,7 @@ from tests.fuzz.windows import (
     inside,
     map_of,
     shape_of,
+    whole_side,
     window_of,
 )
 from tests.fuzz.writer import BITS, EXACT, ROUGH, Memory, World, Writer
@@ -38,6 +39,7 @@ from tests.fuzz.writer import BITS, EXACT, ROUGH, Memory, World, Writer
 ALWAYS = (T.F32, T.I32, T.BOOL)
 OTHERS = tuple(T.DTYPES[n] for n in ("bf16", "f16", "i8", "u8", "i16", "u16", "u32"))
 WIDE = (T.F64, T.I64, T.DTYPES["u64"])
+ON_TPU = tuple(T.DTYPES[n] for n in ("bf16", "u32", "i16", "i8", "u8"))
 MAX_SINKS = 4
 BYTES = 384  # enough for the choices of nearly every kernel
 
@@ -97,17 +99,22 @@ FAMILIES = {
 }
 
 
-def random_kernel(choices: Choices, family: str, wide: bool = False) -> Case:
+def random_kernel(
+    choices: Choices, family: str, wide: bool = False, for_tpu: bool = False
+) -> Case:
     """A random kernel and its inputs.
 
     Args:
         choices: makes every choice.
         family: one of FAMILIES, or "edges".
         wide: use 64-bit types too.
+        for_tpu: only windows and arrays of types that a TPU takes.
     """
     some = [d for d in OTHERS if choices.integer(0, 3) == 3]
     dtypes = (*ALWAYS, *WIDE, *some) if wide else (*ALWAYS, *some)
-    world = World(choices, dtypes)
+    if for_tpu:
+        dtypes = (T.F32, T.I32, *(d for d in some if d in ON_TPU))
+    world = World(choices, dtypes, for_tpu)
     maker = Maker(world, FAMILIES.get(family, FAMILIES["elementwise"]))
     kernel = maker.edges() if family == "edges" else maker.kernel()
     verify(kernel)
@@ -271,11 +278,20 @@ class Maker:
         """An input through a window, and a load of all of it."""
         world, plain = self.world, self.family.plain_windows
         rank = world.pick((2, 1, 3) if plain else (2, 1, 3, 0))
-        sides = [
-            input_side(world, len(self.grid), self.prefetch, plain) for _ in range(rank)
-        ]
+        sides = self.input_sides(rank, plain)
         array = self.random_param(shape_of(sides), world.dtype(), "x")
         self.show_input(array, sides, BITS)
+
+    def input_sides(self, rank: int, plain: bool) -> list[Side]:
+        """On a TPU all but the first of several dimensions are whole."""
+        sides = [
+            input_side(self.world, len(self.grid), self.prefetch, plain)
+            for _ in range(rank)
+        ]
+        if self.world.for_tpu:
+            first = max(rank - 2, 0)
+            sides[first:] = [whole_side(side.n) for side in sides[first:]]
+        return sides
 
     def show_input(
         self, array: Value, sides: Sequence[Side], level: int, shared: bool = False
@@ -374,10 +390,7 @@ class Maker:
     def add_alias(self) -> None:
         """A result that is an operand's memory, seen through a window of each."""
         world = self.world
-        sides = [
-            input_side(world, len(self.grid), self.prefetch, False)
-            for _ in range(world.pick((2, 1)))
-        ]
+        sides = self.input_sides(world.pick((2, 1)), plain=False)
         type_ = T.TileType(shape_of(sides), world.dtype())
         output = Value(T.RefType(type_.shape, type_.dtype, "any"), "new")
         self.outputs.append(output)
@@ -385,7 +398,7 @@ class Maker:
         level = ROUGH if type_.dtype.is_float else BITS
         self.show_input(source, sides, level, shared=True)
         others = sides  # the same blocks, for writing
-        if not self.family.plain_windows and world.chance(50):
+        if not self.family.plain_windows and world.chance(50) and not world.for_tpu:
             others = [self.other_side(s) for s in sides]
         fill = self.fill_for(type_.dtype, others)
         block = self.add_window(output, others, "out", fill)
@@ -410,6 +423,8 @@ class Maker:
     def add_sink(self, value: Value) -> None:
         """Store a tile where no other program stores: each value is seen."""
         world = self.world
+        if world.for_tpu and value.tile.dtype.is_bool:  # it has no arrays of them
+            value = self.body.b.cast(value, T.I32)
         axes = range(len(self.grid))
         sides = covering(world, value.tile.shape, self.grid, axes, may_hang=True)
         self.store_result(value, sides)

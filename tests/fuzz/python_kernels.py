@@ -249,9 +249,11 @@ def _block(array: np.ndarray, place: tuple[int, int], grid: tuple[int, int]) -> 
     return Block(array[i * ROWS : (i + 1) * ROWS, j * COLUMNS : (j + 1) * COLUMNS])
 
 
-def random_call(choices: Choices) -> RandomCall:
+def random_call(choices: Choices, hangs: bool = True) -> RandomCall:
+    """A call; with `hangs`, the last blocks may hang over the arrays."""
     grid = (choices.integer(1, 2), choices.integer(1, 3))
     hang = [choices.integer(1, 3) if chance(choices, 30) else 0 for _ in range(2)]
+    hang = hang if hangs else [0, 0]
     shape = (grid[0] * ROWS - hang[0], grid[1] * COLUMNS - hang[1])
     maps = tuple(pick(choices, sorted(MAPS)) for _ in range(2))
     rng = np.random.default_rng(choices.integer(0, 255))

@@ -12,7 +12,7 @@ import pytest
 
 from pallasite import target
 from pallasite.backends.cpu.call import parallel_units
-from tests.backends.cpu.direct import Code
+from tests.backends.cpu.direct import Code, Memory
 from tests.fuzz.batches import SHARE, check_batches
 from tests.fuzz.generate import FAMILIES, Case
 from tests.fuzz.running import Results, check
@@ -24,10 +24,10 @@ HOSTS = (None, target.AVX2, target.SSE)
 PARTS = {
     "elementwise": (35, 15),
     "tiles": (60, 20),
-    "memory": (170, 55),
-    "control": (160, 45),
+    "memory": (140, 45),
+    "control": (145, 40),
     "grids": (90, 30),
-    "products": (90, 30),
+    "products": (30, 10),
     "edges": (25, 10),
 }
 THREADS = 3
@@ -44,7 +44,9 @@ class Native:
         optimise = self.batches % OPTIMISED_EVERY == 1
         return [self.run(case, n, optimise) for n, case in enumerate(cases)]
 
-    def run(self, case: Case, number: int, optimise: bool):
+    def run(
+        self, case: Case, number: int, optimise: bool, memory: Memory | None = None
+    ):
         shared = 0 if number % 2 else parallel_units.PROFITABLE_NS
         host = HOSTS[number % 3] or target.host()
         with (
@@ -52,7 +54,7 @@ class Native:
             mock.patch.object(parallel_units, "PROFITABLE_NS", shared),
             mock.patch.object(parallel_units, "CHUNK_NS", 0),
         ):
-            code = Code(case.kernel, optimise)
+            code = Code(case.kernel, optimise, memory)
         return code(*case.arrays, pool=THREADS)
 
 

@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from pallasite.primitive import Call, bind_call
+from pallasite.errors import UnsupportedError
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import Call, bind_call, kernels_in
+from tests.backends.tpu import harness as tpu
+from tests.backends.triton import harness as triton
 from tests.fuzz.agreement import expected, mismatch
 from tests.fuzz.batches import each_batch
 from tests.fuzz.choices import Stream, chance
@@ -73,6 +77,21 @@ def check_calls(
             if k:  # the first element is the call's own operands
                 wanted = call.in_python(*_element(arrays, dims, k))
             _assert_close([r[k] for r in mapped_results], wanted, call)
+
+
+def check_python(choices: Stream, engine: str) -> None:
+    """One call on an engine; on a CPU and in the emulation its vmap, too."""
+    if engine in ("cpu", "emulation"):
+        call = random_call(choices)
+        check_calls([call], [choices.integer(0, 2)], interpret=engine == "emulation")
+        return
+    call = random_call(choices, hangs=False)  # results are read, outside too
+    (kernel,) = kernels_in(functools.partial(call, interpret=True), *call.arrays)
+    if len(kernel.inputs) > len(call.arrays):
+        raise UnsupportedError("simulators are not given arrays from outside a kernel")
+    simulator = {"triton": triton, "tpu": tpu}[engine]
+    got = simulator.simulated(run_passes(kernel), call.arrays)
+    _assert_close(got, call.in_python(*call.arrays), call)
 
 
 def _element(arrays: Sequence[np.ndarray], dims: Sequence[int | None], k: int):

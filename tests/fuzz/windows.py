@@ -63,7 +63,7 @@ def input_side(world: World, axes: int, prefetch: Value | None, plain: bool) -> 
     kind = world.pick(kinds[:2] if plain else kinds)
     index = index_emitter(world, axes, prefetch)
     if kind == "whole":
-        return Side(n, BlockDim(n), _fixed(0))
+        return whole_side(n)
     if kind == "squeezed":
         return Side(n, BlockDim(1, "squeezed"), index)
     size = world.integer(1, n + 1 if world.chance(15) else n)
@@ -75,6 +75,10 @@ def input_side(world: World, axes: int, prefetch: Value | None, plain: bool) -> 
     length = world.integer(0, size + 1)
     both: Emit = lambda b, ids: [*index(b, ids), b.index(length)]
     return Side(n, BlockDim(size, "bounded"), both, hangs=True)
+
+
+def whole_side(n: int) -> Side:
+    return Side(n, BlockDim(n), _fixed(0))
 
 
 def _fixed(number: int) -> Emit:
@@ -157,16 +161,21 @@ def covering(
     groups: list[list[int]] = [[] for _ in block]
     squeezed: list[int] = []
     for a in axes:
-        target = world.integer(-1, len(block) - 1)
+        target = -1 if world.for_tpu else world.integer(-1, len(block) - 1)
         (squeezed if target < 0 else groups[target]).append(a)
     sides = [
-        _covering_side(world, size, grid, group, may_hang)
+        whole_side(size)
+        if world.for_tpu
+        else _covering_side(world, size, grid, group, may_hang)
         for size, group in zip(block, groups, strict=True)
     ]
     if squeezed:
         count = max(1, prod(grid[a] for a in squeezed))
         number = _mixed(world, grid, squeezed)
         side = Side(count, BlockDim(1, "squeezed"), number)
+        if world.for_tpu:  # before two others
+            ones = [Side(1, BlockDim(1, "squeezed"), _fixed(0))] * (2 - len(sides))
+            return [side, *ones, *sides]
         sides.insert(world.integer(0, len(sides)), side)
     return sides
 

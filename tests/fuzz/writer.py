@@ -38,6 +38,7 @@ class World:
 
     choices: ch.Choices
     dtypes: tuple[T.DType, ...]
+    for_tpu: bool = False  # last dimensions of windows are whole
     level: dict[Value, int] = field(default_factory=dict)
     used: set[Value] = field(default_factory=set)
     # Tiles a compiler cannot know: read from an input, and only moved since.

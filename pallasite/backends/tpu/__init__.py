@@ -1,6 +1,7 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
-Reading order: `schedule.py` (inner pipelines become loops), `emit.py` (module, grid,
+Reading order: `aliased.py` (an operand and a result that are one memory),
+`schedule.py` (inner pipelines become loops), `emit.py` (module, grid,
 windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
 `compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
 see `runtime/aot.py`.
@@ -27,6 +28,7 @@ class TpuBackend:
         return native_ops()
 
     def passes(self, options: Options) -> Sequence[Pass]:
+        from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.legalize import legalize
@@ -34,6 +36,7 @@ class TpuBackend:
 
         return (
             Pass("place_windows", place_windows),
+            Pass("join_aliased", join_aliased),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )

@@ -354,6 +354,15 @@ class Memory(Shifting):
         self.views[op.result] = self.view(op.operands[0]).transposed(op.attrs["perm"])
 
     def emit_reshape_view(self, op: Op) -> None:
+        source = self.view(op.operands[0])
+        if source.ref.shape == op.result.ref.shape:
+            self.views[op.result] = source
+            return
+        if min(source.ref.rank, op.result.ref.rank) < 2:
+            self.refuse(
+                "memory with less than two dimensions is not reshaped in place",
+                fix="reshape the loaded value",
+            )
         self._recast(op, "tpu.memref_reshape")
 
     def emit_bitcast_view(self, op: Op) -> None:

@@ -191,6 +191,9 @@ class Tiles(Elementwise):
         self, name: str, tile: TileType, padding: str, axis: int, low: int, high: int
     ) -> tuple[str, TileType]:
         kept = tile.shape[axis] + min(low, 0) + min(high, 0)
+        if kept <= 0:  # only padding is left
+            rest = resized(tile, axis, tile.shape[axis] + low + high)
+            return self.repeat(padding, tile.with_shape(()), rest.shape), rest
         parts = [self.along(name, tile, axis, max(-low, 0), kept)]
         for count, place in ((low, 0), (high, len(parts) + 1)):
             if count > 0:

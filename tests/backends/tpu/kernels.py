@@ -572,6 +572,24 @@ def aliased(x, y):
     )(x, y)
 
 
+@case(array(256, 256))
+def aliased_and_read_again(x):
+    """The operand's block is the result's: two steps add to each block."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[:8] = x_ref[8:16] + 1.0
+        o_ref[8:16] = x_ref[:8] * 2.0
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=x,
+        grid=(4, 2),
+        in_specs=[pl.BlockSpec((64, 256), lambda i, j: (i, 0))],
+        out_specs=pl.BlockSpec((64, 256), lambda i, j: (i, 0)),
+        input_output_aliases={0: 0},
+    )(x)
+
+
 @case(array(264, 128))
 def element_window(x):
     """Blocks of 16 rows, 8 apart: each overlaps the next."""

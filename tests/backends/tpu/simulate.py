@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from pallasite import jaxcompat
+from pallasite.errors import UnsupportedError
 from pallasite.ops import meaning
 
 ELEMENTS = {
@@ -428,7 +429,10 @@ class _Walker:
 
     def tpu_memref_bitcast(self, op: Any, ref: Any) -> Any:
         _, element = _shape_and_element(str(op.results[0].type))
-        return ref.view(ELEMENTS[element])  # of the same width
+        dtype = np.dtype(ELEMENTS[element])
+        if dtype.itemsize != ref.dtype.itemsize:
+            raise UnsupportedError("the simulator has no views of another width")
+        return ref.view(dtype)
 
     def _view(self, ref: Any, op: Any) -> Any:
         view = ref.reshape(self.result_shape(op))
@@ -465,6 +469,9 @@ class _Walker:
         (multiple,) = numbers(str(op.attributes["multiple"]).split()[0])
         assert x % multiple == 0, f"{x} is not a multiple of {multiple}"
         return x
+
+    def tpu_delay(self, op: Any, cycles: Any) -> None:
+        pass
 
     def tpu_iteration_bound(self, op: Any) -> Any:
         return np.int32(self.bounds[numbers(str(op.attributes["dim"]).split()[0])[0]])

@@ -245,6 +245,16 @@ def test_unaligned_copy_is_refused():
     assert "fix    start at pl.multiple_of(i, 8), or copy more and slice" in text
 
 
+def test_reshaping_memory_of_one_dimension_is_refused():
+    def rows(x_ref, o_ref):
+        o_ref[...] = x_ref.reshape(8, 128)[...]
+
+    call = pl.pallas_call(rows, out_shape=array(8, 128))
+    text = refusal(kernel(call, array(1024)))
+    assert "memory with less than two dimensions is not reshaped in place" in text
+    assert "fix  reshape the loaded value" in text
+
+
 def test_a_line_is_kept_through_the_stages():
     made = by_hand.vector_add(1024, 64)
     made = made.with_(loc=Loc("user.py", 12, "main"))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from pallasite.ir.opdef import table
-from pallasite.ir.types import F32
+from pallasite.ir.types import F32, TileType
 from tests.backends.cpu import filled
+from tests.backends.cpu.running import tiles_kernel
 from tests.backends.tpu import harness
 from tests.backends.tpu.kernels import CASES
 from tests.fuzz.agreement import run_numpy
@@ -50,6 +51,18 @@ def test_stores_to_filled_blocks_mean_the_same(kernel):
     """What is stored outside is dropped, and the fill value is read there again."""
     arrays = filled.arrays_for(kernel)
     assert_close(harness.simulated(kernel, arrays), run_numpy(kernel, arrays))
+
+
+@pytest.mark.parametrize("low, high", [(2, -1), (3, -2), (-1, 2), (-2, 3), (-1, 1)])
+def test_padding_that_is_cut_again(low, high):
+    """A negative number takes away what the other side has added."""
+    x = np.arange(8, dtype=np.float32).reshape(1, 8)
+    pad = lambda b, x: b.op(
+        "pad", x, b.constant(7.0, TileType((), F32)),
+        low=(low, 0), high=(high, 0), interior=(0, 0),
+    )  # fmt: skip
+    kernel = tiles_kernel(pad, [x])
+    assert_close(harness.simulated(kernel, [x]), run_numpy(kernel, [x]))
 
 
 def _zoo_kernels(case):

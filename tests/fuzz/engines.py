@@ -1,0 +1,125 @@
+"""Every way to run a random kernel here, each as a check of one Case.
+
+A check raises: a PallasError of REFUSALS where the engine does not take the kernel, and
+anything else where it is wrong.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from pallasite.errors import PallasError, ResourceError, SpecError, UnsupportedError
+from pallasite.interpret.checked import run_checked
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.opdef import table
+from pallasite.ir.verify import verify
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.legalize import legalize
+from pallasite.passes.merge_k_rounds import merge_k_rounds
+from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.place_windows import place_windows
+from pallasite.passes.promote import promote
+from pallasite.passes.row_strips import row_strips
+from pallasite.primitive import Checked
+from tests.backends.cpu.direct import Guarded, Memory
+from tests.backends.tpu import harness as tpu
+from tests.backends.triton import harness as triton
+from tests.fuzz.agreement import run_numpy
+from tests.fuzz.choices import Choices, Seeded, chance, pick
+from tests.fuzz.generate import Case
+from tests.fuzz.running import check, emulated
+from tests.fuzz.test_cpu import Native
+from tests.fuzz.test_passes import check_vmap
+
+REFUSALS: tuple[type[PallasError], ...] = (UnsupportedError, ResourceError, SpecError)
+Run = Callable[[Case], list[np.ndarray]]
+Check = Callable[[Case, int], None]
+
+OPTIMISED_EVERY = 16  # kernels
+
+
+def compare(run: Run, case: Case) -> None:
+    """Assert that a run of the case agrees with the numpy evaluator."""
+    check(lambda cases: [run(c) for c in cases], [case], quick=True)
+
+
+def on_cpu(case: Case, number: int) -> None:
+    """Machine code: hosts, threads, optimisation and where memory ends vary."""
+    memory = (Memory(), Guarded(), Memory(), Guarded(after=False))[number // 6 % 4]
+    optimise = number % OPTIMISED_EVERY == 0
+    compare(lambda c: Native().run(c, number, optimise, memory), case)
+
+
+def in_emulation(case: Case, number: int) -> None:
+    check(emulated, [case], quick=True)
+
+
+def through_passes(case: Case, number: int) -> None:
+    """Each pass by itself, then one after another as the CPU has them."""
+    passes = _passes(Seeded(number))
+    for name, change in passes.items():
+        try:
+            compare(partial(_changed, [change]), case)
+        except REFUSALS:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+    compare(partial(_changed, list(passes.values())), case)
+
+
+def _changed(passes: Sequence[Callable[[Kernel], Kernel]], case: Case):
+    kernel = case.kernel
+    for change in passes:
+        kernel = change(kernel)
+        verify(kernel)
+    return run_numpy(kernel, case.arrays)
+
+
+def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
+    """The passes in an order that a backend could have; their limits vary."""
+    always = {name for name, row in table().items() if row.lower is None}
+    some = {name for name in table() if chance(choices, 30)}
+    native = frozenset(always | some | {"gather"})  # not every gather has one
+    size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
+    deepest = pick(choices, (1024, 2, 4, 8))
+    return {
+        "place_windows": place_windows,
+        "merge_k_steps": partial(
+            merge_k_steps, deepest=deepest, most_bytes=size() * 64
+        ),
+        "merge_k_rounds": partial(merge_k_rounds, most_bytes=size() * 64),
+        "canonicalize": canonicalize,
+        "legalize": partial(legalize, native=native, backend="fuzz"),
+        "row_strips": partial(row_strips, most_bytes=size()),
+        "promote": partial(promote, in_parts=chance(choices, 50)),
+    }
+
+
+def under_vmap(case: Case, number: int) -> None:
+    check_vmap(case, Seeded(number))
+
+
+def in_checked_mode(case: Case, number: int) -> None:
+    """No reports: accesses that are clamped are legal, so bounds are left out."""
+    options = Checked(bounds=False, unwritten=False)
+    compare(lambda c: run_checked(c.kernel, c.arrays, options), case)
+
+
+def on_triton(case: Case, number: int) -> None:
+    compare(lambda c: triton.simulated(c.kernel, c.arrays, seed=number), case)
+
+
+def on_tpu(case: Case, number: int) -> None:
+    compare(lambda c: tpu.simulated(c.kernel, c.arrays), case)
+
+
+ENGINES: Mapping[str, Check] = {
+    "cpu": on_cpu,
+    "emulation": in_emulation,
+    "passes": through_passes,
+    "vmap": under_vmap,
+    "checked": in_checked_mode,
+    "triton": on_triton,
+    "tpu": on_tpu,
+}

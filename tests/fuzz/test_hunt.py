@@ -1,0 +1,98 @@
+"""The hunt: it finds what is wrong, survives what dies, and ends on time."""
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from pallasite.errors import UnsupportedError
+from tests.fuzz import hunt
+from tests.fuzz.generate import FAMILIES
+from tests.fuzz.hunt import Hunt, Job, Outcome, all_jobs, run_job
+
+
+def test_wrong_kernels_are_made_simple(monkeypatch: pytest.MonkeyPatch):
+    def engine(case, number):
+        if "exp" in case.kernel.text:
+            raise UnsupportedError("no exp here")
+        assert "pipeline" not in case.kernel.text, "no pipelines"
+
+    monkeypatch.setitem(hunt.ENGINES, "cpu", engine)
+    outcome = run_job(Job("cpu", "elementwise", tuple(range(16)), reducing_s=5))
+    assert outcome.refused and set(outcome.refused) == {"no exp here"}
+    assert len(outcome.refused) + len(outcome.found) == 16
+    for number, found in outcome.found.items():
+        assert found.startswith("AssertionError: no pipelines")
+        (least,) = run_job(Job("cpu", "elementwise", (number,))).found.values()
+        assert len(found) < len(least)
+
+
+def test_real_kernels_of_every_family():
+    for family in hunt.EACH_FAMILY:
+        job = Job("emulation", family, (1, 3) if family != "python" else (1,))
+        assert run_job(job) == Outcome(job)
+
+
+def test_jobs_go_through_all_families_and_engines():
+    jobs = all_jobs(7, ["cpu", "vmap"], list(hunt.EACH_FAMILY))
+    first = [next(jobs) for _ in range(2 * len(hunt.EACH_FAMILY))]
+    pairs = {(job.engine, job.family) for job in first}
+    assert ("vmap", "python") not in pairs  # Python's kernels have one of their own
+    assert {(e, f) for e in ("cpu", "vmap") for f in FAMILIES} <= pairs
+    assert min(min(job.numbers) for job in first) == 7_000_000
+
+
+def dying(jobs: Connection) -> None:
+    """Dies of kernel 3, is stuck at kernel 5, finds 6 wrong; 7 takes its time."""
+    while (job := jobs.recv()) is not None:
+        if 3 in job.numbers:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if 5 in job.numbers:
+            time.sleep(60)
+        found = {6: "wrong"} if 6 in job.numbers else {}
+        jobs.send(Outcome(job, ["too large: 17"] * (0 in job.numbers), found))
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")  # these processes do not use jax
+def test_processes_that_die_and_end_on_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(hunt, "STUCK_S", 1.0)
+    jobs = [Job("cpu", "grids", (n, n + 1)) for n in range(0, 10, 2)]
+    run = Hunt(iter(jobs), 60, tmp_path, 2, dying, "fork")
+    run.run()
+    assert run.tried["cpu", "grids"] == 10
+    assert run.wrong["cpu", "grids"] == 3
+    texts = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert "died: exit code -9" in texts["cpu-grids-3.txt"]
+    assert "was stuck for 1 s" in texts["cpu-grids-5.txt"]
+    assert "--engine cpu --family grids --kernel 6" in texts["cpu-grids-6.txt"]
+    report = run.report()
+    assert "9/1/3" in report and "1 cpu: too large: N" in report
+    assert "cpu-grids-6.txt: wrong" in capsys.readouterr().out
+
+    start = time.monotonic()
+    monkeypatch.setattr(hunt, "LATE_S", 1.0)
+    Hunt(iter([Job("cpu", "grids", (5,))]), 1, tmp_path, 1, dying, "fork").run()
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_exit_code_says_whether_anything_was_found(
+    wrong: int, monkeypatch: pytest.MonkeyPatch
+):
+    def run(self: Hunt) -> None:
+        self.tried["cpu", "grids"] += 1
+        self.wrong["cpu", "grids"] += wrong
+
+    monkeypatch.setattr(Hunt, "run", run)
+    assert hunt.main(["--engine", "cpu", "--family", "grids"]) == wrong
+
+
+def test_unknown_engine_is_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        hunt.main(["--engine", "gpu"])
+    assert "no gpu: there are cpu" in capsys.readouterr().err
