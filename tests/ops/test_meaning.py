@@ -4,6 +4,8 @@ Samples of the row's domain and all combinations of special values, in every typ
 row allows. The allowed error is the row's `max_ulp`, or XLA's own where it errs more.
 """
 
+import platform
+
 import jax
 import numpy as np
 import pytest
@@ -32,8 +34,10 @@ LAX_NAMES = {
     "xor": "bitwise_xor",
 }
 # What XLA on CPU is off by (jax 0.10 to 0.12) where that is more than our bound: exp2
-# is exp(x log 2) there, lgamma has no relative accuracy around its zeros.
+# is exp(x log 2) there, atan is up to 5.4 ulp off on aarch64 (on x86 within our bound),
+# lgamma has no relative accuracy around its zeros.
 XLA_ULP = {
+    "atan": 6 if platform.machine() in ("aarch64", "arm64") else 0,
     "exp2": 128,
     "log1p": 256,
     "sinh": 16,
@@ -123,6 +127,9 @@ def test_cast_is_that_of_jax(source: str):
     x = special_values(dtype)
     if dtype.is_float:
         x = np.concatenate([x, floats(BETWEEN, dtype)])
+    # All of them again, up to whole vectors: of 8n + 3 int64, XLA on aarch64 converts
+    # the last two to int8 wrong (jax 0.10).
+    x = np.resize(x, -(-len(x) // 16) * 16)
 
     def run_all(x):
         return [jax.lax.convert_element_type(x, DTYPES[t].np) for t in CAST_TYPES]
