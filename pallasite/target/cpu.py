@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 def _architecture() -> str:
@@ -67,7 +68,7 @@ def using(host: Host) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def host_of(features: frozenset[str], **caches: int) -> Host:
+def host_of(features: frozenset[str], **caches: Any) -> Host:
     """The vector unit that a set of LLVM feature names describes."""
     if "avx512f" in features:
         return Host(64, 32, features, **caches)
