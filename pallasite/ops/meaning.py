@@ -303,9 +303,8 @@ def cast(x: Array, *, dtype: Any) -> Array:
         high = 2 ** (info_bits - 1) - 1 if dtype.is_signed_int else 2**info_bits - 1
         wide = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=high, neginf=low)
         inside = (wide > low) & (wide < high)
-        safe = np.where(inside, np.trunc(wide), 0).astype(np.int64)
-        if dtype.name == "u64":
-            safe = np.where(inside, np.trunc(wide), 0).astype(np.uint64)
+        whole = np.uint64 if dtype.name == "u64" else np.int64
+        safe = np.where(inside, np.trunc(wide), 0).astype(whole)
         low_a, high_a = (np.array(v).astype(target) for v in (low, high))
         return np.where(
             inside, safe.astype(target), np.where(wide <= low, low_a, high_a)

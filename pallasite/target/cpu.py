@@ -13,6 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+
+def _architecture() -> str:
+    """This computer's instruction set, as LLVM and GCC name it."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Host:
     ns_per_flop: float = 0.01
     ns_per_transcendental: float = 0.8
     ns_per_byte: float = 0.05
+    architecture: str = _architecture()
 
     def lanes(self, bits: int) -> int:
         """How many elements of that width one vector holds."""
@@ -51,7 +59,8 @@ def host() -> Host:
 
 @contextmanager
 def using(host: Host) -> Iterator[None]:
-    """Generate code as for another CPU; this one must have all of its features."""
+    """Generate code as for another CPU. To run it here, this one must have all of its
+    features and its architecture."""
     token = _chosen.set(host)
     try:
         yield
@@ -59,7 +68,7 @@ def using(host: Host) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def host_of(features: frozenset[str], **caches: int) -> Host:
+def host_of(features: frozenset[str], **caches: Any) -> Host:
     """The vector unit that a set of LLVM feature names describes."""
     if "avx512f" in features:
         return Host(64, 32, features, **caches)
@@ -73,7 +82,7 @@ def _this_computer() -> Host:
     from llvmlite import binding as llvm
 
     features = {name for name, has in llvm.get_host_cpu_features().items() if has}
-    if platform.machine().lower() in ("aarch64", "arm64"):
+    if _architecture() == "aarch64":
         features.add("neon")
     if not _may_use_tiles(features):
         features = {name for name in features if not name.startswith("amx")}

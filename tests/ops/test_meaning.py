@@ -4,6 +4,8 @@ Samples of the row's domain and all combinations of special values, in every typ
 row allows. The allowed error is the row's `max_ulp`, or XLA's own where it errs more.
 """
 
+import platform
+
 import jax
 import numpy as np
 import pytest
@@ -32,8 +34,10 @@ LAX_NAMES = {
     "xor": "bitwise_xor",
 }
 # What XLA on CPU is off by (jax 0.10 to 0.12) where that is more than our bound: exp2
-# is exp(x log 2) there, lgamma has no relative accuracy around its zeros.
+# is exp(x log 2) there, atan is up to 5.4 ulp off on aarch64 (on x86 within our bound),
+# lgamma has no relative accuracy around its zeros.
 XLA_ULP = {
+    "atan": 6 if platform.machine() in ("aarch64", "arm64") else 0,
     "exp2": 128,
     "log1p": 256,
     "sinh": 16,
@@ -123,6 +127,9 @@ def test_cast_is_that_of_jax(source: str):
     x = special_values(dtype)
     if dtype.is_float:
         x = np.concatenate([x, floats(BETWEEN, dtype)])
+    # All of them again, up to whole vectors: of 8n + 3 int64, XLA on aarch64 converts
+    # the last two to int8 wrong (jax 0.10).
+    x = np.resize(x, -(-len(x) // 16) * 16)
 
     def run_all(x):
         return [jax.lax.convert_element_type(x, DTYPES[t].np) for t in CAST_TYPES]
@@ -136,3 +143,13 @@ def test_cast_is_that_of_jax(source: str):
         wrong = ulp_error(np.asarray(result), ours, target) > 0
         pairs = list(zip(x[wrong], ours[wrong], np.asarray(result)[wrong], strict=True))
         assert not pairs, f"{source} to {target}: (value, ours, jax) {pairs}"
+
+
+def test_casts_leave_nothing_open_to_the_cpu():
+    """Numpy warns where the result of a cast differs between x86 and aarch64."""
+    x = np.array([np.nan, np.inf, -np.inf, 2.0**63, -(2.0**63), 2.0**64, -1.5, 0.5])
+    targets = (DTYPES[name] for name in CAST_TYPES if DTYPES[name].is_integer)
+    found = {target.name: meaning.cast(x, dtype=target).tolist() for target in targets}
+    assert found["u64"] == [0, 2**64 - 1, 0, 2**63, 0, 2**64 - 1, 0, 0]
+    assert found["i64"][1:6] == [2**63 - 1, -(2**63), 2**63 - 1, -(2**63), 2**63 - 1]
+    assert found["u8"] == [0, 255, 0, 255, 0, 255, 0, 0]

@@ -269,8 +269,12 @@ def test_bytes_that_are_packed_differently_for_two_products():
     with target.using(host):
         (traced,) = kernels_in(call, x, y, z)
         arrays = [each.cut.array for each in find_packed_once(traced).boxes]
-        got = call(x, y, z)
     assert arrays.count(traced.inputs[0]) == 2
+    missing = host.features - target.host().features
+    if missing:
+        pytest.skip(f"packed as it should be; to run it this CPU lacks {missing}")
+    with target.using(host):
+        got = call(x, y, z)
     for each, columns in zip(got, (y, z), strict=True):
         np.testing.assert_array_equal(each, x.astype(int) @ columns.astype(int))
 

@@ -104,11 +104,11 @@ def _sources() -> str:
     return hashlib.sha256(b"".join(contents) or secrets.token_bytes()).hexdigest()
 
 
-def _optimized(llvm_text: str) -> Any:
-    """The module after LLVM's passes."""
+def _optimized(llvm_text: str, machine: Any = None) -> Any:
+    """The module after LLVM's passes, by default for this machine's CPU."""
     from llvmlite import binding as llvm
 
-    machine = _machine()
+    machine = machine or _machine()
     try:
         module = llvm.parse_assembly(llvm_text)
         module.verify()

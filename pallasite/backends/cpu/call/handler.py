@@ -145,9 +145,9 @@ def _share(
     fields += [(threads.OPERANDS + 8 * n, a) for n, a in enumerate(pointers)]
     for offset, value in fields:
         _set_field(f, job, offset, value)
-    with f.loop(workers) as loop:
-        line = f.add(integer(runs), f.mul(loop.index, integer(threads.LINE)))
-        f.store(integer(0), f.element(job, "i8", line))
+    counters = f.element(job, "i8", integer(runs))
+    lines = f.mul(workers, integer(threads.LINE))
+    f.call("llvm.memset.p0.i64", "void", counters, integer(0, "i8"), lines, FALSE)
     helpers = f.sub(workers, integer(1))
     listed = ", ".join(map(str, [frame, job, helpers]))
     first = f.value("ptr", f"call ptr @run_job({listed})")

@@ -11,8 +11,7 @@ differ (causal attention), it is mostly the later ones that take longer, and the
 ones then fill the gaps.
 """
 
-import platform
-
+from pallasite import target
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val
 
 # Byte offsets in a job. The counters that all threads write have their own lines. After
@@ -288,11 +287,11 @@ def _destroy_error() -> str:
 
 def _pause(module: Module) -> str:
     """The instruction that tells the core it is waiting."""
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
+    architecture = target.host().architecture
+    if architecture == "x86_64":
         module.declare("llvm.x86.sse2.pause", "void", [])
         return "call void @llvm.x86.sse2.pause()"
-    if machine in ("aarch64", "arm64"):
+    if architecture == "aarch64":
         module.declare("llvm.aarch64.hint", "void", ["i32"])
         return "call void @llvm.aarch64.hint(i32 1)"
     return ""
