@@ -9,7 +9,7 @@ Kernel in, Kernel out: what it means stays the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import is_whole, operand_name
 from pallasite.errors import UnsupportedError
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk, window_arrays
+from pallasite.ir.nodes import Block, Kernel, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, inline, substitute
+from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import BOOL, I32, RefType, TileType
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map
 from pallasite.passes.analysis.carried import VIEWS, is_overwritten
@@ -34,7 +35,7 @@ def join_aliased(kernel: Kernel) -> Kernel:
         if pipeline is None or _is_called_once(pipeline):
             return kernel  # its blocks are the arrays themselves
         pair = _Pair(kernel, pipeline, kernel.inputs[operand], kernel.outputs[result])
-        if pair.output in window_arrays(pipeline) and pair.can_tell():
+        if pair.shown(pair.output) is not None and pair.can_tell():
             joined = pair.joined()
             ops = (*kernel.body.ops[:-1], joined)
             body = Block(kernel.body.params, ops, kernel.body.yields)
@@ -42,33 +43,19 @@ def join_aliased(kernel: Kernel) -> Kernel:
     return kernel
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """A window of the pipeline."""
-
-    number: int
-    window: Window
-    index_map: Block
-    block: Value
-
-
 class _Pair:
     """An operand, and the result that is its memory."""
 
-    def __init__(self, kernel: Kernel, pipeline: Op, source: Value, output: Value):
-        self.kernel, self.pipeline = kernel, pipeline
+    def __init__(self, kernel: Kernel, op: Op, source: Value, output: Value):
+        self.kernel, self.pipeline = kernel, Pipeline.of(op)
         self.source, self.output = source, output
-        self.grid: tuple[int | None, ...] = pipeline.attrs["grid"]
-        *self.maps, self.body = pipeline.regions
-        self.ids = self.body.params[: len(self.grid)]
+        self.grid, self.ids = self.pipeline.grid, self.pipeline.ids
+        self.body = self.pipeline.body
 
-    def shown(self, array: Value) -> _Shown | None:
-        arrays = window_arrays(self.pipeline)
-        if array not in arrays:
-            return None
-        n = arrays.index(array)
-        window = self.pipeline.attrs["windows"][n]
-        return _Shown(n, window, self.maps[n], self.body.params[len(self.grid) + n])
+    def shown(self, array: Value) -> Shown | None:
+        """The first window of an array."""
+        shown = self.pipeline.shown
+        return next((each for each in shown if each.array is array), None)
 
     def can_tell(self) -> bool:
         """Whether results may differ from what two separate blocks give."""
@@ -89,43 +76,35 @@ class _Pair:
         filled = is_overwritten(self.body.ops, written.block, first)
         return reads_new or not filled or (bool(uses) and not apart)
 
-    def moves(self, shown: _Shown) -> WindowMoves:
-        return analyze(self.kernel).windows[shown.number]
+    def moves(self, shown: Shown) -> WindowMoves:
+        number = self.pipeline.blocks.index(shown.block)
+        return analyze(self.kernel).windows[number]
 
     # --- one block for both ---
 
     def joined(self) -> Op:
         seen, written = self.shown(self.source), self.shown(self.output)
         assert written is not None
-        operands, windows = list(self.pipeline.operands), list(self._windows())
-        maps, params = list(self.maps), list(self.body.params)
+        shown = {each.block: each for each in self.pipeline.shown}
         block = Value(RefType(*_type(written.block)), self.source.name)
         window = replace(written.window, mode="in")
+        entering = Shown(self.source, window, clone(written.index_map), block)
         if seen is None:
-            operands.append(self.source)
-            windows.append(window)
-            maps.append(clone(written.index_map))
-            params.append(block)
+            shown[block] = entering
         elif not _uses(self.body, seen.block):
-            windows[seen.number] = window
-            maps[seen.number] = clone(written.index_map)
-            params[len(self.grid) + seen.number] = block
+            shown[seen.block] = entering
         else:
             block = seen.block
             fill = self.fill(seen.window, written.window)
             for each in (seen, written):
-                windows[each.number] = replace(each.window, fill=fill)
-        b = Builder(self.pipeline.loc)
+                filled = replace(each.window, fill=fill)
+                shown[each.block] = each._replace(window=filled)
+        b = Builder(self.pipeline.op.loc)
         self.copy_entered(b, block, written)
         b.ops += substitute(self.body, {block: written.block}).ops
-        return self.pipeline.with_(
-            operands=tuple(operands),
-            attrs={**self.pipeline.attrs, "windows": tuple(windows)},
-            regions=(*maps, b.block(params, self.body.yields)),
-        )
-
-    def _windows(self) -> Sequence[Window]:
-        return self.pipeline.attrs["windows"]
+        blocks = [each.block for each in shown.values()]
+        body = b.block((*self.ids, *blocks), self.body.yields)
+        return self.pipeline.showing(shown.values(), body).to_op()
 
     def fill(self, seen: Window, written: Window):
         if None in (seen.fill, written.fill) or seen.fill == written.fill:
@@ -136,7 +115,7 @@ class _Pair:
             "give both BlockSpecs the same fill",
         )
 
-    def copy_entered(self, b: Builder, block: Value, written: _Shown) -> None:
+    def copy_entered(self, b: Builder, block: Value, written: Shown) -> None:
         """`result[...] = operand[...]` where the step before had another block."""
         then = Builder(b.loc)
         then.store(written.block, then.load(block))
@@ -149,7 +128,7 @@ class _Pair:
         else:
             b.emit("cond", b.cast(entered, I32), regions=(Block(), then.block()))
 
-    def entered(self, b: Builder, written: _Shown) -> Value:
+    def entered(self, b: Builder, written: Shown) -> Value:
         """Whether this is the first step, or the last one had another block."""
         before, borrow = self.step_before(b)
         entered = borrow  # of all axes: there is no step before
@@ -161,8 +140,7 @@ class _Pair:
 
     def step_before(self, b: Builder) -> tuple[list[Value], Value]:
         """Count down the last axis, borrow from the left."""
-        dynamic = iter(self.pipeline.operands)
-        sizes = [next(dynamic) if n is None else b.index(n) for n in self.grid]
+        sizes = [b.index(n) if isinstance(n, int) else n for n in self.pipeline.sizes]
         before: list[Value] = []
         borrow = b.constant(True, TileType((), BOOL))
         for index, size in reversed(list(zip(self.ids, sizes, strict=True))):
@@ -174,7 +152,7 @@ class _Pair:
 
     # --- blocks that differ ---
 
-    def check_apart(self, seen: _Shown, written: _Shown, uses: Sequence[int]) -> None:
+    def check_apart(self, seen: Shown, written: Shown, uses: Sequence[int]) -> None:
         """Refuse a kernel in which a step reads what it or an earlier one wrote."""
         stored = _uses(self.body, written.block)
         reads_new = bool(stored) and uses[-1] >= stored[0]
@@ -207,14 +185,15 @@ class _Pair:
         return UnsupportedError(
             f"backend 'tpu': {names[0]} and {names[1]} {what}",
             [("kernel", self.kernel.name), *facts],
-            at=self.pipeline.loc or self.kernel.loc,
+            at=self.pipeline.op.loc or self.kernel.loc,
             fix=fix,
         )
 
 
-def _is_called_once(pipeline: Op) -> bool:
-    pairs = zip(pipeline.attrs["windows"], window_arrays(pipeline), strict=True)
-    return not pipeline.attrs["grid"] and all(is_whole(w, a.ref) for w, a in pairs)
+def _is_called_once(op: Op) -> bool:
+    pipeline = Pipeline.of(op)
+    whole = (is_whole(each.window, each.array.ref) for each in pipeline.shown)
+    return not pipeline.grid and all(whole)
 
 
 def _type(block: Value) -> tuple:
@@ -244,7 +223,7 @@ def _uses(body: Block, ref: Value) -> list[int]:
     return found
 
 
-def _same_blocks(a: _Shown, b: _Shown) -> bool:
+def _same_blocks(a: Shown, b: Shown) -> bool:
     if a.window.dims != b.window.dims or a.window.space != b.window.space:
         return False
     same = dict(zip(a.index_map.params, b.index_map.params, strict=True))
