@@ -467,6 +467,7 @@ def _written(b: Builder, access: Access) -> Value | None:
     ):
         if operand is None or not isinstance(entry, Gather):
             continue
+        operand = _wide(b, operand)
         inside = b.op(
             "and",
             b.ge(operand, b.like(0, operand)),
@@ -475,6 +476,11 @@ def _written(b: Builder, access: Access) -> Value | None:
         inside = b.broadcast(inside, value.tile.shape, range(operand.tile.rank))
         mask = inside if mask is None else b.op("and", mask, inside)
     return mask
+
+
+def _wide(b: Builder, places: Value) -> Value:
+    """An index tile in a type that can hold the size of a dimension, too."""
+    return b.cast(places, T.I32) if places.tile.dtype.bits < 32 else places
 
 
 def _read_indices(b: Builder, access: Access) -> list[Value]:
@@ -486,6 +492,7 @@ def _read_indices(b: Builder, access: Access) -> list[Value]:
         if operand is None:
             continue
         if isinstance(entry, Gather):
+            operand = _wide(b, operand)
             low, high = (
                 b.constant(k, T.scalar(operand.tile.dtype)) for k in (0, n - 1)
             )
