@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from pallasite import jaxcompat
