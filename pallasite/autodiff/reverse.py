@@ -327,10 +327,10 @@ class _Reverse:
         assert value is not None
         if value not in self.activity.varied:
             return
-        other = None
-        if access.mask is not None:
+        mask, other = _written(b, access), None
+        if mask is not None:
             other = b.constant(0, T.TileType(value.tile.shape, ref.ref.dtype))
-        taken = b.load(ref, access.index, access.index_operands, access.mask, other)
+        taken = b.load(ref, access.index, access.index_operands, mask, other)
         self.add(b, ct, value, b.cast(taken, value.tile.dtype))
 
     def at_atomic_rmw(self, b: Builder, op: Op, ct: Cotangents) -> None:
@@ -458,6 +458,31 @@ def _widest(b: Builder, value: Value, limit: T.DType) -> Value:
     return source if fits and source.tile.dtype.bits > value.tile.dtype.bits else value
 
 
+def _written(b: Builder, access: Access) -> Value | None:
+    """Which elements a write does not drop; None: all. A read would clamp them."""
+    mask, value = access.mask, access.value
+    assert value is not None
+    for n, (entry, operand) in zip(
+        access.ref.ref.shape, access.split_index(), strict=True
+    ):
+        if operand is None or not isinstance(entry, Gather):
+            continue
+        operand = _wide(b, operand)
+        inside = b.op(
+            "and",
+            b.ge(operand, b.like(0, operand)),
+            b.lt(operand, b.like(n, operand)),
+        )
+        inside = b.broadcast(inside, value.tile.shape, range(operand.tile.rank))
+        mask = inside if mask is None else b.op("and", mask, inside)
+    return mask
+
+
+def _wide(b: Builder, places: Value) -> Value:
+    """An index tile in a type that can hold the size of a dimension, too."""
+    return b.cast(places, T.I32) if places.tile.dtype.bits < 32 else places
+
+
 def _read_indices(b: Builder, access: Access) -> list[Value]:
     """Index operands; gathered ones clamped, as a read clamps them."""
     result = []
@@ -467,6 +492,7 @@ def _read_indices(b: Builder, access: Access) -> list[Value]:
         if operand is None:
             continue
         if isinstance(entry, Gather):
+            operand = _wide(b, operand)
             low, high = (
                 b.constant(k, T.scalar(operand.tile.dtype)) for k in (0, n - 1)
             )

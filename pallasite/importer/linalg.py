@@ -4,10 +4,12 @@ Each factorisation is a loop over columns, written here as a JAX function of one
 and imported in place of the primitive; leading dimensions are mapped over.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -114,9 +116,39 @@ def _lu(a: Any) -> tuple[Any, Any, Any]:
 
 @RULES.rule("custom_linear_solve")
 def _linear_solve(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
-    """Its solver; the other functions are for derivatives."""
+    """Its solver, with a derivative: the solver's constants do not have one."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    first = lengths.matvec + lengths.vecmat
-    consts = args[first : first + lengths.solve]
-    rights = args[sum(lengths) :]
-    return im.run(jaxprs.solve, [*consts, *rights])
+    of_solver = lengths.matvec + lengths.vecmat
+    rights = sum(lengths)
+    used = (
+        *args[: lengths.matvec],
+        *args[of_solver : of_solver + lengths.solve],
+        *args[rights:],
+    )
+    return im.splice(_solver(jaxprs, lengths.matvec, lengths.solve), used)
+
+
+def _solver(jaxprs: Any, of_matvec: int, of_solve: int) -> Callable[..., Any]:
+    """The solution of A x = b as a function of A's constants, the solver's and b.
+
+    Its derivative is that of the equation: A dx = db - dA x.
+    """
+    matvec, run = (
+        functools.partial(jax.core.eval_jaxpr, j.jaxpr, j.consts)
+        for j in (jaxprs.matvec, jaxprs.solve)
+    )
+    rights = of_matvec + of_solve
+
+    @jax.custom_jvp
+    def solve(*args: Any) -> Any:
+        return tuple(run(*args[of_matvec:]))
+
+    @solve.defjvp
+    def _(args: Any, tangents: Any) -> Any:
+        x = solve(*args)
+        product = lambda *constants: tuple(matvec(*constants, *x))
+        changes = jax.jvp(product, args[:of_matvec], tangents[:of_matvec])[1]
+        moved = [db - d for db, d in zip(tangents[rights:], changes, strict=True)]
+        return x, solve(*args[:rights], *moved)
+
+    return solve

@@ -386,6 +386,13 @@ def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
     """`dimension_semantics` as names; enums and old spellings are accepted."""
     if given is None:
         return ("arbitrary",) * grid_rank
+    if isinstance(given, str):
+        raise SpecError(
+            "dimension_semantics must be a tuple, one entry per grid axis",
+            [("dimension_semantics", repr(given)), ("grid axes", grid_rank)],
+            at,
+            f"dimension_semantics={(given,) * grid_rank}",
+        )
     names = tuple(
         str(getattr(s, "value", getattr(s, "name", s))).lower() for s in given
     )

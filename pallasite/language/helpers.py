@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallasite.errors import KernelTypeError
-from pallasite.language.trace import user_location
+from pallasite.language.trace import location_of, user_location
 
 
 class _Runs:
@@ -91,9 +91,10 @@ def loop(
 
     def decorate(fn: Callable[..., Any]) -> Any:
         def run(i: Any, carry: Any) -> Any:
-            if init_carry is None:
-                return fn(i)
-            return fn(i, carry)
+            following = fn(i) if init_carry is None else fn(i, carry)
+            if (following is None) != (init_carry is None):
+                raise _carry_mismatch(fn, init_carry, following)
+            return following
 
         static = all(isinstance(v, (int, np.integer)) for v in (lower, upper, step))
         if static and unroll is True:
@@ -111,6 +112,27 @@ def loop(
         return lax.fori_loop(0, count, body, init_carry)
 
     return _Runs("loop", "i", decorate)
+
+
+def _carry_mismatch(fn: Any, init_carry: Any, returned: Any) -> KernelTypeError:
+    """The refusal of a loop's function that returns a value or none, unexpectedly."""
+    if init_carry is None:
+        what = "the function of a pl.loop without init_carry returns a value"
+        fix = "pl.loop(..., init_carry=first) and def fn(i, carry), or return nothing"
+        return KernelTypeError(
+            what, [("returned", _types_of(returned))], location_of(fn), fix
+        )
+    return KernelTypeError(
+        "the function of a pl.loop with init_carry returns nothing",
+        [("init_carry", _types_of(init_carry))],
+        location_of(fn),
+        "return the next carry, of the same shapes and dtypes",
+    )
+
+
+def _types_of(tree: Any) -> str:
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+    return ", ".join(f"{t.dtype}{list(t.shape)}" for t in types)
 
 
 def _check_bounds(*bounds: Any) -> None:

@@ -346,10 +346,10 @@ def _fill(spec: BlockSpec, operand: Operand, at: Any) -> Any:
         return None
     if _is_number(spec.fill):
         given = np.asarray(spec.fill).item()
-        value = np.asarray(given).astype(operand.dtype)
-        same = np.asarray(value, dtype=object) == given or given != given
+        with np.errstate(invalid="ignore"):  # an integer cannot hold NaN or infinity
+            value = np.asarray(given).astype(operand.dtype)
         is_float = jnp.issubdtype(operand.dtype, jnp.floating)
-        if is_float or same:
+        if is_float or np.asarray(value, dtype=object) == given:
             return value.item() if value.dtype.kind in "biuf" else float(value)
     raise SpecError(
         "fill must be a number of the operand's type",

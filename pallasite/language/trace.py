@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from pallasite import jaxcompat
@@ -325,13 +326,22 @@ def explain_trace_failure(
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
     if _raised_while_indexing(error):
-        given = _bools_in(_refused_index(error))
+        index = _refused_index(error)
+        given = _bools_in(index)
         if given is not None:
             return boolean_index(given, facts, at)
+        if _has_traced_slice(index):
+            return RefIndexError(
+                "a slice of a ref has a bound that is known only when the kernel runs",
+                facts,
+                at,
+                "pl.ds(start, size), of which only start may be traced",
+            )
         unclear = "unpack" in text or "boolean conversion" in text
+        problem = ("problem", text.splitlines()[0])
         return RefIndexError(
             "a ref cannot be indexed like this",
-            [*facts, ("problem", None if unclear else text.splitlines()[0])],
+            [*facts, ("index", _refused_entry(index)) if unclear else problem],
             at,
             "ints, slices with a step of at least 1, pl.ds(start, size), integer "
             "arrays (no lists), one ...; no None",
@@ -466,6 +476,26 @@ def _indexing_frames(error: BaseException) -> list[Any]:
 def _refused_index(error: BaseException) -> Any:
     """The index that JAX refused, or what is left of it; None if it cannot be told."""
     return _indexing_frames(error)[0].f_locals.get("indices")
+
+
+def _has_traced_slice(index: Any) -> bool:
+    """Whether an entry of an index is a Python slice with a traced bound."""
+    return any(
+        isinstance(bound, jax.core.Tracer)
+        for entry in (index if isinstance(index, tuple) else (index,))
+        if isinstance(entry, slice)
+        for bound in (entry.start, entry.stop, entry.step)
+    )
+
+
+def _refused_entry(index: Any) -> str | None:
+    """What to call the entry of an index that no index of a ref may have."""
+    for entry in index if isinstance(index, tuple) else (index,):
+        if entry is None:
+            return "has None in it"
+        if isinstance(entry, list):
+            return f"has a list of {len(entry)} in it"
+    return None
 
 
 def _bools_in(index: Any) -> str | None:

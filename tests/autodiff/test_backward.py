@@ -537,3 +537,38 @@ def test_a_cotangent_that_is_not_known():
     (found,) = cotangents(call, [x], [seed, None], [True])
     np.testing.assert_allclose(found, jnp.cos(x) * seed, rtol=1e-5)
     assert cotangents(call, [x], [None, None], [True]) == [None]
+
+
+def test_what_an_atomic_add_drops_has_no_gradient():
+    places = jnp.array([-1, 7, 8, 5, 5, -9, 77, 0])  # 8, -9 and 77 are dropped
+    weights = jnp.arange(1.0, 25.0).reshape(8, 3)
+
+    def add_up(x_ref, places_ref, o_ref):
+        o_ref[...] = jnp.zeros_like(o_ref)
+        pl.atomic_add(o_ref, (places_ref[...],), x_ref[...])
+
+    def weighted(x):
+        out = jax.ShapeDtypeStruct((8, 3), x.dtype)
+        return jnp.sum(weights * pl.pallas_call(add_up, out)(x, places))
+
+    read = jnp.where(places < 0, places + 8, places)
+    inside = (read >= 0) & (read < 8)
+    expected = jnp.where(inside[:, None], weights[jnp.clip(read, 0, 7)], 0)
+    np.testing.assert_array_equal(jax.grad(weighted)(jnp.ones((8, 3))), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int32])
+def test_index_arrays_of_types_narrower_than_the_ref_is_long(dtype):
+    places = jnp.array([0, 5, 120, 127]).astype(dtype)
+    if dtype == jnp.uint8:
+        places = places + dtype(128)
+
+    def kernel(x_ref, places_ref, o_ref):
+        o_ref[...] = jnp.zeros_like(o_ref)
+        pl.atomic_add(o_ref, (places_ref[...],), x_ref[places_ref[...]])
+
+    weights, wide = normal(0, 300), places.astype(jnp.int32)
+    out = jax.ShapeDtypeStruct((300,), jnp.float32)
+    run = lambda x: jnp.sum(weights * pl.pallas_call(kernel, out)(x, places))
+    expected = jnp.zeros(300).at[wide].set(weights[wide])
+    np.testing.assert_array_equal(jax.grad(run)(normal(1, 300)), expected)

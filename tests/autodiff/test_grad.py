@@ -424,3 +424,23 @@ def test_custom_vjp_mixes_with_the_automatic_rule():
         got = jax.jit(lambda t=transformed: t(twice(own, gate)))()
         plain = twice(gate_reference, gate_reference)
         agree(got, jax.jit(lambda t=transformed, f=plain: t(f))(), 1e-3)
+
+
+def test_linear_solves_have_derivatives():
+    a = jnp.array([[4.0, 1.0, 0.5], [0.3, 3.0, 0.2], [1.0, 0.1, 5.0]])
+    b = jnp.array([1.0, 2.0, -1.0])
+
+    def solve_kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = jnp.linalg.solve(a_ref[...], b_ref[...])
+
+    solve = lambda a, b: pl.pallas_call(solve_kernel, out_shape=b)(a, b)
+    loss = lambda solve: lambda a, b: jnp.sum(jnp.sin(solve(a, b)))
+    got = jax.grad(loss(solve), (0, 1))(a, b)
+    want = jax.grad(loss(jnp.linalg.solve), (0, 1))(a, b)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), got, want)
+    moves = (a + 1, b - 1)
+    np.testing.assert_allclose(
+        jax.jvp(solve, (a, b), moves)[1],
+        jax.jvp(jnp.linalg.solve, (a, b), moves)[1],
+        atol=1e-6,
+    )

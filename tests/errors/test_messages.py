@@ -269,6 +269,12 @@ BAD = {
         out_specs=spec,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("serial",)),
     ),
+    "semantics string": lambda: call(
+        grid=2,
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=pltpu.CompilerParams(dimension_semantics="parallel"),
+    ),
     "any with block": lambda: call(
         grid=2,
         in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), memory_space=pl.ANY)],
@@ -290,6 +296,13 @@ BAD = {
         in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), fill=1000)],
         out_specs=spec,
         out_shape=S((16, 128), jnp.int8),
+    ),
+    "fill nan": lambda: call(
+        grid=2,
+        args=(x.astype(jnp.int32),),
+        in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), fill=float("nan"))],
+        out_specs=spec,
+        out_shape=S((16, 128), jnp.int32),
     ),
     "scratch": lambda: call(scratch_shapes=[(8, 128)]),
     "grid_spec both": lambda: call(grid=2, grid_spec=pl.GridSpec(grid=2)),
@@ -431,6 +444,12 @@ BAD = {
     "loop float": lambda: call(lambda x_ref, o_ref: pl.loop(0, 2.5)(lambda i: None)),
     "loop step": lambda: call(
         lambda x_ref, o_ref: pl.loop(0, 2, step=0)(lambda i: None)
+    ),
+    "loop returns": lambda: call(
+        lambda x_ref, o_ref: pl.loop(0, 2)(lambda i: x_ref[i])
+    ),
+    "loop loses carry": lambda: call(
+        lambda x_ref, o_ref: pl.loop(0, 2, init_carry=0.0)(lambda i, total: None)
     ),
     "multiple_of float": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., pl.multiple_of(1.5, 2))
