@@ -1,12 +1,12 @@
-"""Operands of dot that are packed once per call, by whoever needs them first.
+"""Operands of dot that are packed once per call, by the thread that needs them first.
 
 A block that is multiplied at several steps of a grid, or in several rounds of a loop,
 would be packed again each time. `find_packed_once` looks for boxes of the kernel's
-inputs, cut evenly, that dots read more than once; their packed form has a place in
-memory that all threads share. `PackedOnce.find` writes what a dot does: it looks
+inputs, tiled evenly, that dots read more than once; their packed form is stored in
+memory that all threads share. `PackedOnce.find` writes the code of a dot that checks
 whether its box has been packed and packs it if not, together with other threads that
-wait for it. So a box is in the caches when it is used, and nobody waits for what is not
-needed yet. Boxes of any other form are packed where they are used.
+wait for it. So a box is in the caches when it is used, and no thread waits for a box it
+does not need yet. Boxes of any other form are packed where they are used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,12 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from pallasite.backends.cpu.call import threads
-from pallasite.backends.cpu.dot.cache_blocks import Layout, Parts, Plan, emit_packing
+from pallasite.backends.cpu.dot.cache_blocks import (
+    PackedLayout,
+    Parts,
+    Plan,
+    emit_packing,
+)
 from pallasite.backends.cpu.dot.choose_scheme import (
     Groups,
     groups_of,
@@ -38,8 +43,8 @@ from pallasite.passes.analysis.memory import Roots
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-USES = 2  # on average, of a packed box, from which keeping it pays
-MOST_BYTES = 64 << 20  # in all, which stays with the process (`kept_memory.py`)
+USES = 2  # of a box, on average, from which packing it once pays
+MOST_BYTES = 64 << 20  # of all boxes; the process keeps it (`kept_memory.py`)
 
 # A box has two counters: parts that some thread has begun to pack and, after it, parts
 # that are done.
@@ -47,15 +52,15 @@ DONE, COUNTERS_BYTES = 8, 16
 
 
 class Role(NamedTuple):
-    """What a dot makes of a value: the layout it wants of it."""
+    """A value as a dot uses it: the packed layout it wants."""
 
     value: Value
     groups: Groups
-    layout: Layout
+    layout: PackedLayout
 
 
 class Cut(NamedTuple):
-    """A ref or a tile as one of the equal boxes that an array is cut into."""
+    """A ref or a tile as one of the equal boxes that tile an array."""
 
     array: Value  # one of the kernel's inputs
     sizes: tuple[int, ...]  # of a box along each dimension of the array
@@ -87,7 +92,7 @@ class Cut(NamedTuple):
         return Cut(self.array, tuple(new), tuple(d for d, n in pairs if n is not None))
 
     def number(self, f: Function, offset: Val) -> Val:
-        """Which box begins so many elements after the array does."""
+        """The number of the box that begins `offset` elements into the array."""
         number = integer(0)
         shape, steps = self.array.ref.shape, tiles.row_major(self.array.ref.shape)
         dims = zip(shape, steps, self.sizes, self.counts, strict=True)
@@ -115,9 +120,9 @@ class Boxes:
 
     cut: Cut
     groups: Groups
-    layout: Layout
-    plan: Plan = field(compare=False)  # of the first product that wants them so
-    # Where in the shared memory their counters are, and they themselves.
+    layout: PackedLayout
+    plan: Plan = field(compare=False)  # of the first product that uses them
+    # Offsets in the shared memory of their counters and of the packed boxes.
     counters_at: int = 0
     packed_at: int = 0
 
@@ -144,7 +149,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class PackedOnce:
-    """What a kernel keeps packed, and for which dots; maybe nothing."""
+    """The boxes that a kernel packs once, and for which dots; may be none."""
 
     boxes: tuple[Boxes, ...] = ()
     roles: dict[Role, int] = field(default_factory=dict[Role, int])
@@ -159,9 +164,14 @@ class PackedOnce:
         return self.counter_bytes + sum(each.bytes for each in self.boxes)
 
     def find(
-        self, e: "Emitter", value: Value, groups: Groups, tile: Tile, layout: Layout
+        self,
+        e: "Emitter",
+        value: Value,
+        groups: Groups,
+        tile: Tile,
+        layout: PackedLayout,
     ) -> Val | None:
-        """Where the box that a dot reads lies packed, once it is; None if it is not."""
+        """The address of the packed box that a dot reads; None if it is not packed."""
         number = self.roles.get(Role(value, groups, layout))
         if number is None or tile.buffer is None:
             return None
@@ -189,7 +199,7 @@ class PackedOnce:
         return packed
 
 
-# --- what to keep packed ---
+# --- what to pack once ---
 
 
 def find_packed_once(kernel: Kernel) -> PackedOnce:
@@ -220,7 +230,7 @@ def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
 
 
 class _Use(NamedTuple):
-    """A box that a dot reads, so many times in all, by estimate."""
+    """A box that a dot reads, an estimated number of `times` in all."""
 
     value: Value
     cut: Cut
@@ -241,7 +251,7 @@ class _Search:
         self.times: dict[Value, int] = {}  # of boxes, each time their code runs
 
     def uses(self, block: Block, times: int) -> Iterator[_Use]:
-        """Uses in a block that runs so many times."""
+        """Uses in a block that runs `times` times."""
         for op in block.ops:
             self.facts.note_op(op)
             if op.name in ("load", "subview"):
@@ -303,7 +313,7 @@ class _Search:
 
 
 def _boxes(use: _Use) -> Boxes | None:
-    """The box that a dot reads in the layout it wants, if packing is of use at all."""
+    """The box that a dot reads, in the layout it wants, if packing it helps."""
     dot, is_rows = use.dot, use.side == 0
     groups = groups_of(dot)[use.side]
     strides = use.cut.strides(groups)
@@ -313,23 +323,23 @@ def _boxes(use: _Use) -> Boxes | None:
     lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
     running = running_dtype(lhs, rhs, dot.result.tile.dtype)
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
-    lies = {"rows" if is_rows else "columns": here}
-    scheme = scheme_for(lhs, rhs, running, sizes, **lies)
+    layouts = {"rows" if is_rows else "columns": here}
+    scheme = scheme_for(lhs, rhs, running, sizes, **layouts)
     other = sizes.columns if is_rows else sizes.rows
-    if other >= scheme.ahead_below or scheme.apart(is_rows):
+    if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
     return Boxes(use.cut, groups, plan.layout(is_rows), plan)
 
 
-# --- packing it ---
+# --- the code that packs a box ---
 
 
 def _packer(module: Module, boxes: Boxes, number: int) -> str:
     """The name of a function that packs a box: source, target, counters.
 
-    Threads that want the same box take its parts in turn; each comes back when all are
-    done.
+    Threads that want the same box claim its parts one by one; each returns when all are
+    packed.
     """
     name = f"pack_box_{number}"
     if module.defines(name):
@@ -350,7 +360,7 @@ def _packer(module: Module, boxes: Boxes, number: int) -> str:
     operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
     emit_packing(f, boxes.plan, operand, parts, part, target)
     if parts.count == 1:
-        # A plain store, unlike an atomic addition, need not wait for those before it.
+        # A plain store, unlike an atomic addition, need not wait for earlier stores.
         f.line(f"store atomic i64 1, {done} release, align 8")
         f.line("ret void")
     else:
