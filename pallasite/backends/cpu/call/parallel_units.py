@@ -25,7 +25,7 @@ from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 if TYPE_CHECKING:
     from pallasite.backends.cpu.emit import Emitter
 
-NS_PER_PROGRAM = 10.0  # to begin one
+NS_PER_PROGRAM = 10.0  # to start one
 UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
 # Waking a thread takes 10 us or more; below this much work in all it does not pay.
 PROFITABLE_NS = 40_000
@@ -37,7 +37,7 @@ UNITS, UNIT_NS, ATOMICS, MOST = "cpu.units", "cpu.unit_ns", "cpu.atomics", "cpu.
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a kernel's grid is cut into units for threads."""
+    """How a kernel's grid is divided into units for threads."""
 
     op: Op  # the pipeline
     parallel: tuple[int, ...]
@@ -71,7 +71,7 @@ class Sharing:
 
     @property
     def least_units(self) -> int:
-        """From this many units on, threads are worth their price."""
+        """From this many units on, threads pay off."""
         return max(2, -(-PROFITABLE_NS // self.unit_ns))
 
 
@@ -134,7 +134,7 @@ def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, 
 
 
 def _has_hidden_atomics(names: Set[str]) -> bool:
-    """Atomics, and views through which no address says what they change."""
+    """Atomics, and views that have no address for the element they change."""
     views = names & {"bitcast_view", "reshape_view"}
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
 
@@ -224,7 +224,7 @@ def count_units(e: "Emitter", sharing: Sharing) -> tuple[Val, Val]:
         if most_steps is not None:
             fits = f.compare("icmp sle", size, integer(most_steps))
             at_once = f.both(at_once, fits)
-        # More than this never end; the product must not wrap around.
+        # A grid larger than this never ends; the product must not wrap around.
         most = f.binary("udiv", integer(1 << 62), f.greatest(size, integer(1)))
         total = f.mul(f.least(total, most), size)
     return total, at_once
