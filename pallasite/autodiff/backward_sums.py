@@ -1,4 +1,4 @@
-"""Sums of cotangents, spelled out: a block is set to zero at its first step, then added
+"""Sums of cotangents in plain ops: a block is set to zero at its first step, then added
 to in place; where there is one step and one addend, it is just stored.
 """
 
