@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from pallasite.autodiff.backward_sums import Sum, spell_sums
+from pallasite.autodiff.backward_sums import Sum, expand_sums
 from pallasite.autodiff.per_program import Program, main_refs, producers_of
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -372,7 +372,7 @@ class _Build:
             for block in self.blocks_of(ref)
             if not placement.changes
         ]
-        body = spell_sums(Block((), code.ops), sums)
+        body = expand_sums(Block((), code.ops), sums)
         ops = (*start.ops, *body.ops)
         return self.finish(Block((*ids, *self.blocks), ops))
 
