@@ -2,7 +2,7 @@
 
 Form: what is wrong; aligned facts (operand, numbers); the user's line; the fix. Each
 class also inherits the built-in a JAX user expects, so that libraries can catch it, and
-both where JAX is not of one mind.
+both where JAX itself raises either.
 """
 
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class KernelTypeError(PallasError, TypeError, ValueError):
 
 
 class RefIndexError(PallasError, IndexError, ValueError):
-    """A static index lies outside its ref."""
+    """A static index is outside its ref."""
 
 
 class UnsupportedError(PallasError, NotImplementedError):
@@ -74,7 +74,7 @@ class ResourceError(PallasError):
 
 
 class CompileError(PallasError, RuntimeError):
-    """A compiler behind a backend refused generated code; its output is kept."""
+    """The compiler that a backend uses refused generated code; its output is kept."""
 
 
 class CheckError(PallasError, RuntimeError):

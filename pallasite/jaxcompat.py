@@ -202,7 +202,7 @@ def out_aval_like(
     spec: Sequence[Any] | None = None,
 ) -> Any:
     """An output type that varies over the same manual mesh axes as the inputs, and
-    lies as `spec` says on the explicit ones."""
+    is sharded by `spec` over the explicit ones."""
     base = jax.core.ShapedArray(tuple(shape), np.dtype(dtype))
     varying = [a for a in avals if hasattr(a, "update")]
     if not varying:
@@ -211,12 +211,12 @@ def out_aval_like(
 
     # A result varies over an axis if any operand does: join through the standard rule.
     source = max(varying, key=lambda a: len(manual_axes(a)))
-    lies = PartitionSpec(*([None] * len(shape) if spec is None else spec))
+    sharded = PartitionSpec(*([None] * len(shape) if spec is None else spec))
     result = source.update(
         shape=tuple(shape),
         dtype=np.dtype(dtype),
         weak_type=False,
-        sharding=source.sharding.update(spec=lies),
+        sharding=source.sharding.update(spec=sharded),
     )
     union = frozenset().union(*(manual_axes(a) for a in varying))
     if union != manual_axes(source):

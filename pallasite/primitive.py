@@ -1,4 +1,4 @@
-"""The primitive behind every kernel call, with its rules side by side.
+"""The primitive of every kernel call, with its rules side by side.
 
 Its one parameter, a `Call`, holds the Kernel IR: all rules act on IR, so they are
 exact about grids, windows and scratch. `batch.py` has the vmap rule's part on IR,
@@ -46,7 +46,7 @@ class Checked:
 
     Args:
         bounds: accesses outside a ref, and blocks outside the array.
-        uninitialised: values of outputs, scratch or edges nobody wrote, where they
+        uninitialised: unwritten values of outputs, scratch or edges, where they
             matter: in a result, a branch, a loop's length or an index.
         races: two programs along a parallel axis, or two cores that no signal orders,
             touching the same memory.
@@ -57,11 +57,11 @@ class Checked:
         nan: the first op that makes a NaN from operands without (off by default).
         inf: the first op that makes an infinity from finite operands (off by default:
             masks of -inf are common).
-        orders: the orders in which copies, cores and roles take turns; a kernel that
+        orders: the orders in which copies, cores and roles are scheduled; a kernel that
             has any is run once in each. "early" moves a copy's data at its start and
-            runs cores in turn, "late" moves it when it is waited for and runs the last
-            core first, a number is the seed of a random order. The first one's results
-            are those of the call.
+            runs cores one after another, "late" moves it when it is waited for and runs
+            the last core first, a number is the seed of a random order. The first one's
+            results are those of the call.
     """
 
     bounds: bool = True
@@ -86,7 +86,7 @@ class Call:
     cost_estimate: Any = None
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
-    partition: bool | Partition | None = None  # under sharded jit; False: not cut
+    partition: bool | Partition | None = None  # under sharded jit; False: kept whole
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -142,7 +142,7 @@ def _abstract(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
 def result_types(
     call: Call, avals: Sequence[Any], varying: Sequence[Any] | None = None
 ) -> list[Any]:
-    """The types of a call's results, with their places on the mesh.
+    """The types of a call's results, with their shardings.
 
     Args:
         call: the call.
@@ -216,7 +216,7 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
 
 
 def partitions(ctx: Any, call: Call) -> bool:
-    """Whether XLA is to ask how the call is cut between devices."""
+    """Whether XLA is to call back to partition the call over devices."""
     if call.partition is False or jaxcompat.auto_devices(ctx) == 1:
         return False
     host_code = _is_checked(call) or _prints(call.kernel)

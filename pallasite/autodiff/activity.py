@@ -1,7 +1,7 @@
-"""What moves when chosen operands of a kernel move: memory and values with tangents.
+"""Activity analysis: which memory and values have tangents, given active operands.
 
-A forward fixpoint over the IR. It may call something moving that is not (an op with a
-zero derivative), never the other way round.
+A forward fixpoint over the IR. It is conservative: something may be called active that
+is not (an op with a zero derivative), never the other way round.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pallasite.passes.analysis.memory import Roots
 
 @dataclass(frozen=True)
 class Activity:
-    """The result: roots of moving memory, moving tiles, semaphores of moving copies."""
+    """The result: roots of active memory, active tiles, semaphores of active copies."""
 
     kernel: Kernel
     roots: Roots
@@ -24,7 +24,7 @@ class Activity:
     tiles: frozenset[Value]
     semaphores: frozenset[Value]
 
-    def moves(self, value: Value) -> bool:
+    def is_active(self, value: Value) -> bool:
         """Whether a ref or a tile has a tangent."""
         if value.is_ref:
             root = self.roots.of(value)
@@ -35,17 +35,17 @@ class Activity:
     def inputs(self) -> tuple[int, ...]:
         """Positions of the inputs with a tangent: the chosen ones, and those whose
         memory the kernel writes a tangent into or copies together with one."""
-        return tuple(n for n, p in enumerate(self.kernel.inputs) if self.moves(p))
+        return tuple(n for n, p in enumerate(self.kernel.inputs) if self.is_active(p))
 
     @property
     def outputs(self) -> tuple[int, ...]:
         """Positions of the outputs with a tangent."""
-        return tuple(n for n, p in enumerate(self.kernel.outputs) if self.moves(p))
+        return tuple(n for n, p in enumerate(self.kernel.outputs) if self.is_active(p))
 
 
 @functools.lru_cache(maxsize=1024)
 def activity(kernel: Kernel, active: tuple[bool, ...]) -> Activity:
-    """What moves in a kernel when its `active` inputs do."""
+    """What is active in a kernel, given its `active` inputs."""
     return _Finder(kernel, active).run()
 
 
@@ -90,9 +90,9 @@ class _Finder:
             for branch in Cond.of(op).branches:
                 self._same(op.results, branch.yields)
         elif op.name != "stop_gradient" and any(v in self.tiles for v in op.operands):
-            self._move(op.results)
+            self._activate(op.results)
 
-    def _move(self, values: Sequence[Value]) -> None:
+    def _activate(self, values: Sequence[Value]) -> None:
         for value in values:
             if isinstance(value.type, TileType) and value.type.dtype.is_float:
                 self.tiles.add(value)
@@ -115,11 +115,11 @@ class _Finder:
         if access.value in self.tiles or access.compare in self.tiles:
             self.memory.add(root)
         if root in self.memory or access.other in self.tiles:
-            self._move(op.results)
+            self._activate(op.results)
 
     def _copy(self, op: Op) -> None:
-        """The tangent's copy is a copy of its own, with a semaphore of its own: all
-        that one semaphore counts moves together."""
+        """The tangent is copied separately, with its own semaphore: all copies that one
+        semaphore counts are active, or none is."""
         source, target, *rest = (self.roots.of(v) for v in op.operands)
         joined = {source, target}
         started = op.name == "copy_start" and source in self.memory

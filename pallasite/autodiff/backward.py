@@ -1,7 +1,7 @@
 """Backward kernels: the cotangents of a kernel call, computed by generated kernels.
 
 `cotangents` runs them; `plan` makes them, once per kernel. The path: the kernel as a
-program (`per_program.py`), its reverse (`reverse.py`), cut into stages
+program (`per_program.py`), its reverse (`reverse.py`), split into stages
 (`backward_stages.py`), each as one or more kernels (`backward_windows.py`). They are
 ordinary kernels: every backend runs them, and they can be mapped and differentiated.
 """
@@ -34,13 +34,13 @@ from pallasite.ir.nodes import Kernel, Value
 from pallasite.passes.analysis.memory import Roots
 from pallasite.sharding.rule import Partition, inherit
 
-ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is cut into parts
+ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is split into parts
 MOST_PARTS = 16
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
 @dataclass(frozen=True)
-class Plan:
+class BackwardPlan:
     """The kernels that compute some cotangents of a kernel, in order."""
 
     steps: tuple[Built, ...]
@@ -88,7 +88,9 @@ def cotangents(
     return found
 
 
-def _names(rule: bool | Partition | None, made: Plan) -> dict[Value, Sequence[str]]:
+def _names(
+    rule: bool | Partition | None, made: BackwardPlan
+) -> dict[Value, Sequence[str]]:
     """What the author calls the dimensions of arrays and of their cotangents."""
     if not isinstance(rule, Partition):
         return {}
@@ -123,7 +125,9 @@ def _run(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> Plan:
+def plan(
+    kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]
+) -> BackwardPlan:
     """The backward kernels of a kernel.
 
     Args:
@@ -163,7 +167,7 @@ def plan(kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]) -> P
     for stage in stages.programs:
         refs = [*results, *stages.saved]
         steps += _kernels(stage, refs, set(changing.values()), budget)
-    return Plan(tuple(steps), kernel.inputs, seeds, targets, changing)
+    return BackwardPlan(tuple(steps), kernel.inputs, seeds, targets, changing)
 
 
 def _reversed(
@@ -184,7 +188,7 @@ def _reversed(
 
 
 def _stages(program: Program, made: Reversed) -> Stages:
-    """Cut into stages, unless they would have to change the same memory in turn."""
+    """Split into stages, unless several would have to change the same memory."""
     program = program.simplified()
     for ref in main_refs(program.body):
         if ref in made.lost:

@@ -20,7 +20,7 @@ from pallasite.passes.analysis.block_table import evaluate_map
 
 
 def split_axes(program: Program, results: Iterable[Value]) -> Program:
-    """Split every axis of which a quotient chooses blocks of a result."""
+    """Split every axis whose quotient chooses blocks of a result."""
     results = set(results)
     axis = 0
     while axis < len(program.sizes):

@@ -1,9 +1,9 @@
-"""Splits a reversed program into stages that each visit memory in an order of its own.
+"""Splits a reversed program into stages that each visit memory in their own order.
 
 A program that accumulated along a sequential grid axis has a reverse whose loop over
 that axis only adds to cotangents: its steps can come in any order, so they become
 steps of a grid, which can then be ordered such that each block of a cotangent is
-visited in one go (`backward_windows.py`). What such a loop needs of the code before it
+visited once (`backward_windows.py`). What such a loop needs of the code before it
 is computed again if that is cheap, and saved to memory by a first stage if not.
 """
 
@@ -28,7 +28,7 @@ class Stages:
 
 
 def split(program: Program) -> Stages:
-    """Cut out every loop that can be a grid, again in what was cut out."""
+    """Take out every loop that can be a grid, recursively."""
     program = program.simplified()
     for op in program.body.ops:
         if _can_be_grid(op, program.body):

@@ -1,4 +1,4 @@
-"""Sums of cotangents, spelled out: a block is set to zero at its first step, then added
+"""Sums of cotangents in plain ops: a block is set to zero at its first step, then added
 to in place; where there is one step and one addend, it is just stored.
 """
 
@@ -19,7 +19,7 @@ class Sum:
     inner: Sequence[Value]
 
 
-def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
+def expand_sums(body: Block, sums: Sequence[Sum]) -> Block:
     """The body with `atomic_rmw` add, as `reverse.py` emits it, in plain ops."""
     start = Builder()
     replaced: set[Op] = set()
@@ -32,8 +32,8 @@ def spell_sums(body: Block, sums: Sequence[Sum]) -> Block:
         else:
             _set_zero(start, each)
     used = {v for op in walk(body) for v in op.operands}
-    spelled = _Spelling(replaced, used).block(body)
-    return Block((), (*start.ops, *spelled.ops))
+    expanded = _Expansion(replaced, used).block(body)
+    return Block((), (*start.ops, *expanded.ops))
 
 
 def _first_addend(body: Block, block: Value) -> Op | None:
@@ -66,7 +66,7 @@ def _set_zero(b: Builder, each: Sum) -> None:
     b.emit("cond", b.cast(test, zero.tile.dtype), regions=(Block(), inside.block()))
 
 
-class _Spelling:
+class _Expansion:
     def __init__(self, replaced: set[Op], used: set[Value]):
         self.replaced, self.used = replaced, used
 

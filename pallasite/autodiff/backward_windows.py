@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from pallasite.autodiff.backward_sums import Sum, spell_sums
+from pallasite.autodiff.backward_sums import Sum, expand_sums
 from pallasite.autodiff.per_program import Program, main_refs, producers_of
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
@@ -40,17 +40,17 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """How one result of a program lies over its grid."""
+    """How one result of a program is divided over its grid."""
 
     ref: Value
-    kept: tuple[bool, ...]  # dimensions cut into blocks by grid indices
+    kept: tuple[bool, ...]  # dimensions divided into blocks by grid indices
     own: frozenset[int]  # those grid axes: other steps touch other blocks
     changes: bool = False  # it starts as something, rather than as zero
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A sequential axis cut into parts that run at once, each with sums of its own."""
+    """A sequential axis split into parallel parts, each with its own sums."""
 
     axis: int
     count: int
@@ -66,7 +66,7 @@ class IndexCode:
         self.keys: dict[Value, Key | None] = {}
 
     def key(self, value: Value) -> Key | None:
-        """What tells equal functions apart; None if loops or memory come in."""
+        """A key, equal for equal functions; None if loops or memory are involved."""
         if value not in self.keys:
             self.keys[value] = self._key(value)
         return self.keys[value]
@@ -128,7 +128,7 @@ class IndexCode:
 
 
 def place(program: Program, ref: Value) -> Placement:
-    """Find which dimensions of a result are cut into blocks by the grid."""
+    """Find which dimensions of a result are divided into blocks by the grid."""
     code = IndexCode(program.body)
     uses = [op for op in walk(program.body) if ref in op.operands]
     views = [op for op in uses if op.name == "block_view"]
@@ -185,7 +185,7 @@ def build(
         name: of the kernel.
         results: with their placements.
         order: the grid axes, slowest first.
-        parts: an axis to cut in two, the parts being in front.
+        parts: an axis to split in two, with the parts in front.
     """
     return _Build(program, name, results, order, parts).run()
 
@@ -372,7 +372,7 @@ class _Build:
             for block in self.blocks_of(ref)
             if not placement.changes
         ]
-        body = spell_sums(Block((), code.ops), sums)
+        body = expand_sums(Block((), code.ops), sums)
         ops = (*start.ops, *body.ops)
         return self.finish(Block((*ids, *self.blocks), ops))
 
@@ -458,7 +458,7 @@ class _Build:
 
 
 def _whole(dim: BlockDim, n: int) -> BlockDim:
-    """A dimension shown whole, with room for a last block that hangs over."""
+    """A dimension shown whole, padded for a last block that hangs over."""
     if dim.kind == "squeezed":
         return BlockDim(n)
     if dim.kind == "element":
@@ -467,7 +467,7 @@ def _whole(dim: BlockDim, n: int) -> BlockDim:
 
 
 def without_idle_windows(kernel: Kernel) -> Kernel:
-    """Without windows that the body does not use."""
+    """Windows that the body does not use, removed."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     used = {v for inner in walk(pipeline.body) for v in inner.operands}
     new = pipeline.showing(each for each in pipeline.shown if each.block in used)

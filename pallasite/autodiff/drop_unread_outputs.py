@@ -1,4 +1,4 @@
-"""Outputs that a kernel only writes, and that nobody outside wants: left out.
+"""Removes outputs that a kernel only writes and that no caller uses.
 
 A tangent kernel computes the original results beside their tangents. Where it never
 reads one back, its stores, its window and the output itself can go, and dead code

@@ -1,4 +1,4 @@
-"""Harmless numbers where a block hangs over its array's edge.
+"""Finite numbers where a block hangs over its array's edge.
 
 What a kernel reads there is unspecified and must not matter to its results. It would
 matter to cotangents: zero times an infinity is NaN. `harmless_edges` repeats the first
@@ -122,7 +122,7 @@ def _inside(
     start = b.constant(entry.start or 0, T.INDEX)
     if operand is not None:
         start = b.cast(operand, T.I32)
-    # A number that is no block's means the nearest one.
+    # A block number out of range means the nearest block.
     block = b.op("clamp", b.index(0), block, b.index(-(-n // size) - 1))
     start = b.add(start, b.mul(block, b.index(size)))
     axis = sum(isinstance(e, Span) for e in access.index[:dim])

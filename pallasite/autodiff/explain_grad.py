@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pallasite.autodiff.backward import Plan, plan
+from pallasite.autodiff.backward import BackwardPlan, plan
 from pallasite.autodiff.backward_windows import Built
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel
@@ -112,14 +112,14 @@ def backward_kernels(kernel: Kernel) -> list[Kernel]:
         return []
 
 
-def full_plan(kernel: Kernel) -> Plan:
+def full_plan(kernel: Kernel) -> BackwardPlan:
     """Backward kernels for every float operand and result."""
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
     return plan(kernel, wanted, known)
 
 
-def _how(made: Plan, operand: int) -> str:
+def _how(made: BackwardPlan, operand: int) -> str:
     ref = made.targets[operand]
     steps = [step for step in made.steps if ref in step.results]
     if not steps:

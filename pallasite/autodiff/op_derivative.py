@@ -1,7 +1,7 @@
 """Derivatives of single ops: what JAX knows about an op, brought back into IR.
 
-The emulation spells every pure op in `lax`, and JAX knows the derivative of each such
-spelling. So the derivative of an op is `jax.jvp` or `jax.vjp` of its emulation, traced
+The emulation writes every pure op in `lax`, and JAX knows the derivative of each of
+those. So the derivative of an op is `jax.jvp` or `jax.vjp` of its emulation, traced
 once per signature and imported like any other jaxpr: there is no second table.
 """
 
@@ -31,7 +31,7 @@ MaybeValues = Sequence[Value | None]
 
 
 def is_pure(op: Op) -> bool:
-    """Whether an op computes tiles from tiles and does nothing else."""
+    """Whether an op only computes tiles from tiles."""
     row = table()[op.name]
     if op.name == "custom":
         return True
@@ -228,18 +228,18 @@ def _chosen(active: Sequence[bool], fn: Callable, operands: Sequence[Any]) -> Ca
 def _trace_jvp(signature: _Signature) -> _Traced:
     op, active = signature.op.op, signature.active
     inputs = _shapes(signature.types)
-    moving = [x for x, a in zip(inputs, active, strict=True) if a]
+    differentiated = [x for x, a in zip(inputs, active, strict=True) if a]
     is_float = [v.tile.dtype.is_float for v in op.results]
 
     def run(*args: Any) -> Any:
         operands, tangents = args[: len(inputs)], args[len(inputs) :]
         primals = [x for x, a in zip(operands, active, strict=True) if a]
         fn = _chosen(active, meaning_of(op), operands)
-        results, moved = jax.jvp(fn, tuple(primals), tuple(tangents))
-        floats = [t for t, f in zip(moved, is_float, strict=True) if f]
+        results, pushed = jax.jvp(fn, tuple(primals), tuple(tangents))
+        floats = [t for t, f in zip(pushed, is_float, strict=True) if f]
         return [*results, *floats]
 
-    closed = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*inputs, *moving))
+    closed = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*inputs, *differentiated))
     found = iter(_moving_outputs(closed, len(inputs))[len(op.results) :])
     answers = [next(found) if f else None for f in is_float]
     return _Traced.of(closed, len(op.results), answers)
@@ -275,11 +275,13 @@ def _zero_like(x: Any) -> Any:
 def _moving_outputs(closed: Any, first: int) -> list[Any]:
     """The output variables that depend on inputs from `first` on; None for others."""
     jaxpr, _ = jaxcompat.opened(closed)
-    moving = set(jaxpr.invars[first:])
+    dependent = set(jaxpr.invars[first:])
     for eqn in jaxpr.eqns:
-        if any(not hasattr(v, "val") and v in moving for v in eqn.invars):
-            moving.update(eqn.outvars)
-    return [v if not hasattr(v, "val") and v in moving else None for v in jaxpr.outvars]
+        if any(not hasattr(v, "val") and v in dependent for v in eqn.invars):
+            dependent.update(eqn.outvars)
+    return [
+        v if not hasattr(v, "val") and v in dependent else None for v in jaxpr.outvars
+    ]
 
 
 class _Splicer(Importer):

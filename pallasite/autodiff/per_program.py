@@ -1,4 +1,4 @@
-"""A kernel as one program per parallel grid index, in a form that can be taken apart.
+"""A kernel as one program per parallel grid index, in a form that can be transformed.
 
 `Program` is what `passes/promote.py` makes of a kernel: grid indices as parameters,
 windows as `block_view`s of the kernel's refs, sequential axes as loops, scratch and
@@ -32,7 +32,7 @@ class Program:
         return replace(self, body=body)
 
     def simplified(self) -> "Program":
-        """Canonical, without anything that serves nothing."""
+        """Canonical, with dead code removed."""
         refs = main_refs(self.body)
         kernel = drop_unused(kernel_of(self, refs, ()))
         return self.with_body(Pipeline.of(find_pipeline(kernel)).body)

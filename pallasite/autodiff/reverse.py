@@ -4,8 +4,9 @@
 `passes/promote.py` and gives code that computes what the program did and then, op by
 op from the last to the first, the cotangents. Memory has cotangents too: a `load` adds
 to the cotangent of what it read (as `atomic_rmw` add, which `backward_windows.py`
-spells out), a `store` takes the cotangent of what it wrote. Branches and loops are run
-again inside their reverse; a loop keeps on a stack what that needs of its carries.
+writes in plain ops), a `store` takes the cotangent of what it wrote. Branches and loops
+are run again inside their reverse; a loop keeps on a stack what that needs of its
+carries.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -131,8 +132,8 @@ class _Reverse:
                     self.stand_ins[op.result] = _stand_in(op)
 
     def again(self, ops: Sequence[Op], first: bool = False) -> tuple[Op, ...]:
-        """Ops without what they do to the world; the `first` time, scratch counts
-        as their own."""
+        """Ops with their side effects removed; the `first` time, effects on scratch
+        are kept."""
         kept = []
         for op in ops:
             if op.name in EFFECTS and not (first and self.is_private(op)):
@@ -202,7 +203,7 @@ class _Reverse:
         return view is None or Loop.of(loop).index not in view.operands[1:]
 
     def copy_seed(self, b: Builder, result: Value, seed: Value) -> bool:
-        """A block of the seed that stores can take from, and leave zero behind.
+        """A block of the seed that stores can take from and set to zero.
 
         Only where one block is all the program sees of the result.
         """
@@ -307,7 +308,7 @@ class _Reverse:
         if root not in self.seeds and root not in self.activity.varied:
             return
         if root in self.activity.varied and not self.has_cotangent(root):
-            return  # a result nobody has a cotangent for
+            return  # a result without a cotangent
         if any(isinstance(e, Gather) for e in access.index):
             raise NoBackwardKernel(
                 "a store to gathered places may write one of them twice", at=op.loc
@@ -367,13 +368,13 @@ class _Reverse:
             inner.ops += self.again(region.ops)
             self.backward(inner, region.ops, found)
             inside.append((inner, found))
-        moved = [v for v in captured if any(v in found for _, found in inside)]
+        active = [v for v in captured if any(v in found for _, found in inside)]
         regions = []
         for inner, found in inside:
-            yields = [found.get(v) or inner.like(0, v) for v in moved]
+            yields = [found.get(v) or inner.like(0, v) for v in active]
             regions.append(self.finished(Block((), tuple(inner.ops), tuple(yields))))
         results = b.emit("cond", op.operands[0], regions=regions)
-        for value, cotangent in zip(moved, results, strict=True):
+        for value, cotangent in zip(active, results, strict=True):
             self.add(b, ct, value, cotangent)
 
     def finished(self, region: Block) -> Block:
@@ -440,7 +441,7 @@ def _stores(block: Block, activity: Activity, root: Value, loops: tuple[Op, ...]
 
 
 def _stand_in(op: Op) -> Op:
-    """A load from nowhere of the same type; nothing should need it in the end."""
+    """A placeholder load of the same type; nothing should use it in the end."""
     tile = op.result.tile
     nowhere = Value(T.RefType(tile.shape, tile.dtype, "any"), "lost")
     b = Builder(op.loc)

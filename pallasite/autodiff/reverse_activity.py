@@ -1,7 +1,7 @@
 """Which values of a program depend on the operands whose cotangents are wanted.
 
-`Activity` walks the code of one program (after `passes/promote.py`) until nothing new
-turns up. Refs count by their root: a view depends on what its memory depends on.
+`Activity` walks the code of one program (after `passes/promote.py`) to a fixpoint.
+Refs count by their root: a view depends on what its memory depends on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,8 +63,8 @@ class Activity:
                     self.varied.add(self.root(ref))
         is_one = not op.regions or op.name == "custom"
         if is_one and any(map(self.depends, op.operands)):
-            moved = (r for r in op.results if not r.is_ref and is_float(r))
-            self.varied.update(r for r in moved if r not in self.constants)
+            floats = (r for r in op.results if not r.is_ref and is_float(r))
+            self.varied.update(r for r in floats if r not in self.constants)
 
     def loop(
         self, inits: Sequence[Value], params: Sequence[Value], body: Block, op: Op

@@ -42,26 +42,26 @@ class ReverseLoop:
 
     def emit(self) -> None:
         activity = self.outer.activity
-        moving = [n for n, p in enumerate(self.params) if p in activity.varied]
-        given = [_like(self.params[n]) for n in moving]
+        varied = [n for n, p in enumerate(self.params) if p in activity.varied]
+        given = [_like(self.params[n]) for n in varied]
         found: Cotangents = {}
-        for n, param in zip(moving, given, strict=True):
+        for n, param in zip(varied, given, strict=True):
             self.outer.add(self.inner, found, self.body.yields[n], param)
         self.inner.ops += self.outer.again(self.body.ops)
         self.outer.backward(self.inner, self.body.ops, found)
-        yields = [self.cotangent(found, self.params[n]) for n in moving]
+        yields = [self.cotangent(found, self.params[n]) for n in varied]
         captured = [v for v in activity.captured(self.body) if v in found]
         sums = [_like(v) for v in captured]
         for total, value in zip(sums, captured, strict=True):
             yields.append(self.inner.add(total, found[value]))
         block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
-        inits = [self.result_cotangent(n) for n in moving]
+        inits = [self.result_cotangent(n) for n in varied]
         inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
         results = self.emit_loop(live(block), inits)
-        for value, total in zip(captured, results[len(moving) :], strict=True):
+        for value, total in zip(captured, results[len(varied) :], strict=True):
             self.ct[value] = total
         # After the sums, which would hide them: a carry may start as a captured value.
-        for n, cotangent in zip(moving, results, strict=False):
+        for n, cotangent in zip(varied, results, strict=False):
             self.outer.add(self.b, self.ct, self.loop.inits[n], cotangent)
 
     def cotangent(self, found: Cotangents, value: Value) -> Value:
@@ -86,8 +86,8 @@ class ReverseLoop:
         one = head.index(1)
         position = head.sub(head.sub(count, one), counter)
         first, step = self.loop.first, self.loop.step
-        moved = head.mul(head.cast(position, first.tile.dtype), step)
-        known = {self.index: head.add(first, moved)}
+        offset = head.mul(head.cast(position, first.tile.dtype), step)
+        known = {self.index: head.add(first, offset)}
         for n, stack in stacks.items():
             known[self.params[n]] = _at(head, stack, position)
         block = substitute(block, known)
@@ -98,10 +98,10 @@ class ReverseLoop:
 
     def is_free(self, block: Block) -> bool:
         """Whether the steps may be taken in any order: they only add to sums."""
-        moving = sum(p in self.outer.activity.varied for p in self.params)
+        varied = sum(p in self.outer.activity.varied for p in self.params)
         pairs = [*zip(block.params, block.yields, strict=True)]
         stores = any(op.name == "store" for op in walk(block))
-        return all(p is y for p, y in pairs[:moving]) and not stores
+        return all(p is y for p, y in pairs[:varied]) and not stores
 
     def count(self) -> Value:
         """How many steps the loop takes."""
@@ -152,5 +152,5 @@ def _like(value: Value) -> Value:
 
 
 def live(block: Block) -> Block:
-    """The block without what nobody needs."""
+    """The block with dead code removed."""
     return dead_code(Kernel("reverse", (), block, 0)).body

@@ -1,7 +1,7 @@
 """Rules of differentiation: jvp, transpose, and vmap of both, for kernel calls.
 
 Two primitives of their own keep derivatives of a call together, so that they can be
-batched, partitioned and differentiated again as one thing:
+batched, partitioned and differentiated again as one operation:
 
 - `tangent_p` takes operands and tangents and gives tangents of the results. It runs the
   tangent kernel (`tangent.py`) through the same backends as the call.
@@ -91,17 +91,17 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> An
 
 def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list[Any]:
     """Tangents of the call's results, some of them symbolic zeros."""
-    active = tuple(map(_moves, tangents))
+    active = tuple(map(_is_active, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
-    moved = [_no_tangent(aval) for aval in primitive.result_types(call, avals)]
+    pushed = [_no_tangent(aval) for aval in primitive.result_types(call, avals)]
     outputs = activity(call.kernel, active).outputs
     if outputs:
         given = [t for t, a in zip(tangents, active, strict=True) if a]
         operands = jaxcompat.vary_alike([*primals, *given])
         found = tangent_p.bind(*operands, call=call, active=active)
         for position, tangent in zip(outputs, found, strict=True):
-            moved[position] = tangent
-    return moved
+            pushed[position] = tangent
+    return pushed
 
 
 def _no_tangent(aval: Any) -> Any:
@@ -109,7 +109,7 @@ def _no_tangent(aval: Any) -> Any:
     return ad.Zero(aval.to_tangent_aval())
 
 
-def _moves(tangent: Any) -> bool:
+def _is_active(tangent: Any) -> bool:
     """Whether a tangent is there: not a symbolic zero, and not that of an integer."""
     return type(tangent) is not ad.Zero and tangent.dtype != jax.dtypes.float0
 
@@ -125,18 +125,20 @@ def _tangents(call: Call, active: Flags) -> Callable[..., list[Array]]:
     def run(*operands: Array) -> list[Array]:
         primals, tangents = _split(operands, active)
         full = [_full(primals, tangents, n) for n in made.inputs]
-        return call_p.bind(*primals, *full, call=_moving(call, made))[made.skipped :]
+        return call_p.bind(*primals, *full, call=_tangent_call(call, made))[
+            made.skipped :
+        ]
 
     return run
 
 
-def _moving(call: Call, made: TangentKernel) -> Call:
+def _tangent_call(call: Call, made: TangentKernel) -> Call:
     """The call of a tangent kernel."""
     rule = call.partition
     if isinstance(rule, Partition):
-        moving = [rule.operands[n] for n in made.inputs]
+        tangents = [rule.operands[n] for n in made.inputs]
         results = [*[()] * made.skipped, *(rule.results[n] for n in made.outputs)]
-        rule = inherit(rule, made.kernel, [*rule.operands, *moving, *results])
+        rule = inherit(rule, made.kernel, [*rule.operands, *tangents, *results])
     return replace(call, kernel=made.kernel, cost_estimate=None, partition=rule)
 
 
@@ -158,9 +160,9 @@ def _tangents_of(fn: Callable, call: Call, active: Flags) -> Callable[..., list[
 
     def run(*operands: Array) -> list[Array]:
         primals, tangents = _split(operands, active)
-        run, moving = _of_active(fn, primals, active)
+        run, chosen = _of_active(fn, primals, active)
         given = [t for t in tangents if t is not None]
-        _, found = jax.jvp(run, tuple(moving), tuple(given))
+        _, found = jax.jvp(run, tuple(chosen), tuple(given))
         return [found[n] for n in outputs]
 
     return run
@@ -171,8 +173,8 @@ def _of_active(
 ) -> tuple[Callable, list[Array]]:
     """`fn` as a function of its active operands, and those operands."""
 
-    def run(*moving: Array) -> Any:
-        pending = iter(moving)
+    def run(*chosen: Array) -> Any:
+        pending = iter(chosen)
         pairs = zip(operands, active, strict=True)
         return fn(*(next(pending) if a else x for x, a in pairs))
 
@@ -213,8 +215,8 @@ def _cotangents_of(
 
     def run(*operands: Array) -> list[Array]:
         primals, given = operands[: len(wanted)], iter(operands[len(wanted) :])
-        run, moving = _of_active(fn, primals, wanted)
-        results, pull = jax.vjp(run, *moving)
+        run, chosen = _of_active(fn, primals, wanted)
+        results, pull = jax.vjp(run, *chosen)
         full = [
             next(given) if k else _zero_cotangent(r)
             for r, k in zip(results, known, strict=True)
@@ -273,14 +275,14 @@ def _transpose_cotangent(
     full = [next(pending) if w else None for w in wanted]
     active = tuple(t is not None and type(t) is not ad.Zero for t in full)
     outputs = activity(call.kernel, active).outputs
-    moved: list[Any] = [None] * call.kernel.num_outputs
+    pushed: list[Any] = [None] * call.kernel.num_outputs
     if outputs:
         given = [t for t, a in zip(full, active, strict=True) if a]
         operands = tuple(jaxcompat.vary_alike([*primals, *given]))
         found = tangent_p.bind(*operands, call=call, active=active)
         for position, tangent in zip(outputs, found, strict=True):
-            moved[position] = tangent
-    answers = [t if a else None for t, a in zip(moved, asked, strict=True)]
+            pushed[position] = tangent
+    answers = [t if a else None for t, a in zip(pushed, asked, strict=True)]
     chosen = (t for t, k in zip(answers, known, strict=True) if k)
     return [*[None] * len(wanted), *chosen]
 
@@ -289,7 +291,7 @@ def _transpose_cotangent(
 
 
 def _jvp_tangent(
-    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, active: Flags
+    operands: Sequence[Array], tangents_in: Sequence[Any], *, call: Call, active: Flags
 ) -> Any:
     """The tangent kernel is a kernel: it has a tangent kernel of its own."""
     results = tangent_p.bind(*operands, call=call, active=active)
@@ -297,22 +299,24 @@ def _jvp_tangent(
         made = tangent_kernel(call.kernel, active)
     except NoTangentKernel:
         fn = _tangents_of(emulate_smooth(call.kernel), call, active)
-        return results, _jvp_in_line(fn, operands, moved)[1]
+        return results, _jvp_in_line(fn, operands, tangents_in)[1]
     primals, tangents = _split(operands, active)
-    primal_moves, tangent_moves = _split(moved, active)
+    primal_tangents, tangent_tangents = _split(tangents_in, active)
     full = [_full(primals, tangents, n) for n in made.inputs]
     second = [
-        tangent_moves[n]
-        if tangent_moves[n] is not None
+        tangent_tangents[n]
+        if tangent_tangents[n] is not None
         else _no_tangent(jaxcompat.aval_of(x))
         for n, x in zip(made.inputs, full, strict=True)
     ]
-    found = _push(_moving(call, made), [*primals, *full], [*primal_moves, *second])
+    found = _push(
+        _tangent_call(call, made), [*primals, *full], [*primal_tangents, *second]
+    )
     return results, found[made.skipped :]
 
 
 def _jvp_cotangent(
-    operands: Sequence[Array], moved: Sequence[Any], *, call: Call, **params: Any
+    operands: Sequence[Array], tangents_in: Sequence[Any], *, call: Call, **params: Any
 ) -> Any:
     if any(jaxcompat.manual_axes(jaxcompat.aval_of(x)) for x in operands):
         raise UnsupportedError(
@@ -322,14 +326,16 @@ def _jvp_cotangent(
             call.kernel.loc,
             "give shard_map check_vma=False, or take it forward over forward",
         )
-    return _jvp_in_line(_cotangents(call, **params), operands, moved)
+    return _jvp_in_line(_cotangents(call, **params), operands, tangents_in)
 
 
-def _jvp_in_line(fn: Callable, operands: Sequence[Array], moved: Sequence[Any]) -> Any:
-    active = [_moves(t) for t in moved]
-    run, moving = _of_active(fn, operands, active)
-    given = [t for t, a in zip(moved, active, strict=True) if a]
-    return jax.jvp(run, tuple(moving), tuple(given))
+def _jvp_in_line(
+    fn: Callable, operands: Sequence[Array], tangents_in: Sequence[Any]
+) -> Any:
+    active = [_is_active(t) for t in tangents_in]
+    run, chosen = _of_active(fn, operands, active)
+    given = [t for t, a in zip(tangents_in, active, strict=True) if a]
+    return jax.jvp(run, tuple(chosen), tuple(given))
 
 
 # --- vmap ---
@@ -348,9 +354,9 @@ def _batch_tangent(
     size = _batch_size(operands, dims)
     needed = _with_aliased(call, needed)
     flags = [*needed, *(n for n, a in zip(needed, active, strict=True) if a)]
-    moved = _lead(operands, dims, flags, size)
+    batched_operands = _lead(operands, dims, flags, size)
     batched = primitive.batched(call, needed, size)
-    results = tangent_p.bind(*moved, call=batched, active=active)
+    results = tangent_p.bind(*batched_operands, call=batched, active=active)
     return results, [0] * len(results)
 
 
@@ -367,9 +373,11 @@ def _batch_cotangent(
     needed = [d is not None or w for d, w in zip(dims, wanted, strict=False)]
     needed = _with_aliased(call, needed)
     flags = [*needed, *[True] * sum(known)]
-    moved = _lead(operands, dims, flags, size)
+    batched_operands = _lead(operands, dims, flags, size)
     batched = primitive.batched(call, needed, size)
-    results = cotangent_p.bind(*moved, call=batched, wanted=wanted, known=known)
+    results = cotangent_p.bind(
+        *batched_operands, call=batched, wanted=wanted, known=known
+    )
     return results, [0] * len(results)
 
 
@@ -427,14 +435,14 @@ def _jitted(which: Any, params: tuple[tuple[str, Any], ...]) -> Callable:
 
 
 def _cotangent_task(call: Call, wanted: Flags, known: Flags) -> Task:
-    """Cotangents of a call as something to be cut: by the rule of the call itself."""
+    """Cotangents of a call as something to partition: by the rule of the call."""
     rule, local = rule_of(call), local_of(call)
 
-    def of_local(cuts: Mapping[int, int]) -> Any:
+    def of_local(splits: Mapping[int, int]) -> Any:
         return _cotangents_of(_leaves_of(local), wanted, known), ()
 
-    def compute(cuts: Mapping[int, int]) -> Any:
-        part = shard(rule, cuts)
+    def compute(splits: Mapping[int, int]) -> Any:
+        part = shard(rule, splits)
         one = replace(call, kernel=part.kernel, partition=False)
         count, told = len(wanted), len(part.offset_axes)
         params = dict(call=one, wanted=(*wanted, *[False] * told), known=known)
@@ -456,14 +464,14 @@ def _tangent_task(call: Call, active: Flags) -> Task:
     """Tangents of a call for which the author says what one device runs."""
     rule, local = rule_of(call), local_of(call)
     outputs = activity(call.kernel, active).outputs
-    moving = [a for a, f in zip(rule.inputs, active, strict=True) if f]
+    tangents = [a for a, f in zip(rule.inputs, active, strict=True) if f]
     pushed = replace(
         rule,
-        inputs=(*rule.inputs, *moving),
+        inputs=(*rule.inputs, *tangents),
         outputs=tuple(rule.outputs[n] for n in outputs),
     )
 
-    def compute(cuts: Mapping[int, int]) -> Any:
+    def compute(splits: Mapping[int, int]) -> Any:
         return _tangents_of(_leaves_of(local), call, active), ()
 
     key = repr((call_key(call), "tangents", active))

@@ -1,6 +1,6 @@
 """The tangent kernel: a kernel's directional derivative, as a kernel.
 
-An IR -> IR transformation. Every moving ref (see `activity.py`) gets a second one for
+An IR -> IR transformation. Every active ref (see `activity.py`) gets a second one for
 its tangent, and so does every window, allocation and semaphore over it; loads, stores,
 copies and carried values are doubled beside their originals, which stay as they are.
 Pure ops ask `op_derivative.py`. The result runs like any other kernel.
@@ -28,7 +28,7 @@ class TangentKernel:
     """
 
     kernel: Kernel
-    inputs: tuple[int, ...]  # whose tangents it takes; more than the active ones
+    inputs: tuple[int, ...]  # whose tangents it takes; may be more than the active ones
     outputs: tuple[int, ...]  # whose tangents it gives
 
     @property
@@ -42,10 +42,10 @@ class NoTangentKernel(UnsupportedError):
 
 @functools.lru_cache(maxsize=1024)
 def tangent_kernel(kernel: Kernel, active: tuple[bool, ...]) -> TangentKernel:
-    """The tangent kernel for moving `active` inputs.
+    """The tangent kernel for `active` inputs.
 
     Raises:
-        NoTangentKernel: an op on moving values has no derivative in the language.
+        NoTangentKernel: an op on active values has no derivative in the language.
     """
     found = activity(kernel, active)
     try:
@@ -57,9 +57,9 @@ def tangent_kernel(kernel: Kernel, active: tuple[bool, ...]) -> TangentKernel:
 
 
 class _Doubling:
-    """One transformation: `tangents` maps each moving value to that of its tangent.
+    """One transformation: `tangents` maps each active value to that of its tangent.
 
-    A moving tile may have no entry: its tangent turned out to be zero.
+    An active tile may have no entry: its tangent turned out to be zero.
     """
 
     def __init__(self, found: Activity):
@@ -111,8 +111,8 @@ class _Doubling:
         """The tangent of a float tile, zeros made explicit."""
         return self.tangents.get(value) or self.builder.like(0, value)
 
-    def moving(self, values: Sequence[Value]) -> list[Value]:
-        return [v for v in values if self.found.moves(v)]
+    def active_among(self, values: Sequence[Value]) -> list[Value]:
+        return [v for v in values if self.found.is_active(v)]
 
     # --- blocks and ops ---
 
@@ -142,7 +142,7 @@ class _Doubling:
             rule(self, op)
             return
         self.keep(op)
-        if not self.moving((*op.operands, *op.results)):
+        if not self.active_among((*op.operands, *op.results)):
             return
         if not is_pure(op):
             raise self.refuse(op)
@@ -184,7 +184,7 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
 @_rule("alloc")
 def _alloc(d: _Doubling, op: Op) -> None:
     d.keep(op)
-    if d.found.moves(op.result):
+    if d.found.is_active(op.result):
         d.tangents[op.result] = d.builder.op("alloc", type=op.attrs["type"])
 
 
@@ -202,7 +202,7 @@ def _view(d: _Doubling, op: Op) -> None:
 
 @_rule("bitcast_view")
 def _bitcast_view(d: _Doubling, op: Op) -> None:
-    if d.found.moves(op.result):
+    if d.found.is_active(op.result):
         raise d.refuse(op, "a bitcast of a ref that has a derivative")
     d.keep(op)
 
@@ -215,8 +215,8 @@ def _load(d: _Doubling, op: Op) -> None:
     if ref is not None:
         if access.other is not None:
             other = d.full_tangent(access.other)
-        moved = replace(access, ref=ref, other=other)
-        operands = access_operands(moved)
+        doubled = replace(access, ref=ref, other=other)
+        operands = access_operands(doubled)
         d.tangents[result] = d.builder.op("load", *operands, **op.attrs)
     elif other is not None:
         assert access.mask is not None
@@ -231,8 +231,8 @@ def _store(d: _Doubling, op: Op) -> None:
     ref = d.tangent(access.ref)
     if ref is not None:
         assert access.value is not None
-        moved = replace(access, ref=ref, value=d.full_tangent(access.value))
-        d.builder.emit("store", *access_operands(moved), **op.attrs)
+        doubled = replace(access, ref=ref, value=d.full_tangent(access.value))
+        d.builder.emit("store", *access_operands(doubled), **op.attrs)
 
 
 @_rule("atomic_rmw")
@@ -246,8 +246,8 @@ def _atomic(d: _Doubling, op: Op) -> None:
     if op.attrs["kind"] not in ("add", "xchg"):
         raise d.refuse(op, f"an atomic {op.attrs['kind']}")
     assert access.value is not None
-    moved = replace(access, ref=ref, value=d.full_tangent(access.value))
-    old = d.builder.op("atomic_rmw", *access_operands(moved), **op.attrs)
+    doubled = replace(access, ref=ref, value=d.full_tangent(access.value))
+    old = d.builder.op("atomic_rmw", *access_operands(doubled), **op.attrs)
     d.tangents[op.result] = old
 
 
@@ -255,7 +255,7 @@ def _atomic(d: _Doubling, op: Op) -> None:
 def _copy(d: _Doubling, op: Op) -> None:
     """A second copy; all that one semaphore counts is doubled, or nothing is."""
     d.keep(op)
-    if not d.moving(op.operands[:2]):
+    if not d.active_among(op.operands[:2]):
         return
     if not op.operands[0].ref.dtype.is_float:
         raise d.refuse(op, "a semaphore shared by copies of floats and of integers")
@@ -264,7 +264,7 @@ def _copy(d: _Doubling, op: Op) -> None:
 
 @_rule("sem_signal", "sem_wait", "sem_read", "delay")
 def _signal(d: _Doubling, op: Op) -> None:
-    """Counts of programs' own, which no copy of a tangent waits for."""
+    """Counts of the program's own, which no copy of a tangent waits for."""
     d.keep(op)
 
 
@@ -279,12 +279,12 @@ def _once(d: _Doubling, op: Op) -> None:
 @_rule("for")
 def _for(d: _Doubling, op: Op) -> None:
     loop = Loop.of(op)
-    moved = [n for n, p in enumerate(loop.carried) if d.found.moves(p)]
-    initial = [d.full_tangent(loop.inits[n]) for n in moved]
-    twins = [d.twin(loop.carried[n]) for n in moved]
+    active = [n for n, p in enumerate(loop.carried) if d.found.is_active(p)]
+    initial = [d.full_tangent(loop.inits[n]) for n in active]
+    twins = [d.twin(loop.carried[n]) for n in active]
     params = (*loop.body.params, *twins)
-    inner = d.block(loop.body, params, [loop.yields[n] for n in moved])
-    results = [d.twin(op.results[n]) for n in moved]
+    inner = d.block(loop.body, params, [loop.yields[n] for n in active])
+    results = [d.twin(op.results[n]) for n in active]
     new = loop.with_(
         inits=(*loop.inits, *initial), body=inner, results=(*op.results, *results)
     )
@@ -295,14 +295,14 @@ def _for(d: _Doubling, op: Op) -> None:
 def _while(d: _Doubling, op: Op) -> None:
     loop = While.of(op)
     condition, body = loop.condition, loop.body
-    moved = [n for n, p in enumerate(body.params) if d.found.moves(p)]
-    initial = [d.full_tangent(loop.inits[n]) for n in moved]
+    active = [n for n, p in enumerate(body.params) if d.found.is_active(p)]
+    initial = [d.full_tangent(loop.inits[n]) for n in active]
     check = d.block(
-        condition, (*condition.params, *(d.twin(condition.params[n]) for n in moved))
+        condition, (*condition.params, *(d.twin(condition.params[n]) for n in active))
     )
-    twins = [d.twin(body.params[n]) for n in moved]
-    inner = d.block(body, (*body.params, *twins), [body.yields[n] for n in moved])
-    results = [d.twin(op.results[n]) for n in moved]
+    twins = [d.twin(body.params[n]) for n in active]
+    inner = d.block(body, (*body.params, *twins), [body.yields[n] for n in active])
+    results = [d.twin(op.results[n]) for n in active]
     d.keep(
         op.with_(
             operands=(*loop.inits, *initial),
@@ -314,15 +314,15 @@ def _while(d: _Doubling, op: Op) -> None:
 
 @_rule("cond")
 def _cond(d: _Doubling, op: Op) -> None:
-    moved = [n for n, r in enumerate(op.results) if d.found.moves(r)]
-    regions = [d.block(r, yields=[r.yields[n] for n in moved]) for r in op.regions]
-    results = [d.twin(op.results[n]) for n in moved]
+    active = [n for n, r in enumerate(op.results) if d.found.is_active(r)]
+    regions = [d.block(r, yields=[r.yields[n] for n in active]) for r in op.regions]
+    results = [d.twin(op.results[n]) for n in active]
     d.keep(op.with_(results=(*op.results, *results), regions=tuple(regions)))
 
 
 @_rule("pipeline")
 def _pipeline(d: _Doubling, op: Op) -> None:
-    """Each moving window is followed by one for its tangent, with the same map."""
+    """Each active window is followed by one for its tangent, with the same map."""
     pipeline = Pipeline.of(op)
     shown: list[Shown] = []
     for each in pipeline.shown:
@@ -336,5 +336,5 @@ def _pipeline(d: _Doubling, op: Op) -> None:
 
 
 def _tangent_window(window: Window) -> Window:
-    """What lies outside and is given by `fill` does not move."""
+    """The `fill` value outside the array is constant: its tangent is zero."""
     return window if window.fill is None else replace(window, fill=0.0)

@@ -1,1 +1,1 @@
-"""Backends: one folder each. `base.get(name)` is the only door the frontend uses."""
+"""Backends: one folder each. `base.get(name)` is their only entry point."""

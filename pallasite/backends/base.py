@@ -59,10 +59,10 @@ class Backend(Protocol):
 
     name: str
     platforms: tuple[str, ...]  # JAX platform names it can run on
-    native: frozenset[str]  # ops its emitter spells; the rest are decomposed
+    native: frozenset[str]  # ops its emitter has; the rest are decomposed
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        """What happens to a kernel after the shared passes, before it is text."""
+        """The backend's own passes, after the shared ones."""
         ...
 
     def stages(self, options: Options) -> Sequence[Stage]:

@@ -361,7 +361,7 @@ class BufferedRef(BufferedRefBase):
         return self._slices(grid_indices, None)
 
     def get_dma_slice(self, src_ty: Any, grid_indices: Sequence[Any]) -> tuple:
-        """The block of a step as an index, cut off where a ref of this type ends."""
+        """The block of a step as an index, truncated where a ref of this type ends."""
         return self._slices(grid_indices, tuple(src_ty.shape))
 
     def _slices(
@@ -428,7 +428,7 @@ def _slots_shape(spec: BlockSpec, slots: int) -> tuple[int, ...] | None:
 
 
 def _block_slice(dim: Any, index: Any, size: int | None) -> Any:
-    """One dimension of a block as an index; cut off at `size`, if there is one."""
+    """One dimension of a block as an index; truncated at `size`, if given."""
     if dim is None or isinstance(dim, Squeezed):
         return index
     if isinstance(dim, BoundedSlice):

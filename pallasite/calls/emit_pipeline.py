@@ -1,7 +1,7 @@
 """emit_pipeline: a pipeline over refs inside a kernel.
 
 The same IR construct as `pallas_call`'s grid, bound as a primitive while the kernel is
-traced, imported by `Plan.emit`.
+traced, imported by `PipelinePlan.emit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ pipeline_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PipelinePlan:
     """An inner pipeline as the importer needs it.
 
     Operands of the primitive, in order: dynamic grid sizes, where this core's share
@@ -150,8 +150,8 @@ def emit_pipeline(
         the body (pytrees of refs); the prologue runs before it at each step.
         `allocations` has a BufferedRef per ref, whose specs count instead of the
         pipeline's. A BufferedRef with methods of its own fetches and writes back its
-        blocks, and is given whatever is passed in place of its ref. Memory for the
-        other blocks is the compiler's business.
+        blocks, and is given whatever is passed in place of its ref. The compiler
+        allocates memory for the other blocks.
 
     Inside the body, `pl.program_id` counts this pipeline's steps.
     """
@@ -213,7 +213,7 @@ def _as_tuple(specs: Any) -> tuple[Any, ...]:
     return tuple(specs) if isinstance(specs, (list, tuple)) else (specs,)
 
 
-# --- the pipeline's refs, each with what says how it is cut into blocks ---
+# --- the pipeline's refs, each with what describes its blocks ---
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class _Pipeline:
         captured = [c for b in bindings if b.index_map for c in b.index_map.captured]
         # What a step copies in may be what an earlier one copied out.
         ordered = ("arbitrary",) * len(steps)
-        pipeline = Plan(
+        pipeline = PipelinePlan(
             tuple(g if isinstance(g, int) else None for g in steps),
             self.semantics if numbers_ref is None else ordered,
             bindings,
@@ -417,7 +417,7 @@ def _operand(
 
 
 def _windowed(spec: BlockSpec | None) -> BlockSpec:
-    """A block that the author wants left in main memory is a window like any other."""
+    """A block that the author keeps in main memory is a window like any other."""
     spec = spec or BlockSpec()
     space = spec.memory_space
     stays = isinstance(space, MemorySpace) and not space.has_windows

@@ -88,10 +88,10 @@ def kernel(
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel that runs once per core of a mesh.
 
-    The body sees whole arrays in main memory; cut them with `pltpu.emit_pipeline` or
-    copy parts with `pltpu.sync_copy`. `lax.axis_index(name)` is the core's number.
-    Refs (`jax.new_ref`) among the operands are read and written in place, and a kernel
-    without results may close over them.
+    The body sees whole arrays in main memory; divide them into blocks with
+    `pltpu.emit_pipeline` or copy parts with `pltpu.sync_copy`. `lax.axis_index(name)`
+    is the core's number. Refs (`jax.new_ref`) among the operands are read and written
+    in place, and a kernel without results may close over them.
 
     Args:
         body: the kernel; left out when used as a decorator.

@@ -1,7 +1,7 @@
 """A pipeline's grid shared by cores: each runs its own part of one parallel axis.
 
 `emit_pipeline(core_axis_name="core")` runs on every core of a mesh. `share` says which
-axis is cut, how many of its steps this core runs and at which one it begins.
+axis is split, how many of its steps this core runs and at which one it begins.
 """
 
 from collections.abc import Sequence

@@ -334,7 +334,7 @@ def _squeeze(value: Array, picks: Picks) -> Array:
 
 
 def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]:
-    """Index arrays over the picked shape (clamped into `shape`), and which lie inside
+    """Index arrays over the picked shape (clamped into `shape`), and which are inside
     their bounds."""
     result = picked_shape(picks)
     rank = len(result)
@@ -371,7 +371,7 @@ def _positions(picks: Picks, shape: Sequence[int] | None) -> tuple[tuple, Array]
 
 
 def _touched(array: Array, picks: Picks, mask: Array | None) -> tuple[Array, ...]:
-    """Index arrays of a write; what must not be written lies outside the array."""
+    """Index arrays of a write; elements not to be written get one out of range."""
     indices, inside = _positions(picks, array.shape)
     valid = inside if mask is None else inside & mask
     return (jnp.where(valid, indices[0], array.shape[0]), *indices[1:])

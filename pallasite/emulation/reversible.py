@@ -1,10 +1,10 @@
 """The emulation in a form that JAX can differentiate in reverse.
 
-Three things differ from `emulate.py`, none of them in meaning. Loops have a static
+It differs from `emulate.py` in three ways, none of them in meaning. Loops have a static
 length where one is known: the program ids and counters give a loop a greatest number of
 trips, and trips beyond its real end do nothing. Loops with no bound are run back by
-recomputation (`reversible_while.py`). Memory nobody wrote holds a harmless number
-instead of NaN, which would come back as 0 * NaN in a gradient.
+recomputation (`reversible_while.py`). Unwritten memory holds a finite number instead
+of NaN, which would come back as 0 * NaN in a gradient.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""A `while` loop that can be run backwards, however long it turns out to be.
+"""A `while` loop that can be run backwards, whatever its length.
 
 JAX differentiates loops in reverse only if their length is static, since it keeps what
-each trip computed. Here nothing is kept but the state at a few places along the way;
-going back, the state before each trip is computed again from the nearest of them.
+each trip computed. Here only the state at a few checkpoints is kept; going back,
+the state before each trip is computed again from the nearest checkpoint.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,14 +52,18 @@ def backward_loop(
 
         def one(back: Array, sums: list[Array]) -> list[Array]:
             before = at(trips - 1 - back)
-            moved, total = sums[: len(floats)], sums[len(floats) :]
-            return _step_back(step, before, used, moved, total)
+            pulled, total = sums[: len(floats)], sums[len(floats) :]
+            return _step_back(step, before, used, pulled, total)
 
         zeros = [jnp.zeros_like(x) for x in used if _is_float(x)]
         sums = _repeat(trips, one, [*floats, *zeros])
-        moved, total = sums[: len(floats)], sums[len(floats) :]
-        unmoved = [jnp.zeros_like(x) for x in tested if _is_float(x)]
-        return list(_all(tested, unmoved)), list(_all(used, total)), _all(carry, moved)
+        pulled, total = sums[: len(floats)], sums[len(floats) :]
+        zero_tested = [jnp.zeros_like(x) for x in tested if _is_float(x)]
+        return (
+            list(_all(tested, zero_tested)),
+            list(_all(used, total)),
+            _all(carry, pulled),
+        )
 
     loop.defvjp(forward, backward)
     return list(loop(test_values, step_values, carry))
@@ -68,7 +72,7 @@ def backward_loop(
 def _repeat(
     trips: Array, body: Callable[[Array, list[Array]], list[Array]], carry: list[Array]
 ) -> list[Array]:
-    """Run `body(n, carry)` for n below `trips`; can be run backwards in its turn."""
+    """Run `body(n, carry)` for n below `trips`; can itself be run backwards."""
 
     def one(counted: list[Array]) -> list[Array]:
         n, *c = counted
@@ -88,14 +92,14 @@ def _step_back(
     """Cotangents before one trip from those after it, then `sums` of values used."""
     both = (*before, *used)
 
-    def run(moving: list[Array]) -> list[Array]:
-        pending = iter(moving)
+    def run(floats_in: list[Array]) -> list[Array]:
+        pending = iter(floats_in)
         full = [next(pending) if _is_float(x) else x for x in both]
         return [x for x in step(*full) if _is_float(x)]
 
     (back,) = jax.vjp(run, [x for x in both if _is_float(x)])[1](floats)
-    moved, more = back[: len(floats)], back[len(floats) :]
-    return [*moved, *(a + b for a, b in zip(sums, more, strict=True))]
+    pulled, more = back[: len(floats)], back[len(floats) :]
+    return [*pulled, *(a + b for a, b in zip(sums, more, strict=True))]
 
 
 def _states(

@@ -200,7 +200,7 @@ def _where_going(
 
 
 def _refuse_writes(im: Importer, ops: Sequence[Op]) -> None:
-    """A finished element must not store again, and a store cannot be half undone."""
+    """A finished element must not store again, and a store cannot be partly undone."""
     if any(writes(op) for op in ops):
         raise UnsupportedError(
             "under vmap, a while_loop whose condition differs between the mapped "

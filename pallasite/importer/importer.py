@@ -43,7 +43,7 @@ class RuleTable(dict[str, Rule]):
         return add
 
 
-# Primitives that move elements about: on random keys they move each word alike.
+# Primitives that only move elements: on random keys they move each word alike.
 _MOVES = "slice dynamic_slice dynamic_update_slice gather scatter concatenate split "
 _MOVES += "select_n broadcast_in_dim transpose rev tile stack unstack"
 KEY_MOVES = frozenset(_MOVES.split())
@@ -207,7 +207,7 @@ class Importer:
         return self.run(closed, args)
 
     def per_word(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
-        """An equation that moves random keys about, on their words."""
+        """An equation that only moves random keys, applied to their words."""
         is_key = [jaxcompat.is_key_dtype(v.aval.dtype) for v in eqn.invars]
 
         def one_word(*args: Any) -> Any:

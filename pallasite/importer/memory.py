@@ -18,7 +18,7 @@ RULES = RuleTable()
 
 
 class Picked:
-    """The end of a chain of view transforms: a ref and one index into it."""
+    """The result of a chain of view transforms: a ref and one index into it."""
 
     def __init__(self, ref: Value, index: Index, operands: list[Value], front: int):
         self.ref, self.index, self.operands = ref, index, operands
@@ -177,7 +177,7 @@ def _overhangs(indexer: Any, shape: Sequence[int]) -> bool:
 def _element_index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[Value]]:
     """The index of a masked access that hangs over the ref, element by element.
 
-    Blocks rounded up to a power of two are read so: what the mask switches off may lie
+    Blocks rounded up to a power of two are read this way: masked-off elements may be
     outside.
     """
     b, entries, operands = im.builder, [], []

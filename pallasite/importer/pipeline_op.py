@@ -383,7 +383,7 @@ class _without_consts:
 
 
 def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
-    """`dimension_semantics` as names; enums and old spellings are accepted."""
+    """`dimension_semantics` as names; enums and old names are accepted."""
     if given is None:
         return ("arbitrary",) * grid_rank
     if isinstance(given, str):

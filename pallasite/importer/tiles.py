@@ -281,7 +281,7 @@ def _top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
 
 @RULES.rule("approx_top_k")
 def _approx_top_k(im: Importer, eqn: Any, x: Value) -> list[Value]:
-    """The exact answer is a fine approximation."""
+    """The exact result is a valid approximation."""
     p = eqn.params
     axis = p["reduction_dimension"] % x.tile.rank
     if not p["aggregate_to_topk"]:

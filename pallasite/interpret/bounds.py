@@ -1,4 +1,4 @@
-"""Checked mode's look at indices: those of accesses, and those of windows.
+"""Checked mode's checks of indices: those of accesses, and those of windows.
 
 An access is as the author wrote it, before anything is clamped or dropped. What comes
 back is the index with plain numbers in it.
@@ -28,7 +28,7 @@ Array = Any
 
 
 class Indices:
-    """Looks at one access or window after another."""
+    """Checks one access or window after another."""
 
     def __init__(self, monitor: Monitor, numbers: CheckedNumbers):
         self.monitor, self.numbers = monitor, numbers
@@ -128,7 +128,7 @@ class Indices:
     # --- windows ---
 
     def window(self, op: Op, number: int, found: Sequence[Array]) -> list[Array]:
-        """Plain block indices, after a look at their range."""
+        """Plain block indices, after a check of their range."""
         ref, window, index_map, _ = Pipeline.of(op).shown[number]
         plain = [self.numbers.certain(x, "which block is seen") for x in found]
         pending = iter(plain)
@@ -141,7 +141,7 @@ class Indices:
                     ("operand", self.monitor.describe(ref)),
                     ("index map", f"gives {problem} (dimension {d})"),
                 ]
-                what = "a block lies outside its array"
+                what = "a block is outside its array"
                 fix = "check the index map and the grid; clamp with jnp.minimum"
                 at = _line_of(index_map) or op.loc
                 self.monitor.report("bounds", what, facts, fix, at)

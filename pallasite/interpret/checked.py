@@ -1,7 +1,7 @@
 """Checked mode: the evaluator over numpy with shadow memory (`interpret=pl.Checked()`).
 
 `run_checked` runs a kernel one program after another and raises CheckError at the first
-thing a correct kernel never does. The walker is the same that defines the language;
+bug. The walker is the same that defines the language;
 here it is watched: `bounds.py` looks at indices, `shadow.py` at undefined values,
 `races.py` at programs that may run at once, `copies.py` at async copies. Cores, roles
 and copies run side by side (`resume.py`, `waits.py`) in several orders (`schedule.py`).
@@ -71,7 +71,7 @@ class CheckedWalker(WaitingWalker):
         super().__init__(kernel, CheckedNumbers(monitor, prints), races, order)
         self.index = Indices(self.monitor, self.numbers)
         self.output_roots = {self.roots.of(param) for param in kernel.outputs}
-        # Which program wrote each element of an output last.
+        # The program that last wrote each element of an output.
         self.writers: dict[Value, np.ndarray] = {}
         self.unwritten: dict[Value, int] = {}  # the code of untouched elements
         self.touched: Elements | None = None  # stands for the picks of a view
@@ -104,7 +104,7 @@ class CheckedWalker(WaitingWalker):
         self._begin(param)
 
     def _begin(self, root: Value) -> None:
-        """Memory with nothing in it yet."""
+        """Memory that is not written yet."""
         memory = self.memory[root]
         if type(memory) is Partly:
             origin = Origin(UNWRITTEN, self.monitor.describe(root))
@@ -189,7 +189,7 @@ class CheckedWalker(WaitingWalker):
         self._move(self.copies.flying)
 
     def _move(self, copies: Sequence[Copy]) -> None:
-        """Copies that nobody waited for, where that is not reported."""
+        """Copies that were not waited for, where that is not reported."""
         for copy in copies:
             if not copy.moved:
                 self.move(copy)

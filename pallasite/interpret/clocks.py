@@ -44,7 +44,7 @@ class Clocks:
         return {**self.known(lane), lane: len(self.accesses) - 1}
 
     def signal(self, lane: int, semaphore: Hashable, amount: int) -> None:
-        """What the lane did so far comes before whoever waits for this amount."""
+        """What the lane did so far comes before any lane that waits for this amount."""
         signals = self._signals.setdefault(semaphore, deque())
         signals.append((amount, self._until_now(lane)))
 
@@ -80,7 +80,7 @@ def _merge(into: Times, other: Times) -> None:
         into[lane] = max(into.get(lane, 0), time)
 
 
-# Which earlier accesses of another lane an access must not meet.
+# Kinds of earlier accesses of another lane that an access conflicts with.
 CLASHES = {
     "reads": ("writes", "updates"),
     "writes": ("writes", "reads", "updates"),
@@ -98,7 +98,7 @@ class Timed:
     def clash(
         self, clocks: Clocks, lane: int, how: str, elements: Elements
     ) -> tuple[str, tuple[int, ...], Access] | None:
-        """An earlier access that races with this one: how, where and by whom."""
+        """An earlier access that races with this one: how, where and by which lane."""
         known = clocks.known(lane)
         for earlier in CLASHES[how]:
             for other, times in self._times[earlier].items():

@@ -81,7 +81,7 @@ class Copies:
         return next(iter(same or waiting), None)
 
     def report_not_started(self, target: End) -> None:
-        """The one report of a wait for a copy that nobody starts."""
+        """The report of a wait for a copy that is never started."""
         facts = [("destination", self.monitor.describe(target.ref))]
         what = "a copy that was not started is waited for"
         fix = "start() it first, with the same semaphore"

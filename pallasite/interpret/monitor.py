@@ -19,7 +19,7 @@ from pallasite.passes.analysis.memory import Roots
 _LETTERS = "ijklmnopqrstuvwxyz"
 
 # Why an element has no defined value.
-UNWRITTEN = "nobody wrote it"
+UNWRITTEN = "never written"
 EDGE = "outside the edge of its array"
 MASKED = "masked off, with no `other` value"
 STALE = "left there by another program along a parallel axis"

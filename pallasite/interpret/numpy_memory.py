@@ -18,8 +18,8 @@ Array = Any
 class Run:
     """A rectangle of an array, and which part of the picked block it is.
 
-    `index` is what exists of it: slices of the array. `part` says where that lies in
-    the picked block, None where all of the block exists. `full` is the block's shape
+    `index` is what exists of it: slices of the array. `part` is its position in the
+    picked block, None where all of the block exists. `full` is the block's shape
     with one entry per array dimension, `shape` without those that are not kept.
     """
 
@@ -136,7 +136,7 @@ class Elements:
         return [_reach(i) for i in self.index]
 
     def position(self, shape: Sequence[int], n: int) -> tuple[int, ...]:
-        """Where the n-th of `of(array)` lies in an array of this shape."""
+        """The position of the n-th of `of(array)` in an array of this shape."""
         ids = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
         flat = np.ravel(self.of(ids))[n]
         return tuple(int(i) for i in np.unravel_index(flat, shape))

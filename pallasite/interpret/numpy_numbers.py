@@ -229,7 +229,7 @@ _COMBINE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def poison(dtype: np.dtype) -> Any:
-    """What memory nobody wrote holds: NaN, the least integer, or 0."""
+    """What unwritten memory holds: NaN, the least integer, or 0."""
     found = _POISON.get(dtype)
     if found is None:
         found = _POISON[dtype] = _find_poison(dtype)
@@ -250,7 +250,7 @@ def _find_poison(dtype: np.dtype) -> Any:
 
 
 def outside_bounds(picks: Picks) -> np.ndarray | None:
-    """Which picked elements lie outside their bounds; None where none does."""
+    """Which picked elements are outside their bounds; None where none is."""
     # Positions outside every array count as outside their bounds only.
     limits = [_limit(p) for p in picks]
     return region_of(picks, limits).outside()

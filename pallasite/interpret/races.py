@@ -44,7 +44,7 @@ class _Marks:
     """Who touched each element in one way: its lane, and two programs' numbers."""
 
     def __init__(self, shape: Sequence[int]):
-        self.lane = np.zeros(shape, np.int32)  # 0: nobody, MANY: several lanes
+        self.lane = np.zeros(shape, np.int32)  # 0: no lane, MANY: several lanes
         self.first = np.zeros(shape, np.int32)
         self.second = np.zeros(shape, np.int32)  # of another lane than the first
 
@@ -64,7 +64,7 @@ class _Marks:
         elements.set(self.second, np.where(other, program, elements.of(self.second)))
 
 
-class _Memory:
+class _RootMarks:
     """The marks of one root."""
 
     def __init__(self, ref: Value, private: bool):
@@ -99,7 +99,7 @@ class Races:
 
     def __init__(self, monitor: Monitor, axes: Sequence[int], clocks: Clocks | None):
         self.monitor, self.axes, self.clocks = monitor, tuple(axes), clocks
-        self.memories: dict[Value, _Memory] = {}
+        self.memories: dict[Value, _RootMarks] = {}
         self.timed: dict[Value, Timed] = {}
         self.program_lane = 0
         self.lane = 0  # that of the program, of a role in it, or of a copy
@@ -117,7 +117,7 @@ class Races:
         if self.clocks is not None and not private:
             self.timed[root] = Timed(root)
         else:
-            self.memories[root] = _Memory(root, private)
+            self.memories[root] = _RootMarks(root, private)
 
     def watch(self, root: Value) -> None:
         """Memory that roles share."""
@@ -244,7 +244,7 @@ class Races:
 
     def _report(
         self,
-        memory: _Memory,
+        memory: _RootMarks,
         how: str,
         earlier: str,
         elements: Elements,

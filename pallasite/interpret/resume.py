@@ -1,4 +1,4 @@
-"""Regions that can be left and gone on with, so that cores and roles run side by side.
+"""Resumable regions (coroutines), so that cores and roles run side by side.
 
 `steps` runs a block as a Python generator that yields a Pause wherever another context
 may take over. Only blocks with ops that pause are run so, decided once per block; all

@@ -1,12 +1,12 @@
-"""Contexts that run side by side, and the order in which they get their turns.
+"""Contexts that run side by side, and the order in which they are scheduled.
 
 A context is a region that is being run: the kernel, a core of a mesh, a role. It runs
 until it pauses: where it may have to wait, and where another context may see what it
-did. A `Schedule` then chooses who goes on. Copies in flight have turns too: they are
-moved when one comes, at any time between start and wait.
+did. A `Schedule` then chooses which one goes on. Copies in flight are scheduled too:
+their data moves at any time between start and wait.
 
 Orders: "early" (copies at their start, contexts in program order), "late" (copies only
-when somebody waits for them, the last context first), or the seed of a random order.
+when they are waited for, the last context first), or the seed of a random order.
 """
 
 import random
@@ -23,7 +23,7 @@ Order = str | int
 class Pause:
     """Why a context stops for a moment: here, only to let others run."""
 
-    polls = False  # goes on only after those that do not ask again and again
+    polls = False  # goes on only after those that do not poll
 
     def __init__(self, op: Op):
         self.op = op
@@ -54,7 +54,7 @@ class Context:
     name: str
     steps: Steps
     env: dict[Value, Any]
-    state: Any  # what checked mode keeps for it while others have their turns
+    state: Any  # what checked mode saves for it while others run
     siblings: list["Context"] = field(default_factory=list["Context"])
     core: int | None = None  # its place among its siblings, for a core of a mesh
     # The memory of a core's own allocations, by the value that names them in the IR.
@@ -63,7 +63,7 @@ class Context:
     done: bool = False
     arrived: int = 0  # barriers reached
     lane: int = 0  # who it is to the clocks, for a role
-    turn: int = 0  # when it ran last
+    last_run: int = 0  # number of the switch at which it ran last
 
     @property
     def is_able(self) -> bool:
@@ -112,7 +112,7 @@ class Schedule:
         self.deadlock = deadlock
         self.contexts: list[Context] = []
         self.current: Context | None = None
-        self.turns = 0
+        self.switches = 0
 
     def run(self, steps: Steps) -> None:
         """Run a context, and all that it starts, to the end."""
@@ -136,8 +136,8 @@ class Schedule:
 
     def _resume(self, context: Context) -> None:
         self.switch_to(context)
-        self.turns += 1
-        context.turn = self.turns
+        self.switches += 1
+        context.last_run = self.switches
         try:
             context.pause = next(context.steps)
         except StopIteration:
@@ -177,4 +177,4 @@ class Schedule:
             wanted = context.pause.wanted() if context.pause is not None else ()
             if wanted:
                 return wanted[0]
-        return min(able, key=lambda c: c.turn, default=None)
+        return min(able, key=lambda c: c.last_run, default=None)

@@ -140,7 +140,7 @@ class CheckedNumbers(NumpyNumbers):
         region.put(data, value_of(value), where)
         if type(array) is Partly:
             region.put(array.codes, 0 if codes is None else codes, where)
-            if unsure is not None:  # perhaps written: nobody knows what is there
+            if unsure is not None:  # perhaps written: its value is unknown
                 region.put(array.codes, unsure, unsure != 0)
         return array
 

@@ -1,4 +1,4 @@
-"""How undefined elements travel through ops: the codes of results from operands.
+"""How undefined elements propagate through ops: codes of results from operands.
 
 `elementwise` and `tile_op` mirror the ops of the table on arrays of codes. A result
 that does not depend on an undefined element (a select that does not choose it, a false

@@ -1,6 +1,6 @@
 """Copies, semaphores and barriers where contexts run side by side.
 
-A copy moves its data when the schedule gives it a turn, between its start and its wait.
+A copy moves its data when the schedule picks it, between its start and its wait.
 A wait for a semaphore, a copy or a barrier is a Pause that knows when the context can
 go on and what to report if it never can.
 """
@@ -51,7 +51,7 @@ class SemaphoreWait(Pause):
     def report(self) -> None:
         name, count = self._facts()
         facts = [("semaphore", name), ("waits for", self.amount), ("count", count)]
-        what = "a wait for a semaphore that nobody signals"
+        what = "a wait for a semaphore that nothing signals"
         fix = "signal it before the wait"
         self.walker.monitor.report("copies", what, facts, fix)
 

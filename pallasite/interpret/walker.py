@@ -336,7 +336,7 @@ class Walker:
 
     def do_roles(self, op: Op) -> None:
         raise UnsupportedError(
-            f"the emulation runs one thing after another: it has no '{op.name}'",
+            f"the emulation runs one op after another: it has no '{op.name}'",
             [("kernel", self.kernel.name)],
             at=op.loc,
             fix="interpret=pl.Checked() runs cores and roles side by side",

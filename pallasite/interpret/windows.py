@@ -1,4 +1,4 @@
-"""Windows while the evaluator runs: where a block lies, and padding for its overhang.
+"""Windows while the evaluator runs: a block's position, and padding for its overhang.
 
 Operands of the kernel's own grid are padded once, before the first program, so that a
 block that hangs over an edge is a plain slice of the padded root; `fill` is what the
@@ -110,7 +110,7 @@ def window_ranges(
     indices: Sequence[Array],
     padded: bool,
 ) -> View:
-    """The block ref a program sees. Block numbers are clamped to those there are."""
+    """The block ref a program sees. Block numbers are clamped to valid ones."""
     assert not view.steps, "a window over a reshaped ref"
     pending = iter(indices)
     dims = iter(window.dims)

@@ -1,7 +1,7 @@
 """Builder: makes ops in order, with types from the op table.
 
-`Builder.emit` is the one way to make an op; the short methods below it are spellings
-for the ops passes and decompositions use most.
+`Builder.emit` is the one way to make an op; the short methods below it are
+shorthands for the ops that passes and decompositions use most.
 """
 
 from collections.abc import Callable, Sequence

@@ -86,7 +86,7 @@ Index = tuple[At | Span | Gather, ...]
 
 @dataclass(frozen=True)
 class BlockDim:
-    """How one dimension of an array is cut into blocks.
+    """How one dimension of an array is divided into blocks.
 
     kind "blocked": the index map gives a block number; "element": a first element,
     counted from `padding[0]` elements before the array; "squeezed": an element

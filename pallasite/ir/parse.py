@@ -85,7 +85,7 @@ class _Parser:
             if self.position >= len(self.source):
                 return _Token("end", "the end of the text", self.position)
             match = _TOKEN.match(self.source, self.position)
-            if match is None:  # refused by whoever takes it
+            if match is None:  # refused where it is used
                 return _Token("unknown", self.source[self.position], self.position)
             self.position = match.end()
             if match.lastgroup != "space":

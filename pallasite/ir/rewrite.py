@@ -111,7 +111,7 @@ def apply_patterns(
             if made is not None:
                 matched = f"{getattr(rewrite, '__name__', rewrite)} on {op.name}"
                 return made
-            builder.ops.clear()  # what a refusal left behind
+            builder.ops.clear()  # ops of a refused rewrite
         return None
 
     for _ in range(limit):
@@ -189,14 +189,14 @@ def writes(op: Op) -> bool:
 
 
 def is_removable(op: Op) -> bool:
-    """Whether nobody notices if the op is gone, its results being unused."""
+    """Whether the op can be removed if its results are unused."""
     # A `while` may run for ever; `pipeline` and the rest have no results to be unused.
     may_stop = all(inner.name != "while" for r in op.regions for inner in walk(r))
     return op.name not in ("while", "pipeline") and may_stop and not writes(op)
 
 
 def dead_code(kernel: Kernel) -> Kernel:
-    """Without the ops whose results nobody uses and which do nothing else."""
+    """Dead code removed: ops without effects whose results are unused."""
     body = _live_block(kernel.body, set())
     return kernel if body is kernel.body else kernel.with_(body=body)
 
@@ -218,7 +218,7 @@ def _live_block(block: Block, live: set[Value]) -> Block:
 
 
 def common_subexpressions(kernel: Kernel) -> Kernel:
-    """Compute equal things once: pure ops, and loads with no write in between."""
+    """Common subexpressions shared: pure ops, and loads with no write in between."""
     body = _Shared().block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 

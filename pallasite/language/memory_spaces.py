@@ -43,7 +43,7 @@ class MemorySpace(enum.Enum):
 
     @property
     def has_windows(self) -> bool:
-        """Whether an operand in this space is cut into blocks by default."""
+        """Whether an operand in this space is divided into blocks by default."""
         return self not in (
             MemorySpace.ANY,
             MemorySpace.HBM,

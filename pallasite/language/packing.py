@@ -1,4 +1,4 @@
-"""Narrow elements in wide words, and rounding by chance: upstream's names for TPUs."""
+"""Narrow elements in wide words, and stochastic rounding: upstream's names for TPUs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ def _words(dtype: Any) -> np.dtype:
 
 
 def stochastic_round(x: Any, random_bits: Any, *, target_dtype: Any) -> jax.Array:
-    """float32 to bfloat16, up with the probability of what rounding down cuts off."""
+    """float32 to bfloat16; rounds up with a probability equal to the truncated part."""
     if jnp.dtype(target_dtype) != jnp.bfloat16 or x.dtype != jnp.float32:
         raise UnsupportedError(
             "stochastic_round makes bfloat16 from float32 only",

@@ -34,7 +34,7 @@ def sample_block(
     block_index: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """Random numbers for one block of an array that do not depend on how it is cut.
+    """Random numbers for one block of an array that do not depend on the block shape.
 
     Every tile of the array has a key of its own, so kernels with blocks of other sizes
     and in another order draw the same array.

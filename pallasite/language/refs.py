@@ -320,8 +320,8 @@ for _p in (debug_print_p, debug_check_p, delay_p):
 def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
     """Promise that `x` is a multiple of `values`; the result is `x`.
 
-    Backends may use the promise for alignment; a broken promise is checked mode's
-    business to report, and unspecified elsewhere.
+    Backends may use the promise for alignment; a broken promise is reported by
+    checked mode, and unspecified elsewhere.
     """
     values = (values,) if isinstance(values, (int, np.integer)) else tuple(values)
     multiple = int(np.lcm.reduce(values))

@@ -110,10 +110,10 @@ def trace(
 ) -> Traced:
     """Stage `fn(*args)` where the flat arguments have the given types.
 
-    `author`: the author's function behind `fn`, for errors. `axes`: names and sizes
+    `author`: the author's function that `fn` wraps, for errors. `axes`: names and sizes
     that `lax.axis_index` and `lax.axis_size` know besides. `grid`: the sizes of the
     grid that `fn` runs over; None: the one around it. `whole`: the operands
-    that no BlockSpec cuts. `role`: what the author's function is, and its
+    without blocks. `role`: what the author's function is, and its
     name; default: a kernel.
     """
     role = role or ("kernel", name_of(author))
@@ -166,7 +166,7 @@ def storing(fn: Callable[..., Any], name: str, at: Any) -> Callable[..., None]:
 
 
 def _kinds(result: Any) -> str:
-    """What a kernel returned, as one would say it: types of arrays, else of objects."""
+    """What a kernel returned, for errors: types of arrays, else of objects."""
 
     def kind(leaf: Any) -> str:
         aval = jaxcompat.aval_of(leaf) if isinstance(leaf, jax.Array) else None
@@ -272,7 +272,7 @@ def shorten(path: str) -> str:
 
 
 def equation_location(eqn: Any) -> Loc | None:
-    """The user's line behind one equation."""
+    """The user's line that one equation comes from."""
     frame = jaxcompat.user_frame(eqn.source_info)
     if frame is None:
         return None

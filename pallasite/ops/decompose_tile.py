@@ -53,7 +53,7 @@ def filled(b: Builder, x: Value, axis: int, size: int, value: Any) -> Value:
 
 
 def lengthened(b: Builder, x: Value, axis: int, size: int) -> Value:
-    """`x` with zeros behind it; no chip has a constant of no elements."""
+    """`x` with zeros after it; no chip has a constant without elements."""
     more = size - x.tile.shape[axis]
     return join(b, [x, filled(b, x, axis, more, 0)], axis) if more else x
 

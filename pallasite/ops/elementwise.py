@@ -1,7 +1,7 @@
 """Elementwise ops: one row each (arithmetic, math, comparison, select, cast).
 
 Reading order: `exp` below is a row; `meaning.py` says what the odd ones mean,
-`decompose.py` how to live without them; a backend lists those it has natively.
+`decompose.py` how to compute them from others; a backend lists those it has natively.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from pallasite.ops.formula import INF
 
 
 def neutral(kind: str, dtype: DType) -> int | float:
-    """What changes nothing when combined: where a reduction of a tile starts.
+    """The neutral element: the start value of a reduction of a tile.
 
     Bools are 0 and 1. All bits of an integer set is -1, unsigned or not.
     """

@@ -1,4 +1,4 @@
-"""The first pass: one simple form for each thing a kernel says.
+"""The first pass: brings a kernel into canonical form.
 
 Kernel in, Kernel out, same meaning bit for bit except that folded transcendental
 functions are the op table's own. Folds constants, applies exact identities, merges

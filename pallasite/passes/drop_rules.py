@@ -1,4 +1,4 @@
-"""A kernel without what only derivatives see: they are taken before any pass."""
+"""Removes what only derivatives use: they are taken before any pass."""
 
 from collections.abc import Sequence
 

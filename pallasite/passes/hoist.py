@@ -1,9 +1,9 @@
-"""Moves out of loops what need not be in them.
+"""Loop-invariant code motion, and peeling of the first and last step.
 
-Three things leave a `for`: what is the same in every step (pure ops, and loads of
-memory the kernel never writes); a reset of carried values at the first step, which
-becomes their initial value; and code for the last step only, which goes behind the
-loop. The last two are how kernels written for a grid start and end an accumulation.
+Moved out of a `for`: loop invariants (pure ops, and loads of memory the kernel never
+writes); a reset of carried values at the first step, which becomes their initial value;
+and code for the last step only, which goes after the loop. The last two are how kernels
+written for a grid start and end an accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ def hoist(kernel: Kernel) -> Kernel:
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "for":
             return None
-        loop = _Loop(op, builder, readable)
+        loop = _HoistedLoop(op, builder, readable)
         loop.move_invariants()
         loop.move_first_step()
         after = loop.take_last_step()
@@ -40,7 +40,7 @@ def hoist(kernel: Kernel) -> Kernel:
     return map_ops(kernel, rewrite)
 
 
-class _Loop:
+class _HoistedLoop:
     """One `for` being taken apart."""
 
     def __init__(self, op: Op, builder: Rewriter, readable: frozenset[Value]):
@@ -85,7 +85,7 @@ class _Loop:
     def replace_body(self, block: Block) -> None:
         self.loop = self.loop.with_(body=block)
 
-    # --- what is the same in every step ---
+    # --- loop invariants ---
 
     def move_invariants(self) -> None:
         inside = self.inside()
@@ -119,7 +119,7 @@ class _Loop:
                 self.move_reset(op)
 
     def is_step(self, op: Op, number: int) -> bool:
-        """`cond` with nothing but one branch, taken when the index is `number`."""
+        """A `cond` with one non-empty branch, taken when the index is `number`."""
         if op.name != "cond" or len(op.regions) != 2:
             return False
         which, (otherwise, _) = Cond.of(op).which, Cond.of(op).branches
@@ -197,7 +197,7 @@ class _Loop:
 class _Replay:
     """Values of the last step, found again after the loop."""
 
-    def __init__(self, loop: _Loop, last: int):
+    def __init__(self, loop: _HoistedLoop, last: int):
         self.loop, self.last = loop, last
         self.inside = loop.inside()
         self.results = dict(zip(loop.body.yields, loop.loop.results, strict=True))

@@ -1,9 +1,9 @@
 """legalize: replace the ops a backend does not have by their decompositions.
 
-In: a kernel, and which ops the backend spells natively (names, or a predicate on ops
+In: a kernel, and which ops the backend has natively (names, or a predicate on ops
 where that depends on types). Out: a kernel of native ops only. In this order an op is
 computed in a wider type the backend has it in, by a shortcut through an op the backend
-has, or by its row's `lower` (`ops/decompose.py`), whose ops are legalized in turn.
+has, or by its row's `lower` (`ops/decompose.py`), whose ops are legalized recursively.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class _Legalizer:
         return block.yields
 
     def replacement(self, op: Op) -> Block:
-        """Native code for an op that is not."""
+        """Native ops that replace one that is not."""
         key = f"{op.name} {' '.join(str(v.type) for v in op.operands)}"
         tried = [f"native (not listed for {self.backend})"]
         if key in self.open:
@@ -112,7 +112,7 @@ class _Legalizer:
     def shortcut(
         self, b: Builder, op: Op, through: str, lower: Callable[..., Any]
     ) -> Sequence[Value]:
-        """A decomposition that pays only where the op it leans on is native."""
+        """A decomposition that pays only where the op it is built on is native."""
         results = _results(lower, b, op)
         if all(self.is_native(made) for made in b.ops if made.name == through):
             return results

@@ -2,8 +2,8 @@
 
 In: a loop whose rounds each load the next part of rows and of columns along k, multiply
 them and add the product to a carried sum. Out: one product of all parts, or the same
-loop in larger steps. As `merge_k_steps.py` does for grids; loops that do anything else
-are left as they are.
+loop in larger steps. `merge_k_steps.py` does the same for grids; loops that do anything
+else are left as they are.
 """
 
 import sys
@@ -37,7 +37,7 @@ def _merged(most_bytes: int, op: Op, b: Rewriter) -> Sequence[Value] | None:
     found = _Rounds(loop, b)
     if not found.rounds or not found.only_sums():
         return None
-    # Products are cut for the caches, however deep they are.
+    # Products are blocked for the caches, however deep they are.
     factor = found.depths.factor(len(found.rounds), sys.maxsize, most_bytes)
     if factor == 1:
         return None
@@ -60,7 +60,9 @@ class _Rounds:
         limits = [n for n in map(self._integer, loop.bounds) if n is not None]
         known = len(limits) == 3 and limits[2] > 0
         self.rounds = range(*limits) if known else range(0)
-        self.counters: dict[Value, int] = {}  # carried numbers that grow by so much
+        self.counters: dict[
+            Value, int
+        ] = {}  # carried numbers and their increment per round
         self.totals: set[Op] = set()
         self.products: set[Op] = set()
         for param, end in zip(self.params, self.body.yields, strict=True):
@@ -94,10 +96,14 @@ class _Rounds:
             p in self.counters or p is end or self.depths.made.get(end) in self.totals
             for p, end in ends
         )
-        return carried and bool(self.totals) and all(map(self._is_fine, self.body.ops))
+        return (
+            carried
+            and bool(self.totals)
+            and all(map(self._only_adds_products, self.body.ops))
+        )
 
     def _forms(self) -> Forms:
-        """How numbers depend on how many rounds there were."""
+        """How numbers depend on the number of the round."""
         forms = Forms([Value(self.index.type)])
         forms.known[self.index] = _line(self.rounds.step, self.rounds.start)
         for param, start in zip(self.params, self.starts, strict=True):
@@ -112,7 +118,7 @@ class _Rounds:
         forms.add_ops(self.body.ops, loads_vary=False)
         return forms
 
-    def _is_fine(self, op: Op) -> bool:
+    def _only_adds_products(self, op: Op) -> bool:
         if op.regions or any(v.is_ref for v in op.results):
             return False
         if op.name == "load":
@@ -123,7 +129,7 @@ class _Rounds:
             return self.depths.are_summed(op)
         if self.depths.touches(op):
             return op in self.totals or self.depths.follow(op)
-        # Numbers may be different in each round if only loads look at them.
+        # Numbers may differ between rounds if only loads use them.
         form = self.forms.of(op.results[0])
         return not self._changes(op) or op in self.totals or form.affine is not None
 
@@ -131,7 +137,7 @@ class _Rounds:
         return any(self.forms.of(v).axes for v in op.operands)
 
     def _is_part(self, op: Op) -> bool:
-        """A load of the part that comes after the last round's."""
+        """A load of the part right after the previous round's."""
         access = Access.of(op)
         if access.mask is not None or Gather() in access.index:
             return False

@@ -3,9 +3,9 @@
 In: a kernel whose last axis walks along k: each step multiplies a block of rows by a
 block of columns and adds the product to the same sums; branches at the first and the
 last step begin and finish them. Out: the same code with blocks that are several times
-as deep, on a grid that is shorter by as much. Sums are then read and written once
-where the author's depth would do so several times. Bodies that do anything else are
-left as they are.
+as deep, on a grid that is shorter by the same factor. Sums are then read and written
+once where the author's depth would do so several times. Bodies that do anything else
+are left as they are.
 """
 
 from dataclasses import dataclass, replace
@@ -39,9 +39,9 @@ def merge_k_steps(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
 
     No block becomes deeper than `deepest`, no computed tile larger than `most_bytes`.
     """
-    if kernel.aliases:  # memory may be read as one ref and written as another
+    if kernel.aliases:  # refs may alias: read as one, written as another
         return kernel
-    # No two of these refs are the same memory.
+    # None of these refs alias.
     allocated = (op.result for op in walk(kernel.body) if op.name == "alloc")
     apart = {*kernel.params, *allocated}
 
@@ -95,7 +95,7 @@ class _Moving:
 
 
 def _moving(pipeline: Pipeline) -> dict[Value, _Moving] | None:
-    """Blocks that move along the last axis; None if one does so in another way."""
+    """Blocks that move along the last axis; None if one moves in another way."""
     steps = pipeline.grid[-1] if pipeline.grid else None
     if steps is None:
         return None
@@ -158,10 +158,10 @@ class _Steps:
 
     def are_sums(self) -> bool:
         """Do steps only add products, between branches at the first and the last?"""
-        fine = all(map(self._is_fine, self.body.ops))
-        return fine and len(self.sums) == len(self.ended) > 0
+        adds = all(map(self._only_adds_products, self.body.ops))
+        return adds and len(self.sums) == len(self.ended) > 0
 
-    def _is_fine(self, op: Op) -> bool:
+    def _only_adds_products(self, op: Op) -> bool:
         if self.step in op.operands or self.when.keys() & set(op.operands):
             return self._is_branch(op) if op.regions else self._is_question(op)
         if op.regions:
@@ -210,7 +210,7 @@ class _Steps:
         return in_order and not changing & inside
 
     def _is_part(self, op: Op) -> bool:
-        """A load of all there is along the dimension that moves."""
+        """A load of the whole block along the dimension that moves."""
         access = Access.of(op)
         each = self.moving.get(access.ref)
         if each is None or access.mask is not None or access.index_operands:
@@ -223,7 +223,7 @@ class _Steps:
     # --- sums ---
 
     def _sum(self, dot: Op) -> _Sum | None:
-        """The sum in memory that a product is added to, if nothing else is done."""
+        """The sum in memory that a product is added to, if that is its only use."""
         if dot.name != "dot":
             return None
         total = only_user(self.users, dot.result, "add")
@@ -242,8 +242,8 @@ class _Steps:
         masked = load.attrs.get("mask") or store.attrs.get("mask")
         alone = only_user(self.users, load.result, "add") is total
         apart = self.apart.difference(m.array for m in self.moving.values())
-        fine = same and alone and not masked and self._memory(ref) in apart
-        return _Sum(load, dot, store) if fine else None
+        is_sum = same and alone and not masked and self._memory(ref) in apart
+        return _Sum(load, dot, store) if is_sum else None
 
     def _begins_sum(self, op: Op) -> bool:
         stores = {s.store for s in self.sums if s.load is op}
@@ -251,7 +251,7 @@ class _Steps:
         return bool(stores) and not self.closed
 
     def _ends_sum(self, op: Op) -> bool:
-        """Two sums in the same memory must not be under way at once."""
+        """Two sums in the same memory must not overlap in time."""
         self.ended.add(op)
         memory = self._memory(op.operands[0])
         others = (s for s in self.begun if self._memory(s.operands[0]) is memory)
@@ -264,7 +264,7 @@ class _Steps:
         return ref in self.blocks and ref not in self.moving and not written
 
     def _memory(self, ref: Value) -> Value:
-        """What a ref is a block of."""
+        """The array that a ref is a block of."""
         if ref in self.blocks:
             return self.arrays[self.blocks.index(ref)]
         return ref

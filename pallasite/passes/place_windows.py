@@ -1,10 +1,10 @@
-"""place_windows: every number that an index map yields names a block there is.
+"""place_windows: every number that an index map yields is a valid block number.
 
 A block number out of range is the nearest one (docs/semantics.md, "Blocks"). In: maps
 as their author wrote them. Out: a `clamp` on each number that is not known to stay in
 range over the grid; maps that stay in range are left as they are. Backends place blocks
-from these numbers without another look at the array's bounds; only a block that hangs
-over the edge is still theirs to cut.
+from these numbers without checking the array's bounds again; only a block that hangs
+over the edge is still theirs to handle.
 """
 
 from collections.abc import Sequence
@@ -120,7 +120,7 @@ def note_grid(facts: Facts, ids: Sequence[Value], grid: Grid) -> None:
 def unclamped(
     index_map: Block, window: Window, shape: Sequence[int]
 ) -> tuple[Value, ...]:
-    """What an index map yields, before clamps to the very blocks there are.
+    """What an index map yields, before clamps to the valid block numbers.
 
     They change nothing, since numbers out of range are the nearest one in any case;
     analyses that know this see the sum that is under such a clamp.

@@ -46,7 +46,7 @@ def promote_refs(
 
     Args:
       kernel: a kernel without windows (after `to_loops`).
-      exclusive: main-memory refs of which each program writes a part of its own. A
+      exclusive: main-memory refs of which each program writes a disjoint part. A
         block of another ref is promoted only if it is overwritten in any case, since
         writing it back unchanged could undo another program's write.
       in_parts: as for `promote`.
@@ -60,7 +60,7 @@ def promote_refs(
 class _Candidates:
     """Finds the refs whose every use is a load or store of the whole.
 
-    With `in_parts`, uses of fixed parts of scratch are as good.
+    With `in_parts`, uses of fixed parts of scratch count too.
     """
 
     def __init__(self, kernel: Kernel, in_parts: bool):

@@ -3,7 +3,7 @@
 In: a kernel whose body computes each row of its blocks from the same row of others, as
 softmax and the norms do. Out: the same code in a loop over strips of rows, each loaded,
 computed and stored before the next. Tiles between a reduction and what comes after it
-then stay in the nearest cache, however many rows the author's blocks have. Bodies that
+then stay in the L1 cache, however many rows the author's blocks have. Bodies that
 do anything else are left as they are.
 """
 
@@ -22,8 +22,8 @@ _ALONG_ROWS = {"reduce": "axes", "scan": "axis"}
 
 
 def row_strips(kernel: Kernel, most_bytes: int) -> Kernel:
-    """Cut bodies of pipelines; no tile of a strip has more than `most_bytes`."""
-    if kernel.aliases:  # memory may be read as one ref and written as another
+    """Split bodies of pipelines; no tile of a strip has more than `most_bytes`."""
+    if kernel.aliases:  # refs may alias: read as one, written as another
         return kernel
     ops = [
         _cut(op, most_bytes) if op.name == "pipeline" else op for op in kernel.body.ops
@@ -61,7 +61,7 @@ def _strip(rows: int, values: Sequence[Value], most_bytes: int) -> int | None:
         return None
     most = max(1, most_bytes // row_bytes)
     best = max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
-    # A few short rows are reduced more slowly than many; long ones alone just as fast.
+    # A few short rows are reduced more slowly than many; single long ones as fast.
     return best if best < rows and 8 * best * row_bytes > most_bytes else None
 
 
@@ -130,7 +130,7 @@ def _is_by_row(op: Op, cut: set[Value], rows: int) -> bool:
 
 
 class _Strips:
-    """A body being cut."""
+    """A body being split into strips."""
 
     def __init__(self, body: Block, rows: int, apart: set[Op], size: int):
         self.old, self.rows, self.apart, self.size = body, rows, apart, size

@@ -1,9 +1,9 @@
-"""The kernel one device runs, when grid axes are cut between devices.
+"""The kernel one device runs, when grid axes are split over devices.
 
-`shard(rule, cuts)` is the rule's kernel over parts of its arrays: smaller refs, a
+`shard(rule, splits)` is the rule's kernel over parts of its arrays: smaller refs, a
 smaller grid, the same blocks. Its body still sees global program ids: a device's first
-step comes in as one more scalar operand per axis that needs it. Windows that are cut
-move by local ids; comparisons that begin or end a sum are a device's own.
+step comes in as one more scalar operand per axis that needs it. Windows that are split
+use local ids; comparisons that begin or end a sum use a device's own steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.partition import ArrayRule, PartitionRule
 from pallasite.passes.analysis.sums import LAST
 
-Cuts = Mapping[int, int]  # grid axis -> number of parts
+Splits = Mapping[int, int]  # grid axis -> number of parts
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,28 @@ class Shard:
     offset_axes: tuple[int, ...]
 
 
-def shard(rule: PartitionRule, cuts: Cuts) -> Shard:
-    """Cut the axes of `cuts` into that many parts each."""
-    return _Sharding(rule, cuts).result()
+def shard(rule: PartitionRule, splits: Splits) -> Shard:
+    """Split the axes of `splits` into that many parts each."""
+    return _Sharding(rule, splits).result()
 
 
-def local_shape(array: ArrayRule, cuts: Cuts) -> tuple[int, ...]:
+def local_shape(array: ArrayRule, splits: Splits) -> tuple[int, ...]:
     """The shape of one device's part of an array."""
     pairs = zip(array.shape, array.axes, strict=True)
-    return tuple(n if a is None else n // cuts.get(a, 1) for n, a in pairs)
+    return tuple(n if a is None else n // splits.get(a, 1) for n, a in pairs)
 
 
 class _Sharding:
-    def __init__(self, rule: PartitionRule, cuts: Cuts):
-        self.kernel, self.rule, self.cuts = rule.kernel, rule, cuts
+    def __init__(self, rule: PartitionRule, splits: Splits):
+        self.kernel, self.rule, self.splits = rule.kernel, rule, splits
         self.old = Pipeline.of(find_pipeline(self.kernel))
         self.rules = dict(zip(self.kernel.params, rule.arrays, strict=True))
         self.arrays = {
-            p: Value(p.ref.with_shape(local_shape(r, cuts)), p.name)
+            p: Value(p.ref.with_shape(local_shape(r, splits)), p.name)
             for p, r in self.rules.items()
         }
         scalar = T.RefType((), T.I32, "smem")
-        self.offsets = {a: Value(scalar, f"first_step{a}") for a in sorted(cuts)}
+        self.offsets = {a: Value(scalar, f"first_step{a}") for a in sorted(splits)}
 
     def result(self) -> Shard:
         pipeline = self.pipeline()
@@ -76,13 +76,13 @@ class _Sharding:
             for each in self.old.shown
         )
         grid = tuple(
-            n if n is None else n // self.cuts.get(a, 1)
+            n if n is None else n // self.splits.get(a, 1)
             for a, n in enumerate(self.old.grid)
         )
         return self.old.with_(grid=grid, maps=maps, body=self.body()).to_op()
 
     def global_ids(self, builder: Builder, ids: Sequence[Value]) -> list[Value]:
-        """Program ids of the whole kernel; `dead_code` drops those nobody uses."""
+        """Program ids of the whole kernel; `dead_code` drops unused ones."""
         found = list(ids)
         for axis, ref in self.offsets.items():
             found[axis] = builder.add(ids[axis], builder.load(ref))
@@ -91,13 +91,13 @@ class _Sharding:
     def index_map(
         self, region: Block, window: Window, axes: Sequence[int | None]
     ) -> Block:
-        """Dimensions that are cut move by local ids, the rest by global ones."""
+        """Split dimensions are indexed by local ids, the rest by global ones."""
         builder = Builder()
         here = inline(builder, region, region.params)
         everywhere = inline(builder, region, self.global_ids(builder, region.params))
         yields: list[Value] = []
         for dim, axis in zip(window.dims, axes, strict=True):
-            source = here if axis in self.cuts else everywhere
+            source = here if axis in self.splits else everywhere
             for _ in range(2 if dim.kind == "bounded" else 1):
                 yields.append(source[len(yields)])
         return builder.block(region.params, yields)
@@ -109,7 +109,7 @@ class _Sharding:
         everywhere = self.global_ids(builder, ids)
         gates = {
             gate: (ids[axis], end, axis)
-            for axis in self.cuts
+            for axis in self.splits
             for gate, end in self.rule.axes[axis].gates.items()
         }
 
@@ -119,7 +119,7 @@ class _Sharding:
                 return None
             ((index, end, axis),) = found
             size = self.rule.axes[axis].size or 1
-            step = size // self.cuts[axis] - 1 if end == LAST else 0
+            step = size // self.splits[axis] - 1 if end == LAST else 0
             return b.eq(index, b.index(step))
 
         inner = substitute(body, dict(zip(ids, everywhere, strict=True)))

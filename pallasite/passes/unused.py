@@ -1,4 +1,4 @@
-"""Drops what loops carry and scratch holds for nobody.
+"""Removes dead loop carries and dead scratch.
 
 After canonicalize has shared and removed code, a `for` may carry a value that never
 changes, or that nothing but its own next step uses; scratch may be written and never
@@ -12,7 +12,7 @@ from pallasite.passes.canonicalize import canonicalize
 
 
 def drop_unused(kernel: Kernel) -> Kernel:
-    """Canonical form without carries and scratch that serve nothing."""
+    """Canonical form with dead carries and dead scratch removed."""
     while True:
         kernel = canonicalize(kernel)
         new = _drop_scratch(_drop_carries(kernel))
@@ -40,7 +40,7 @@ def _drop_carries(kernel: Kernel) -> Kernel:
         kept = [n for n in range(len(params)) if n in live and n not in fixed]
         if len(kept) == len(params):
             return None
-        # A dropped carry that others still mention is one that never changes.
+        # A dropped carry that is still used is one that never changes.
         mapping = {params[n]: inits[n] for n in range(len(params)) if n not in kept}
         block = Block(
             (loop.index, *(params[n] for n in kept)),
@@ -76,7 +76,7 @@ def _live_carries(loop: Loop, used: set[Value]) -> set[int]:
 
 
 def _drop_scratch(kernel: Kernel) -> Kernel:
-    """Without stores to scratch that nothing reads."""
+    """Stores to scratch that nothing reads, removed."""
     allocated = {op.result for op in walk(kernel.body) if op.name == "alloc"}
     for op in walk(kernel.body):
         if op.name != "store":

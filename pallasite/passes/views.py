@@ -48,7 +48,7 @@ def merge_view(op: Op, b: Rewriter) -> Sequence[Value] | None:
         return None
     view = Access.of(view_op)
     if access.mask is not None and view.index_operands:
-        return None  # the view's start is clamped whole, a masked access is not
+        return None  # a view's start is clamped as a whole, a masked access is not
     inner = iter(access.split_index())
     entries: list[Entry] = []
     for (outer, operand), n in zip(view.split_index(), view.ref.ref.shape, strict=True):

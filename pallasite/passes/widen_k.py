@@ -1,4 +1,4 @@
-"""Values that get deeper: what steps along k load, and what follows from it.
+"""Values that get deeper along k: loads of merged steps, and what depends on them.
 
 Where several steps of a loop or grid are merged into one, each loads as much along k as
 all of them did. `Depths` follows such values through code, up to the products that sum
@@ -18,7 +18,7 @@ from pallasite.ir.roles import Dot
 class Depths:
     """Which values get deeper, and along which dimension.
 
-    `made`: the ops that made other values the code uses, as far as they are known.
+    `made`: the ops that made other values the code uses, where known.
     """
 
     def __init__(self, made: Mapping[Value, Op]):

@@ -22,7 +22,7 @@ from pallasite import config, target
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
 
-# Nothing asks a TPU runtime anything: the topology's name decides what is compiled for.
+# No TPU runtime is queried: the topology's name decides what is compiled for.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

@@ -1,7 +1,7 @@
 """Compiled code on disk: a bounded store of files named by what they were made from.
 
 `load(key)` and `store(key, payload)` are all that backends use. A file is trusted only
-if it and its folder belong to the user, nobody else may write them, and the hashes of
+if it and its folder belong to the user, no one else may write them, and the hashes of
 key and payload written in it are right; anything else is not read, and removed where it
 is ours. Files appear by an atomic rename, so processes may share the folder. Trouble
 with the disk only means that code is compiled again.
@@ -40,7 +40,7 @@ def folder() -> Path | None:
     if said.lower() in ("0", "off", "none") or config.get("cache_bytes") <= 0:
         return None
     if not hasattr(os, "geteuid"):
-        return None  # no way here to tell whose a file is
+        return None  # the owner of a file cannot be determined here
     return Path(said).expanduser() if said else _user_folder()
 
 
@@ -120,7 +120,7 @@ def _path(place: Path, key: str) -> Path:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Does it belong to the user, and may nobody else change it?"""
+    """Does it belong to the user, and may only the user change it?"""
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return status.st_uid == os.geteuid() and not others_write
 

@@ -1,9 +1,9 @@
-"""Kernel calls under sharded `jit`: cut between devices instead of gathered.
+"""Kernel calls under sharded `jit`: partitioned over devices instead of gathered.
 
 When XLA compiles for several devices, a kernel call is lowered to a custom call that
-carries a Shardy rule, so shardings flow through it. XLA then asks for its parts: the
-callback here sees how operands and results lie, cuts the grid axes that the rule
-allows (`passes/analysis/partition.py`), and hands back the kernel of one device
+carries a Shardy rule, so shardings flow through it. XLA then calls back here with the
+shardings of operands and results; the callback splits the grid axes that the rule
+allows (`passes/analysis/partition.py`), and returns the kernel of one device
 (`passes/shard.py`), with a sum over devices where the rule has one. Lowering needs no
 mesh and no devices.
 """
@@ -36,10 +36,13 @@ _THIS_PROCESS = secrets.token_hex(8)
 
 
 class Compute(Protocol):
-    """Makes what one device runs, for a way to cut the grid: a function from its parts
-    of the operands, then its first step along each axis that the function names."""
+    """Makes what one device runs, given how the grid is split: a function from its
+    parts of the operands, then its first step along each axis that the function
+    names."""
 
-    def __call__(self, cuts: Mapping[int, int]) -> "tuple[Function, Sequence[int]]": ...
+    def __call__(
+        self, splits: Mapping[int, int]
+    ) -> "tuple[Function, Sequence[int]]": ...
 
 
 Function = Callable[..., Sequence[Any]]
@@ -47,12 +50,12 @@ Function = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """Something XLA may ask to have cut.
+    """Something XLA may ask to have partitioned.
 
     Args:
         name: the kernel's.
-        key: all that tells it from others, as text.
-        rule: how it may be cut.
+        key: text that identifies it.
+        rule: how it may be partitioned.
         compute: what one device runs.
         loc: the author's line.
     """
@@ -68,18 +71,18 @@ def call_task(call: Any, bind: Callable[..., Any]) -> Task:
     """A kernel call as a task; `bind` is what binds the call's primitive."""
     rule, local = rule_of(call), local_of(call)
 
-    def cut_kernel(cuts: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
-        part = shard(rule, cuts)
+    def split_kernel(splits: Mapping[int, int]) -> tuple[Function, Sequence[int]]:
+        part = shard(rule, splits)
         one = replace(call, kernel=part.kernel, partition=False)
         return lambda *operands: bind(one, operands), part.offset_axes
 
-    compute = cut_kernel if local is None else _given(local)
+    compute = split_kernel if local is None else _given(local)
     return Task(call.kernel.name, call_key(call), rule, compute, call.kernel.loc)
 
 
 def _given(local: Callable[..., Any]) -> Compute:
-    """What the author says one device runs, however the call is cut."""
-    return lambda cuts: (lambda *operands: jax.tree.leaves(local(*operands)), ())
+    """What the author says one device runs, however the call is partitioned."""
+    return lambda splits: (lambda *operands: jax.tree.leaves(local(*operands)), ())
 
 
 _locals: dict[Any, int] = {}  # functions of authors, numbered as they come
@@ -120,7 +123,7 @@ _pending: dict[str, Pending] = {}  # XLA may ask at any later time
 
 
 def lower_partitioned(ctx: Any, operands: Sequence[Any], task: Task) -> Any:
-    """Emit the custom call that XLA partitions by asking `_partition`."""
+    """Emit the custom call that XLA partitions by calling `_partition`."""
     _register()
     platforms = tuple(ctx.module_context.platforms)
     x64, devices = jaxcompat.flag("jax_enable_x64"), jaxcompat.auto_devices(ctx)
@@ -143,7 +146,7 @@ def _register() -> None:
 
 
 def shardy_text(rule: PartitionRule) -> str:
-    """The rule as Shardy's text: one factor per axis that may be cut.
+    """The rule as Shardy's text: one factor per axis that may be split.
 
     A dimension that follows an axis is that axis' factor times what stays together;
     any other dimension is a factor of its own, so that a sharding of it stays there,
@@ -155,7 +158,7 @@ def shardy_text(rule: PartitionRule) -> str:
         sizes.append(size)
         return _symbol(len(sizes) - 1)
 
-    of_axis = {a: factor(rule.axes[a].parts) for a in rule.cuttable}
+    of_axis = {a: factor(rule.axes[a].parts) for a in rule.splittable}
 
     def dimension(size: int, axis: int | None) -> str:
         if axis is None or axis not in of_axis:
@@ -171,7 +174,7 @@ def shardy_text(rule: PartitionRule) -> str:
     listed = ", ".join(f"{_symbol(f)}={n}" for f, n in enumerate(sizes))
     summed = [
         of_axis[a]
-        for a in rule.cuttable
+        for a in rule.splittable
         if all(rule.is_summed(o, a) for o in rule.outputs)
     ]
     reduction = f" reduction={{{', '.join(summed)}}}" if summed else ""
@@ -185,12 +188,12 @@ def _symbol(factor: int) -> str:
     return chr(ord("i") + factor) if factor <= last else f"z_{factor - last}"
 
 
-# --- where devices stand ---
+# --- which device has which part ---
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One grid axis cut into parts: which part each device has."""
+class AxisSplit:
+    """One grid axis split into parts: which part each device has."""
 
     axis: int
     parts: int
@@ -202,18 +205,18 @@ class Placement:
     """How devices share a call."""
 
     devices: int
-    cuts: tuple[Cut, ...]
+    splits: tuple[AxisSplit, ...]
 
     @property
     def parts(self) -> dict[int, int]:
-        return {c.axis: c.parts for c in self.cuts}
+        return {c.axis: c.parts for c in self.splits}
 
     def sharding(self, axes: Sequence[int | None]) -> Any:
         """The XLA sharding of an array whose dimensions follow these axes."""
-        by_axis = {c.axis: c for c in self.cuts}
-        cuts = [by_axis.get(a) if a is not None else None for a in axes]
-        shape = [1 if c is None else c.parts for c in cuts]
-        keys = [np.zeros(self.devices, int) if c is None else c.part_of for c in cuts]
+        by_axis = {c.axis: c for c in self.splits}
+        splits = [by_axis.get(a) if a is not None else None for a in axes]
+        shape = [1 if c is None else c.parts for c in splits]
+        keys = [np.zeros(self.devices, int) if c is None else c.part_of for c in splits]
         order = np.lexsort([np.arange(self.devices), *reversed(keys)])
         copies = self.devices // math.prod(shape)
         tiles = [*shape, copies] if copies > 1 else shape
@@ -221,9 +224,9 @@ class Placement:
 
     def groups(self, axes: Sequence[int]) -> list[list[int]]:
         """Devices that differ only in their part of these axes."""
-        keys = [c.part_of for c in self.cuts if c.axis not in axes]
-        parts = [c.part_of for c in self.cuts if c.axis in axes]
-        everything = np.stack([c.part_of for c in self.cuts])
+        keys = [c.part_of for c in self.splits if c.axis not in axes]
+        parts = [c.part_of for c in self.splits if c.axis in axes]
+        everything = np.stack([c.part_of for c in self.splits])
         number = _rank_within(everything)
         groups: dict[Any, list[int]] = {}
         order = np.lexsort([*parts, np.arange(self.devices)])
@@ -234,7 +237,7 @@ class Placement:
 
 
 def _rank_within(keys: np.ndarray) -> np.ndarray:
-    """For each column: how many equal columns stand before it."""
+    """For each column: the number of equal columns before it."""
     seen: dict[tuple[int, ...], int] = {}
     ranks = []
     for column in keys.T:
@@ -247,29 +250,34 @@ def _rank_within(keys: np.ndarray) -> np.ndarray:
 def place(
     rule: PartitionRule, tiles: Mapping[int, np.ndarray], devices: int
 ) -> Placement:
-    """Cut axes as the arrays lie, as far as blocks and devices allow.
+    """Split axes as the arrays are sharded, as far as blocks and devices allow.
 
     Args:
         rule: the kernel's.
         tiles: array number -> its tile assignment, for arrays that are sharded.
         devices: how many there are.
     """
-    found: dict[int, tuple[tuple[int, int], Cut]] = {}
+    found: dict[int, tuple[tuple[int, int], AxisSplit]] = {}
     for number, assignment in tiles.items():
         array = rule.arrays[number]
         for dim, axis in enumerate(array.axes):
-            if axis is None or axis not in rule.cuttable:
+            if axis is None or axis not in rule.splittable:
                 continue
             parts = math.gcd(assignment.shape[dim], rule.axes[axis].parts)
             part_of = _part_of(assignment, dim) // (assignment.shape[dim] // parts)
-            worth = (parts, math.prod(array.shape))  # the largest array stays put
+            worth = (
+                parts,
+                math.prod(array.shape),
+            )  # the largest array is not resharded
             if parts > 1 and (axis not in found or worth > found[axis][0]):
-                found[axis] = (worth, Cut(axis, parts, part_of))
-    cuts: list[Cut] = []
-    for cut in sorted((c for _, c in found.values()), key=lambda c: (-c.parts, c.axis)):
-        if _is_even([*cuts, cut], devices):
-            cuts.append(cut)
-    return Placement(devices, tuple(sorted(cuts, key=lambda c: c.axis)))
+                found[axis] = (worth, AxisSplit(axis, parts, part_of))
+    splits: list[AxisSplit] = []
+    for split in sorted(
+        (c for _, c in found.values()), key=lambda c: (-c.parts, c.axis)
+    ):
+        if _is_even([*splits, split], devices):
+            splits.append(split)
+    return Placement(devices, tuple(sorted(splits, key=lambda c: c.axis)))
 
 
 def _part_of(assignment: np.ndarray, dim: int) -> np.ndarray:
@@ -279,12 +287,12 @@ def _part_of(assignment: np.ndarray, dim: int) -> np.ndarray:
     return parts
 
 
-def _is_even(cuts: Sequence[Cut], devices: int) -> bool:
-    """Whether every combination of parts lies on equally many devices."""
+def _is_even(splits: Sequence[AxisSplit], devices: int) -> bool:
+    """Whether every combination of parts is on the same number of devices."""
     _, counts = np.unique(
-        np.stack([c.part_of for c in cuts]), axis=1, return_counts=True
+        np.stack([c.part_of for c in splits]), axis=1, return_counts=True
     )
-    combinations = math.prod(c.parts for c in cuts)
+    combinations = math.prod(c.parts for c in splits)
     return len(counts) == combinations and set(counts) == {devices // combinations}
 
 
@@ -330,19 +338,19 @@ def _partition(
 
 
 def _without_numbers(task: Task, placement: Placement) -> Placement:
-    """Only cuts for which no device needs to know its number.
+    """Only splits for which no device needs to know its number.
 
     In a shard_map over some axes of a mesh, XLA shows the devices of one group and
     numbers them from zero; their numbers in the whole mesh are not known here.
     """
     rule = task.rule
-    cuts = [
+    splits = [
         c
-        for c in placement.cuts
+        for c in placement.splits
         if not any(rule.is_summed(output, c.axis) for output in rule.outputs)
     ]
-    _, told = task.compute({c.axis: c.parts for c in cuts})
-    return replace(placement, cuts=tuple(c for c in cuts if c.axis not in told))
+    _, told = task.compute({c.axis: c.parts for c in splits})
+    return replace(placement, splits=tuple(c for c in splits if c.axis not in told))
 
 
 def _infer(
@@ -367,13 +375,13 @@ def _tiles(shardings: Sequence[Any]) -> dict[int, np.ndarray]:
 
 def _one_device(task: Task, placement: Placement) -> Callable[..., list[Any]]:
     """What one device computes from its parts of the operands."""
-    rule, by_axis = task.rule, {c.axis: c for c in placement.cuts}
+    rule, by_axis = task.rule, {c.axis: c for c in placement.splits}
     function, told = task.compute(placement.parts)
 
     def first_step(axis: int) -> Any:
-        cut = by_axis[axis]
-        steps = (rule.axes[axis].size or 0) // cut.parts
-        table = jnp.asarray(cut.part_of * steps, jnp.int32)
+        split = by_axis[axis]
+        steps = (rule.axes[axis].size or 0) // split.parts
+        table = jnp.asarray(split.part_of * steps, jnp.int32)
         return table[jax.lax.axis_index(DEVICES)]
 
     def run(*operands: Any) -> list[Any]:
@@ -397,7 +405,7 @@ def _summed(result: Any, placement: Placement, axes: Sequence[int]) -> Any:
 
 
 def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None]:
-    """How results lie on explicit mesh axes, in types; None: not sharded."""
+    """Shardings of results over explicit mesh axes, as types have them; or None."""
     specs = [jaxcompat.explicit_spec(a) for a in avals]
     if call.partition is False or not any(any(spec) for spec in specs):
         return [None] * call.kernel.num_outputs
@@ -407,8 +415,8 @@ def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None
         for axis, names in zip(array.axes, spec, strict=True):
             count = math.prod(sizes[name] for name in names)
             taken = {n for used in of_axis.values() for n in used}
-            cuts = axis in rule.cuttable and rule.axes[axis].parts % count == 0
-            if axis is not None and cuts and not taken & set(names):
+            fits = axis in rule.splittable and rule.axes[axis].parts % count == 0
+            if axis is not None and fits and not taken & set(names):
                 of_axis.setdefault(axis, names)
     return [
         tuple((of_axis.get(a) if a is not None else None) or None for a in array.axes)
@@ -416,13 +424,13 @@ def result_specs(call: Any, avals: Sequence[Any]) -> list[tuple[Any, ...] | None
     ]
 
 
-# --- saying what is not cut ---
+# --- warnings about what is gathered ---
 
 _warned: set[str] = set()
 
 
 def _warn_gathered(task: Task, tiles: Mapping[int, np.ndarray], at: Placement) -> None:
-    """Say once per kernel which operands every device needs more of than it has."""
+    """Warn once per kernel of operands that are gathered: devices need more of them."""
     facts, rule = [], task.rule
     for number, array in enumerate(rule.inputs):
         if number not in tiles:

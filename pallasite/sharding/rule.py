@@ -1,7 +1,7 @@
-"""`pallas_call(..., partition=...)`: the author's word on how a call may be cut.
+"""`pallas_call(..., partition=...)`: how the author lets a call be partitioned.
 
 None: as the grid and the BlockSpecs allow. False: not at all. A `Partition` names the
-dimensions that may be cut; with a function of its own for one device's arrays it also
+dimensions that may be split; with a function of its own for one device's arrays it also
 covers kernels whose blocks do not show it. `rule_of` gives the rule of a call.
 """
 
@@ -26,20 +26,21 @@ from pallasite.passes.analysis.partition import (
     derive,
 )
 
-FREE = "*"  # a dimension that must not be cut
+FREE = "*"  # a dimension that must stay whole
 Names = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a kernel call may be cut between devices.
+    """How a kernel call may be partitioned over devices.
 
     Args:
         rule: one name per dimension of each operand and result, `*` for dimensions
-            that stay whole: `"m k, k n -> m n"`. Dimensions of one name are cut alike.
+            that stay whole: `"m k, k n -> m n"`. Dimensions of one name
+            are split alike.
         local: a function from one device's parts of the operands to its parts of the
-            results. Without it the kernel itself is cut, and each name must stand for
-            a grid axis that it can be cut along.
+            results. Without it the kernel itself is partitioned, and each name must
+            stand for a grid axis that can be split.
         sums: names over which the results of `local` are to be added up.
 
     Example:
@@ -61,7 +62,7 @@ class Partition:
         return _parse(self.rule)[1]
 
     def batched(self, mapped: Sequence[bool]) -> "Partition":
-        """The rule of the call under vmap: one more dimension, which may be cut."""
+        """The rule of the call under vmap: one more dimension, which may be split."""
         name = f"batch{self.rule.count('batch')}"
         pairs = zip(self.operands, mapped, strict=True)
         operands = [(name, *names) if m else names for names, m in pairs]
@@ -75,7 +76,7 @@ class Partition:
 @dataclass(frozen=True)
 class Inherited(Partition):
     """The rule of a kernel made from the author's, as a derivative is: dimensions keep
-    their names, and those along which this kernel cannot be cut stay whole."""
+    their names, and those along which this kernel cannot be split stay whole."""
 
 
 def inherit(
@@ -85,7 +86,7 @@ def inherit(
 
     Args:
         given: the author's. A function for one device says nothing about this kernel,
-            which is then cut as its own grid allows.
+            which is then partitioned as its own grid allows.
         kernel: the kernel that was made.
         names: those of the last dimensions of each of its arrays.
     """
@@ -199,7 +200,7 @@ def local_of(call: Any) -> Callable[..., Any] | None:
 
 
 def rule_of(call: Any) -> PartitionRule:
-    """The rule a call is cut by: the author's, or what its kernel shows."""
+    """The rule of a call: the author's, or the one derived from its kernel."""
     given = call.partition
     if isinstance(given, Partition):
         return _resolve(given, call.kernel, call.kernel.loc)
@@ -223,9 +224,9 @@ def _restricted(given: Partition, rule: PartitionRule, at: Any) -> PartitionRule
             axis = rule.arrays[number].axes[dim]
             if name == FREE:
                 continue
-            if axis is None or axis not in rule.cuttable:
+            if axis is None or axis not in rule.splittable:
                 raise SpecError(
-                    f"the kernel cannot be cut along {name!r}",
+                    f"the kernel cannot be partitioned along {name!r}",
                     [
                         ("rule", repr(given.rule)),
                         ("array", rule.arrays[number].name),
@@ -253,7 +254,7 @@ def _named_axes(given: Partition, rule: PartitionRule) -> set[int]:
 
 
 def _with_axes(rule: PartitionRule, allowed: set[int]) -> PartitionRule:
-    """The rule with only these axes to cut."""
+    """The rule with only these axes to split."""
     reason = "partition= keeps it whole"
     axes = tuple(
         axis if a in allowed else replace(axis, kind=WHOLE, reason=reason)
@@ -276,7 +277,7 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
     for name in names:
         if name not in given.sums and any(name not in r for r in given.results):
             raise SpecError(
-                f"a result does not have {name!r}, along which the operands are cut",
+                f"a result does not have {name!r}, along which the operands are split",
                 [("rule", repr(given.rule)), ("sums", given.sums)],
                 at,
                 f"sums=({name!r},) adds up what the devices give; * keeps it whole",

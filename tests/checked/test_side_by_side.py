@@ -346,7 +346,7 @@ def one_waits_alone(x_ref, o_ref, semaphore):
 
 @each_order
 def test_a_core_that_waits_for_what_has_ended(order):
-    with reports("copies", "a wait for a semaphore that nobody signals") as raised:
+    with reports("copies", "a wait for a semaphore that nothing signals") as raised:
         on_two_cores(one_waits_alone, [REGULAR], checked(order))
     assert line_of(one_waits_alone, "wait") in str(raised.value.at)
     assert facts_of(raised.value)["program"] == "i = 1"

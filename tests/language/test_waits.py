@@ -90,5 +90,5 @@ def test_a_wait_for_too_much_leaves_a_count_below_zero():
     np.testing.assert_array_equal(call(False)(X), X - 2)
     (kernel,) = kernels_in(call(False), X)
     np.testing.assert_array_equal(simulated(kernel, [X])[0], X - 2)
-    with pytest.raises(CheckError, match="a semaphore that nobody signals"):
+    with pytest.raises(CheckError, match="a semaphore that nothing signals"):
         call(pl.Checked())(X)

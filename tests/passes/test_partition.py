@@ -11,7 +11,7 @@ from pallasite import tpu as pltpu
 from pallasite.passes.analysis.partition import derive, pull_back_rule
 from pallasite.passes.shard import shard
 from pallasite.primitive import kernels_in
-from pallasite.sharding.custom_call import Cut, _is_even, place, shardy_text
+from pallasite.sharding.custom_call import AxisSplit, _is_even, place, shardy_text
 from tests.passes.parts import assert_parts_agree
 from tests.zoo import all_cases
 
@@ -47,7 +47,7 @@ def test_most_of_the_zoo_can_be_cut():
         for case in all_cases()
         for kernel in kernels_in(case.run, *case.make_args(np.random.default_rng(0)))
     ]
-    cut = [kernel for kernel in kernels if derive(kernel).cuttable]
+    cut = [kernel for kernel in kernels if derive(kernel).splittable]
     assert len(cut) >= 0.6 * len(kernels), f"{len(cut)} of {len(kernels)}"
 
 
@@ -311,7 +311,7 @@ def test_reversed_blocks_are_not_followed():
     rule = derive(kernel)
     assert [a.axes for a in rule.arrays] == [(None, None), (0, None)]
     assert_parts_agree(kernel, random_arrays(kernel))
-    assert derive(rows_and(lambda i: (i, 0), lambda i: (3 - i, 0))).cuttable == ()
+    assert derive(rows_and(lambda i: (i, 0), lambda i: (3 - i, 0))).splittable == ()
 
 
 def test_equal_kernels_share_a_rule_and_can_be_cut_again():
@@ -338,7 +338,7 @@ def test_devices_are_shared_out_as_arrays_lie():
     tiles = {0: np.arange(8).reshape(2, 1, 4)}
     placed = place(rule, tiles, 8)
     assert placed.parts == {0: 2}
-    assert placed.cuts[0].part_of.tolist() == [0] * 4 + [1] * 4
+    assert placed.splits[0].part_of.tolist() == [0] * 4 + [1] * 4
 
 
 def test_sums_are_over_devices_that_differ_in_their_part_alone():
@@ -350,5 +350,5 @@ def test_sums_are_over_devices_that_differ_in_their_part_alone():
 def test_axes_over_the_same_devices_are_not_both_cut():
     same = np.arange(8) // 4
     other = np.arange(8) % 2
-    assert not _is_even([Cut(0, 2, same), Cut(1, 2, same)], 8)
-    assert _is_even([Cut(0, 2, same), Cut(1, 2, other)], 8)
+    assert not _is_even([AxisSplit(0, 2, same), AxisSplit(1, 2, same)], 8)
+    assert _is_even([AxisSplit(0, 2, same), AxisSplit(1, 2, other)], 8)

@@ -427,7 +427,7 @@ def test_wrong_partition_rules_are_refused(rule, message):
 
 
 def test_a_rule_the_kernel_cannot_follow_is_refused_with_the_reason():
-    with pytest.raises(SpecError, match="cannot be cut along 'j'") as caught:
+    with pytest.raises(SpecError, match="cannot be partitioned along 'j'") as caught:
         rows_call(count_up, normal(18, 32, 16), partition="i j -> i j")
     assert "every program sees all of it" in str(caught.value)
 

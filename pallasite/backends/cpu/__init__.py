@@ -27,13 +27,13 @@ from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
 from pallasite.target import Host
 
-DEEPEST = 1024  # steps of k for each time that sums are read and written
+DEEPEST = 1024  # most steps of k between reading and writing sums
 
 
 def passes_for(host: Host) -> tuple[Pass, ...]:
-    """What happens to a kernel before it is LLVM text for this CPU."""
-    computed = host.l2_bytes // 8  # of a computed tile, so that it is still near
-    strip = host.l1_bytes // 3  # of a tile, so that the few of one row's code stay
+    """The passes before LLVM text for this CPU."""
+    computed = host.l2_bytes // 8  # of a computed tile, so that it stays in L2
+    strip = host.l1_bytes // 3  # of a tile, so that those of one row's code stay in L1
     return (
         Pass("own_inputs", own_inputs),
         Pass("place_windows", place_windows),
@@ -42,7 +42,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),
         ),
         Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=computed)),
-        # Loops that are gone leave numbers to be computed.
+        # Merged loops leave constants to fold.
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
         Pass("row_strips", partial(row_strips, most_bytes=strip)),
@@ -81,7 +81,7 @@ class CpuBackend:
             config={},
             api_version=4,
             aliases=owning.aliases,
-            # Seen even where nobody uses the results.
+            # Effects are kept even where the results are unused.
             has_side_effect=_is_seen(kernel),
             handler=address,
             keep_alive=owner,
@@ -109,7 +109,7 @@ def _identity(kernel: Kernel) -> str:
 
 
 def _is_seen(kernel: Kernel) -> bool:
-    """Whether running it shows by more than its results: prints and checks."""
+    """Whether it has effects besides its results: prints and checks."""
     return any(op.name in DEBUG_RULES for op in walk(kernel.body))
 
 

@@ -142,7 +142,7 @@ class Conversions(Core):
         return self._convert_plain(name, spread, tile.dtype)
 
     def from_element(self, name: str, dtype: DType) -> str:
-        """A number as it lies in memory, as a scalar.
+        """A number in its memory form, as a scalar.
 
         An integer is extended the wrong way and then rounded: MLIR would push bitwise
         ops through the right way, back to a width the scalar unit lacks.
@@ -157,7 +157,7 @@ class Conversions(Core):
         return name if dtype.is_float else self._rounded(name, dtype)
 
     def to_element(self, name: str, dtype: DType) -> str:
-        """A scalar as it lies in memory."""
+        """A scalar in its memory form."""
         held = held_dtype(dtype)
         if held == dtype:
             return name

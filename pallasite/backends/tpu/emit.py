@@ -41,7 +41,7 @@ def emit_module(kernel: Kernel, with_locations: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _KernelPlan:
     """A kernel taken apart: the grid, and what each parameter is to Mosaic."""
 
     kernel: Kernel
@@ -121,7 +121,7 @@ class _Plan:
 class _Module:
     def __init__(self, kernel: Kernel, with_locations: bool):
         self.kernel = kernel
-        self.plan = _Plan(kernel)
+        self.plan = _KernelPlan(kernel)
         self.with_locations = with_locations
 
     def text(self) -> str:
@@ -284,7 +284,7 @@ class _Module:
 class _Function(Control):
     """One function of the module."""
 
-    def __init__(self, plan: _Plan, with_locations: bool):
+    def __init__(self, plan: _KernelPlan, with_locations: bool):
         super().__init__(with_locations)
         self.plan = plan
         self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
@@ -436,8 +436,8 @@ class _Function(Control):
     ) -> str:
         """The nearest block with something of the array in it: no other is copied.
 
-        Nobody sees the difference where it is read: from a block wholly in the padding
-        comes the fill value, or anything.
+        Reads do not see the difference: a block wholly in the padding gives the fill
+        value, or is unspecified.
         """
         if window.mode == "out":
             raise UnsupportedError(
@@ -458,7 +458,7 @@ def _listed(params: Sequence[Value]) -> str:
     return ", ".join(f"{p.name or '?'}: {p.ref}" for p in params)
 
 
-# Ops that the emitter spells for some operands only: where it does not.
+# Ops that the emitter has for some operands only: where it does not.
 _GAPS: dict[str, Callable[[Op], bool]] = {
     "pow": lambda op: not (op.result.tile.shape and op.result.tile.dtype.is_float),
     "integer_pow": lambda op: op.attrs["y"] < 0 and not op.result.tile.dtype.is_float,
@@ -471,11 +471,11 @@ _GAPS: dict[str, Callable[[Op], bool]] = {
 
 @cache
 def native_ops() -> frozenset[str]:
-    """The ops this emitter spells, at least for some operands."""
+    """The ops this emitter has, at least for some operands."""
     return frozenset({*RULES, "alloc", "pipeline"})
 
 
 def is_native(op: Op) -> bool:
-    """Whether this emitter spells an op with these operands."""
+    """Whether this emitter has an op with these operands."""
     gap = _GAPS.get(op.name)
     return op.name in native_ops() and not (gap and gap(op))

@@ -213,7 +213,7 @@ class Memory(Shifting):
 
     def _check_vector_memory(self, view: View) -> None:
         if view.space != "vmem":
-            self.refuse(f"{view.ref} lies in main memory", fix=COPY_FIX)
+            self.refuse(f"{view.ref} is in main memory", fix=COPY_FIX)
         if not view.shape:
             self.refuse("vector memory holds no rank-0 arrays", fix="place it in SMEM")
 

@@ -48,7 +48,7 @@ def _unroller(kernel: Kernel) -> Rewrite:
     def unroll(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name != "pipeline":
             return None
-        _Loop(kernel, op).emit(b)
+        _PipelineLoop(kernel, op).emit(b)
         return ()
 
     return unroll
@@ -111,7 +111,7 @@ class _At:
     leaves: Value  # the next step has another block
 
 
-class _Loop:
+class _PipelineLoop:
     """Writes one pipeline as a loop."""
 
     def __init__(self, kernel: Kernel, op: Op):

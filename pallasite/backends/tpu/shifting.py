@@ -40,7 +40,7 @@ class Shifting(Tiles):
         return name
 
     def aligned(self, view: View) -> tuple[View, list[Shift]]:
-        """A view of whole tiles around `view`, and where in it `view` lies."""
+        """A view of whole tiles around `view`, and the position of `view` in it."""
         starts, sizes, shifts = [*view.starts], [*view.sizes], []
         for dim, start in enumerate(view.starts):
             tile = required_alignment(view, dim)
@@ -125,7 +125,7 @@ class Shifting(Tiles):
         low = self.repeat(shift.offset, tile.with_shape(()), tile.shape)
         past = self.arith("arith.subi", place, low, tile=tile)
         size = self.out.number(shift.size, tile)
-        # Unsigned: what lies before the start is a large number.
+        # Unsigned: positions before the start are large numbers.
         return self.arith("arith.cmpi ult,", past, size, tile=tile)
 
     def _rotated(self, name: str, tile: TileType, dim: int, amount: str) -> str:

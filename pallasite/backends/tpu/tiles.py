@@ -316,7 +316,7 @@ class Tiles(Elementwise):
         )
 
     def emit_scan(self, op: Op) -> str:
-        """Add what lies 1, 2, 4, ... elements before, until all have met."""
+        """Combine with elements 1, 2, 4, ... positions before (Hillis-Steele)."""
         x, axis = op.operands[0], op.attrs["axis"]
         kind: str = op.attrs["kind"]
         if kind == "logsumexp":
@@ -335,7 +335,7 @@ class Tiles(Elementwise):
     def _shifted(
         self, name: str, tile: TileType, axis: int, step: int, kind: str, back: bool
     ) -> str:
-        """Moved by `step` along an axis, with elements that change nothing moved in."""
+        """Shifted by `step` along an axis; neutral elements are shifted in."""
         count = tile.shape[axis]
         rest = self.along(name, tile, axis, step if back else 0, count - step)
         gap = resized(tile, axis, step)

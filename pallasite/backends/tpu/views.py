@@ -146,7 +146,7 @@ def required_alignment(view: View, dim: int) -> int:
     """What must divide a dynamic start along `dim` of a vector load (Mosaic's rule).
 
     Lanes move by whole tiles. Rows do too, unless one row is read, or the memref is one
-    tile wide, so that its rows lie one after another.
+    tile wide, so that its rows are contiguous.
     """
     rank, bits = len(view.shape), 32 if view.ref.dtype.is_bool else view.ref.dtype.bits
     if dim == rank - 1:

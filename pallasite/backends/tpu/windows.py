@@ -99,7 +99,7 @@ def touching(dim: BlockDim, size: int) -> tuple[int, int]:
 
 
 def hangs_over(dim: BlockDim, size: int, index: Fact) -> bool:
-    """Whether a block there is may reach outside the array along this dimension."""
+    """Whether a valid block may reach outside the array along this dimension."""
     if dim.kind == "blocked":
         return size % dim.size != 0
     if dim.kind == "squeezed":

@@ -1,7 +1,7 @@
-"""Elementwise ops: one row each, from our op to Triton's spelling.
+"""Elementwise ops: one row each, from our op to Triton's.
 
 `NATIVE` is the list of what this backend has; a row is a function of the emitter and
-the op that gives the result. Most are made by `arith` (one spelling per kind of
+the op that gives the result. Most are made by `arith` (one Triton op per kind of
 number) or `function` (libdevice). Narrow floats compute in f32 where Triton or the
 promised accuracy needs it, and round once at the end.
 """
@@ -55,7 +55,7 @@ def arith(
     b: str | None = None,
     wide: bool = False,
 ) -> Row:
-    """A spelling for floats, ints, uints (by default as ints) and bools.
+    """The Triton op for floats, ints, uints (by default as ints) and bools.
 
     `wide`: 16-bit floats compute in f32, too.
     """

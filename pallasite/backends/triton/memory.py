@@ -48,7 +48,7 @@ class View:
     edges: tuple[tuple[int, Edge], ...] = ()
     fill: float | int | bool | None = None
     wide: bool = False  # offsets need 64 bits
-    memory: Value | None = None  # the kernel parameter it lies in
+    memory: Value | None = None  # the kernel parameter it is a part of
 
 
 class Memory(Dots):
@@ -137,7 +137,7 @@ class Memory(Dots):
     ) -> tuple[Number, int, int]:
         """First element of a block, with the least and greatest it can be.
 
-        The index is the number of a block there is: `place_windows` has seen to it.
+        The index is a valid block number: `place_windows` has clamped it.
         """
         fact = self.facts.of(index)
         low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
@@ -285,7 +285,7 @@ class Memory(Dots):
         return self.apply("arith.minsi", index, last), inside
 
     def in_range(self, first: Number, spot: Val | None, size: int) -> Val:
-        """Whether an unclamped position lies in the ref (negative ones wrap)."""
+        """Whether an unclamped position is in the ref (negative ones wrap)."""
         position = self.scalar(first)
         if spot is not None:
             position = self.apply("arith.addi", self.spread(position, spot.shape), spot)

@@ -19,7 +19,7 @@ LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 
 def is_native(native: frozenset[str], op: Op) -> bool:
-    """Whether `emit.py` spells an op with these operands."""
+    """Whether `emit.py` has an op natively with these operands."""
     integers = op.operands and not op.operands[0].type.dtype.is_float
     if op.name == "pow" and integers:
         return False
@@ -88,8 +88,8 @@ def _stages(dots: Sequence[Op], chip: Gpu) -> int:
     if not dots:
         return 1
     size = max(sum(_bytes(v) for v in op.operands) for op in dots)
-    room = int(SHARED_SHARE * chip.shared.bytes)
-    return max(1, min(3, room // max(size, 1)))
+    available = int(SHARED_SHARE * chip.shared.bytes)
+    return max(1, min(3, available // max(size, 1)))
 
 
 def _elements(value: Value) -> int:

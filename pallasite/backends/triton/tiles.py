@@ -1,7 +1,7 @@
 """Ops on whole tiles: constants, shapes, reductions, scans, and moves along an axis.
 
-A tile has a logical shape (ours) and a physical one (powers of two). What lies in the
-padding is never promised, so ops that look across elements mask it: reductions put in
+A tile has a logical shape (ours) and a physical one (powers of two). The contents of
+the padding are unspecified, so ops that look across elements mask it: reductions put in
 the neutral element, moves pick from valid positions only.
 """
 

@@ -2,7 +2,7 @@
 
 `Forms` walks the ops of a block and gives each integer value a `Form`: which axes it
 may depend on and, where it is one, the sum `const + coefficient * index + ...`. Grid
-analysis (`grid.py`) reads block indices and store indices off it.
+analysis (`grid.py`) uses them for block indices and store indices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ class Form:
     """What is known of one integer value; of a tile, of all its elements.
 
     `affine` is None where the value is no sum of multiples of grid indices. Elements of
-    a tile lie at most `spread` above that sum and not below it.
+    a tile are at most `spread` above that sum and not below it.
     """
 
     axes: frozenset[int]
@@ -156,7 +156,7 @@ class Forms:
 
 
 def _narrows(op: Op) -> bool:
-    """Whether a cast may lose bits, so that far numbers become the same."""
+    """Whether a cast may lose bits, so that distinct numbers become equal."""
     if op.name != "cast":
         return False
     before, after = op.operands[0].tile.dtype, op.result.tile.dtype

@@ -19,8 +19,8 @@ Known = dict[Value, int | bool]
 def carried_from(body: Block, ref: Value, ids: Sequence[Value], sizes: Sizes) -> int:
     """The first axis along which `ref` carries a value; `len(ids)` if none does.
 
-    Carrying along one axis means carrying along all that turn faster, because a step
-    sees what the step before it in grid order has left.
+    Carrying along one axis means carrying along all faster ones, because a step sees
+    what the previous step in grid order has left.
     """
     always: Known = {i: 0 for i, n in zip(ids, sizes, strict=True) if n == 1}
     for start in range(len(ids), 0, -1):

@@ -1,4 +1,4 @@
-"""cost: how much a kernel computes and moves, read off its IR.
+"""cost: how much a kernel computes and moves, from its IR.
 
 `cost(kernel)` counts arithmetic, transcendentals and main-memory bytes over the whole
 grid and all loops. Where a length is known only when the kernel runs it is counted

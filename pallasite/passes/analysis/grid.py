@@ -1,10 +1,10 @@
-"""Grid analysis: which axes of a pipeline may run at once, and which must take turns.
+"""Grid analysis: which axes of a pipeline may run in parallel, and which may not.
 
 `analyze(kernel)` reads the kernel's pipeline and says, for each grid axis, parallel or
 sequential and why; for each window, along which axes it moves; for each scratch ref,
 along which axes it carries. Programs run as if one after another in grid order, so an
-axis is parallel only if nobody could tell: every program along it writes its own part
-of every output, and nothing is carried in scratch; or if the author says so.
+axis is parallel only if that makes no difference: every program along it writes its own
+part of every output, and nothing is carried in scratch; or if the author says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -208,8 +208,9 @@ class _Analysis:
     def handed_on(self, axis: int, windows: Sequence[WindowMoves]) -> str | None:
         """What surely makes steps along an axis depend on each other, if anything.
 
-        The author's word stands where this is only possible, not where it is plain:
-        kernels that were only ever run on one core of a TPU say parallel lightly.
+        The author's declaration stands where a dependence is only possible, not where
+        it is certain: kernels that only ever ran on one core of a TPU say parallel
+        lightly.
         """
         return (
             self.written_scalars()
@@ -336,8 +337,8 @@ class _Analysis:
     def block_parts(self, number: int, forms: Sequence[Form]) -> Iterable[Part]:
         """What an index map yields, with how far neighbouring blocks overlap.
 
-        A number that is no block's is moved to the nearest one that is: then it names
-        no block of its own.
+        A number out of range is clamped to the nearest block: then two numbers may name
+        the same block.
         """
         window, shape = self.window_attrs[number], self.refs[number].ref.shape
         pending = iter(forms)
@@ -354,7 +355,7 @@ class _Analysis:
     def never_clamped(self, affine: Affine | None, last: int) -> bool:
         """Whether all numbers are in [0, last], given the sizes noted in `most`.
 
-        An offset that only the run knows is taken to be a good one.
+        An offset known only at run time is assumed to be in range.
         """
         if affine is None or affine.const is None:
             return affine is not None
@@ -382,7 +383,7 @@ class _Analysis:
         common = [column.pop() for column in columns if len(column) == 1]
         if len(uses) == 1:
             return common
-        # Two unknown offsets look the same and need not be.
+        # Two unknown offsets look the same but may differ.
         return [(a, reach) for a, reach in common if a and a.const is not None]
 
     def picks(self, op: Op) -> list[Part]:
@@ -399,7 +400,7 @@ class _Analysis:
             if isinstance(entry, At):
                 reach = 0
             affine = form.affine
-            # A start past the end is moved back inside: then it names no place of its
+            # A start past the end is clamped: then it is not a distinct place of its
             # own. Writes element by element drop what is outside instead.
             dropped = op.name == "store" and (access.mask or isinstance(entry, Gather))
             if affine is not None and not dropped:
@@ -437,7 +438,7 @@ class _Analysis:
         return ref in self.written
 
     def is_read(self, ref: Value) -> bool:
-        """Whether anything reads a ref but atomics: those add to it in any order."""
+        """Whether anything but atomics reads a ref: those add to it in any order."""
         ops = (op for op in walk(self.body) if not op.name.startswith("atomic"))
         return ref in self.roots.reached(r for op in ops for r in read_refs(op))
 

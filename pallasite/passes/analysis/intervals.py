@@ -1,7 +1,7 @@
 """What is known of integers: their range, and what divides them.
 
-`Facts` is told about values in program order (grid indices by the caller) and answers
-with a `Fact` for each; of a tile, one that holds for each of its elements. Indices
+`Facts` takes values in program order (grid indices from the caller) and gives a `Fact`
+for each; of a tile, one that holds for each of its elements. Indices
 known to be inside a ref need no clamp, loops of bounded length can be reversed, and
 Mosaic wants proof that starts are aligned to its tiles.
 """

@@ -19,7 +19,7 @@ _FOLD_ELEMENTS = 1 << 20
 def written_refs(op: Op) -> tuple[Value, ...]:
     """The refs an op itself writes through.
 
-    A copy may be done at any time from its start to its wait. A pipeline puts back
+    A copy may be done at any time from its start to its wait. A pipeline writes back
     every block of an output.
     """
     if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):

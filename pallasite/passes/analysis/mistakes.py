@@ -1,8 +1,8 @@
-"""Mistakes that are plain from a kernel's IR, told as warnings where it is traced.
+"""Mistakes that are certain from a kernel's IR, warned about where it is traced.
 
 A grid without programs, an output that nothing stores, and memory that is added to
-(`o_ref[...] += x`) while nothing ever sets it. Only what is wrong in every run is said:
-any store that may set the memory, in whatever branch, loop or program, counts.
+(`o_ref[...] += x`) while nothing ever sets it. Only what is wrong in every run is
+reported: any store that may set the memory, in any branch, loop or program, counts.
 """
 
 import warnings
@@ -48,7 +48,7 @@ _said: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake]:
-    """What is plainly wrong with a kernel. `hidden`: scratch not of the author's."""
+    """What is certainly wrong with a kernel. `hidden`: scratch not of the author's."""
     roots = Roots(kernel)
     results = [r for r in kernel.outputs if roots.of(r) is r and _holds_values(r)]
     pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]

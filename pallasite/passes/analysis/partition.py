@@ -1,4 +1,4 @@
-"""How a kernel may be cut between devices, read off its grid and its windows.
+"""How a kernel may be partitioned over devices, from its grid and its windows.
 
 `derive(kernel)` says for each grid axis whether devices may share its steps: each step
 writes blocks of its own ("own"), or the outputs are sums over it ("sum"); for each
@@ -37,7 +37,7 @@ class AxisRule:
 
     @property
     def parts(self) -> int:
-        """Into how many parts it can be cut at most."""
+        """The largest number of parts it can be split into."""
         if self.kind == WHOLE or self.size is None:
             return 1
         return self.size // self.granule
@@ -61,7 +61,7 @@ class ArrayRule:
 class PartitionRule:
     """What `derive` found: axes of a kernel's grid, arrays that follow them."""
 
-    kernel: Kernel  # canonical: the one to cut
+    kernel: Kernel  # canonical: the one to partition
     axes: tuple[AxisRule, ...]
     inputs: tuple[ArrayRule, ...]
     outputs: tuple[ArrayRule, ...]
@@ -72,7 +72,7 @@ class PartitionRule:
         return (*self.inputs, *self.outputs)
 
     @property
-    def cuttable(self) -> tuple[int, ...]:
+    def splittable(self) -> tuple[int, ...]:
         return tuple(a for a, axis in enumerate(self.axes) if axis.parts > 1)
 
     def is_summed(self, output: ArrayRule, axis: int) -> bool:
@@ -81,7 +81,7 @@ class PartitionRule:
         return adds and axis not in output.axes
 
     def why_whole(self, array: int, dim: int) -> str:
-        """Why a dimension of an array cannot be cut."""
+        """Why a dimension of an array cannot be partitioned."""
         axis = self.arrays[array].axes[dim]
         if axis is not None:
             return self.axes[axis].reason
@@ -111,7 +111,7 @@ def pull_back_rule(
 ) -> PartitionRule:
     """The rule of a kernel's cotangents, from operands and cotangents of results.
 
-    A cotangent lies as what it belongs to. Every part of an axis adds to the cotangent
+    A cotangent is sharded like its primal. Every part of an axis adds to the cotangent
     of an operand that all of them use.
 
     Args:
@@ -150,7 +150,7 @@ class _Derivation:
         follows = {p: self.follows(p) for p in self.kernel.params}
         for i, o in self.kernel.aliases:
             operand, result = self.kernel.inputs[i], self.kernel.outputs[o]
-            if follows[operand] != follows[result]:  # one memory, so one way to cut it
+            if follows[operand] != follows[result]:  # one buffer, so one sharding
                 nothing = (None,) * len(follows[result])
                 follows[operand] = follows[result] = nothing
         axes = tuple(self.axis(a, follows) for a in range(len(self.grid)))
@@ -222,7 +222,7 @@ class _Derivation:
     def match_two(
         self, axes: Iterable[int], affine: Affine, blocks: int
     ) -> _Follows | None:
-        """Whether two axes count the blocks as two digits do."""
+        """Whether two axes number the blocks like two digits."""
         inner, outer = sorted(axes, key=lambda a: affine.coeffs[a])
         high, low = self.grid[outer], self.grid[inner]
         if high is None or low is None or affine.const != 0 or high * low != blocks:
@@ -249,7 +249,7 @@ class _Derivation:
             f.granule for fs in follows.values() for f in fs if f and f.axis == axis
         ]
         if not steps:
-            return AxisRule(size, WHOLE, "no array is cut into blocks along it")
+            return AxisRule(size, WHOLE, "no array is divided into blocks along it")
         rule = AxisRule(size, OWN, self.info.axes[axis].reason, lcm(*steps))
         loose = [
             p

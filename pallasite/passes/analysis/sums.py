@@ -7,7 +7,7 @@ contents along the axis: the given output blocks and scratch. Each must be one o
   to, with what does not depend on any of them;
 - a copy: stored once the adding is over, as a linear function of accumulators.
 
-Then parts of the axis can run apart from each other and their results be added.
+Then parts of the axis can run independently and their results be added.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -230,14 +230,14 @@ class _Search:
             self.refuse(known[0])
 
     def used_once(self, op: Op, taints: Sequence[_Taint | None]) -> bool:
-        """Whether what an addition adds to is wanted for nothing else."""
+        """Whether what an addition adds to has no other use."""
         pairs = zip(op.operands, taints, strict=True)
         return all(len(self.uses[v]) == 1 for v, taint in pairs if taint is not None)
 
     def is_linear(self, op: Op, taints: Sequence[_Taint | None]) -> bool:
         """Whether an op is linear in its one tainted operand, the same at every step.
 
-        Rounding to a shorter float counts as linear: parts are then rounded before
+        Rounding to a narrower float counts as linear: parts are then rounded before
         they are added, as XLA does where it partitions a matrix product.
         """
         pairs = list(zip(op.operands, taints, strict=True))

@@ -1,6 +1,6 @@
 """Waits that nothing can end are refused when a kernel is traced.
 
-On a TPU such a wait never returns; elsewhere a program is one thread of control, and
+On a TPU such a wait never returns; elsewhere a program is a single thread, and
 the wait would only change a count. Waits that come too early, or too often, depend on
 what runs: checked mode reports those.
 """

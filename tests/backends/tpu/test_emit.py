@@ -180,7 +180,7 @@ def test_load_from_main_memory_is_refused():
     )
     text = refusal(kernel(call, array(8, 128)))
     assert text.startswith("backend 'tpu' cannot run load\n")
-    assert "ref<f32[8,128] any> lies in main memory" in text
+    assert "ref<f32[8,128] any> is in main memory" in text
     assert "copy it to VMEM first" in text
 
 

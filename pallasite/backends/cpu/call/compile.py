@@ -2,7 +2,7 @@
 
 An object is known by its *identity*: the kernel's text and everything else that decides
 what is made of it (`identity`). `stored_object` finds it in this process or on disk
-(`runtime/cache.py`), and only else has the LLVM text written, optimised and compiled
+(`runtime/cache.py`), and otherwise has the LLVM text written, optimised and compiled
 for this machine's CPU; `load` links an object into the process and keeps it for ever,
 because XLA never forgets a handler.
 """
@@ -140,7 +140,7 @@ def _link(key: str, object_code: bytes) -> tuple[int, Any]:
 
 
 def import_python(library: Any) -> None:
-    """Name what machine code uses of this process."""
+    """Register the symbols of this process that machine code uses."""
     address = ctypes.cast(printer(), ctypes.c_void_p).value
     library.import_symbol(PRINT, address)
     library.import_symbol(kept_memory.SLOT, ctypes.addressof(kept_memory.slot))

@@ -52,9 +52,9 @@ def emit_handler(
 ) -> None:
     """Add `@handler` for a `@kernel` with that many operand and result pointers.
 
-    With `shared_bytes`, it then takes the address of so much memory, which begins with
-    `zero_bytes` zeros and is the same for all threads. With a `sharing`, it also takes
-    the first unit and the one after the last.
+    With `shared_bytes`, it then takes the address of that much memory, which begins
+    with `zero_bytes` zeros and is shared by all threads. With a `sharing`, it also
+    takes the first unit and the one after the last.
     """
     _emit_make_error(module)
     f = Function(module, "handler", [("ptr", "frame")], "ptr")
@@ -72,7 +72,7 @@ def emit_handler(
 
     pointers = _buffers(f, frame, FRAME_ARGS, arguments)
     pointers += _buffers(f, frame, FRAME_RESULTS, results)
-    memory = _Memory(arena_bytes, shared_bytes, zero_bytes)
+    memory = _CallMemory(arena_bytes, shared_bytes, zero_bytes)
     if sharing is None:
         block, pointers, arena = memory.allocate(f, frame, pointers, integer(1))
         message = _call_kernel(f, [*pointers, arena])
@@ -88,7 +88,7 @@ def _call_kernel(f: Function, arguments: Sequence[Val]) -> Val:
     return f.value("ptr", f"call ptr @kernel({', '.join(map(str, arguments))})")
 
 
-class _Memory(NamedTuple):
+class _CallMemory(NamedTuple):
     """What a call needs besides its operands: shared memory, then arenas."""
 
     arena_bytes: int
@@ -117,7 +117,7 @@ class _Memory(NamedTuple):
 
 
 def _share(
-    f: Function, frame: Val, sharing: Sharing, pointers: list[Val], memory: _Memory
+    f: Function, frame: Val, sharing: Sharing, pointers: list[Val], memory: _CallMemory
 ) -> tuple[Val, Val]:
     """Run all units, on as many threads as pay; the memory's block and the message."""
     counted = _count_units(f, sharing, pointers)
@@ -227,8 +227,8 @@ def _allocate(f: Function, frame: Val, size: Val, is_kept: bool) -> tuple[Val, V
     """The block to release and the aligned address inside it."""
     if size.constant == 0:
         return NULL, NULL
-    room = f.add(size, integer(ALIGNMENT))
-    block = kept_memory.take(f, room) if is_kept else f.call("malloc", "ptr", room)
+    needed = f.add(size, integer(ALIGNMENT))
+    block = kept_memory.take(f, needed) if is_kept else f.call("malloc", "ptr", needed)
     exists = f.compare("icmp ne", block, NULL)
     amount = "" if size.constant is None else f" ({size.constant} bytes)"
     message = f"no memory for the kernel's temporaries{amount}"

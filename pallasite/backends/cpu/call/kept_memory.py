@@ -1,10 +1,10 @@
-"""Memory that outlives a call: one block per process, for whoever needs it next.
+"""Memory that outlives a call: one block per process, for the next call that needs it.
 
-Packed operands may take tens of megabytes. Beyond some size malloc gives such memory
-back to the system at once, and the next call would fault in every page again. A call
+Packed operands may take tens of megabytes. Beyond some size malloc returns such memory
+to the system at once, and the next call would fault in every page again. A call
 takes the spare block out of its slot, or a new one where the slot is empty or the block
-too small, and puts it back when it is done; calls at the same time have blocks of their
-own, of which one stays.
+too small, and puts it back when it is done; concurrent calls have separate
+blocks, of which one is kept.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(slot))
 
 
 def take(f: Function, size: Val) -> Val:
-    """A block with room for a header and `size` bytes, or null."""
+    """A block of a header and `size` bytes, or null."""
     _define(f.module)
     return f.value("ptr", f"call ptr @take_block({size})")
 

@@ -1,4 +1,4 @@
-"""own_inputs: an operand that the kernel writes becomes memory of its own.
+"""own_inputs: an operand that the kernel writes gets a private copy.
 
 XLA's arrays do not change; memory shared with a result is the kernel's own.
 """

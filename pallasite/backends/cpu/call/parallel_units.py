@@ -20,7 +20,7 @@ from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import GridInfo, analyze, find_pipeline
 
-NS_PER_PROGRAM = 10.0  # to begin one
+NS_PER_PROGRAM = 10.0  # to start one
 UNKNOWN_ROUNDS = 8  # a guess for loops whose length only the run knows
 # Waking a thread takes 10 us or more; below this much work in all it does not pay.
 PROFITABLE_NS = 40_000
@@ -32,7 +32,7 @@ UNITS, UNIT_NS, ATOMICS, MOST = "cpu.units", "cpu.unit_ns", "cpu.atomics", "cpu.
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a kernel's grid is cut into units for threads."""
+    """How a kernel's grid is divided into units for threads."""
 
     op: Op  # the pipeline
     parallel: tuple[int, ...]
@@ -66,7 +66,7 @@ class Sharing:
 
     @property
     def least_units(self) -> int:
-        """From this many units on, threads are worth their price."""
+        """From this many units on, threads pay off."""
         return max(2, -(-PROFITABLE_NS // self.unit_ns))
 
 
@@ -129,7 +129,7 @@ def _safe_if_too_large(parallel: tuple[int, ...], info: GridInfo) -> tuple[int, 
 
 
 def _has_hidden_atomics(names: Set[str]) -> bool:
-    """Atomics, and views through which no address says what they change."""
+    """Atomics, and views that have no address for the element they change."""
     views = names & {"bitcast_view", "reshape_view"}
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
 

@@ -1,14 +1,14 @@
 """Units of work on XLA's own threads: `@run_job` and what it needs, as LLVM IR.
 
-The caller schedules helpers and works itself. The units are cut into as many runs of
-neighbours as there may be threads; each thread claims chunks of its own run, whose data
-its caches know, and then of the others'. The caller waits only for chunks that a thread
-has already begun, never for a helper that has not started, so it cannot deadlock even
-where it occupies the pool's only thread. A helper that starts too late finds nothing to
-claim; the job's memory is freed by whoever is last to let go of it. Nothing here is
-global or outlives the job. Chunks are claimed from the last one down: where programs
-differ (causal attention), it is mostly the later ones that take longer, and the short
-ones then fill the gaps.
+The caller schedules helpers and works itself. The units are divided into as many
+consecutive runs as there may be threads; each thread claims chunks of its own run,
+whose data its caches hold, and then of the others'. The caller waits only for chunks
+that a thread has already begun, never for a helper that has not started, so it cannot
+deadlock even where it occupies the pool's only thread. A helper that starts too late
+finds nothing to claim; the job's memory is freed by the last thread that drops it.
+Nothing here is global or outlives the job. Chunks are claimed from the last one down:
+where programs differ (causal attention), it is mostly the later ones that take longer,
+and the short ones then fill the gaps.
 """
 
 from pallasite import target
@@ -117,7 +117,7 @@ def _emit_work(module: Module, operands: int) -> None:
 
 
 def _claims() -> str:
-    """Code that gives out all units, run by run.
+    """Code that hands out all units, run by run.
 
     It goes to `claimed` with `first` and `last`, from there the code around it comes
     back to `claim`; when nothing is left, to `none`.

@@ -97,25 +97,25 @@ def _emit_product(
     module: Module, name: str, scheme: TileScheme, rows: int, columns: int
 ) -> None:
     f = product_function(module, name)
-    _, _, sums, depth, stride, fresh = f.params
+    _, _, sums, depth, stride, overwrite = f.params
     used = [(i, j) for i in range(-(-rows // SIDE)) for j in range(-(-columns // SIDE))]
     if rows % SIDE == columns % SIDE == 0:
         pitch = f.mul(stride, integer(4))
         places = {ij: _sums_tile(f, sums, pitch, ij) for ij in used}
-        _start_sums(f, used, places, pitch, fresh)
+        _start_sums(f, used, places, pitch, overwrite)
         _steps(f, scheme, used, depth)
         for ij, place in places.items():
             f.call("llvm.x86.tilestored64", "void", _tile(ij), place, pitch)
     else:
-        room = f.value("ptr", f"alloca [{PANEL * PANEL} x i32], align 64")
+        buffer = f.value("ptr", f"alloca [{PANEL * PANEL} x i32], align 64")
         pitch = integer(4 * PANEL)
         for ij in used:
             f.call("llvm.x86.tilezero", "void", _tile(ij))
         _steps(f, scheme, used, depth)
         for ij in used:
-            place = _sums_tile(f, room, pitch, ij)
+            place = _sums_tile(f, buffer, pitch, ij)
             f.call("llvm.x86.tilestored64", "void", _tile(ij), place, pitch)
-        _add_edge(f, scheme.sums, room, sums, stride, fresh, (rows, columns))
+        _add_edge(f, scheme.sums, buffer, sums, stride, overwrite, (rows, columns))
     f.line("ret void")
 
 
@@ -133,10 +133,10 @@ def _start_sums(
     used: list[tuple[int, int]],
     places: dict[tuple[int, int], Val],
     pitch: Val,
-    fresh: Val,
+    overwrite: Val,
 ) -> None:
     zero, load, done = f.labels("zero", "load", "ready")
-    f.branch_if(fresh, zero, load)
+    f.branch_if(overwrite, zero, load)
     f.label(zero)
     for ij in used:
         f.call("llvm.x86.tilezero", "void", _tile(ij))
@@ -157,9 +157,9 @@ def _steps(
     pitch = integer(64)
     with f.loop(f.binary("udiv", up, integer(scheme.depth_step))) as loop:
         start = f.mul(loop.index, integer(2 * TILE_BYTES))
-        _fetch_next_sums(f, loop.index)
-        # Columns are loaded with the hint that they are not needed again soon, so that
-        # they do not drive the rows out of the nearest cache: a sixth faster.
+        _prefetch_next_sums(f, loop.index)
+        # Columns are loaded with a non-temporal hint, so that they do not evict rows
+        # from the L1 cache: a sixth faster.
         for load, first, base, numbers in (
             ("tileloadd64", ROWS, rows, sorted({i for i, _ in used})),
             ("tileloaddt164", COLUMNS, columns, sorted({j for _, j in used})),
@@ -173,17 +173,17 @@ def _steps(
             f.call(f"llvm.x86.{instruction}", "void", _tile((i, j)), *operands)
 
 
-def _fetch_next_sums(f: Function, step: Val) -> None:
-    """Have two rows of the sums on the right fetched, which come next.
+def _prefetch_next_sums(f: Function, step: Val) -> None:
+    """Prefetch two rows of the sums on the right, which come next.
 
-    Their rows lie far apart, where no processor looks by itself.
+    They are too far apart for hardware prefetching.
     """
     sums, stride = f.params[2], f.params[4]
     for n in range(2):
         row = f.least(f.add(f.mul(step, integer(2)), integer(n)), integer(PANEL - 1))
         right = f.add(f.mul(row, stride), integer(PANEL))
         for line in range(2):
-            f.fetch_for_writing(
+            f.prefetch_to_write(
                 vec.offset(f, sums, "i32", f.add(right, integer(line * SIDE)))
             )
 
@@ -191,23 +191,23 @@ def _fetch_next_sums(f: Function, step: Val) -> None:
 def _add_edge(
     f: Function,
     dtype: DType,
-    room: Val,
+    buffer: Val,
     sums: Val,
     stride: Val,
-    fresh: Val,
+    overwrite: Val,
     sizes: tuple[int, int],
 ) -> None:
-    """Add the part of a block of sums that exists to where it belongs."""
+    """Add the valid part of a block of sums to the result."""
     rows, columns = sizes
     type = vec.vector(scalars.memory(dtype), columns)
     plus = "fadd" if dtype.is_float else "add"
     with f.loop(integer(rows)) as loop:
-        source = vec.offset(f, room, "i32", f.mul(loop.index, integer(PANEL)))
+        source = vec.offset(f, buffer, "i32", f.mul(loop.index, integer(PANEL)))
         target = vec.offset(f, sums, "i32", f.mul(loop.index, stride))
         value = vec.load(f, type, source, 4)
-        with f.when(fresh):
+        with f.when(overwrite):
             vec.store(f, value, target, 4)
-        with f.when(f.negate(fresh)):
+        with f.when(f.negate(overwrite)):
             total = f.binary(plus, vec.load(f, type, target, 4), value)
             vec.store(f, total, target, 4)
 
@@ -229,7 +229,7 @@ def pack_tiles(
     if not f.module.defines(packing.name):
         _emit_packing(f.module, packing)
     strides = operand.width, operand.depth
-    rest = place.target, place.panels, place.depth, place.room
+    rest = place.target, place.panels, place.depth, place.panel_depth
     f.call_defined(packing.name, place.source, *strides, *rest)
 
 
@@ -264,10 +264,10 @@ class TilePacking:
 
 def _emit_packing(module: Module, packing: TilePacking) -> None:
     f = packing_function(module, packing.name)
-    source, across, _, target, panels, depth, room = f.params
+    source, across, _, target, panels, depth, panel_depth = f.params
     step, up = integer(packing.step), integer(packing.step - 1)
     steps, steps_apart = (
-        f.binary("udiv", f.add(number, up), step) for number in (depth, room)
+        f.binary("udiv", f.add(number, up), step) for number in (depth, panel_depth)
     )
     whole = f.binary("udiv", depth, step) if packing.along != "none" else integer(0)
     apart = f.mul(steps_apart, integer(2 * TILE_BYTES))

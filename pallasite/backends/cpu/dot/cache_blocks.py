@@ -25,9 +25,9 @@ from pallasite.backends.cpu.llvm.writer import FALSE, Function, Val, integer
 from pallasite.ir.types import DType
 from pallasite.target import host
 
-# Of L2, for a block of packed rows and columns, which stay there.
+# 1 / share of L2 for a block of packed rows and of columns, which stay there.
 ROWS_SHARE, COLUMNS_SHARE = 4, 2
-PART_BYTES = 64 << 10  # of what one thread packs at a time where several may
+PART_BYTES = 64 << 10  # packed by one thread at a time where several share a box
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Plan:
             Blocks.of(sizes.columns, scheme.columns, most_columns),
         )
 
-    def layout(self, is_rows: bool) -> "Layout":
+    def layout(self, is_rows: bool) -> "PackedLayout":
         scheme, sizes = self.scheme, self.sizes
-        return Layout(
+        return PackedLayout(
             scheme.form(is_rows),
             is_rows,
             scheme.row_dtype if is_rows else scheme.column_dtype,
@@ -72,8 +72,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How an operand lies packed: regions [batch][block of k], each of panels.
+class PackedLayout:
+    """Layout of a packed operand: regions [batch][block of k], each of panels.
 
     Products whose layouts are equal can share what was packed.
     """
@@ -82,7 +82,7 @@ class Layout:
     is_rows: bool
     dtype: DType
     panel: int
-    apart: int  # as the scheme has it; 0: packed
+    apart: int  # `Scheme.apart`; 0: packed
     step: int  # packed depths are multiples of it
     batch: int
     width: int
@@ -92,14 +92,14 @@ class Layout:
     def regions(self) -> int:
         return self.batch * self.depth.count
 
-    def room(self, width: int) -> int:
+    def elements(self, width: int) -> int:
         """Elements for that many rows or columns."""
         panels = -(-width // self.panel)
         return panels * self.panel * self.depth.block
 
     @property
     def region_bytes(self) -> int:
-        return -(-self.room(self.width) * self.dtype.bytes // 64) * 64
+        return -(-self.elements(self.width) * self.dtype.bytes // 64) * 64
 
     @property
     def bytes(self) -> int:
@@ -124,11 +124,11 @@ def _rounded_up(f: Function, number: Val, step: int) -> Val:
     return f.sub(up, f.binary("urem", up, integer(step)))
 
 
-# Gives the address of an operand that is already packed in a layout; None: it is not.
-Ahead = Callable[[Layout], Val | None]
+# Finds the address of an operand that is already packed in a layout; None: it is not.
+Ahead = Callable[[PackedLayout], Val | None]
 
 
-# Stores what sums start from: batch, first row and column, address, how many of each.
+# Stores initial sums: batch, first row and column, address, number of rows and columns.
 Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
 
 
@@ -136,18 +136,18 @@ Begin = Callable[[Val, Val, Val, Val, tuple[int, int]], None]
 class Parts:
     """Pieces that an operand is packed in, each of about `PART_BYTES`.
 
-    `widths` cut its width, `depths` each of its blocks of k.
+    `widths` splits its width, `depths` each of its blocks of k.
     """
 
-    layout: Layout
+    layout: PackedLayout
     widths: Blocks
     depths: Blocks
 
     @staticmethod
-    def of(layout: Layout, along: str) -> "Parts":
-        """`along`: the dimension whose neighbours are neighbours in memory.
+    def of(layout: PackedLayout, along: str) -> "Parts":
+        """`along`: the dimension that is contiguous in memory.
 
-        It stays whole, so that memory is read in long runs.
+        It is not split, so that memory is read in long runs.
         """
         most, depth = PART_BYTES // layout.dtype.bytes, layout.depth.block
         deepest, widest = depth, layout.width + layout.panel
@@ -169,7 +169,7 @@ class Parts:
 def emit_packing(
     f: Function, plan: Plan, operand: Operand, parts: Parts, part: Val, target: Val
 ) -> None:
-    """Pack one part of an operand to where it belongs after `target`."""
+    """Pack one part of an operand to its place in the buffer at `target`."""
     layout, widths, depths = parts.layout, parts.widths, parts.depths
     side = _Side(f, plan, operand, layout, widths, target, False)
     rest, k_piece = _split(f, part, depths.count)
@@ -177,15 +177,15 @@ def emit_packing(
     batch, k_block = _split(f, region, layout.depth.count)
     region_at = f.element(target, "i8", f.mul(region, integer(layout.region_bytes)))
     k = f.mul(k_block, integer(layout.depth.block))
-    room = layout.depth.extent(f, k)
+    panel_depth = layout.depth.extent(f, k)
     # The last block of k may be shorter than the others and have fewer pieces.
-    before = f.least(f.mul(k_piece, integer(depths.block)), room)
-    depth = f.least(integer(depths.block), f.sub(room, before))
+    before = f.least(f.mul(k_piece, integer(depths.block)), panel_depth)
+    depth = f.least(integer(depths.block), f.sub(panel_depth, before))
     panel = f.mul(number, integer(widths.block // widths.panel))
-    there = layout.place(f, region_at, panel, room)
+    there = layout.place(f, region_at, panel, panel_depth)
     down = f.mul(before, integer(layout.panel))
     there = vec.offset(f, there, scalars.memory(layout.dtype), down)
-    side.pack(there, batch, number, f.add(k, before), depth, room)
+    side.pack(there, batch, number, f.add(k, before), depth, panel_depth)
 
 
 def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
@@ -202,30 +202,32 @@ def emit_product(
     lhs: Operand,
     rhs: Operand,
     sums: Sums,
-    fresh: Val,
-    room: Callable[[int, DType], Val],
-    ahead: tuple[Ahead | None, Ahead | None] = (None, None),
+    overwrite: Val,
+    allocate: Callable[[int, DType], Val],
+    packed_once: tuple[Ahead | None, Ahead | None] = (None, None),
     begin: Begin | None = None,
     factors: Val | None = None,
 ) -> None:
     """Write the loops.
 
     Args:
-      f: where to.
-      plan: how far dimensions are cut.
+      f: the function to write to.
+      plan: cache blocks.
       lhs: rows.
       rhs: columns.
       sums: where the product goes.
-      fresh: what sums hold does not count.
-      room: gives memory for so many elements.
-      ahead: gives what is packed already of each operand.
-      begin: writes what a block of sums starts from, before it is first added to.
-      factors: address of one number per row, which sums are multiplied by first; for
-        schemes that can, one batch and one block of k.
+      overwrite: whether to store the product instead of adding it to the sums.
+      allocate: gives memory for a number of elements.
+      packed_once: finds operands that are already packed.
+      begin: writes the initial value of a block of sums, before it is first added to.
+      factors: address of one number per row, by which sums are multiplied first; only
+        for schemes that `can_scale`, one batch and one block of k.
     """
     sides = []
     rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
-    for (is_rows, operand, blocks), find in zip((rows, columns), ahead, strict=True):
+    for (is_rows, operand, blocks), find in zip(
+        (rows, columns), packed_once, strict=True
+    ):
         layout = plan.layout(is_rows)
         packed = find(layout) if find else None
         if packed is not None:
@@ -233,10 +235,10 @@ def emit_product(
         elif layout.apart:
             side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
         else:
-            pointer = room(layout.room(blocks.block), layout.dtype)
+            pointer = allocate(layout.elements(blocks.block), layout.dtype)
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
         sides.append(side)
-    product = _Product(f, plan, sides[0], sides[1], sums, fresh, begin, factors)
+    product = _Product(f, plan, sides[0], sides[1], sums, overwrite, begin, factors)
     plan.scheme.begin(f)
     with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
         product.column_block(n, k, j)
@@ -244,20 +246,20 @@ def emit_product(
 
 
 class _Side(NamedTuple):
-    """One operand: `blocks` cut it for the caches, `target` is where it is packed."""
+    """One operand: its cache blocks, and the address `target` of its packed form."""
 
     f: Function
     plan: Plan
     operand: Operand
-    layout: Layout
+    layout: PackedLayout
     blocks: Blocks
     target: Val
-    is_ahead: bool
+    is_packed_once: bool
 
     def packed(self, batch: Val, k_block: Val, k: Val, number: Val, depth: Val) -> Val:
-        """The address of a packed cache block, which is packed now if need be."""
+        """The address of a packed cache block; packs it first if necessary."""
         f, layout = self.f, self.layout
-        if self.is_ahead:
+        if self.is_packed_once:
             region = f.add(f.mul(batch, integer(layout.depth.count)), k_block)
             offset = f.mul(region, integer(layout.region_bytes))
             base = f.element(self.target, "i8", offset)
@@ -273,7 +275,7 @@ class _Side(NamedTuple):
         return self.f.mul(number, integer(self.blocks.block))
 
     def source(self, batch: Val, start: Val, k: Val) -> Val:
-        """Where the operand's element lies before it is packed."""
+        """The address of an element of the unpacked operand."""
         operand = self.operand
         strides = [operand.batch, operand.width, operand.depth]
         where = self.f.inner([batch, start, k], strides)
@@ -281,24 +283,24 @@ class _Side(NamedTuple):
         return vec.offset(self.f, operand.pointer, element, where)
 
     def pack(
-        self, target: Val, batch: Val, number: Val, k: Val, depth: Val, room: Val
+        self, target: Val, batch: Val, number: Val, k: Val, depth: Val, panel_depth: Val
     ) -> None:
-        """Pack one cache block, or `depth` steps of k of one that is `room` deep."""
+        """Pack one cache block, or `depth` of the `panel_depth` steps of k of one."""
         f, operand, blocks = self.f, self.operand, self.blocks
         pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
         start, element = self.start(number), scalars.memory(operand.dtype)
         source = self.source(batch, start, k)
         full = blocks.full_panels(f, start)
         if full.constant != 0:
-            place = PanelPlace(source, target, full, blocks.panel, depth, room)
+            place = PanelPlace(source, target, full, blocks.panel, depth, panel_depth)
             pack(f, operand, place, is_rows)
         if blocks.rest:
             with f.when(blocks.is_last(f, number)):
                 width = f.mul(full, integer(blocks.panel))
                 rest = vec.offset(f, source, element, f.mul(width, operand.width))
-                there = self.layout.place(f, target, full, room)
+                there = self.layout.place(f, target, full, panel_depth)
                 one = integer(1)
-                place = PanelPlace(rest, there, one, blocks.rest, depth, room)
+                place = PanelPlace(rest, there, one, blocks.rest, depth, panel_depth)
                 pack(f, operand, place, is_rows)
 
 
@@ -308,7 +310,7 @@ class _Product(NamedTuple):
     rows: _Side
     columns: _Side
     sums: Sums
-    fresh: Val
+    overwrite: Val
     begin: Begin | None
     factors: Val | None
 
@@ -317,13 +319,13 @@ class _Product(NamedTuple):
         k = f.mul(k_block, integer(plan.depth.block))
         depth = plan.depth.extent(f, k)
         columns = self.columns.packed(batch, k_block, k, number, depth)
-        fresh = self.fresh
-        if plan.depth.count > 1 and fresh != FALSE:
-            fresh = f.both(fresh, f.compare("icmp eq", k_block, integer(0)))
+        overwrite = self.overwrite
+        if plan.depth.count > 1 and overwrite != FALSE:
+            overwrite = f.both(overwrite, f.compare("icmp eq", k_block, integer(0)))
         with f.nest([plan.rows.count]) as (row_number,):
             rows = self.rows.packed(batch, k_block, k, row_number, depth)
             self.register_blocks(
-                batch, (row_number, rows), (number, columns), k_block, depth, fresh
+                batch, (row_number, rows), (number, columns), k_block, depth, overwrite
             )
 
     def register_blocks(
@@ -333,7 +335,7 @@ class _Product(NamedTuple):
         columns: tuple[Val, Val],
         k_block: Val,
         depth: Val,
-        fresh: Val,
+        overwrite: Val,
     ) -> None:
         """The product of two cache blocks, each its number and where it is packed."""
         f, plan = self.f, self.plan
@@ -362,7 +364,7 @@ class _Product(NamedTuple):
                 here,
                 self.sums.row,
                 depth,
-                fresh,
+                overwrite,
                 valid_rows,
                 valid_columns,
                 factors,

@@ -1,6 +1,6 @@
 """What is known of a dot from its types alone: sizes, roles of dimensions, the scheme.
 
-`dot.py` decides by it how to multiply, `pack_once.py` what to pack before the grid.
+`dot.py` uses it to decide how to multiply, `pack_once.py` what to pack only once.
 """
 
 from math import prod
@@ -18,7 +18,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
 
-SMALL = 4096  # multiplications that do not repay packing
+SMALL = 4096  # multiplications, below which packing does not pay
 
 
 Groups = tuple[tuple[int, ...], ...]  # dimensions by role
@@ -47,7 +47,7 @@ def scheme_for(
     rows: MemoryLayout = UNKNOWN_LAYOUT,
     columns: MemoryLayout = UNKNOWN_LAYOUT,
 ) -> Scheme:
-    """The best way this CPU has for operands of these types that lie so in memory."""
+    """The best scheme on this CPU for operands of these types and memory layouts."""
     host = target.host()
     inner = inner_products.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
     if inner is not None:
@@ -56,16 +56,16 @@ def scheme_for(
         scheme = special(host, lhs, rhs, sums, sizes)
         if scheme is not None:
             return scheme
-    # What is of another type must be converted, that is packed.
+    # An operand of another type must be converted, so it is packed.
     rows, columns = (
-        lies if dtype == sums else UNKNOWN_LAYOUT
-        for dtype, lies in ((lhs, rows), (rhs, columns))
+        layout if dtype == sums else UNKNOWN_LAYOUT
+        for dtype, layout in ((lhs, rows), (rhs, columns))
     )
     return VectorScheme.of(host, sums, sizes, rows, columns)
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:
-    """Is the plain loop faster? `in_rows`: columns of rhs are neighbours in memory."""
+    """Is the plain loop faster? `in_rows`: columns of rhs are contiguous."""
     if prod(sizes) == 0 or prod(sizes[1:]) < SMALL:
         return True
     return in_rows and sizes.depth < 3 and sizes.columns > 1

@@ -3,8 +3,8 @@
 One instruction adds, in each of 16 words, the products of two bf16 or of four bytes.
 Panels are those of `amx.py`, which have the same groups; a few rows times two
 vectors of sums stay in registers. VNNI multiplies unsigned by signed bytes: of two
-signed operands, the rows are packed plus 128, and 128 times the columns' sums taken
-away again (Intel SDM vol. 2, VDPBF16PS, VPDPBUSD).
+signed operands, the rows are packed plus 128, and 128 times the columns' sums is
+subtracted again (Intel SDM vol. 2, VDPBF16PS, VPDPBUSD).
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class GroupScheme(Scheme):
     rows: int = PANEL
     columns: int = PANEL
     rows_stay: bool = False
-    ahead_below: int = 256
+    pack_once_below: int = 256
 
     @property
     def depth_step(self) -> int:
@@ -107,14 +107,14 @@ class _RowBlock:
         return -(-self.columns // SIDE)
 
     def row_bytes(self, n: int) -> int:
-        """Where the first group of a row lies in its panel."""
+        """The offset of the first group of a row in its panel."""
         tile, row = divmod(self.first + n, SIDE)
         return tile * TILE_BYTES + row * 64
 
 
 def _emit_block(module: Module, block: _RowBlock) -> None:
     f = product_function(module, block.name)
-    rows, columns, sums, depth, stride, fresh = f.params
+    rows, columns, sums, depth, stride, overwrite = f.params
     scheme, element = block.scheme, scalars.memory(block.scheme.sums)
     step = integer(scheme.depth_step)
     steps = f.binary("udiv", f.add(depth, f.sub(step, integer(1))), step)
@@ -138,7 +138,7 @@ def _emit_block(module: Module, block: _RowBlock) -> None:
             f.binary("sub", total, taken[n % extra]) for n, total in enumerate(totals)
         ]
     targets = rows_of_sums(f, element, sums, stride, block.count)
-    store_sums(f, scheme.sums, SIDE, block.columns, targets, totals, fresh)
+    store_sums(f, scheme.sums, SIDE, block.columns, targets, totals, overwrite)
     f.line("ret void")
 
 

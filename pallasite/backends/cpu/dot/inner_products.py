@@ -1,4 +1,4 @@
-"""dot of few rows with columns whose neighbours in memory are neighbours along k.
+"""dot of few rows with columns that are contiguous along k.
 
 Each sum is an inner product of two runs of memory: vectors run along k, a few of them
 stay in registers, and their lanes are added up at the end. Nothing is packed: columns
@@ -32,7 +32,7 @@ from pallasite.target import Host
 
 FEW_ROWS, MOST_ROWS = 4, 16  # with more, it pays to pack columns
 PANEL_ROWS = 6
-DEEP = 16  # vectors of k, from which adding up lanes does not count
+DEEP = 16  # vectors of k, from which the cost of adding up lanes is negligible
 
 
 def scheme_for(
@@ -44,7 +44,7 @@ def scheme_for(
     rows: MemoryLayout,
     columns: MemoryLayout,
 ) -> "InnerScheme | None":
-    """Inner products, where both operands lie along k and rows are few."""
+    """Inner products, where both operands are contiguous along k and rows are few."""
     if not rows.rows_apart or not columns.rows_apart or lhs != rhs:
         return None
     lanes = host.lanes(sums.bits)
@@ -118,7 +118,7 @@ class _Block:
 
 def _emit(module: Module, block: _Block) -> None:
     f = product_function(module, block.name)
-    _, _, sums, depth, stride, fresh = f.params
+    _, _, sums, depth, stride, overwrite = f.params
     scheme, step = block.scheme, integer(block.scheme.step)
     element = scalars.memory(scheme.sums)
     zero = Val(vec.vector(element, scheme.lanes), "zeroinitializer")
@@ -134,7 +134,7 @@ def _emit(module: Module, block: _Block) -> None:
     totals = _added_up(f, block, loop.carries, zero)
     places = rows_of_sums(f, element, sums, stride, block.rows)
     width = scheme.columns, block.columns
-    store_sums(f, scheme.sums, *width, places, totals, fresh)
+    store_sums(f, scheme.sums, *width, places, totals, overwrite)
     f.line("ret void")
 
 

@@ -1,9 +1,9 @@
 """The innermost step of dot: a few rows times a few vectors, all in registers.
 
-A microkernel multiplies a few rows, packed as [k][rows] or from where they lie as
-[rows][k], by columns, packed or from where they lie as [k][columns], and stores or adds
-the block of sums. Each shape is one function that is never inlined, so that its
-registers are allocated apart; `cache_blocks.py` loops over it.
+A microkernel multiplies a few rows, packed as [k][rows] or in place as [rows][k], by
+columns, packed or in place as [k][columns], and stores or adds the block of sums. Each
+shape is one function that is never inlined, so that its registers are allocated
+separately; `cache_blocks.py` loops over it.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ LEAST_ROWS = 6  # of a full block: with fewer, columns are read too often
 
 @dataclass(frozen=True)
 class Micro:
-    """One shape. Panels may be wider than what is computed: the last of a row."""
+    """One shape. A panel may be wider than the block: the last one of a row."""
 
     dtype: DType
     lanes: int
@@ -30,7 +30,7 @@ class Micro:
     row_step: int  # elements from one row to the next, for the same k
     depth_step: int  # and from one k to the next
     column_step: int  # elements of the columns from one k to the next
-    in_place: bool  # columns are no panel: nothing may be read past the last
+    in_place: bool  # columns are not packed: nothing may be read past the last
     fused: bool  # does the CPU multiply and add in one instruction?
     scaled: bool = False  # are sums multiplied by a factor per row before the addition?
 
@@ -59,7 +59,7 @@ def block_shape(
     Sums, one vector per column group and one broadcast element fill the registers. Wide
     blocks take fewer instructions per product than high ones of the same size, since an
     element is broadcast once for all vectors. Both sides are divided evenly, so that
-    the last block is not a sliver.
+    the last block is not a thin one.
     """
     lanes = host.lanes(dtype.bits)
     across = -(-columns // lanes)
@@ -104,7 +104,7 @@ def rows_of_sums(
 def _emit(module: Module, micro: Micro) -> None:
     more = [("ptr noalias", "factors")] if micro.scaled else []
     f = product_function(module, micro.name, *more)
-    rows, columns, sums, depth, stride, fresh, *factors = f.params
+    rows, columns, sums, depth, stride, overwrite, *factors = f.params
     element = scalars.memory(micro.dtype)
     places = rows_of_sums(f, element, sums, stride, micro.rows)
     zero = Val(vec.vector(element, micro.lanes), "zeroinitializer")
@@ -121,7 +121,7 @@ def _emit(module: Module, micro: Micro) -> None:
         for i in range(micro.rows if micro.scaled else 0)
     ]
     store_sums(
-        f, micro.dtype, micro.lanes, micro.columns, places, totals, fresh, scales
+        f, micro.dtype, micro.lanes, micro.columns, places, totals, overwrite, scales
     )
     f.line("ret void")
 
@@ -174,16 +174,16 @@ def store_sums(
     columns: int,
     places: list[Val],
     totals: list[Val],
-    fresh: Val,
+    overwrite: Val,
     scales: Sequence[Val] = (),
 ) -> None:
-    """Store the sums where they are the first, else add them to what is there.
+    """Store the sums if `overwrite`, else add them to what is there.
 
     `places` has one address per row, `totals` the vectors of one row after the other;
     `scales`, if any, has one factor per row for what is there.
     """
     first, more, done = f.labels("first", "more", "done")
-    f.branch_if(fresh, first, more)
+    f.branch_if(overwrite, first, more)
     each = len(totals) // len(places)
     for label, adds in ((first, False), (more, True)):
         f.label(label)

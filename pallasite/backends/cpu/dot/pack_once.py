@@ -1,8 +1,8 @@
-"""Which operands of dots are packed once per call, by whoever needs them first.
+"""Which operands of dots are packed once per call, by the thread that needs them first.
 
 A block that is multiplied at several steps of a grid, or in several rounds of a loop,
 would be packed again each time. `find_packed_once` looks for boxes of the kernel's
-inputs, cut evenly, that dots read more than once; their packed form has a place in
+inputs, tiled evenly, that dots read more than once; their packed form has a place in
 memory that all threads share. `packed_boxes.py` writes the code. Boxes of any other
 form are packed where they are used.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from pallasite.backends.cpu.dot.cache_blocks import Layout, Parts, Plan
+from pallasite.backends.cpu.dot.cache_blocks import PackedLayout, Parts, Plan
 from pallasite.backends.cpu.dot.choose_scheme import (
     Groups,
     groups_of,
@@ -31,8 +31,8 @@ from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import Roots
 
-USES = 2  # on average, of a packed box, from which keeping it pays
-MOST_BYTES = 64 << 20  # in all, which stays with the process (`kept_memory.py`)
+USES = 2  # of a box, on average, from which packing it once pays
+MOST_BYTES = 64 << 20  # of all boxes; the process keeps it (`kept_memory.py`)
 
 # A box has two counters: parts that some thread has begun to pack and, after it, parts
 # that are done.
@@ -40,15 +40,15 @@ DONE, COUNTERS_BYTES = 8, 16
 
 
 class Role(NamedTuple):
-    """What a dot makes of a value: the layout it wants of it."""
+    """A value as a dot uses it: the packed layout it wants."""
 
     value: Value
     groups: Groups
-    layout: Layout
+    layout: PackedLayout
 
 
 class Cut(NamedTuple):
-    """A ref or a tile as one of the equal boxes that an array is cut into."""
+    """A ref or a tile as one of the equal boxes that tile an array."""
 
     array: Value  # one of the kernel's inputs
     sizes: tuple[int, ...]  # of a box along each dimension of the array
@@ -80,7 +80,7 @@ class Cut(NamedTuple):
         return Cut(self.array, tuple(new), tuple(d for d, n in pairs if n is not None))
 
     def number(self, f: Function, offset: Val) -> Val:
-        """Which box begins so many elements after the array does."""
+        """The number of the box that begins `offset` elements into the array."""
         number = integer(0)
         shape, steps = self.array.ref.shape, tiles.row_major(self.array.ref.shape)
         dims = zip(shape, steps, self.sizes, self.counts, strict=True)
@@ -108,9 +108,9 @@ class Boxes:
 
     cut: Cut
     groups: Groups
-    layout: Layout
-    plan: Plan = field(compare=False)  # of the first product that wants them so
-    # Where in the shared memory their counters are, and they themselves.
+    layout: PackedLayout
+    plan: Plan = field(compare=False)  # of the first product that uses them
+    # Offsets in the shared memory of their counters and of the packed boxes.
     counters_at: int = 0
     packed_at: int = 0
 
@@ -137,7 +137,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class PackedOnce:
-    """What a kernel keeps packed, and for which dots; maybe nothing."""
+    """The boxes that a kernel packs once, and for which dots; may be none."""
 
     boxes: tuple[Boxes, ...] = ()
     roles: dict[Role, int] = field(default_factory=dict[Role, int])
@@ -152,7 +152,7 @@ class PackedOnce:
         return self.counter_bytes + sum(each.bytes for each in self.boxes)
 
 
-# --- what to keep packed ---
+# --- what to pack once ---
 
 
 def find_packed_once(kernel: Kernel) -> PackedOnce:
@@ -183,7 +183,7 @@ def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
 
 
 class _Use(NamedTuple):
-    """A box that a dot reads, so many times in all, by estimate."""
+    """A box that a dot reads, an estimated number of `times` in all."""
 
     value: Value
     cut: Cut
@@ -204,7 +204,7 @@ class _Search:
         self.times: dict[Value, int] = {}  # of boxes, each time their code runs
 
     def uses(self, block: Block, times: int) -> Iterator[_Use]:
-        """Uses in a block that runs so many times."""
+        """Uses in a block that runs `times` times."""
         for op in block.ops:
             self.facts.note_op(op)
             if op.name in ("load", "subview"):
@@ -266,7 +266,7 @@ class _Search:
 
 
 def _boxes(use: _Use) -> Boxes | None:
-    """The box that a dot reads in the layout it wants, if packing is of use at all."""
+    """The box that a dot reads, in the layout it wants, if packing it helps."""
     dot, is_rows = use.dot, use.side == 0
     groups = groups_of(dot)[use.side]
     strides = use.cut.strides(groups)
@@ -276,10 +276,10 @@ def _boxes(use: _Use) -> Boxes | None:
     lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
     running = running_dtype(lhs, rhs, dot.attrs["dtype"])
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
-    lies = {"rows" if is_rows else "columns": here}
-    scheme = scheme_for(lhs, rhs, running, sizes, **lies)
+    layouts = {"rows" if is_rows else "columns": here}
+    scheme = scheme_for(lhs, rhs, running, sizes, **layouts)
     other = sizes.columns if is_rows else sizes.rows
-    if other >= scheme.ahead_below or scheme.apart(is_rows):
+    if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
     return Boxes(use.cut, groups, plan.layout(is_rows), plan)

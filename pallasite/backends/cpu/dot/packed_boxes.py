@@ -6,7 +6,7 @@ thread waits for one that is not needed yet.
 """
 
 from pallasite.backends.cpu.call import threads
-from pallasite.backends.cpu.dot.cache_blocks import Layout, emit_packing
+from pallasite.backends.cpu.dot.cache_blocks import PackedLayout, emit_packing
 from pallasite.backends.cpu.dot.choose_scheme import Groups
 from pallasite.backends.cpu.dot.pack_once import COUNTERS_BYTES, DONE, Boxes, Role
 from pallasite.backends.cpu.dot.scheme import Operand
@@ -17,7 +17,7 @@ from pallasite.ir.nodes import Value
 
 
 def find_packed(
-    e: Emitter, value: Value, groups: Groups, tile: Tile, layout: Layout
+    e: Emitter, value: Value, groups: Groups, tile: Tile, layout: PackedLayout
 ) -> Val | None:
     """Where the box that a dot reads lies packed, once it is; None if it is not."""
     number = e.packed_once.roles.get(Role(value, groups, layout))

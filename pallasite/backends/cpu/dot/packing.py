@@ -2,8 +2,8 @@
 
 A panel holds `width` neighbouring rows (or columns) as [k][width], widened to the type
 of the sums. The source is any strided view: vectors are read along whichever dimension
-is contiguous and turned in registers if that is k. Packing is a function of its own, so
-that a caller can do it once for several products.
+is contiguous, and transposed in registers if that is k. Packing is a function of its
+own, so that a caller can do it once for several products.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Packing:
 
 
 def direction(source: DType, target: DType, width: Val, depth: Val) -> str:
-    """Along which dimension vectors can be read, given the strides of both."""
+    """The dimension along which vectors can be read, given the strides of both."""
     if not vec.can_widen(source, target):
         return "none"
     if width.constant == 1:
@@ -46,7 +46,7 @@ def packer(module: Module, packing: Packing) -> str:
     """The name of the function, which is added to the module the first time.
 
     It takes source, stride of the width, stride of the depth, target, number of panels,
-    depth, and how many steps of k there are from one panel to the next.
+    depth, and the number of steps of k from one panel to the next.
     """
     if not module.defines(packing.name):
         _emit(module, packing)
@@ -73,20 +73,20 @@ def _emit(module: Module, packing: Packing) -> None:
     if packing.along == "width":
         _copy_rows(f, packing)
     else:
-        _turn_panels(f, packing)
+        _transpose_panels(f, packing)
     f.line("ret void")
 
 
 def _copy_rows(f: Function, packing: Packing) -> None:
-    """All panels of one k, then of the next: that is how they lie in memory."""
-    source, _, down, target, panels, depth, room = f.params
+    """All panels of one k, then of the next: the order of the source in memory."""
+    source, _, down, target, panels, depth, panel_depth = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     width = integer(packing.width)
     with f.loop(depth) as loop, f.loop(panels) as panel:
         column = f.mul(panel.index, width)
         place = f.add(f.mul(loop.index, down), column)
         here = vec.offset(f, source, read, place)
-        place = f.add(f.mul(loop.index, width), f.mul(column, room))
+        place = f.add(f.mul(loop.index, width), f.mul(column, panel_depth))
         there = vec.offset(f, target, write, place)
         for first in range(0, packing.valid, packing.lanes):
             count = min(packing.lanes, packing.valid - first)
@@ -95,16 +95,16 @@ def _copy_rows(f: Function, packing: Packing) -> None:
             vec.store(f, raw, place, packing.target.bytes)
 
 
-def _turn_panels(f: Function, packing: Packing) -> None:
-    source, across, down, target, panels, depth, room = f.params
+def _transpose_panels(f: Function, packing: Packing) -> None:
+    source, across, down, target, panels, depth, panel_depth = f.params
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     with f.loop(panels) as loop:
         first = f.mul(loop.index, integer(packing.width))
         here = vec.offset(f, source, read, f.mul(first, across))
-        there = vec.offset(f, target, write, f.mul(first, room))
+        there = vec.offset(f, target, write, f.mul(first, panel_depth))
         done = integer(0)
         if packing.along == "depth":
-            done = _turn_squares(f, packing, here, across, there, depth)
+            done = _transpose_squares(f, packing, here, across, there, depth)
         _copy_elements(f, packing, here, across, down, there, done, depth)
 
 
@@ -114,20 +114,20 @@ def _read(f: Function, packing: Packing, place: Val, count: int) -> Val:
     return vec.widen(f, raw, count, packing.source, packing.target)
 
 
-def _turn_squares(
+def _transpose_squares(
     f: Function, packing: Packing, source: Val, stride: Val, target: Val, depth: Val
 ) -> Val:
     """Pack as many steps of k as fill whole vectors; gives how many.
 
     Where the width is less than a vector, a store reaches past a step's end: into steps
-    that are written next, but never past the last one of a square, for what comes then
-    may be another thread's.
+    that are written next, but never past the last one of a square: the memory after it
+    may belong to another thread.
     """
     lanes, width = packing.lanes, packing.width
     read, write = scalars.memory(packing.source), scalars.memory(packing.target)
     squares, square_size = f.binary("udiv", depth, integer(lanes)), lanes * width
     unused = Val(vec.vector(scalars.register(packing.target), lanes), "poison")
-    # Rows that do not exist repeat the last one, and nobody looks at them.
+    # Rows that do not exist repeat the last one; their results are unused.
     rows = [
         vec.offset(f, source, read, f.mul(integer(min(i, packing.valid - 1)), stride))
         for i in range(width)

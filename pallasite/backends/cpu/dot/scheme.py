@@ -1,4 +1,4 @@
-"""What the loops of dot are made of: operands, schemes of packing, cuts for the caches.
+"""What the loops of dot are made of: operands, packing schemes, cache blocks.
 
 A `Scheme` says how operands are packed into panels and how two panels are multiplied:
 `VectorScheme` here with vector registers, `amx.py` with tiles, `grouped.py` with
@@ -21,17 +21,17 @@ from pallasite.backends.cpu.llvm.writer import TRUE, Function, Val, integer
 from pallasite.ir.types import DType
 from pallasite.target import Host, host
 
-STREAMS = 16  # rows of memory that are read side by side
-WAYS = 8  # lines in a set of the nearest cache, at least
+STREAMS = 16  # rows of memory that are read concurrently
+WAYS = 8  # lines in a set of the L1 cache, at least
 
 
 def panel_bytes() -> int:
-    """Of a panel that stays in the nearest cache, beside what streams past it."""
+    """Size of a panel that stays in L1 while the other operand streams past it."""
     return host().l1_bytes * 2 // 3
 
 
 def in_place_bytes() -> int:
-    """Of columns that are multiplied from where they are."""
+    """Size of columns that may be multiplied in place, without packing."""
     return host().l2_bytes // 2
 
 
@@ -46,7 +46,7 @@ class Operand(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where products are added up; neighbouring columns are neighbours in memory."""
+    """Where products are added up; columns are contiguous in memory."""
 
     dtype: DType
     pointer: Val
@@ -64,22 +64,22 @@ class Sizes(NamedTuple):
 class Scheme(ABC):
     """A way to pack operands into panels and to multiply two of them.
 
-    What is set here holds unless a scheme says otherwise.
+    The attributes set here are defaults.
     """
 
     row_dtype: DType  # of packed elements
     column_dtype: DType
     rows: int  # of a panel
     columns: int
-    # A panel of rows stays near and columns stream past it: the next sums are then
-    # neighbours in memory, often in the same page.
+    # A panel of rows stays in L1 and columns stream past it: the next sums are then
+    # adjacent in memory, often in the same page.
     rows_stay: bool = True
-    ahead_below: int = 1 << 20  # width of the other side: then pack ahead
+    pack_once_below: int = 1 << 20  # of the other side's width: pack once per call
     streams: bool = False  # see `VectorScheme`
     can_scale: bool = False  # multiply sums by a factor per row before it adds to them
 
     def apart(self, is_rows: bool) -> int:
-        """Elements from one row or column to the next, if they are not packed; or 0."""
+        """Stride between rows or columns that are multiplied in place; 0: packed."""
         return 0
 
     @property
@@ -88,14 +88,14 @@ class Scheme(ABC):
         return 1
 
     def form(self, is_rows: bool) -> str:
-        """A name of how elements are packed, beyond what a layout says."""
+        """Names the order of packed elements, beyond what the `PackedLayout` says."""
         return type(self).__name__
 
     def begin(self, f: Function) -> None:  # noqa: B027 (most need nothing)
-        """What comes before the first product."""
+        """Code before the first product."""
 
     def end(self, f: Function) -> None:  # noqa: B027
-        """What comes after the last."""
+        """Code after the last."""
 
     @abstractmethod
     def pack(
@@ -109,11 +109,10 @@ class Scheme(ABC):
 
 
 class MemoryLayout(NamedTuple):
-    """How rows or columns lie in memory before they are packed.
+    """Layout of rows or columns in memory before they are packed.
 
-    Elements from row to row if each row's neighbours are neighbours along k, and from
-    one k to the next if they are neighbours in the same k; 0 for all that is different
-    or not known.
+    `rows_apart` is the row stride if rows are contiguous along k, `depths_apart` the
+    stride of k if each k is contiguous across rows; 0 if not, or if unknown.
     """
 
     rows_apart: int = 0
@@ -128,31 +127,33 @@ class MemoryLayout(NamedTuple):
         )
 
     def pitch_of_rows(self, rows: int, dtype: DType) -> int:
-        """From row to row, if panels of so many are read as fast from where they are.
+        """The row stride if panels of `rows` are read as fast in place, else 0.
 
-        Else 0. A panel stays near while columns stream past it; nothing is gained by
-        moving it unless its rows lie so that all fall into one set of a cache.
+        A panel stays in L1 while columns stream past it; packing it gains nothing
+        unless all its rows map to one set of a cache.
         """
-        fine = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
-        return self.rows_apart if fine else 0
+        in_place = rows <= WAYS or self.rows_apart * dtype.bytes % 4096 != 0
+        return self.rows_apart if in_place else 0
 
     def pitch_of_columns(
         self, rows: int, sizes: Sizes, dtype: DType, lanes: int
     ) -> int:
-        """From one k to the next, if columns are read as fast from where they are.
+        """The stride of k if columns are read as fast in place, else 0.
 
-        Else 0. Each panel of so many rows reads them again: unless there is only one,
-        they must be near, and what is left over after whole vectors must be one load.
+        Each panel of `rows` rows reads them again: unless there is only one panel, they
+        must be in a near cache, and the remainder after whole vectors must be one load.
         """
         once = sizes.rows <= rows
         rest = sizes.columns % lanes
-        fine = once or (self.is_near(sizes, dtype) and (rest & (rest - 1)) == 0)
-        return self.depths_apart if fine and self.depths_apart >= sizes.columns else 0
+        one_load = (rest & (rest - 1)) == 0
+        in_place = once or (self.is_near(sizes, dtype) and one_load)
+        wide = self.depths_apart >= sizes.columns
+        return self.depths_apart if in_place and wide else 0
 
     def is_near(self, sizes: Sizes, dtype: DType) -> bool:
-        """Do columns, with the gaps, fit the nearest cache?
+        """Do columns, with the gaps between them, fit the L1 cache?
 
-        Or the next one, if they do not all fall into a few sets of it.
+        Or the L2 cache, if they do not all map to a few of its sets.
         """
         step = self.depths_apart * dtype.bytes
         most = in_place_bytes() if step % 4096 else panel_bytes()
@@ -170,7 +171,7 @@ class PanelPlace(NamedTuple):
     panels: Val
     valid: int  # rows of each panel that exist
     depth: Val
-    room: Val  # steps of k that there are from panel to panel
+    panel_depth: Val  # steps of k from the start of one panel to the next
 
 
 class PanelProduct(NamedTuple):
@@ -181,16 +182,16 @@ class PanelProduct(NamedTuple):
     sums: Val
     stride: Val
     depth: Val
-    fresh: Val
+    overwrite: Val  # store the sums instead of adding to them
     valid_rows: int
     valid_columns: int
-    factors: Val | None  # the address of one per row, which sums are multiplied by
+    factors: Val | None  # address of one factor per row, by which sums are scaled
 
     def emit(self, f: Function, name: str) -> None:
         """Call a function made by `product_function`."""
         operands = self.rows, self.columns, self.sums
         more = () if self.factors is None else (self.factors,)
-        f.call_defined(name, *operands, self.depth, self.stride, self.fresh, *more)
+        f.call_defined(name, *operands, self.depth, self.stride, self.overwrite, *more)
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,10 @@ class VectorScheme(Scheme):
     rows: int
     columns: int
     lanes: int
-    # Elements from row to row, and from one k to the next of columns, where they are
-    # multiplied from where they lie and not packed at all.
+    # Strides of rows, and of k in columns, if they are multiplied in place; 0: packed.
     row_pitch: int = 0
     column_pitch: int = 0
-    # Columns come from far away: a few k at a time, in runs as long as there are.
+    # Columns do not fit a cache: a few k at a time, in runs as long as possible.
     streams: bool = False
     can_scale: bool = True
 
@@ -242,7 +242,7 @@ class VectorScheme(Scheme):
             place.target,
             place.panels,
             place.depth,
-            place.room,
+            place.panel_depth,
         )
 
     def multiply(self, f: Function, call: PanelProduct) -> None:
@@ -263,7 +263,7 @@ class VectorScheme(Scheme):
 
 @dataclass(frozen=True)
 class Blocks:
-    """How far one dimension is cut for the caches, in whole panels."""
+    """Cache blocks of one dimension, in whole panels."""
 
     total: int
     panel: int
@@ -282,7 +282,7 @@ class Blocks:
 
     @property
     def rest(self) -> int:
-        """Width of the last panel if it is not a whole one."""
+        """Width of the last panel if it is partial, else 0."""
         return self.total % self.panel
 
     def extent(self, f: Function, start: Val) -> Val:
@@ -301,7 +301,7 @@ class Blocks:
 
 
 def depth_blocks(scheme: Scheme, sizes: Sizes) -> Blocks:
-    """Cuts of k, so that a panel of the side that stays fits the nearest cache."""
+    """Blocks of k, so that a panel of the stationary side fits the L1 cache."""
     if scheme.rows_stay:
         step_bytes = scheme.rows * scheme.row_dtype.bytes
     else:

@@ -1,7 +1,7 @@
 """Updates of elements that other threads may be updating at the same time.
 
-`update` is what `memory.py` uses for atomics when programs run in parallel: a loop
-around compare-and-exchange, which does for every element type and every operation.
+`update` is what `memory.py` uses for atomics when programs run in parallel: a
+compare-and-exchange loop, which works for every element type and operation.
 """
 
 from collections.abc import Callable

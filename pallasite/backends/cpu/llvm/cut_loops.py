@@ -1,10 +1,10 @@
-"""Cuts a function with many loops: each becomes a function, the same code the same one.
+"""Outlines loops of a function with many; loops with the same code share a function.
 
 Several of LLVM's passes take time in proportion to the square of a function's loops
 (each loop asks what the exits of all loops before it imply). A function with more than
-`MANY` therefore keeps what is between its loops, and calls those. What a loop uses from
-outside becomes parameters, addresses of temporary memory among them, so that uses of
-one op on tiles of one shape are usually calls of one function.
+`MANY` therefore keeps the code between its loops, and calls the loops. Values a loop
+uses from outside become parameters, addresses of temporary memory among them, so that
+uses of one op on tiles of one shape are usually calls of one function.
 """
 
 import re
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pallasite.backends.cpu.llvm.writer import Function, Span, Val
 
 MANY = 50  # loops in a function; with fewer it stays whole
-PIECE = 400  # lines of a loop that is not cut further, if there are loops in it
+PIECE = 400  # lines; a longer loop is outlined only if it has no loops inside
 
 _NAME = re.compile(r"%[\w.]+")
 _DEFINED = re.compile(r"^  (%[\w.]+) = ", re.MULTILINE)
@@ -40,7 +40,7 @@ def cut_at_loops(f: Function) -> None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A loop by itself: its lines, what it takes and what code after it uses."""
+    """A loop by itself: its lines, the values it uses and those used after it."""
 
     text: str
     uses: list[Val]
@@ -88,7 +88,7 @@ def _piece(f: Function, span: Span, places: dict[str, tuple[int, int]]) -> Piece
 
 
 def _call(f: Function, span: Span, piece: Piece) -> list[str]:
-    """Lines that stand for a loop."""
+    """Lines that replace a loop."""
     types = [value.type for value in piece.makes]
     returns = "".join(types) or "void"
     if len(types) > 1:

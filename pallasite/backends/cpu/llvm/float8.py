@@ -1,8 +1,8 @@
 """Floats of 8 and 4 bits: bytes in memory, f32 in registers.
 
 Reading looks the value up in a table; writing rounds the f32 to nearest even and packs
-sign, exponent and fraction, with each format's own overflow and NaN. f8e8m0fnu is a
-power of two and nothing else. `scalars.py` calls this for the formats in `FORMATS`.
+sign, exponent and fraction, with each format's own overflow and NaN. f8e8m0fnu has
+only an exponent. `scalars.py` calls this for the formats in `FORMATS`.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ FORMATS = {
 
 
 def decode(f: Function, dtype: DType, byte: Val) -> Val:
-    """The f32 a byte stands for."""
+    """The f32 that a byte encodes."""
     codes = np.arange(256, dtype=np.uint8) & np.uint8((1 << dtype.bits) - 1)
     values = codes.view(dtype.np).astype(np.float32)
     bits = ", ".join(f"i32 {int(word)}" for word in values.view(np.int32))

@@ -1,8 +1,8 @@
-"""How each element type lives in registers and memory, and conversions between them.
+"""The form of each element type in registers and memory, and conversions.
 
 Narrow floats (bf16, f16, f8, f4) are held in registers as the f32 of equal value,
 rounded after every operation; bools are i1 in registers and a byte in memory. Used by
-all that touches an element: `arithmetic.py`, `tiles.py`, `memory.py`.
+all code that handles elements: `arithmetic.py`, `tiles.py`, `memory.py`.
 """
 
 import struct
@@ -80,7 +80,7 @@ def constant(value: Any, dtype: DType) -> Val:
 
 
 def floating(value: float, type: str = "double") -> Val:
-    """A scalar constant; of a vector type, its lanes' one."""
+    """A scalar constant; for a vector type, that of one lane."""
     type = lane_type(type)
     if type == "float":
         with np.errstate(all="ignore"):
@@ -174,7 +174,7 @@ def rounded(f: Function, dtype: DType, value: Val) -> Val:
     bias = f.binary("add", odd, integer(0x7FFF, "i32"))
     keep = integer(-0x10000, "i32")
     near = f.binary("and", f.binary("add", bits, bias), keep)
-    # Adding could carry a NaN into the sign, so NaNs are cut and made quiet instead.
+    # Adding could carry a NaN into the sign, so NaNs are truncated and made quiet.
     quiet = f.binary("or", f.binary("and", bits, keep), integer(0x400000, "i32"))
     is_nan = f.compare("fcmp uno", value, value)
     return f.convert("bitcast", f.select(is_nan, quiet, near), "float")
@@ -203,7 +203,7 @@ def cast(f: Function, value: Val, source: DType, target: DType) -> Val:
 
 
 def _saturated(f: Function, value: Val, target: DType) -> Val:
-    """As LLVM's saturating conversion, which it would do lane by lane."""
+    """LLVM's saturating conversion, which LLVM itself would do lane by lane."""
     bits, signed = target.bits, target.is_signed_int
     low, high = (-(1 << (bits - 1)), 1 << (bits - 1)) if signed else (0, 1 << bits)
     first, beyond = (floating(float(bound), value.type) for bound in (low, high))

@@ -1,18 +1,18 @@
-"""Loads of lanes that lie a few elements apart, forwards or backwards.
+"""Loads of lanes with a small stride, forwards or backwards.
 
-All that lies between the first and the last of them is loaded, in whole vectors, and
-the lanes are picked in registers: a gather would read them one by one. `scalars.load`
-asks here first.
+Everything from the first lane to the last is loaded in whole vectors, and the lanes are
+shuffled out in registers: a gather would read them one by one. `scalars.load` tries
+this first.
 """
 
 from pallasite.backends.cpu.llvm.values import Pointers, bytes_of, vector
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
 
-FARTHEST = 4  # elements; beyond, most of what is loaded would be for nothing
+FARTHEST = 4  # elements; with a larger stride, most of what is loaded is unused
 
 
 def near(f: Function, pointer: Val) -> Pointers | None:
-    """The lanes if they are to be loaded here; one step forwards is a plain load."""
+    """The lanes if they are to be loaded here; a stride of one is a plain load."""
     if not isinstance(pointer, Pointers) or f.mask is not None:
         return None
     return pointer if pointer.step != 1 and abs(pointer.step) <= FARTHEST else None

@@ -25,7 +25,7 @@ class Val(NamedTuple):
 
     @property
     def is_literal(self) -> bool:
-        """Is it written out, rather than the name of a register or global?"""
+        """Is it a literal, rather than the name of a register or global?"""
         return self.text[0] not in "%@"
 
     @property
@@ -38,7 +38,7 @@ class Val(NamedTuple):
 
 
 def integer(value: int, type: str = "i64") -> Val:
-    """A scalar constant; of a vector type, its lanes' one."""
+    """A scalar constant; for a vector type, that of one lane."""
     return Val(lane_type(type), str(value))
 
 
@@ -46,7 +46,7 @@ TRUE, FALSE, NULL = Val("i1", "1"), Val("i1", "0"), Val("ptr", "null")
 
 
 class Lanes(Val):
-    """Integers `step` apart from `base` on. Its text is no LLVM text."""
+    """Integers `step` apart from `base` on. Its text is not valid LLVM."""
 
     base: Val
     step: int

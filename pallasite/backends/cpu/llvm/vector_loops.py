@@ -1,7 +1,7 @@
-"""Loops that handle several elements at once, along the last dimension that has some.
+"""Vectorised loops, along the last dimension with more than one element.
 
 `each` runs a body for every element of a shape: the body gets indices of which one has
-lanes (`values.py`), first for full vectors, then for what is left over. `fold` reduces
+lanes (`values.py`), first for full vectors, then for the remainder. `fold` reduces
 along such a loop with several running vectors side by side.
 """
 
@@ -12,7 +12,7 @@ from pallasite.backends.cpu.llvm.values import Lanes, vector
 from pallasite.backends.cpu.llvm.writer import Function, Val, integer
 from pallasite.target import host
 
-SHORT = 4  # vectors in a row are written out without a loop
+SHORT = 4  # up to this many vectors are unrolled
 
 Body = Callable[[list[Val]], None]
 
@@ -73,7 +73,7 @@ class Fold:
     """Running values of a reduction.
 
     `value` gives the elements at an index with or without lanes; `combine` joins two
-    running values; `start` is the value that changes nothing.
+    running values; `start` is the neutral element.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Fold:
         return total
 
     def lanes_of(self, full: int) -> Val:
-        """The reductions of every so manieth element, in so many full vectors."""
+        """Of `full` whole vectors: lane n reduces the lanes n of all of them."""
         return self._joined(self._vectors(full, width()))
 
     def _vectors(self, full: int, count: int) -> list[Val]:
@@ -150,7 +150,7 @@ def reduce_each(
 ) -> Val:
     """The reductions of as many vectors as they have lanes, as the lanes of one.
 
-    Two vectors become one that holds the halves' reductions side by side, and so on.
+    Two vectors become one that holds their halves' reductions, and so on.
     """
     size = vectors[0].count
     while len(vectors) > 1:
@@ -167,8 +167,8 @@ def _halves(f: Function, a: Val, b: Val, size: int, which: int) -> Val:
     return f.shuffle(a, b, picks)
 
 
-def moved(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
-    """The lanes `distance` places up or down; `space` comes in at the other end."""
+def shifted(f: Function, x: Val, distance: int, space: Val, down: bool) -> Val:
+    """Lanes shifted by `distance` up or down; `space` is shifted in at the end."""
     count, space = x.count, f.splat(space, x.count)
     first, a, b = (distance, x, space) if down else (count - distance, space, x)
     return f.shuffle(a, b, range(first, first + count))

@@ -1,6 +1,6 @@
 """Vector values in LLVM IR text: loads, stores, splats, transposes, widening.
 
-Types are spelled with their element count, as `<16 x float>`; every access states the
+Types are written with their element count, as `<16 x float>`; every access states the
 alignment of one element only, since windows begin anywhere. Used by `microkernel.py`,
 `packing.py`, `amx.py` and `functions.py`.
 """
@@ -25,7 +25,7 @@ def store(f: Function, value: Val, pointer: Val, align: int) -> None:
 
 
 def offset(f: Function, pointer: Val, element: str, count: int | Val) -> Val:
-    """The address `count` elements on."""
+    """The address `count` elements further."""
     steps = count if isinstance(count, Val) else integer(count)
     return f.element(pointer, element, steps)
 
@@ -43,7 +43,7 @@ def resized(f: Function, x: Val, count: int) -> Val:
 
 
 def transpose(f: Function, rows: Sequence[Val]) -> list[Val]:
-    """The columns of a square of vectors, by exchanging ever larger quarters."""
+    """The columns of a square of vectors, by exchanging ever larger quadrants."""
     vectors, count = list(rows), len(rows)
     step = 1
     while step < count:
@@ -66,7 +66,7 @@ def can_widen(source: DType, target: DType) -> bool:
 
 
 def widen(f: Function, raw: Val, count: int, source: DType, target: DType) -> Val:
-    """Elements as they lie in memory, converted to a type that holds them exactly."""
+    """Elements as loaded from memory, converted to a type that holds them exactly."""
     wide = vector(scalars.register(target), count)
     if source == target:
         return raw

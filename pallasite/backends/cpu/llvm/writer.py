@@ -51,9 +51,9 @@ class Module:
     def defines(self, name: str) -> bool:
         return any(function.name == name for function in self.functions)
 
-    def name_of(self, thing: Hashable, hint: str) -> str:
-        """The name of the function for `thing`, the same each time it is asked."""
-        return self._names.setdefault(thing, f"{hint}.{len(self._names)}")
+    def name_of(self, key: Hashable, hint: str) -> str:
+        """The name of the function identified by `key`, the same each time."""
+        return self._names.setdefault(key, f"{hint}.{len(self._names)}")
 
     def text_constant(self, text: str) -> Val:
         """A pointer to a zero-terminated constant."""
@@ -178,7 +178,7 @@ class Function:
         self.line(f"call void @{name}({', '.join(map(str, args))})")
 
     def _call_per_lane(self, name: str, returns: str, args: Sequence[Val]) -> Val:
-        """A library function knows no vectors: one call per lane."""
+        """Library functions take scalars: one call per lane."""
         args = self.alike(*args)
         count, scalar = args[0].count, lane_type(returns)
         result = Val(vector(scalar, count), "poison")
@@ -279,19 +279,19 @@ class Function:
             name = f"llvm.masked.scatter.{mangled(value.type)}.v{count}p0"
         self.call(name, "void", value, where, integer(size, "i32"), self._on(count))
 
-    def fetch(self, pointer: Val, ahead: int) -> None:
-        """Have a processor fetch what lies `ahead` bytes behind a vector, for L2.
+    def prefetch(self, pointer: Val, distance: int) -> None:
+        """Prefetch what is `distance` bytes past a vector, into L2.
 
-        An address that does not exist is ignored.
+        An address that is not mapped is ignored.
         """
         if isinstance(pointer, Pointers) and pointer.step == 1:
-            place = self.element(pointer.base, "i8", integer(ahead))
+            place = self.element(pointer.base, "i8", integer(distance))
             self._prefetch(place, writes=0, nearness=2)
 
-    def fetch_for_writing(self, pointer: Val) -> None:
-        """Have a processor fetch the line of an address, to be written soon.
+    def prefetch_to_write(self, pointer: Val) -> None:
+        """Prefetch the cache line of an address that will be written soon.
 
-        An address that does not exist is ignored.
+        An address that is not mapped is ignored.
         """
         self._prefetch(pointer, writes=1, nearness=3)
 
@@ -476,7 +476,7 @@ class Function:
 
     @contextmanager
     def loop(self, count: Val, carries: Sequence[Val] = ()) -> Iterator["Loop"]:
-        """Runs the lines inside for index 0 up to `count`, handing values along.
+        """Runs the lines inside for index 0 up to `count`, with loop-carried values.
 
         The body sets `loop.carries` to the values for the next round; after the loop
         `loop.carries` holds the last ones.
@@ -515,7 +515,7 @@ class Function:
             ]
 
     def open_phis(self, types: Sequence[str]) -> list[tuple[Val, int]]:
-        """Values of phis whose arms are not known yet; `close_phi` names them."""
+        """Values of phis whose incoming values are not known yet: see `close_phi`."""
         opened = []
         for type in types:
             opened.append((Val(type, self._fresh("p")), len(self.lines)))

@@ -1,8 +1,8 @@
 """Control flow: for, while, cond.
 
-Scalars go along as phis. A carried tile has one buffer for the whole loop: the body
-reads it, and what the body yields is stored there at the end of each round, or right
-where it is computed if nothing reads the old value any more.
+Carried scalars are phis. A carried tile has one buffer for the whole loop: the body
+reads it, and what the body yields is stored there at the end of each round, or
+computed there directly if nothing reads the old value any more.
 """
 
 from collections.abc import Sequence
@@ -167,8 +167,8 @@ def _store_carries(
 ) -> None:
     """Store what the body yields as if all at once.
 
-    A yield goes straight to its place if no other yield reads that place and it itself
-    reads there only the element it replaces; the others wait in buffers.
+    A yield is stored directly if no other yield reads its target and it itself reads
+    there only the element it replaces; the others go through temporary buffers.
     """
     pairs = [
         (place.buffer, value)

@@ -95,7 +95,7 @@ def _exp_by_scaling(f: Function, x: Val) -> Val:
     # Far outside, x - n log(2) would lose all digits. NaN passes both selects.
     for test, bound in (("fcmp olt", -200.0), ("fcmp ogt", 200.0)):
         x = f.select(f.compare(test, x, number(bound)), number(bound), x)
-    # Adding and taking away a number without binary places rounds.
+    # Adding and subtracting a number without fraction bits rounds.
     n = f.intrinsic("fma", x, number(_LOG2_E), number(_ROUNDS))
     n = f.binary("fsub", n, number(_ROUNDS))
     r = f.intrinsic("fma", n, number(-_LN2_HIGH), x)
@@ -116,7 +116,7 @@ _EXP2 = (
 
 
 def _exp2_by_scaling(f: Function, x: Val) -> Val:
-    """exp2 with an instruction that takes whole numbers away; of inf it leaves zero."""
+    """exp2 with an instruction that subtracts the integer part; zero for inf."""
     r = _of_16(f, "reduce", x, integer(0, "i32"))  # to the nearest whole number
     return _scaled(f, _horner(f, r, _EXP2), f.binary("fsub", x, r))
 

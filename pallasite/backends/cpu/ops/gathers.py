@@ -2,7 +2,7 @@
 
 A gather is a formula: each element finds its place in the operand. A scatter copies the
 operand and then changes one element after another. Starts are clamped so that a slice
-lies inside; with mode "fill" slices that do not are filled, or dropped.
+is inside; with mode "fill" slices that are not are filled, or dropped.
 """
 
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ def _is_plain(access: Access) -> bool:
 
 
 def _start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
-    """Where a box begins along one dimension, moved so that it lies inside."""
+    """Where a box begins along one dimension, clamped so that it is inside."""
     if operand is None:
         return integer(entry.start or 0)
     extent = entry.extent if isinstance(entry, Span) else 1
@@ -96,7 +96,7 @@ def places(e: Emitter, ref: Ref, access: Access) -> Place:
 
 
 def _masked_start(e: Emitter, entry: At | Span, operand: Value | None, n: int) -> Val:
-    """Where a masked box begins: as far outside as makes a difference."""
+    """Where a masked box begins, clamped to just past either end."""
     if operand is None:
         return integer(entry.start or 0)
     extent = entry.extent if isinstance(entry, Span) else 1
@@ -132,7 +132,7 @@ def emit_load(e: Emitter, op: Op) -> None:
 def _settle_indices(e: Emitter, access: Access) -> None:
     """Index tiles are read once per element of the spans: store them first.
 
-    Not those of a block outside, of which nobody would find the copy again.
+    Not tiles of an outer block: their copy would not be found again.
     """
     for tile in e.tiles_of(access.index_operands):
         if tile.scope == e.scope.number:
@@ -201,7 +201,7 @@ def emit_atomic(e: Emitter, op: Op) -> None:
         where, touched = place(indices)
         touched = _allowed(e, access, indices, touched)
         update = lambda old, i=indices: _updated(e, op, access, old, i)
-        # What is reached one by one no other thread changes: see `parallel_units.py`.
+        # No other thread changes a ref accessed one by one: see `parallel_units.py`.
         if ref.root in e.shared_roots and ref.buffer is not None:
             address = ref.buffer.address(e.f, ref.dtype, where)
             old = atomics.update(e.f, ref.dtype, address, touched, update)
@@ -249,8 +249,8 @@ def emit_transpose_view(e: Emitter, op: Op) -> None:
     ref, perm, shape = e.ref(op.operands[0]), op.attrs["perm"], op.result.ref.shape
     if ref.buffer is None:
         order = [perm.index(d) for d in range(len(perm))]
-        turn = lambda indices: [indices[d] for d in order]
-        e.define(op.result, ref.moved(e.f, shape, turn))
+        permute = lambda indices: [indices[d] for d in order]
+        e.define(op.result, ref.moved(e.f, shape, permute))
         return
     strides = tuple(ref.buffer.strides[d] for d in perm)
     buffer = Buffer(ref.buffer.pointer, strides, ref.root)
@@ -320,7 +320,7 @@ def emit_sem_signal(e: Emitter, op: Op) -> None:
 
 
 def emit_sem_wait(e: Emitter, op: Op) -> None:
-    """Nobody else could signal meanwhile: only the count changes."""
+    """No other thread could signal meanwhile: only the count changes."""
     _count(e, e.ref(op.operands[0]), "sub", e.scalar(op.operands[1]))
 
 

@@ -1,6 +1,6 @@
 """pipeline: the grid as nested loops, and each window as a view of main memory.
 
-A window whose block lies inside the array is pointer and strides; nothing is copied.
+A window whose block is inside the array is pointer and strides; nothing is copied.
 A block that hangs over the edge is copied to the arena before the body and, if the body
 writes it, its part inside the array is copied back after it. `parallel_units.py` says
 which programs may run at once; the others run one by one, in grid order.
@@ -60,12 +60,13 @@ def emit_pipeline(e: Emitter, op: Op) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """What is known about a window before the grid runs.
 
-    A block that may hang over the edge is copied to `room` and back, unless other code
-    of the same program sees the same memory: then its elements are reached one by one,
-    or two windows that move together share a copy (the `twin` is the first of them).
+    A block that may hang over the edge is copied to the buffer `copy` and back, unless
+    other code of the same program sees the same memory: then its elements are accessed
+    one by one, or windows that always show the same block share a copy (the `twin` is
+    the first of them).
     """
 
     array: Ref
@@ -74,10 +75,10 @@ class Plan:
     forms: list[Form]  # what the index map yields, before it is clamped
     fits: list[bool]  # per dimension: no block of the grid hangs over the edge
     written: bool
-    regrouped: bool = False  # some view needs it without gaps
+    regrouped: bool = False  # some view needs it contiguous
     twin: int | None = None
     one_by_one: bool = False
-    room: Buffer | None = None  # arena memory for copies of the block
+    copy: Buffer | None = None  # arena memory for copies of the block
 
     @property
     def may_be_copied(self) -> bool:
@@ -88,10 +89,10 @@ class Plan:
         return self.regrouped or self.array.buffer is None
 
 
-def _plans(e: Emitter, op: Op) -> list[Plan]:
+def _plans(e: Emitter, op: Op) -> list[WindowPlan]:
     pipeline = Pipeline.of(op)
     regrouped = flattened_refs(pipeline.body)
-    plans: list[Plan] = []
+    plans: list[WindowPlan] = []
     for (_, written), (array, window, index_map, block) in zip(
         window_refs(op), pipeline.shown, strict=True
     ):
@@ -103,7 +104,7 @@ def _plans(e: Emitter, op: Op) -> list[Plan]:
             for dim, n, fact in zip(window.dims, ref.shape, facts, strict=True)
         ]
         plans.append(
-            Plan(ref, window, index_map, forms, fits, written, block in regrouped)
+            WindowPlan(ref, window, index_map, forms, fits, written, block in regrouped)
         )
     seen_elsewhere = _direct_roots(e, op)
     return [_placed(e, plans, n, seen_elsewhere) for n in range(len(plans))]
@@ -120,9 +121,9 @@ def _direct_roots(e: Emitter, op: Op) -> set[Root]:
 
 
 def _placed(
-    e: Emitter, plans: Sequence[Plan], number: int, seen_elsewhere: set[Root]
-) -> Plan:
-    """Decide how the block is reached where it is not a plain view."""
+    e: Emitter, plans: Sequence[WindowPlan], number: int, seen_elsewhere: set[Root]
+) -> WindowPlan:
+    """Decide how the block is accessed where it is not a plain view."""
     plan = plans[number]
     root = plan.array.root
     group = [n for n, other in enumerate(plans) if other.array.root is root]
@@ -133,7 +134,7 @@ def _placed(
     alone = root not in seen_elsewhere
     together = alone and _move_together(e, [plans[n] for n in group])
     if shared and changes and together:
-        # They share what one of them needs.
+        # They share one copy, which must do for all of them.
         plan = replace(plan, regrouped=any(plans[n].regrouped for n in group))
     if not plan.may_be_copied:
         return plan
@@ -141,18 +142,18 @@ def _placed(
         # What is written outside is dropped, and the fill value is read there again.
         return replace(plan, one_by_one=True)
     if not shared or not changes:
-        room = e.temporary(plan.window.block_shape, plan.array.dtype)
-        return replace(plan, room=room)
+        copy = e.temporary(plan.window.block_shape, plan.array.dtype)
+        return replace(plan, copy=copy)
     if together:
         first = group[0]
         if number != first:
             return replace(plan, twin=first)
-        room = e.temporary(plan.window.block_shape, plan.array.dtype)
-        return replace(plan, room=room)
+        copy = e.temporary(plan.window.block_shape, plan.array.dtype)
+        return replace(plan, copy=copy)
     return replace(plan, one_by_one=True)
 
 
-def _move_together(e: Emitter, plans: Sequence[Plan]) -> bool:
+def _move_together(e: Emitter, plans: Sequence[WindowPlan]) -> bool:
     """Do the windows, all of one memory, show the same block at every step?"""
     first = plans[0]
     arrays = {plan.array for plan in plans}
@@ -203,14 +204,14 @@ class OpenWindow:
     """A window at one step: what the body sees, and where it came from."""
 
     ref: Ref
-    plan: Plan
+    plan: WindowPlan
     extents: list[Extent]
     is_view: Val
 
     def copy_back(self, e: Emitter) -> None:
-        """Store the part of a copied block that lies in the array."""
-        array, room = self.plan.array, self.plan.room
-        if room is None or 0 in array.shape:
+        """Store the part of a copied block that is in the array."""
+        array, copy = self.plan.array, self.plan.copy
+        if copy is None or 0 in array.shape:
             return
         f, extents = e.f, self.extents
         with f.when(f.negate(self.is_view)):
@@ -220,14 +221,14 @@ class OpenWindow:
                 places = [
                     f.add(x.start, i) for x, i in zip(extents, inside, strict=True)
                 ]
-                source = Ref(self.ref.shape, array.dtype, room)
+                source = Ref(self.ref.shape, array.dtype, copy)
                 bits = source.read_bits(f, _kept(extents, inside))
                 array.write_bits(f, places, bits)
 
 
-def open_window(e: Emitter, plan: Plan, ids: Sequence[Val]) -> OpenWindow:
+def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
     """Place the block for one program; copies it if it is not wholly in the array."""
-    f, array, window, room = e.f, plan.array, plan.window, plan.room
+    f, array, window, copy = e.f, plan.array, plan.window, plan.copy
     with e.block(plan.index_map, ids) as yields:
         numbers = iter([f.convert("sext", _register(y), "i64") for y in yields])
         extents = [
@@ -237,19 +238,19 @@ def open_window(e: Emitter, plan: Plan, ids: Sequence[Val]) -> OpenWindow:
     if plan.one_by_one:
         return OpenWindow(_edge_ref(f, plan, extents), plan, extents, TRUE)
     is_view = FALSE if plan.always_copied else TRUE
-    if room is not None:
+    if copy is not None:
         for extent in extents:
             is_view = f.both(is_view, extent.is_inside(f))
-    buffer = _choose(f, array, extents, room, is_view)
-    if room is not None:
+    buffer = _choose(f, array, extents, copy, is_view)
+    if copy is not None:
         with f.when(f.negate(is_view)):
-            _copy_in(f, array, window, extents, room)
+            _copy_in(f, array, window, extents, copy)
     ref = Ref(window.block_shape, array.dtype, buffer)
     return OpenWindow(ref, plan, extents, is_view)
 
 
-def _edge_ref(f: Function, plan: Plan, extents: list[Extent]) -> Ref:
-    """A block reached through its array, element by element."""
+def _edge_ref(f: Function, plan: WindowPlan, extents: list[Extent]) -> Ref:
+    """A block accessed through its array, element by element."""
     array, window = plan.array, plan.window
 
     def place(indices: Indices) -> tuple[list[Val], Val]:
@@ -279,9 +280,9 @@ def _register(meaning: object) -> Val:
 def _extent(
     f: Function, dim: BlockDim, n: int, fits: bool, numbers: Iterator[Val]
 ) -> Extent:
-    """Where a block lies along one dimension, from what the index map yields.
+    """The position of a block along one dimension, from what the index map yields.
 
-    That is the number of a block there is: `place_windows` has seen to it.
+    That is a valid block number: `place_windows` has clamped it.
     """
     zero, size = integer(0), integer(dim.size)
     index = next(numbers)
@@ -302,30 +303,30 @@ def _extent(
 
 
 def _choose(
-    f: Function, array: Ref, extents: list[Extent], room: Buffer | None, is_view: Val
+    f: Function, array: Ref, extents: list[Extent], copy: Buffer | None, is_view: Val
 ) -> Buffer:
-    """The block's memory: part of the array, or the room it was copied to."""
+    """The block's memory: part of the array, or the copy."""
     if array.buffer is None:
-        assert room is not None, "always copied, for it has no place of its own"
-        return Buffer(room.pointer, room.strides, array.root)
+        assert copy is not None, "always copied, as it has no address"
+        return Buffer(copy.pointer, copy.strides, array.root)
     strides = array.buffer.strides
     offset = f.inner([extent.start for extent in extents], strides)
     pointer = f.element(array.buffer.pointer, scalars.memory(array.dtype), offset)
     strides = _kept(extents, strides)
-    if room is not None:
-        pointer = f.select(is_view, pointer, room.pointer)
-        both = zip(strides, room.strides, strict=True)
+    if copy is not None:
+        pointer = f.select(is_view, pointer, copy.pointer)
+        both = zip(strides, copy.strides, strict=True)
         strides = [f.select(is_view, there, here) for there, here in both]
     return Buffer(pointer, tuple(strides), array.root)
 
 
 def _copy_in(
-    f: Function, array: Ref, window: Window, extents: list[Extent], room: Buffer
+    f: Function, array: Ref, window: Window, extents: list[Extent], copy: Buffer
 ) -> None:
-    """Copy a block; what lies outside the array becomes the fill value, or zero."""
+    """Copy a block; elements outside the array become the fill value, or zero."""
     dtype = array.dtype
     outside = scalars.constant(window.fill or 0, dtype)
-    target = Ref(window.block_shape, dtype, room)
+    target = Ref(window.block_shape, dtype, copy)
     with f.nest([extent.size for extent in extents]) as steps:
         value = outside
         if 0 not in array.shape:

@@ -1,7 +1,7 @@
 """Reductions and scans: reduce, scan.
 
 Along the last dimension several vectors of running values are kept side by side; along
-others each lane is a result of its own. Narrow floats are summed in f32.
+other dimensions each lane is a separate result. Narrow floats are summed in f32.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from pallasite.ir.nodes import Op
 from pallasite.ir.types import F32, DType
 from pallasite.ops.neutral import neutral
 
-_MANY_ROWS = 128  # so many are walked in memory order instead of column by column
+_MANY_ROWS = 128  # from here on rows are walked in memory order, not by columns
 _SHORT_ROW = 16  # vectors, up to which their last steps are worth taking together
 _COMBINE = {"sum": "add", "prod": "mul"}  # the others are named as their op
 
@@ -38,7 +38,7 @@ def combine(f: Function, kind: str, dtype: DType, a: Val, b: Val) -> Val:
 
 
 def identity(kind: str, dtype: DType) -> Val:
-    """The value that changes nothing."""
+    """The neutral element."""
     return scalars.constant(neutral(kind, dtype), dtype)
 
 
@@ -67,15 +67,19 @@ def emit_reduce(e: Emitter, op: Op) -> None:
         if order is None:
             _reduce(e, op, tile, list(range(len(tile.shape))))
             return
-        turned = tiles.transpose(e.f, tile, order)
-        turned = replace(turned, scope=tile.scope, last=tile.last, keep=tile.keep)
-        _reduce(e, op, turned, order)
-    if tile.buffer is None and turned.buffer is not None:  # it was stored on the way
-        tile.source = tiles.transpose(e.f, turned, _inverse(order)).source
+        transposed = tiles.transpose(e.f, tile, order)
+        transposed = replace(
+            transposed, scope=tile.scope, last=tile.last, keep=tile.keep
+        )
+        _reduce(e, op, transposed, order)
+    if (
+        tile.buffer is None and transposed.buffer is not None
+    ):  # it was stored on the way
+        tile.source = tiles.transpose(e.f, transposed, _inverse(order)).source
 
 
 def _lanes_along(tile: Tile) -> int | None:
-    """The dimension to reduce several elements of at once, as they lie in memory."""
+    """The dimension along which to vectorise, given the layout in memory."""
     last = vector_loops.vector_dim(tile.shape)
     views = [t.buffer for t in tile.pointwise_sources() if t.buffer is not None]
     if last is None or any(view.strides[last].constant == 1 for view in views):
@@ -109,7 +113,7 @@ def _reduce(e: Emitter, op: Op, tile: Tile, order: list[int]) -> None:
 
 
 class _Reduction:
-    """One reduce op. A tile that others need too is stored as its elements pass."""
+    """One reduce op. A tile that other ops use too is stored while it is reduced."""
 
     def __init__(
         self,
@@ -164,16 +168,17 @@ class _Reduction:
         full = self.tile.shape[self.along] // count
         type = vector_loops.vector(scalars.register(running), count)
         held = F32 if scalars.is_narrow(running) else running  # as in registers
-        room = e.temporary((count, count), held).pointer
+        lanes_memory = e.temporary((count, count), held).pointer
         with f.nest([*shape[:-1], shape[-1] // count]) as (*outer, group):
             first = f.mul(group, integer(count))
             with f.loop(integer(count)) as loop:
                 row = [*outer, f.add(first, loop.index)]
                 places = dict(zip(self.kept, row, strict=True))
                 lanes = self._fold(places).lanes_of(full)
-                f.store(lanes, f.element(room, type, loop.index))
+                f.store(lanes, f.element(lanes_memory, type, loop.index))
             rows = [
-                f.load(type, f.element(room, type, integer(k))) for k in range(count)
+                f.load(type, f.element(lanes_memory, type, integer(k)))
+                for k in range(count)
             ]
             total = vector_loops.reduce_each(f, rows, self._joined)
             total = self._joined(f.splat(identity(self.kind, running), count), total)
@@ -266,7 +271,7 @@ class _Scan:
         self.start = identity(kind, self.running)
 
     def along_lanes(self, axis: int) -> None:
-        """Vectors are scanned in themselves, and go on where the one before ended."""
+        """Each vector is scanned in registers, from the last value of the previous."""
         f, shape, count = self.e.f, self.tile.shape, vector_loops.width()
         full, rest = divmod(shape[axis], count)
         with f.nest(shape[:axis]) as outer:
@@ -292,14 +297,14 @@ class _Scan:
             x = f.select(f.mask, x, self.start)
         distance = 1
         while distance < count:
-            moved = vector_loops.moved(f, x, distance, self.start, self.reverse)
+            moved = vector_loops.shifted(f, x, distance, self.start, self.reverse)
             x, distance = self._joined(moved, x), 2 * distance
         x = self._joined(total, x)
         self._store(indices, x)
         return f.lane(x, 0 if self.reverse else count - 1)
 
     def across_lanes(self, axis: int) -> None:
-        """Lanes are scans of their own; rows are walked in the order of memory."""
+        """Each lane is a separate scan; rows are walked in memory order."""
         e, f, shape = self.e, self.e.f, self.tile.shape
         row, running = shape[axis + 1 :], self.running
         totals = e.temporary(row, running)

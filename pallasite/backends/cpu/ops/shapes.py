@@ -1,7 +1,7 @@
 """Ops that make or rearrange tiles: constant, iota, broadcast, reshape, slices, pad.
 
-Most only describe where an element comes from and cost nothing. What is joined of parts
-(concatenate, pad) is stored part by part, where it is to be if that is all it is for.
+Most only describe where an element comes from and cost nothing. A concatenation
+(concatenate, pad) is stored part by part, in its destination if it is only stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def emit_reshape(e: Emitter, op: Op) -> None:
 
 
 def emit_transpose(e: Emitter, op: Op) -> None:
-    """A view; what is still to be computed from memory is computed in its own order."""
+    """A view; a formula over memory is first evaluated in its own order."""
     tile, perm = e.as_tile(op.operands[0]), op.attrs["perm"]
     if tiles.moves_lanes(tile.shape, perm) and tile.comes_from_memory:
         tile = e.stored(tile)
@@ -78,7 +78,7 @@ def emit_dynamic_slice(e: Emitter, op: Op) -> None:
 def clamped_starts(
     e: Emitter, shape: tuple[int, ...], sizes: tuple[int, ...], starts: list[Value]
 ) -> list[Val]:
-    """Starts moved so that the slice lies inside, as lax.dynamic_slice does."""
+    """Starts clamped so that the slice is inside, as lax.dynamic_slice does."""
     zero = integer(0)
     return [
         e.f.clamp(e.index(start), zero, integer(n - size))
@@ -151,7 +151,7 @@ def _padded(
 def _border(
     shape: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Boxes that cover all but an inner one: before and behind it, in each dimension.
+    """Boxes that cover all but an inner one: before and after it, in each dimension.
 
     Dimensions before that are already within the inner box's bounds.
     """

@@ -2,8 +2,8 @@
 
 Beside the keys the network moves only places: the last key, which makes the order total
 and the sort stable, and at the end what says where the operands' elements are. Steps
-between the lanes of a vector are taken in registers, as many of them as follow each
-other; the others meet two vectors in memory.
+between the lanes of a vector are taken in registers, several in a row; the others
+exchange two vectors in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ class Network:
             scalars.store(self.f, dtype, value, x.address(self.f, dtype, [lanes]))
 
     def _store_last(self) -> None:
-        """Behind the row's end, what sorts last: of equal keys the places decide."""
+        """Past the row's end, keys that sort last: ties are broken by place."""
         f, full = self.f, self.n // self.count
         with f.loop(integer(self.size // self.count - full)) as loop:
             first = f.mul(f.add(integer(full), loop.index), integer(self.count))

@@ -1,9 +1,9 @@
 """top_k: a row is read once, beside a list of the largest elements so far.
 
 Most elements are no larger than the last of the list, and a vector of them is passed
-over by one comparison. What is larger is put in its place and moves those behind it: of
-random rows k * log(n / k) elements or so. A sample of the row is looked at before the
-rest, so that of rows that rise it is not all of them. Where many are asked for, all are
+over by one comparison. A larger one is inserted and shifts those after it: about
+k * log(n / k) insertions for random rows. A sample of the row is looked at before the
+rest, so that an ascending row does not insert every element. For large k all are
 sorted.
 """
 
@@ -20,12 +20,12 @@ from pallasite.backends.cpu.tiles.tiles import Buffer, Tile
 from pallasite.ir.nodes import Op
 from pallasite.ir.types import I32, I64, DType
 
-# A longer list, or one of more than this part of a row, costs more than to sort.
+# A longer list, or one of more than 1 / PART of a row, costs more than sorting.
 MOST, PART = 256, 16
 
 
 def has_top_k(op: Op) -> bool:
-    """Whether the op is written as here; of other types its decomposition makes it."""
+    """Whether the op is native; other types are decomposed."""
     return op.operands[0].tile.dtype in (I32, I64)
 
 
@@ -76,10 +76,10 @@ class _Largest:
         self.least = integer(-1 << (dtype.bits - 1), scalars.register(dtype))
 
     def _list_of(self, dtype: DType) -> Buffer:
-        """A vector more lies before it: what is before the first never moves."""
+        """Memory of a list, with one vector of padding before it."""
         size = (self.vectors + 1) * self.count
-        room, type = self.e.temporary((size,), dtype), scalars.memory(dtype)
-        first = self.e.f.element(room.pointer, type, integer(self.count))
+        memory, type = self.e.temporary((size,), dtype), scalars.memory(dtype)
+        first = self.e.f.element(memory.pointer, type, integer(self.count))
         return Buffer(first, (integer(1),))
 
     def look_through(self, at: Callable[[Val], Val], n: int) -> None:
@@ -102,23 +102,23 @@ class _Largest:
                 x = x if f.mask is None else f.select(f.mask, x, self.least)
             self._insert_larger(x, integer(start))
 
-    def _sample_first(self, turn: Val, vectors: int) -> Val:
-        """The vector that has its turn: the first of each group, then the others.
+    def _sample_first(self, step: Val, vectors: int) -> Val:
+        """The vector to look at next: the first of each group, then the others.
 
-        Of a row that rises, the sample and the groups of the largest are inserted.
+        Of an ascending row, the sample and the groups of the largest are inserted.
         """
         f, size = self.e.f, isqrt(vectors * self.count // (self.k + self.count))
         if size < 2:
-            return turn
+            return step
         groups = integer(vectors // size)
-        others = f.sub(turn, groups)
+        others = f.sub(step, groups)
         left_out = f.add(f.binary("udiv", others, integer(size - 1)), integer(1))
         number = f.add(others, f.least(left_out, groups))
-        sampled = f.compare("icmp slt", turn, groups)
-        return f.select(sampled, f.mul(turn, integer(size)), number)
+        sampled = f.compare("icmp slt", step, groups)
+        return f.select(sampled, f.mul(step, integer(size)), number)
 
     def _clear(self) -> None:
-        """Places after all others, so that even the least element goes before."""
+        """Places after all others, so that even the least element comes before them."""
         bits, size = self.dtype.bits, self.vectors * self.count
         greatest = integer((1 << (bits - 1)) - 1, scalars.register(self.dtype))
         start = [(self.keys, self.dtype, self.least, greatest)]
@@ -156,23 +156,23 @@ class _Largest:
     def _larger(self, x: Val, first: Val) -> Val:
         """The lanes that come before the last of the list, as bits.
 
-        Equal ones do if the last is from a vector behind them. One of this vector is
-        from a lane that has had its turn.
+        Equal ones do if the last is from a later vector. If it is from this vector, its
+        lane has already been inserted.
         """
         f, count = self.e.f, x.count
         key, place = self.found(integer(self.k - 1))
-        behind = f.add(first, integer(count - 1))
-        is_behind = f.compare("icmp sgt", f.convert("sext", place, "i64"), behind)
+        vector_end = f.add(first, integer(count - 1))
+        is_later = f.compare("icmp sgt", f.convert("sext", place, "i64"), vector_end)
         larger, equal_too = (
             f.pure(
                 f"i{count}", f"bitcast {f.compare(f'icmp {test}', x, key)} to i{count}"
             )
             for test in ("sgt", "sge")
         )
-        return f.select(is_behind, equal_too, larger)
+        return f.select(is_later, equal_too, larger)
 
     def _insert(self, key: Val, place: Val) -> None:
-        """Put one element in its place; those behind it move from the end on."""
+        """Insert one element; those after it are shifted, from the end on."""
         f, count = self.e.f, integer(self.count)
         place = f.convert("trunc", place, "i32")
         with f.loop(integer(self.vectors)) as loop:
@@ -180,10 +180,10 @@ class _Largest:
             first = f.mul(number, count)
             starts = first, f.sub(first, count)
             here, above = (self.found(Lanes(n, self.count)) for n in starts)
-            # Loaded one by one from where two vectors meet, they would have to wait
-            # for the stores of the insertion before.
+            # Loaded across the border of two vectors, they would have to wait for the
+            # stores of the previous insertion.
             before = [
-                vector_loops.moved(f, x, 1, last, down=False)
+                vector_loops.shifted(f, x, 1, last, down=False)
                 for x, last in zip(here, above, strict=True)
             ]
             stays = self._is_before(here, key, place)

@@ -1,7 +1,7 @@
 """The plan of the arena: one piece of memory per call for temporaries and scratch.
 
-Offsets are given out and taken back while the code is written, so buffers that are
-never needed together share memory and the size is known when the code is complete.
+Offsets are allocated and freed while the code is written, so buffers whose lifetimes
+do not overlap share memory and the size is known when the code is complete.
 """
 
 ALIGNMENT = 64  # a cache line, and the widest vector

@@ -14,17 +14,17 @@ from pallasite.ir.types import DType
 
 Indices = Sequence[Val]
 
-# While a vector of an array is computed with, what lies so far behind it is fetched.
-# Rows often end where pages do, and there the processor stops fetching by itself.
-FETCH_AHEAD_BYTES = 16 << 10
+# Distance of prefetches past the vector being read. Rows often end at a page boundary,
+# where hardware prefetching stops.
+PREFETCH_DISTANCE = 16 << 10  # bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Root:
-    """A piece of memory, for deciding whether two accesses may meet.
+    """One allocation, for deciding whether two accesses may alias.
 
     `mutable`: some code may write it between a load and the use of what was loaded.
-    `is_array`: it is one of the caller's arrays, most of which may be far away.
+    `is_array`: it is one of the caller's arrays, which may not be in any cache.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Buffer:
         address = self.address(f, dtype, indices)
         repeats = any(stride.constant == 0 for stride in self.strides)
         if self.root is not None and self.root.is_array and not repeats:
-            f.fetch(address, FETCH_AHEAD_BYTES)
+            f.prefetch(address, PREFETCH_DISTANCE)
         return scalars.load(f, dtype, address)
 
 
@@ -60,8 +60,8 @@ class Formula:
     `pointwise`: element i needs only the operands' elements i. `free`: costs next to
     nothing and reads no memory (constants, iotas), so it is never worth a buffer.
     `regrouped`: the only operand's elements in the same order, in another shape.
-    `starts`: where in it its operands begin, if it is made by laying them next to each
-    other; then it is only ever stored, an operand at a time.
+    `starts`: where its operands begin, if it is their concatenation; such a tile is
+    only ever stored, an operand at a time.
     """
 
     element: Callable[[Indices], Val]
@@ -70,7 +70,7 @@ class Formula:
     free: bool = False
     regrouped: bool = False
     starts: tuple[tuple[int, ...], ...] = ()
-    depth: int = 1  # how many formulas lie between an element and memory
+    depth: int = 1  # number of formulas between an element and memory
 
 
 @dataclass(eq=False)
@@ -81,8 +81,8 @@ class Tile:
     dtype: DType
     source: Buffer | Formula
     scope: int = -1  # the block it belongs to; only there may it be forced in place
-    last: int = -1  # position in that block after which nobody needs it
-    keep: bool = False  # whoever evaluates all of it first should store it
+    last: int = -1  # position of its last use in that block
+    keep: bool = False  # the first op that evaluates all of it should store it
     _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # of one moment
 
     @property
@@ -95,7 +95,7 @@ class Tile:
 
     @property
     def parts(self) -> list[tuple[tuple[int, ...], "Tile"]]:
-        """Of a tile made of others next to each other: where each begins, and it."""
+        """The parts of a concatenation, each with its start; empty for other tiles."""
         if not isinstance(self.source, Formula) or not self.source.starts:
             return []
         return list(zip(self.source.starts, self.source.operands, strict=True))
@@ -169,7 +169,7 @@ class Tile:
         )
 
     def _reaches(self, root: Root | None, known: dict["Tile", bool]) -> bool:
-        """Do its elements come from that memory? `known`: the same of what it is of."""
+        """Do its elements come from that memory? `known`: answers for its operands."""
         if self not in known:
             if isinstance(self.source, Buffer):
                 known[self] = root is not None and self.source.root is root
@@ -187,7 +187,7 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Through:
-    """Elements of `root` reached one by one, where no pointer and strides say how."""
+    """Elements of `root` accessed one by one, where pointer and strides do not do."""
 
     root: Root
     read: Callable[[Indices], Val]
@@ -196,7 +196,7 @@ class Through:
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A window onto memory: what a value of ref type stands for."""
+    """A view of memory: what a value of ref type stands for."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -290,7 +290,7 @@ def joined(
     dtype: DType,
     parts: Sequence[tuple[Sequence[int], Tile]],
 ) -> Tile:
-    """Tiles next to each other, each from its start on; those without elements go."""
+    """A concatenation of tiles, each from its start on; empty ones are dropped."""
     parts = [(start, part) for start, part in parts if 0 not in part.shape]
     if not parts:
         return splat(shape, dtype, scalars.zero(dtype))
@@ -326,13 +326,13 @@ def transpose(f: Function, tile: Tile, perm: Sequence[int]) -> Tile:
 
 
 def moves_lanes(shape: Sequence[int], perm: Sequence[int]) -> bool:
-    """Does a transpose put another dimension's elements next to each other?"""
+    """Does a transpose make another dimension the contiguous one?"""
     before, after = ([d for d in dims if shape[d] > 1] for dims in (sorted(perm), perm))
     return before[-1:] != after[-1:]
 
 
 def lanes_last(shape: Sequence[int], along: int | None) -> list[int] | None:
-    """The dimensions with `along` moved behind all others; None if nothing changes."""
+    """The dimensions with `along` moved last; None if that changes nothing."""
     if along is None or all(n == 1 for n in shape[along + 1 :]):
         return None
     return [*(d for d in range(len(shape)) if d != along), along]
@@ -382,7 +382,7 @@ def cut(
 def _cut_parts(
     f: Function, tile: Tile, shape: Sequence[int], first: Sequence[int]
 ) -> Tile:
-    """What a box with steps of one has of each part."""
+    """The intersection of a box (steps of one) with each part."""
     found = []
     for starts, part in tile.parts:
         spans = list(zip(starts, part.shape, first, shape, strict=True))
@@ -413,7 +413,7 @@ def reshape(f: Function, tile: Tile, shape: Sequence[int]) -> Tile:
 
 
 def ungrouped(f: Function, tile: Tile, target: Buffer) -> tuple[Tile, Buffer] | None:
-    """Where to store which tile instead, so that no index is taken apart."""
+    """An equivalent store (tile and target) that needs no division of indices."""
     if not isinstance(tile.source, Formula) or not tile.source.regrouped:
         return None
     (inner,) = tile.source.operands
@@ -431,7 +431,7 @@ def reshape_strides(
         return list(row_major(new))
     source = [(n, s) for n, s in zip(old, strides, strict=True) if n != 1]
     result: list[Val] = []
-    place, size, stride = len(source), 1, integer(1)  # what is left of one old run
+    place, size, stride = len(source), 1, integer(1)  # the rest of one old run
     for n in reversed(new):
         if n == 1:
             result.append(stride)

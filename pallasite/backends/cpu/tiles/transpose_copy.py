@@ -1,9 +1,9 @@
-"""Moves between views that are contiguous along different dimensions: transposes.
+"""Copies between views that are contiguous along different dimensions: transposes.
 
-Going along either dimension, reading or writing would touch a cache line for a single
-element. So squares are moved: lines of the source are loaded as vectors, turned in
-registers and stored as lines of the target. The code is a function per element width,
-whatever the shapes, and knows elements only as bits. `Emitter.fill` asks here first.
+A loop along either dimension would read or write a cache line for a single element. So
+squares are copied: lines of the source are loaded as vectors, transposed in registers
+and stored as lines of the target. The code is one function per element width, for any
+shape, and treats elements as bits. `Emitter.fill` tries this first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from pallasite.backends.cpu.tiles.tiles import Buffer
 from pallasite.ir.types import DType
 from pallasite.target import host
 
-SMALLEST = 4  # squares of fewer elements a side gain nothing
+SMALLEST = 4  # smaller squares gain nothing
 LARGEST = 16  # larger ones do not fit the registers
 BLOCK_BYTES = 128  # of a line, moved before the next lines are begun
 
 
 def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int | None:
-    """The dimension a view is contiguous along, if lanes `along` another would jump."""
+    """The contiguous dimension of a view, if lanes `along` another are strided."""
     if along is None or 0 in shape or buffer.strides[along].constant in (0, 1):
         return None
     if shape[along] < SMALLEST:
@@ -34,13 +34,13 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
 def turn(
     f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
 ) -> bool:
-    """Copy all elements by squares, if that is the way to do it."""
+    """Copy all elements by squares if that is faster; gives whether it did."""
     row = contiguous_dim(shape, target)
     column = runs_across(shape, source, row)
     if row is None or column is None or runs_across(shape, target, column) is None:
         return False
     bits = 8 * dtype.bytes
-    name = _turner(f.module, bits, _side(bits, shape[row], shape[column]))
+    name = _transposer(f.module, bits, _side(bits, shape[row], shape[column]))
     others = [1 if d in (row, column) else n for d, n in enumerate(shape)]
     with f.nest(others) as indices:
         f.call_defined(
@@ -56,7 +56,7 @@ def turn(
 
 
 def contiguous_dim(shape: Sequence[int], buffer: Buffer) -> int | None:
-    """The last dimension whose elements are neighbours in memory."""
+    """The last dimension that is contiguous in memory."""
     dims = [d for d, n in enumerate(shape) if n > 1]
     return next((d for d in reversed(dims) if buffer.strides[d].constant == 1), None)
 
@@ -71,11 +71,11 @@ def _power_within(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
-def _turner(module: Module, bits: int, side: int) -> str:
+def _transposer(module: Module, bits: int, side: int) -> str:
     """The name of the function, which is added to the module the first time.
 
-    It takes the source and the distance of its rows, the target and the distance of the
-    columns there, and how many rows and columns there are: no fewer than `side`.
+    It takes the source and its row stride, the target and its column stride, and the
+    numbers of rows and columns: at least `side`.
     """
     name = f"turn_i{bits}_{side}"
     if not module.defines(name):
@@ -104,7 +104,7 @@ def _emit(module: Module, name: str, type: str, side: int) -> None:
     ):
         here = vec.offset(f, source, type, f.add(f.mul(row, across), column))
         there = vec.offset(f, target, type, f.add(f.mul(column, down), row))
-        _move_square(f, side, type, here, across, there, down)
+        _transpose_square(f, side, type, here, across, there, down)
     f.line("ret void")
 
 
@@ -121,7 +121,7 @@ def _blocks(f: Function, n: Val, size: int) -> Iterator[tuple[Val, Val]]:
 def _squares(f: Function, first: Val, last: Val, side: int) -> Iterator[Val]:
     """Where squares from `first` to `last` begin.
 
-    The last one is moved back so that it ends there, and does some elements again.
+    The last one is moved back so that it ends there, and copies some elements again.
     """
     n = f.add(f.sub(last, first), integer(side - 1))
     with f.loop(f.binary("udiv", n, integer(side))) as loop:
@@ -129,7 +129,7 @@ def _squares(f: Function, first: Val, last: Val, side: int) -> Iterator[Val]:
         yield f.least(place, f.sub(last, integer(side)))
 
 
-def _move_square(
+def _transpose_square(
     f: Function,
     side: int,
     type: str,
@@ -143,6 +143,6 @@ def _move_square(
         vec.load(f, line, vec.offset(f, source, type, f.mul(across, integer(k))), align)
         for k in range(side)
     ]
-    for k, turned in enumerate(vec.transpose(f, lines)):
+    for k, column in enumerate(vec.transpose(f, lines)):
         place = vec.offset(f, target, type, f.mul(down, integer(k)))
-        vec.store(f, turned, place, align)
+        vec.store(f, column, place, align)
