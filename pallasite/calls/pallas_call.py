@@ -222,6 +222,16 @@ _WITHOUT_SYMBOLS = (
 )
 
 
+def _symbols(shape: Sequence[Any]) -> str:
+    """Which dimensions are no numbers (`jax.export`), in words; empty if all are."""
+    found = [
+        f"dimension {axis} is {size}"
+        for axis, size in enumerate(shape)
+        if not isinstance(size, (int, np.integer))
+    ]
+    return ", ".join(found)
+
+
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
     if (a is _NOT_GIVEN) == (b is _NOT_GIVEN):
         what = "one of" if a is _NOT_GIVEN else "only one of"
@@ -259,9 +269,9 @@ def _shape_of(leaf: Any, n: int, at: Any) -> Any:
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
-    if not all(isinstance(d, (int, np.integer)) for d in leaf.shape):
+    if symbols := _symbols(leaf.shape):
         raise UnsupportedError(
-            f"out_shape {n} has a symbolic shape",
+            f"out_shape {n} has a symbolic shape: {symbols}",
             [("shape", tuple(leaf.shape))],
             at,
             _WITHOUT_SYMBOLS,
@@ -310,9 +320,9 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             [("kernel", request.name)],
             request.at,
         ) from None
-    if not all(isinstance(d, int) for d in array.shape):
+    if symbols := _symbols(array.shape):
         raise UnsupportedError(
-            f"operand {n} has a symbolic shape",
+            f"operand {n} has a symbolic shape: {symbols}",
             [("kernel", request.name), ("shape", array.shape)],
             request.at,
             _WITHOUT_SYMBOLS,

@@ -8,8 +8,7 @@ a `%name` used above its definition or defined twice; the rest is the verifier's
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from pallasite.errors import ParseError
 from pallasite.ir.nodes import (
@@ -30,15 +29,19 @@ from pallasite.ir.types import DTYPES, DType, Layout, RefType, TileType, Type
 
 _Item = TypeVar("_Item")
 
+# One match per token, with the space and comments before it.
 _TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\n]+|//[^\n]*)
-    |(?P<value>%\w+)
+    r"""(?:[ \t\r\n]+|//[^\n]*)*
+    (?:(?P<value>%\w+)
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<number>-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)|-inf\b)
     |(?P<word>[A-Za-z_][\w.]*)
-    |(?P<mark>[{}()\[\]<>,:=+@])""",
+    |(?P<mark>[{}()\[\]<>,:=+@])
+    |(?P<end>\Z)
+    |(?P<unknown>.))""",
     re.VERBOSE | re.ASCII,
 )
+_LOC = re.compile(r'loc\("[^"\\\n]*":\d+(?: in "[^"\\\n]*")?\)')
 _NAMES: dict[str, Any] = {
     "True": True,
     "False": False,
@@ -62,9 +65,8 @@ def parse_kernel(text: str) -> Kernel:
     return kernel
 
 
-@dataclass(frozen=True)
-class _Token:
-    kind: str  # a group name of _TOKEN, or "end"
+class _Token(NamedTuple):
+    kind: str  # a group name of _TOKEN
     text: str
     position: int
 
@@ -76,31 +78,30 @@ class _Parser:
         self.source = text
         self.position = 0
         self.values: dict[str, Value] = {}
+        self.locs: dict[str, Loc] = {}
+        self.following: _Token | None = None  # the one after, if it was looked at
         self.token = self.next_token()
 
     # --- tokens ---
 
     def next_token(self) -> _Token:
-        while True:
-            if self.position >= len(self.source):
-                return _Token("end", "the end of the text", self.position)
-            match = _TOKEN.match(self.source, self.position)
-            if match is None:  # refused where it is used
-                return _Token("unknown", self.source[self.position], self.position)
-            self.position = match.end()
-            if match.lastgroup != "space":
-                return _Token(match.lastgroup or "", match.group(), match.start())
+        match = _TOKEN.match(self.source, self.position)
+        assert match is not None and match.lastgroup is not None  # "unknown" at least
+        self.position = match.end()
+        kind = match.lastgroup
+        text = match[kind] if kind != "end" else "the end of the text"
+        return _Token(kind, text, match.start(kind))
 
     def take(self) -> _Token:
-        token, self.token = self.token, self.next_token()
+        token, self.token = self.token, self.following or self.next_token()
+        self.following = None
         return token
 
     def peek(self) -> str:
         """The text of the token after the current one."""
-        saved = self.position
-        text = self.next_token().text
-        self.position = saved
-        return text
+        if self.following is None:
+            self.following = self.next_token()
+        return self.following.text
 
     def at(self, text: str) -> bool:
         return self.token.text == text and self.token.kind in ("mark", "word")
@@ -265,6 +266,18 @@ class _Parser:
     def loc(self) -> Loc | None:
         if not (self.at("loc") and self.peek() == "("):
             return None
+        # A kernel has many ops of few source lines: each line is read once.
+        printed = _LOC.match(self.source, self.token.position)
+        if printed is None:
+            return self.new_loc()
+        if printed[0] not in self.locs:
+            self.locs[printed[0]] = self.new_loc()
+        else:
+            self.position, self.following = printed.end(), None
+            self.token = self.next_token()
+        return self.locs[printed[0]]
+
+    def new_loc(self) -> Loc:
         self.take()
         self.expect("(")
         file = self.string()

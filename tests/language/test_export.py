@@ -129,6 +129,20 @@ def test_symbolic_arrays_are_refused_with_a_way_out():
         jax.export.export(jax.jit(double))(symbolic("n", 128))
 
 
+def test_symbolic_arrays_name_the_dimension():
+    def refused(out_shape, x):
+        call = lambda v: pl.pallas_call(double_kernel, out_shape=out_shape(v))(v)
+        with pytest.raises(UnsupportedError) as refusal:
+            jax.export.export(jax.jit(call))(x)
+        return str(refusal.value)
+
+    shape = "operand 0 has a symbolic shape: dimension 1 is n"
+    assert shape in refused(lambda _: X, symbolic(16, "n"))
+    grown = lambda v: jax.ShapeDtypeStruct((2 * v.shape[0], 128), jnp.float32)
+    shape = "out_shape 0 has a symbolic shape: dimension 0 is 2*n"
+    assert shape in refused(grown, symbolic("n", 128))
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_export_of_a_sharded_function():
     placed = put(X, mesh(2), "a")
