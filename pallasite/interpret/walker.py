@@ -110,7 +110,9 @@ class Walker:
             row = self.rows[op.name]
             if row.elementwise and op.name != "bitcast":
                 result = op.result.tile
-                results = (self.numbers.elementwise(row, operands, op.attrs, result),)
+                results = (
+                    self.numbers.elementwise(row, operands, op.own_attrs, result),
+                )
             else:
                 results = self.numbers.tile_op(op, operands)
         for value, result in zip(op.results, results or (), strict=True):

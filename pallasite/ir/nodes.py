@@ -139,6 +139,13 @@ class Op:
         assert len(self.results) == 1, self.name
         return self.results[0]
 
+    @property
+    def own_attrs(self) -> Mapping[str, Any]:
+        """The attributes its row names: none of a backend's notes (`cpu.until`)."""
+        if not any("." in key for key in self.attrs):
+            return self.attrs
+        return {key: value for key, value in self.attrs.items() if "." not in key}
+
     def with_(self, **changes: Any) -> "Op":
         return replace(self, **changes)
 

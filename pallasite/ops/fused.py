@@ -29,7 +29,7 @@ def written_out(op: Op) -> Block:
     """The ops that an op of this file stands for."""
     b, lower = Builder(op.loc), table()[op.name].lower
     assert lower is not None, op.name
-    return b.block((), lower(b, *op.operands, **op.attrs))
+    return b.block((), lower(b, *op.operands, **op.own_attrs))
 
 
 def _dot_add(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:

@@ -50,7 +50,7 @@ def fold_elementwise(op: Op, b: Rewriter) -> Value | None:
     arrays = [np.full((1,), v, d.np) for v, d in zip(values, dtypes[:-1], strict=True)]
     try:
         with np.errstate(all="ignore"):
-            folded = np.asarray(row.meaning(*arrays, **op.attrs))
+            folded = np.asarray(row.meaning(*arrays, **op.own_attrs))
     except TypeError:  # numpy has no such function for some narrow floats
         return None
     if folded.shape != (1,) or folded.dtype != result.dtype.np:

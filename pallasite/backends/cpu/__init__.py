@@ -16,6 +16,7 @@ from pallasite.backends.cpu.call.parallel_units import share_programs
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
+from pallasite.backends.cpu.tiles.plan_memory import plan_memory
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.passes.canonicalize import canonicalize
@@ -48,6 +49,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("row_strips", partial(row_strips, most_bytes=strip)),
         Pass("share_programs", share_programs),
         Pass("fuse_dot_sums", fuse_dot_sums),
+        Pass("plan_memory", plan_memory),
     )
 
 

@@ -28,6 +28,7 @@ from pallasite.backends.cpu.ops import (
     top_k,
 )
 from pallasite.backends.cpu.ops.programs import count_units
+from pallasite.backends.cpu.tiles.plan_memory import MemoryPlan
 from pallasite.backends.cpu.tiles.tiles import Buffer, Ref, Root, row_major
 from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Block, Kernel, Op, walk
@@ -72,7 +73,9 @@ def emit_kernel(kernel: Kernel) -> str:
     all_params = [*params, *more, *units, arena_param]
     f = Function(module, "kernel", all_params, "ptr", "internal")
     refs = _operand_refs(kernel, f.params)
-    emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)), RULES)
+    emitter = Emitter(
+        f, dict(zip(kernel.params, refs, strict=True)), RULES, MemoryPlan.of(kernel)
+    )
     if packed.boxes:
         emitter.packed_once, emitter.shared = packed, f.params[len(params)]
     if sharing:
@@ -136,7 +139,9 @@ def _emit_units(module: Module, kernel: Kernel, sharing: Sharing) -> None:
     params = [*_pointer_params(kernel, sharing), ("ptr", "arena")]
     f = Function(module, "units", params, "i64", "internal")
     refs = _operand_refs(kernel, f.params)
-    emitter = Emitter(f, dict(zip(kernel.params, refs, strict=True)), RULES)
+    emitter = Emitter(
+        f, dict(zip(kernel.params, refs, strict=True)), RULES, MemoryPlan.of(kernel)
+    )
     before = [op for op in kernel.body.ops[:-1] if op.name != "alloc"]
     sizes = [v for v in sharing.op.operands if not v.is_ref]
     with emitter.block(Block((), tuple(before), tuple(sizes)), ()):

@@ -14,7 +14,8 @@ from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import NULL, Function, Val, integer
 from pallasite.backends.cpu.tiles import transpose_copy
 from pallasite.backends.cpu.tiles.arena import Arena
-from pallasite.backends.cpu.tiles.lifetimes import Uses, has_writes, uses_of
+from pallasite.backends.cpu.tiles.lifetimes import has_writes
+from pallasite.backends.cpu.tiles.plan_memory import MemoryPlan
 from pallasite.backends.cpu.tiles.tiles import (
     Buffer,
     Indices,
@@ -43,7 +44,6 @@ class Scope:
     """A block being emitted."""
 
     number: int
-    uses: Uses
     ops: tuple[Op, ...]
     position: int = 0
     tiles: list[Tile] = field(default_factory=list)
@@ -64,9 +64,13 @@ class Emitter:
     """The state of emitting one kernel function."""
 
     def __init__(
-        self, f: Function, operands: dict[Value, Ref], rules: Mapping[str, Rule]
+        self,
+        f: Function,
+        operands: dict[Value, Ref],
+        rules: Mapping[str, Rule],
+        plan: MemoryPlan,
     ):
-        self.f, self.rules = f, rules
+        self.f, self.rules, self.plan = f, rules, plan
         self.arena = Arena()
         self._arena_pointer = f.params[-1]
         self._env: dict[Value, Meaning] = {**operands}
@@ -90,7 +94,7 @@ class Emitter:
         self._count += 1
         for param, argument in zip(block.params, arguments, strict=True):
             self._env[param] = argument
-        scope = Scope(self._count, uses_of(block), block.ops)
+        scope = Scope(self._count, block.ops)
         self._scopes.append(scope)
         for position, op in enumerate(block.ops):
             scope.position = position
@@ -163,22 +167,26 @@ class Emitter:
         found = (self._env[value] for value in values)
         return [meaning for meaning in found if isinstance(meaning, Tile)]
 
+    def last_use(self, value: Value) -> int:
+        """The position in its block after which nobody evaluates a value."""
+        return self.plan.until.get(value, -1)
+
     def define(self, value: Value, meaning: Meaning) -> None:
         """Bind an op's result; decides whether a formula is stored now or left."""
         self._env[value] = meaning
         if not isinstance(meaning, Tile) or meaning.scope >= 0:
             return
         scope = self.scope
-        meaning.scope, meaning.last = scope.number, scope.uses.last[value]
+        meaning.scope, meaning.last = scope.number, self.last_use(value)
         scope.tiles.append(meaning)
         if meaning.buffer is not None or meaning.is_free:
             return
         if meaning.parts:
-            if value not in scope.uses.moved:
+            if self.plan.memory.get(value) != "moved":
                 self.force(meaning)
             return
-        meaning.keep = value in scope.uses.kept
-        at_once = value in scope.uses.stored and not meaning.keep
+        meaning.keep = self.plan.memory.get(value) == "kept"
+        at_once = self.plan.memory.get(value) == "stored"
         if at_once or meaning.depth > MAX_DEPTH:
             self.force(meaning)
 
@@ -215,7 +223,7 @@ class Emitter:
 
     def _end_of(self, value: Value) -> int:
         """The position after which nobody needs a value of this block."""
-        return max(self.scope.uses.last[value], self.scope.position)
+        return max(self.last_use(value), self.scope.position)
 
     def force(self, tile: Tile) -> Buffer:
         """Evaluate a tile into a buffer of its own."""
@@ -235,7 +243,7 @@ class Emitter:
         """
         if op.result in self.offered and dtype == op.result.tile.dtype:
             old, buffer = self.offered[op.result]
-            is_free = self.scope.uses.last[old] <= self.scope.position
+            is_free = self.last_use(old) <= self.scope.position
             apart = not any(buffer.root in tile.reads() for tile in read)
             if is_free and apart and all(t.may_overwrite(buffer) for t in replaced):
                 return buffer

@@ -182,7 +182,7 @@ def fold_scalar(op: Op, operands: Sequence[int | bool | None]) -> int | bool | N
         for n, v in zip(operands, op.operands, strict=True)
     ]
     with np.errstate(all="ignore"):
-        result = np.asarray(row.meaning(*arrays, **op.attrs)).item()
+        result = np.asarray(row.meaning(*arrays, **op.own_attrs)).item()
     return result if isinstance(result, (bool, int)) else None
 
 

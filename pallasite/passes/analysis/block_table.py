@@ -79,7 +79,8 @@ def evaluate_map(index_map: Block, steps: np.ndarray) -> list[np.ndarray] | None
             values[op.result] = full
         elif row.elementwise and row.meaning and all(v in values for v in op.operands):
             with np.errstate(all="ignore"):
-                result = row.meaning(*(values[v] for v in op.operands), **op.attrs)
+                operands = (values[v] for v in op.operands)
+                result = row.meaning(*operands, **op.own_attrs)
             values[op.result] = result
         else:
             return None

@@ -61,7 +61,7 @@ def _is_elementwise(op: Op) -> bool:
 
 def _kind(op: Op) -> Kind:
     dtypes = tuple(v.tile.dtype for v in op.operands)
-    return Kind(op.name, tuple(op.attrs.items()), dtypes, op.result.tile.dtype)
+    return Kind(op.name, tuple(op.own_attrs.items()), dtypes, op.result.tile.dtype)
 
 
 def _is_long(kind: Kind, uses: int) -> bool:

@@ -14,14 +14,14 @@ from pallasite.ir.nodes import Op
 def emit_elementwise(e: Emitter, op: Op) -> None:
     result = op.result.tile
     dtypes = tuple(v.tile.dtype for v in op.operands)
-    elements = {v: e.element(v) for v in op.operands}
+    elements, attrs = {v: e.element(v) for v in op.operands}, op.own_attrs
 
     def element(indices: Indices) -> Val:
         # One evaluation per operand, however often it appears: x * x of x * x of ...
         known = {v: at(indices) for v, at in elements.items()}
         values = [known[v] for v in op.operands]
         return called_functions.element(
-            e.f, op.name, op.attrs, dtypes, result.dtype, values
+            e.f, op.name, attrs, dtypes, result.dtype, values
         )
 
     operands = e.tiles_of(list(elements))

@@ -107,7 +107,7 @@ def emit_pad(e: Emitter, op: Op) -> None:
         return
     first, counts, starts, steps = _inside(op, tile.shape)
     part = tiles.cut(e.f, tile, counts, [integer(n) for n in first], [1] * type.rank)
-    if pads_rows(op) and op.result not in e.scope.uses.moved and 0 not in counts:
+    if pads_rows(op) and e.plan.memory.get(op.result) != "moved" and 0 not in counts:
         e.define_lazy(op, _padded(e.f, part, type.shape, starts, value))
         return
     if steps == [1] * type.rank:
@@ -212,7 +212,7 @@ def emit_bitcast(e: Emitter, op: Op) -> None:
         part = reinterpret.last_parts(e.f, tile, new)
         e.define_lazy(op, tiles.formula(type.shape, new, part, [tile]))
         return
-    bytes_of = e.temporary(operand.tile.shape, old, e.scope.uses.last[op.result])
+    bytes_of = e.temporary(operand.tile.shape, old, e.last_use(op.result))
     e.fill(bytes_of, e.as_tile(operand))
     buffer = Buffer(bytes_of.pointer, tiles.row_major(type.shape))
     e.define_lazy(op, Tile(type.shape, new, buffer))

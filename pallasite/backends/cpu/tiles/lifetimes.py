@@ -2,7 +2,7 @@
 
 `uses_of(block)` looks at one block; what regions inside it use counts as used by the op
 that has the region. A tile that is computed late keeps its operands alive as long.
-`Emitter.define` decides what is late; the rule here must promise no less.
+`plan_memory.py` notes the answers on the ops.
 """
 
 from collections import defaultdict
