@@ -19,7 +19,6 @@ from pallasite.emulation.emulate import JaxNumbers
 from pallasite.errors import UnsupportedError
 from pallasite.importer import custom_rules
 from pallasite.importer.importer import Captures, Importer
-from pallasite.importer.rules import RULES
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import Effect, table
@@ -289,6 +288,8 @@ class _Splicer(Importer):
     taking nothing from outside."""
 
     def __init__(self, op: Op, builder: Builder):
+        from pallasite.importer.rules import RULES
+
         super().__init__(op.name, Captures(), RULES)
         self.op, self.builder = op, builder
 

@@ -19,7 +19,6 @@ from pallasite.autodiff import rules as derivative_rules
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.importer import pipeline_op
 from pallasite.importer.importer import Captures, Importer
-from pallasite.importer.rules import RULES
 from pallasite.ir import types as T
 from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
@@ -370,6 +369,8 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
     bound = _bind(request, flat, tree)
     traced = _trace_kernel(request, bound, tree)
     captures = Captures()
+    from pallasite.importer.rules import RULES  # needed by no import of the package
+
     im = Importer(request.name, captures, RULES)
     im.builder.loc = request.at
     kernel = _import(request, bound, traced, im)
