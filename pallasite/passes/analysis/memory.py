@@ -22,9 +22,9 @@ def written_refs(op: Op) -> tuple[Value, ...]:
     A copy may be done at any time from its start to its wait. A pipeline writes back
     every block of an output.
     """
-    if op.name in ("store", "atomic_rmw", "atomic_cas", "sem_signal", "sem_wait"):
+    if op.name in ("store", "atomic_rmw", "atomic_cas"):
         return op.operands[:1]
-    if op.name == "sem_signal_core":
+    if op.name in ("sem_signal", "sem_signal_core", "sem_wait"):
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)

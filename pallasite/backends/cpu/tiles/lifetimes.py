@@ -35,8 +35,6 @@ class Uses:
     """Facts about the values one block defines or uses."""
 
     last: dict[Value, int]  # position after which nobody evaluates the value
-    consumers: dict[Value, int]  # how many ops of the block use it
-    captured: frozenset[Value]  # used inside a region
     stored: frozenset[Value]  # elementwise results that get a buffer
     kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
     moved: frozenset[Value]  # joined of parts, and nothing is done but store them once
@@ -80,8 +78,8 @@ def uses_of(block: Block) -> Uses:
             first[value] = position
             loops[value] |= through
             consumers[value] = consumers.get(value, 0) + 1
-    sets = (frozenset(found) for found in (captured, stored, kept, moved))
-    return Uses(last, consumers, *sets)
+    sets = (frozenset(found) for found in (stored, kept, moved))
+    return Uses(last, *sets)
 
 
 def _is_complete(op: Op) -> bool:
