@@ -2,7 +2,8 @@
 
 A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
 the array that a block may hang over, where the block starts and where the array ends.
-Every access masks what is padding or outside, so nothing is touched out of bounds.
+Every access masks what is padding or outside the array, so nothing is touched out of
+bounds. Elements with an index out of range are clamped when read, masked when written.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pallasite.backends.triton.text import Val, memory_element, physical, type_t
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.block_table import last_number
+from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact
 
 Number = int | Val  # an i32 scalar, plain where it is known
 
@@ -168,6 +170,9 @@ class Memory(Dots):
             if isinstance(entry, Span):
                 stride, step = dim.stride * entry.stride, dim.step * entry.stride
                 dims.append(replace(dim, size=entry.size, stride=stride, step=step))
+            elif dim.size == 0:
+                nothing = max(dict(view.edges), default=-1) + 1, Edge(0, 0, False)
+                view = replace(view, edges=(*view.edges, nothing))
         self.views[op.result] = replace(view, dims=tuple(dims))
 
     def shifted(self, view: View, dim: Dim, start: Number) -> View:
@@ -220,25 +225,33 @@ class Memory(Dots):
     def start(
         self, entry: At | Span, operand: Value | None, size: int, clamp: bool
     ) -> Number:
+        """Where an entry starts: inside, or with a mask, not far outside."""
         if operand is None:
             assert entry.start is not None
             return entry.start
-        last = size - (entry.extent if isinstance(entry, Span) else 1)
+        extent = entry.extent if isinstance(entry, Span) else 1
+        # Far outside is as good as just outside, and cannot wrap around.
+        low, high = (0, size - extent) if clamp else (-extent, size)
         start = self.number(operand)
         fact = self.facts.of(operand)
         if isinstance(start, int):
-            return min(max(start, 0), last) if clamp else start
-        if clamp and fact.low < 0:
-            start = self.apply("arith.maxsi", start, self.const(0, "i32"))
-        if clamp and fact.high > last:
-            start = self.apply("arith.minsi", start, self.const(last, "i32"))
-        return start
+            return min(max(start, low), high)
+        if not clamp:  # steps go upwards from here
+            low, high = LOWEST, (high if fact.high + extent > HIGHEST else fact.high)
+        return self.clamped(start, fact, low, high)
+
+    def clamped(self, x: Val, fact: Fact, low: int, high: int) -> Val:
+        """`x`, of which `fact` is known, in the range from `low` to `high`."""
+        if fact.low < low:
+            x = self.apply("arith.maxsi", x, self.like(low, x))
+        if fact.high > high:
+            x = self.apply("arith.minsi", x, self.like(high, x))
+        return x
 
     def place(self, op: Op, access: Access, result: Sequence[int]) -> "Place":
         """Pointers of an access and the mask of what may be touched."""
         view = self.views[access.ref]
-        clamp = access.mask is None
-        reads = op.name == "load"
+        masked, reads = access.mask is not None, op.name == "load"
         shape = physical(result)
         entries = access.split_index()
         gathered = next(
@@ -250,45 +263,61 @@ class Memory(Dots):
         for dim, (entry, operand) in zip(view.dims, entries, strict=True):
             if isinstance(entry, Gather):
                 assert operand is not None
-                spot, inside = self.gathered(operand, dim.size, len(shape), reads)
-                masks.append(inside)
+                spot = self.index_tile(operand, len(shape))
+                fact = self.facts.of(operand)
+                if reads:
+                    spot = self.clamped(spot, fact, 0, dim.size - 1)
+                else:
+                    masks.append(self.in_range(0, spot, fact, dim.size))
                 spots.append((dim, spot))
                 continue
-            first = self.start(entry, operand, dim.size, clamp)
-            view = self.shifted(view, dim, first)
+            first, spot = self.start(entry, operand, dim.size, not masked), None
+            extent = 1
             if isinstance(entry, Span):
-                spot = self.along(shape, axis)
+                spot, extent = self.along(shape, axis), entry.extent
                 axis += 1
                 if entry.stride != 1:
                     spot = self.scaled("arith.muli", spot, entry.stride)
+            if masked and operand is not None:
+                fact = self.facts.of(operand)
+                fact = Fact(fact.low, fact.high + extent - 1)
+                if not reads:
+                    masks.append(self.in_range(first, spot, fact, dim.size))
+                elif not fact.within(0, dim.size - 1):
+                    where = self.moved(first, spot)
+                    where = self.clamped(where, fact, 0, dim.size - 1)
+                    first, spot = (where, None) if spot is None else (0, where)
+            view = self.shifted(view, dim, first)
+            if spot is not None:
                 spots.append((dim, spot))
-            else:
-                spot = None
-            if not clamp and operand is not None:
-                masks.append(self.in_range(first, spot, dim.size))
         masks += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
+        if any(dim.size == 0 for dim in view.dims):
+            masks.append(self.const(False, "i1"))  # there is no nearest element
         pointers = self.pointers(view, spots, shape)
         return Place(pointers, self.both(*masks), shape, view)
 
-    def gathered(
-        self, operand: Value, size: int, rank: int, reads: bool
-    ) -> tuple[Val, Val | None]:
-        """Element numbers from an index tile, made safe: clamped or masked."""
+    def index_tile(self, operand: Value, rank: int) -> Val:
+        """Element numbers from an index array, with the rank of the result."""
         index = self.index_value(self.env[operand], operand.tile.dtype)
         while len(index.shape) < rank:
             index = self.expand(index, len(index.shape))
-        zero, last = self.like(0, index), self.like(size - 1, index)
-        inside = None
-        if not reads:
-            inside = self.compare("ule", index, last)
-        index = self.apply("arith.maxsi", index, zero)
-        return self.apply("arith.minsi", index, last), inside
+        return index
 
-    def in_range(self, first: Number, spot: Val | None, size: int) -> Val:
-        """Whether an unclamped position is in the ref (negative ones wrap)."""
+    def moved(self, first: Number, spot: Val | None) -> Val:
+        """Positions counted from `first`; that number itself, without any."""
         position = self.scalar(first)
-        if spot is not None:
-            position = self.apply("arith.addi", self.spread(position, spot.shape), spot)
+        if spot is None:
+            return position
+        return self.apply("arith.addi", self.spread(position, spot.shape), spot)
+
+    def in_range(
+        self, first: Number, spot: Val | None, fact: Fact, size: int
+    ) -> Val | None:
+        """Whether a position, of which `fact` is known, is in the ref; None: it is."""
+        if fact.within(0, size - 1):
+            return None
+        position = self.moved(first, spot) if first != 0 or spot is None else spot
+        # Negative positions are large as unsigned numbers.
         return self.compare("ult", position, self.like(size, position))
 
     def inside_edge(

@@ -1,0 +1,105 @@
+"""Masked accesses: elements that are on and out of range are clamped or dropped."""
+
+import numpy as np
+import pytest
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Gather, Kernel, Span, Value
+from pallasite.ir.types import BOOL, I32, TileType
+from tests.backends.cpu.running import with_refs
+from tests.backends.triton.harness import simulated
+from tests.fuzz.agreement import run_numpy
+
+EIGHT = np.arange(10, 18, dtype=np.int32)
+TABLE = np.arange(20, dtype=np.int32).reshape(4, 5)
+FAR = 2**31 - 1
+
+
+def agree(kernel: Kernel, *arrays: np.ndarray) -> np.ndarray:
+    """What the kernel's first output is, on Triton and by the evaluator."""
+    (wanted, *_), (found, *_) = run_numpy(kernel, arrays), simulated(kernel, arrays)
+    np.testing.assert_array_equal(found, wanted)
+    return found
+
+
+def on(b: Builder, *shape: int) -> Value:
+    return b.constant(True, TileType(shape, BOOL))
+
+
+def number(value: int) -> np.ndarray:
+    return np.array(value, np.int32)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["constant", "traced"])
+@pytest.mark.parametrize(
+    "start, wanted",
+    [
+        (6, [16, 17, 17]),
+        (-1, [10, 10, 11]),
+        (FAR, [17, 17, 17]),
+        (FAR - 1, [17, 17, 17]),
+        (-FAR, [10, 10, 10]),
+    ],
+)
+def test_a_load_clamps_each_element(known: bool, start: int, wanted: list[int]):
+    def emit(b: Builder, x: Value, at: Value, out: Value) -> None:
+        first = b.index(start) if known else b.load(at)
+        b.store(out, b.load(x, (Span(None, 3),), [first], on(b, 3)))
+
+    kernel = with_refs(emit, [EIGHT, number(start)], [TileType((3,), I32)])
+    assert list(agree(kernel, EIGHT, number(start))) == wanted
+
+
+@pytest.mark.parametrize("start, row", [(-1, 0), (2, 2), (4, 3), (FAR, 3)])
+def test_a_load_clamps_a_point_beside_a_slice(start: int, row: int):
+    def emit(b: Builder, x: Value, at: Value, out: Value) -> None:
+        index = (At(None), Span(None, 3, 2))
+        b.store(out, b.load(x, index, [b.load(at), b.load(at)], on(b, 3)))
+
+    kernel = with_refs(emit, [TABLE, number(start)], [TileType((3,), I32)])
+    columns = np.clip(start + 2 * np.arange(3), 0, 4)
+    found = agree(kernel, TABLE, number(start))
+    np.testing.assert_array_equal(found, TABLE[row, columns])
+
+
+def test_a_load_of_one_element_is_clamped():
+    def emit(b: Builder, x: Value, at: Value, out: Value) -> None:
+        b.store(out, b.load(x, (At(None),), [b.load(at)], on(b)))
+
+    kernel = with_refs(emit, [EIGHT, number(0)], [TileType((), I32)])
+    assert agree(kernel, EIGHT, number(99)) == 17
+
+
+EMPTY = {
+    "masked point": lambda b, x, i: b.load(x, (At(None),), [i], on(b)),
+    "point": lambda b, x, i: b.load(x, (At(None),), [i]),
+    "gather": lambda b, x, i: b.load(x, (Gather(),), [b.broadcast(i, (4,))]),
+    "point of a view": lambda b, x, i: b.load(b.subview(x, (At(None),), [i])),
+}
+
+
+@pytest.mark.parametrize("access", EMPTY.values(), ids=EMPTY)
+def test_a_load_from_an_empty_ref_touches_nothing(access):
+    """Out of bounds is an error of the simulator."""
+    empty = np.zeros(0, np.int32)
+
+    def emit(b: Builder, x: Value, at: Value, out: Value) -> None:
+        b.store(out, b.broadcast(access(b, x, b.load(at)), (4,)))
+
+    kernel = with_refs(emit, [empty, number(0)], [TileType((4,), I32)])
+    simulated(kernel, [empty, number(1)])
+
+
+@pytest.mark.parametrize("start", [-2, 0, 3, 6, 8, -FAR, FAR])
+def test_a_store_drops_what_is_out_of_range(start: int):
+    def emit(b: Builder, at: Value, out: Value) -> None:
+        b.store(out, b.constant(0, TileType((8,), I32)))
+        places = b.iota(type=TileType((4,), I32), dim=0)
+        b.store(out, places, (Span(None, 4),), [b.load(at)], on(b, 4))
+
+    kernel = with_refs(emit, [number(start)], [TileType((8,), I32)])
+    wanted = np.zeros(8, np.int32)
+    for step in range(4):
+        if 0 <= start + step < 8:
+            wanted[start + step] = step
+    np.testing.assert_array_equal(agree(kernel, number(start)), wanted)
