@@ -198,11 +198,24 @@ def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]
     if mask is not None:
-        mask = _fit(jnp.asarray(mask, bool), shape, "mask", "it masks")
+        mask = _fit(_on_or_off(mask), shape, "mask", "it masks")
     if other is not None:
         other = _fit(jnp.asarray(other, dtype), shape, "other", "it stands in for")
     flat, tree = jax.tree.flatten((transforms, mask, other))
     return primitive.bind(root, *values, *flat, tree=tree, **params)
+
+
+def _on_or_off(mask: Any) -> Any:
+    """A mask as bools. Integers other than 0 are on, as for `jnp.where`."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise KernelTypeError(
+            "mask= takes bools: True where an element is accessed",
+            [("mask", f"{mask.dtype.name}{list(mask.shape)}")],
+            user_location(),
+            "compare first, as in mask=(positions < size)",
+        )
+    return mask.astype(bool)
 
 
 def _fit(value: Any, shape: tuple[int, ...], name: str, role: str) -> Any:
@@ -234,7 +247,7 @@ def load(
         ref: the ref, or a view of it.
         idx: as in `ref[idx]`; None reads all of it.
         mask: bool array of the picked shape.
-        other: what masked-off elements give (default: unspecified).
+        other: what masked-off elements give (default: unspecified); only with `mask`.
         cache_modifier, eviction_policy, volatile: accepted for compatibility.
 
     Returns:
@@ -242,6 +255,12 @@ def load(
     """
     del cache_modifier, eviction_policy, volatile
     if mask is None:
+        if other is not None:
+            raise KernelTypeError(
+                "other= says what masked-off elements give, and there is no mask=",
+                at=user_location(),
+                fix="pass mask=, True where an element is read, or leave out other=",
+            )
         view = _view(ref, idx)
         return view[...]
     return _bind_access(masked_load_p, ref, idx, mask=mask, other=other)

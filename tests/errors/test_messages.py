@@ -318,6 +318,12 @@ BAD = {
             ..., pl.load(x_ref, ..., mask=jnp.ones((3, 3), bool))
         )
     ),
+    "mask dtype": lambda: call(
+        lambda x_ref, o_ref: pl.store(o_ref, ..., x_ref[...], mask=x_ref[...])
+    ),
+    "other without mask": lambda: call(
+        lambda x_ref, o_ref: o_ref.__setitem__(..., pl.load(x_ref, ..., other=0.0))
+    ),
     "load non ref": lambda: call(
         lambda x_ref, o_ref: o_ref.__setitem__(..., pl.load(x_ref[...], ..., mask=True))
     ),

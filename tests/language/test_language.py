@@ -547,6 +547,15 @@ def test_a_masked_slice_may_be_larger_than_the_ref(start):
     agrees(kernel, X - 1, X, grid=1, modes=(*MODES, False))
 
 
+def test_integers_other_than_0_are_on_in_a_mask():
+    def kernel(x_ref, o_ref):
+        keep = jnp.arange(24).reshape(4, 6) % 3 - 1
+        o_ref[...] = pl.load(x_ref, ..., mask=keep, other=-1.0)
+
+    wanted = np.where(np.arange(24).reshape(4, 6) % 3 == 1, -1.0, X)
+    agrees(kernel, wanted.astype(np.float32), X, modes=(*MODES, False))
+
+
 def test_cost_of_a_function_with_arguments_that_are_no_arrays():
     def plain(x, y, *, transpose, scale):
         return (x.T if transpose else x) @ y * scale
