@@ -16,8 +16,8 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from pallasite import config, jaxcompat
+from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.backends import base
-from pallasite.emulation.emulate import emulate
 from pallasite.errors import (
     CheckError,
     FallbackWarning,
@@ -31,8 +31,6 @@ from pallasite.passes.batch import (
     changed_operands,
     maps_a_grid_size,
 )
-from pallasite.passes.run import run
-from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
 from pallasite.sharding.rule import Partition
 from pallasite.target import Chip, chip, chip_of_device
 
@@ -149,6 +147,8 @@ def result_types(
         avals: the types of its operands.
         varying: types whose manual mesh axes the results vary over; default: `avals`.
     """
+    from pallasite.sharding.custom_call import result_specs
+
     return [
         jaxcompat.out_aval_like(varying or avals, p.ref.shape, p.ref.dtype.np, spec)
         for p, spec in zip(call.kernel.outputs, result_specs(call, avals), strict=True)
@@ -229,7 +229,7 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
     if name is not None:
         _check_platform(name, platforms, call.kernel)
     if partitions(ctx, call):
-        return lower_partitioned(ctx, operands, call_task(call, bind_call))
+        return _lower_partitioned(ctx, operands, call)
     if name is not None:
         return _lower_native(name, ctx, *operands, call=call)
     if not wants_emulation(call):
@@ -242,7 +242,7 @@ def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     if wants_emulation(call) or _asked_backend(call) is not None:
         return _lower(ctx, *operands, call=call)
     if partitions(ctx, call):
-        return lower_partitioned(ctx, operands, call_task(call, bind_call))
+        return _lower_partitioned(ctx, operands, call)
     if jaxcompat.is_export(ctx):
         # Machine code belongs to this process; an export goes elsewhere.
         return _lower_emulation(ctx, *operands, call=call)
@@ -251,6 +251,12 @@ def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
     except (UnsupportedError, ImportError) as error:
         warn_fallback(call.kernel, error)
         return _lower_emulation(ctx, *operands, call=call)
+
+
+def _lower_partitioned(ctx: Any, operands: Sequence[Any], call: Call) -> Any:
+    from pallasite.sharding.custom_call import call_task, lower_partitioned
+
+    return lower_partitioned(ctx, operands, call_task(call, bind_call))
 
 
 def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
@@ -290,6 +296,8 @@ def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None
 
 def prepared(call: Call) -> Kernel:
     """The kernel after the passes every backend shares."""
+    from pallasite.passes.run import run
+
     return run(call.kernel)
 
 
@@ -333,6 +341,8 @@ def warn_fallback(kernel: Kernel, error: Exception, what: str = "kernel") -> Non
 
 
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
+    from pallasite.emulation.emulate import emulate
+
     run = _checked_callback(call) if _is_checked(call) else emulate(call.kernel)
     plain = ctx.replace(
         avals_in=jaxcompat.plain_avals(ctx.avals_in),
@@ -412,6 +422,8 @@ def _batch_symbolic(
     """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
     named backend runs once per element, and otherwise the emulation is mapped."""
     if _asked_backend(call) is None:
+        from pallasite.emulation.emulate import emulate
+
         run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))
         results = run(*operands)
         return list(results), [0] * len(results)

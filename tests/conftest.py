@@ -98,7 +98,7 @@ def _has_libtpu() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
     """Runs a fresh Python in the repository root; asserts success, returns stdout."""
     # A script's own folder is on its path; the package's must be too.

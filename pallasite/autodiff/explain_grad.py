@@ -6,13 +6,15 @@ it, else the functional form of the kernel, differentiated by JAX. Nothing is ru
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pallasite.autodiff.backward import BackwardPlan, plan
-from pallasite.autodiff.backward_windows import Built
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.primitive import calls_in
+
+if TYPE_CHECKING:
+    from pallasite.autodiff.backward import BackwardPlan
+    from pallasite.autodiff.backward_windows import Built
 
 KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
 
@@ -112,14 +114,16 @@ def backward_kernels(kernel: Kernel) -> list[Kernel]:
         return []
 
 
-def full_plan(kernel: Kernel) -> BackwardPlan:
+def full_plan(kernel: Kernel) -> "BackwardPlan":
     """Backward kernels for every float operand and result."""
+    from pallasite.autodiff.backward import plan  # not needed to import the package
+
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
     return plan(kernel, wanted, known)
 
 
-def _how(made: BackwardPlan, operand: int) -> str:
+def _how(made: "BackwardPlan", operand: int) -> str:
     ref = made.targets[operand]
     steps = [step for step in made.steps if ref in step.results]
     if not steps:
@@ -127,7 +131,7 @@ def _how(made: BackwardPlan, operand: int) -> str:
     return "; ".join(_step(step, step.results.index(ref)) for step in steps)
 
 
-def _step(step: Built, result: int) -> str:
+def _step(step: "Built", result: int) -> str:
     along = " x ".join(f"i{axis}" for axis in step.order) or "one step"
     text = f"{step.kernel.name} over {along}"
     summed = _axes(a for a in step.order if a not in step.own[result])

@@ -83,7 +83,7 @@ def pull_back(
 # --- forward ---
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
+def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and beside it a call of its tangent kernel."""
     results = call_p.bind(*primals, call=call)
     return results, _push(call, primals, tangents)
@@ -248,7 +248,7 @@ def _transpose_tangent(
     return [*[None] * count, *(x for x, a in zip(found, active, strict=True) if a)]
 
 
-def _transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
+def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     """A call that is linear in some operands (`jax.linear_transpose`): its derivative
     is the same everywhere, so it is taken at zero."""
     linear = tuple(map(ad.is_undefined_primal, operands))
@@ -504,15 +504,12 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
     mlir.register_lowering(which, lower)
 
 
-def register() -> None:
-    """Tell JAX the rules above; `calls/pallas_call.py` does, once."""
-    _register(tangent_p, _tangents)
-    _register(cotangent_p, _cotangents)
-    ad.primitive_jvps[call_p] = _jvp
-    ad.primitive_transposes[call_p] = _transpose_call
-    ad.primitive_jvps[tangent_p] = _jvp_tangent
-    ad.primitive_transposes[tangent_p] = _transpose_tangent
-    ad.primitive_jvps[cotangent_p] = _jvp_cotangent
-    ad.primitive_transposes[cotangent_p] = _transpose_cotangent
-    batching.primitive_batchers[tangent_p] = _batch_tangent
-    batching.primitive_batchers[cotangent_p] = _batch_cotangent
+# The rules of `call_p` itself are told by `first_derivative.py`.
+_register(tangent_p, _tangents)
+_register(cotangent_p, _cotangents)
+ad.primitive_jvps[tangent_p] = _jvp_tangent
+ad.primitive_transposes[tangent_p] = _transpose_tangent
+ad.primitive_jvps[cotangent_p] = _jvp_cotangent
+ad.primitive_transposes[cotangent_p] = _transpose_cotangent
+batching.primitive_batchers[tangent_p] = _batch_tangent
+batching.primitive_batchers[cotangent_p] = _batch_cotangent

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel
-from pallasite.ir.text import print_kernel
-from pallasite.passes.run import SHARED, Dump, Pass, Step, run
 from pallasite.target import Chip
+
+if TYPE_CHECKING:
+    from pallasite.passes.run import Pass, Step
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Backend(Protocol):
     platforms: tuple[str, ...]  # JAX platform names it can run on
     native: frozenset[str]  # ops its emitter has; the rest are decomposed
 
-    def passes(self, options: Options) -> Sequence[Pass]:
+    def passes(self, options: Options) -> "Sequence[Pass]":
         """The backend's own passes, after the shared ones."""
         ...
 
@@ -90,10 +91,12 @@ class Compiled(Mapping[str, Any]):
         backend: Backend,
         imported: Kernel,
         options: Options,
-        shared: Sequence[Pass] = SHARED,
+        shared: "Sequence[Pass] | None" = None,
     ):
+        from pallasite.passes.run import SHARED, Dump
+
         self.backend, self.imported, self.options = backend, imported, options
-        self._shared = shared
+        self._shared = SHARED if shared is None else shared
         self.steps: list[Step] = []  # every pass that ran, with its time
         self._dump = Dump.of(imported)
         self._stages = {stage.name: stage for stage in backend.stages(options)}
@@ -109,7 +112,9 @@ class Compiled(Mapping[str, Any]):
         """The kernel after the backend's own passes, too."""
         return self._run(self.kernel, self.backend.passes(self.options))
 
-    def _run(self, kernel: Kernel, passes: Sequence[Pass]) -> Kernel:
+    def _run(self, kernel: Kernel, passes: "Sequence[Pass]") -> Kernel:
+        from pallasite.passes.run import run
+
         return run(kernel, passes, self._dump, self.steps)
 
     def __iter__(self) -> Iterator[str]:
@@ -121,6 +126,8 @@ class Compiled(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             if name == "scheduled":
+                from pallasite.ir.text import print_kernel
+
                 made = print_kernel(self.scheduled, locs=True)
             else:
                 made = self._stages[name].make(self[self._before(name)])

@@ -8,17 +8,15 @@ jaxprs, `importer/importer.py` makes IR; the primitive with all its rules is in
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite.autodiff import rules as derivative_rules
+from pallasite.autodiff import first_derivative
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
-from pallasite.importer import pipeline_op
-from pallasite.importer.importer import Captures, Importer
 from pallasite.ir import types as T
 from pallasite.ir.levels import level_of
 from pallasite.ir.nodes import Kernel, Loc, Op, Value
@@ -46,13 +44,15 @@ from pallasite.language.trace import (
     trace,
     user_location,
 )
-from pallasite.passes.analysis.mistakes import warn_of_mistakes
-from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
 from pallasite.primitive import Call, Checked, bind_call, interpret_mode
 from pallasite.sharding import rule
 
+if TYPE_CHECKING:
+    from pallasite.importer.importer import Importer
+    from pallasite.importer.pipeline_op import Binding
+
 ref_transforms.register()
-derivative_rules.register()
+first_derivative.register()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +357,8 @@ class Bound:
     """The operands and results of one call, bound to their specs."""
 
     prefetch: tuple[Operand, ...]
-    inputs: tuple[pipeline_op.Binding, ...]
-    outputs: tuple[pipeline_op.Binding, ...]
+    inputs: "tuple[Binding, ...]"
+    outputs: "tuple[Binding, ...]"
     scratch: tuple[MemoryRef, ...]
     scratch_tree: Any
     semantics: tuple[str, ...]
@@ -366,11 +366,14 @@ class Bound:
 
 def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
     """Kernel IR for operands of these types; also captured values, and cacheability."""
+    # The importer and what it needs load with the first kernel, not with the package.
+    from pallasite.importer.importer import Captures, Importer
+    from pallasite.importer.rules import RULES
+    from pallasite.passes.analysis.mistakes import warn_of_mistakes
+
     bound = _bind(request, flat, tree)
     traced = _trace_kernel(request, bound, tree)
     captures = Captures()
-    from pallasite.importer.rules import RULES  # needed by no import of the package
-
     im = Importer(request.name, captures, RULES)
     im.builder.loc = request.at
     kernel = _import(request, bound, traced, im)
@@ -412,6 +415,8 @@ def _freeze(mapping: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
+    from pallasite.importer import pipeline_op
+
     spec, at = request.grid_spec, request.at
     num_prefetch = _num_prefetch_leaves(spec, flat, tree, request)
     names = parameter_names(request.kernel, len(flat) + len(request.out_shapes))
@@ -560,8 +565,11 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
 
 
-def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel:
+def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kernel:
     """The kernel's IR: scratch allocations and one pipeline."""
+    from pallasite.importer import pipeline_op
+    from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
+
     grid = request.grid_spec.grid
     size_refs = [
         Value(T.RefType((), T.I32, "smem"), f"size{n}")
@@ -618,7 +626,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: Importer) -> Kernel
     return kernel
 
 
-def _captured_params(im: Importer) -> list[Value]:
+def _captured_params(im: "Importer") -> list[Value]:
     """Kernel parameters of captured values: scalars directly, arrays via windows."""
     shown = Pipeline.of(im.builder.ops[-1]).arrays
     arrays = [r for r in im.captures.refs if r.ref.space == "block"]
@@ -633,7 +641,7 @@ def _param(operand: Operand, space: str) -> Value:
     return Value(T.RefType(shape, operand.stored, space), operand.name)
 
 
-def _array_space(binding: pipeline_op.Binding) -> str:
+def _array_space(binding: "Binding") -> str:
     return binding.space if binding.window is None else "any"
 
 

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from pallasite import jaxcompat
-from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder

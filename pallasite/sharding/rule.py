@@ -9,22 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.passes.analysis.partition import (
-    OWN,
-    SUM,
-    WHOLE,
-    ArrayRule,
-    AxisRule,
-    PartitionRule,
-    derive,
-)
+
+if TYPE_CHECKING:
+    from pallasite.passes.analysis.partition import PartitionRule
 
 FREE = "*"  # a dimension that must stay whole
 Names = tuple[tuple[str, ...], ...]
@@ -199,22 +193,28 @@ def local_of(call: Any) -> Callable[..., Any] | None:
     return given.local if isinstance(given, Partition) else None
 
 
-def rule_of(call: Any) -> PartitionRule:
+def rule_of(call: Any) -> "PartitionRule":
     """The rule of a call: the author's, or the one derived from its kernel."""
     given = call.partition
     if isinstance(given, Partition):
         return _resolve(given, call.kernel, call.kernel.loc)
-    return derive(call.kernel)
+    return _derive(call.kernel)
 
 
 @lru_cache(maxsize=256)
-def _resolve(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
+def _resolve(given: Partition, kernel: Kernel, at: Any) -> "PartitionRule":
     if given.local is not None:
         return _stated(given, kernel, at)
-    return _restricted(given, derive(kernel), at)
+    return _restricted(given, _derive(kernel), at)
 
 
-def _restricted(given: Partition, rule: PartitionRule, at: Any) -> PartitionRule:
+def _derive(kernel: Kernel) -> "PartitionRule":
+    from pallasite.passes.analysis.partition import derive
+
+    return derive(kernel)
+
+
+def _restricted(given: Partition, rule: "PartitionRule", at: Any) -> "PartitionRule":
     """The derived rule with only the axes that the author names."""
     if isinstance(given, Inherited):
         return _with_axes(rule, _named_axes(given, rule))
@@ -246,15 +246,17 @@ def _restricted(given: Partition, rule: PartitionRule, at: Any) -> PartitionRule
     return _with_axes(rule, set(axis_of.values()))
 
 
-def _named_axes(given: Partition, rule: PartitionRule) -> set[int]:
+def _named_axes(given: Partition, rule: "PartitionRule") -> set[int]:
     """Grid axes that some dimension with a name follows."""
     every = zip((*given.operands, *given.results), rule.arrays, strict=True)
     pairs = [pair for n, a in every for pair in zip(n, a.axes, strict=True)]
     return {axis for name, axis in pairs if name != FREE and axis is not None}
 
 
-def _with_axes(rule: PartitionRule, allowed: set[int]) -> PartitionRule:
+def _with_axes(rule: "PartitionRule", allowed: set[int]) -> "PartitionRule":
     """The rule with only these axes to split."""
+    from pallasite.passes.analysis.partition import WHOLE
+
     reason = "partition= keeps it whole"
     axes = tuple(
         axis if a in allowed else replace(axis, kind=WHOLE, reason=reason)
@@ -263,8 +265,16 @@ def _with_axes(rule: PartitionRule, allowed: set[int]) -> PartitionRule:
     return replace(rule, axes=axes)
 
 
-def _stated(given: Partition, kernel: Kernel, at: Any) -> PartitionRule:
+def _stated(given: Partition, kernel: Kernel, at: Any) -> "PartitionRule":
     """The rule as the author states it: names stand in for grid axes."""
+    from pallasite.passes.analysis.partition import (
+        OWN,
+        SUM,
+        ArrayRule,
+        AxisRule,
+        PartitionRule,
+    )
+
     every = (*given.operands, *given.results)
     names = list(dict.fromkeys(n for array in every for n in array if n != FREE))
     unknown = [n for n in given.sums if n not in names]

@@ -14,7 +14,6 @@ from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
-from pallasite.ir.text import print_kernel
 from pallasite.primitive import Call, calls_in
 
 # A backend for platforms where none is the default yet.
@@ -49,6 +48,8 @@ class Lowered:
         Raises:
             UnsupportedError: the backend cannot compile the kernel.
         """
+        from pallasite.ir.text import print_kernel
+
         call = self.calls[kernel]
         chosen = base.get(backend or _default_backend(call))
         options = replace(call.options, debug=True)

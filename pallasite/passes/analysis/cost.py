@@ -13,7 +13,6 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, While
 from pallasite.ir.types import Type
-from pallasite.passes.analysis.grid import analyze_pipeline
 from pallasite.passes.analysis.memory import VIEWS
 
 MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
@@ -111,6 +110,8 @@ class _Counter:
 
     def count_pipeline(self, op: Op) -> Cost:
         """The body at each step; each block whenever its window moves."""
+        from pallasite.passes.analysis.grid import analyze_pipeline
+
         pipeline = Pipeline.of(op)
         grid, arrays, windows = pipeline.grid, pipeline.arrays, pipeline.windows
         total = self.block(pipeline.body).times(_steps(grid))
