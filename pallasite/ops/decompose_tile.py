@@ -126,8 +126,9 @@ def _pad_axis(
     if last <= first or low + n < 0 or high + n < 0:  # nothing of x remains
         return space(max(0, low + n + high))
     kept = take_range(b, x, axis, first, last)
-    parts = [space(max(low, 0)), kept, space(max(high, 0))]
-    return join(b, [p for p in parts if p.tile.shape[axis]], axis)
+    before = [space(low)] if low > 0 else []
+    after = [space(high)] if high > 0 else []
+    return join(b, [*before, kept, *after], axis)
 
 
 def _spread(b: Builder, x: Value, value: Value, axis: int, interior: int) -> Value:

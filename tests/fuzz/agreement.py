@@ -247,7 +247,8 @@ def _bound(result: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
         step = np.where(same(other, result), 0.0, step)
         reach = np.maximum(reach, np.where(np.isfinite(step), step, np.inf))
     info = ml_dtypes.finfo(result.dtype)
-    unit = np.abs(wide) * float(info.eps) + float(info.smallest_normal)
+    size = np.where(np.isfinite(wide), np.abs(wide), 0.0)
+    unit = size * float(info.eps) + float(info.smallest_normal)
     return MARGIN * reach + 2 * unit
 
 

@@ -8,7 +8,7 @@ import pytest
 from pallasite.ir.nodes import walk
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import BLOCK_KINDS
-from tests.fuzz.agreement import expected, mismatch
+from tests.fuzz.agreement import _bound, expected, mismatch
 from tests.fuzz.choices import Seeded, Stream, simplest
 from tests.fuzz.generate import ALWAYS, FAMILIES, OTHERS, WIDE, random_kernel
 
@@ -81,6 +81,16 @@ def test_comparison_sees_a_wrong_number(family: str):
                 wrong[n].flat[0] = _other(wrong[n].flat[0])
                 seen += mismatch(wrong, values, bounds) is not None
     assert seen > 8
+
+
+def test_only_what_may_be_finite_or_not_is_not_compared():
+    nan, inf = np.nan, np.inf
+    result = np.array([nan, inf, nan, inf], np.float32)
+    bounds: list = [_bound(result, [np.array([1, 1, nan, inf], np.float32)])]
+    fits = lambda *got: mismatch([np.array(got, np.float32)], [result], bounds) is None
+    assert fits(5, 5, nan, inf) and fits(nan, nan, nan, inf)
+    assert not fits(5, 5, 1, inf) and not fits(5, 5, nan, 1)
+    assert not fits(5, 5, inf, inf) and not fits(5, 5, nan, -inf)
 
 
 def _other(x):

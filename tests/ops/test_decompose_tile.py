@@ -164,6 +164,15 @@ def test_full_sizes_make_no_empty_tiles(name: str):
     assert values and all(v.tile.size for v in values)
 
 
+@pytest.mark.parametrize("edge", [0, -1])
+def test_pad_between_elements_makes_no_empty_tiles(edge: int):
+    attrs = dict(low=(edge, edge), high=(edge, edge), interior=(0, 1))
+    operands = [numbers((4, 6)), np.float32(-7)]
+    kernel = lowered_kernel(table()["pad"].lower, operands, attrs)
+    values = [v for op in walk(kernel.body) for v in op.results]
+    assert values and all(v.tile.size for v in values)
+
+
 def test_sort_orders_special_floats():
     place = np.arange(10, dtype=np.int32)
     check("sort", [ODD, place], axis=0, num_keys=1, stable=True)

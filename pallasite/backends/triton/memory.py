@@ -16,6 +16,7 @@ from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact
+from pallasite.passes.analysis.masks import Positions, Sum
 
 Number = int | Val  # an i32 scalar, plain where it is known
 
@@ -258,13 +259,14 @@ class Memory(Dots):
             (len(v.tile.shape) for e, v in entries if isinstance(e, Gather) and v), 0
         )
         axis = gathered
+        positions = Positions(self.facts, self.producers, access.mask)
         spots: list[tuple[Dim, Val]] = []  # positions along the dims that are tiles
         masks: list[Val | None] = [self.padding_mask(result, range(len(result)))]
         for dim, (entry, operand) in zip(view.dims, entries, strict=True):
             if isinstance(entry, Gather):
                 assert operand is not None
                 spot = self.index_tile(operand, len(shape))
-                fact = self.facts.of(operand)
+                fact = positions.range(positions.of(operand))
                 if reads:
                     spot = self.clamped(spot, fact, 0, dim.size - 1)
                 else:
@@ -272,15 +274,15 @@ class Memory(Dots):
                 spots.append((dim, spot))
                 continue
             first, spot = self.start(entry, operand, dim.size, not masked), None
-            extent = 1
+            steps = Sum()
             if isinstance(entry, Span):
-                spot, extent = self.along(shape, axis), entry.extent
+                spot, steps = self.along(shape, axis), positions.along(axis, entry.size)
                 axis += 1
                 if entry.stride != 1:
                     spot = self.scaled("arith.muli", spot, entry.stride)
             if masked and operand is not None:
-                fact = self.facts.of(operand)
-                fact = Fact(fact.low, fact.high + extent - 1)
+                stride = entry.stride if isinstance(entry, Span) else 1
+                fact = positions.range(positions.of(operand).plus(steps, stride))
                 if not reads:
                     masks.append(self.in_range(first, spot, fact, dim.size))
                 elif not fact.within(0, dim.size - 1):

@@ -161,6 +161,11 @@ class Facts:
         if fact is not None:
             self._known[op.result] = fact.wrapped(op.result.tile.dtype)
 
+    def may_wrap(self, op: Op) -> bool:
+        """Whether the number an op gives may not fit its type, and wrap around."""
+        fact = self._fact(op) if _is_number(op.result) else None
+        return fact is None or not fact.within(*op.result.tile.dtype.limits)
+
     def note_counter(self, loop: Loop) -> None:
         """Take in the index of a loop, if it counts upwards."""
         first, limit, step = map(self.of, loop.bounds)

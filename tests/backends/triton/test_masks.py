@@ -5,10 +5,11 @@ import pytest
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Gather, Kernel, Span, Value
-from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.ir.types import BOOL, I8, I32, I64, TileType
 from tests.backends.cpu.running import with_refs
-from tests.backends.triton.harness import simulated
+from tests.backends.triton.harness import compiled, simulated
 from tests.fuzz.agreement import run_numpy
+from tests.ir.kernels import blocked, emit_pipeline, main_ref
 
 EIGHT = np.arange(10, 18, dtype=np.int32)
 TABLE = np.arange(20, dtype=np.int32).reshape(4, 5)
@@ -103,3 +104,80 @@ def test_a_store_drops_what_is_out_of_range(start: int):
         if 0 <= start + step < 8:
             wanted[start + step] = step
     np.testing.assert_array_equal(agree(kernel, number(start)), wanted)
+
+
+# --- masks that say where positions are ---
+
+
+def masked_by(mask, *, bits=I32) -> Kernel:
+    """Program i reads three elements from `2 * i` on; `mask` is made of positions."""
+    x, o = main_ref("x", 8, dtype=I32), main_ref("o", 18, dtype=I32)
+
+    def body(b: Builder, ids, source: Value, out: Value) -> None:
+        (i,) = ids
+        start = b.mul(i, b.index(2))
+        places = b.iota(type=TileType((3,), I32), dim=0)
+        places = b.add(places, b.broadcast(start, (3,)))
+        other = b.constant(-1, TileType((3,), I32))
+        keep = mask(b, b.cast(places, bits))
+        b.store(out, b.load(source, (Span(None, 3),), [start], keep, other))
+
+    windows = (blocked("in", 8), blocked("out", 3))
+    maps = (lambda b, i: (b.index(0),), lambda b, i: (i,))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (6,), body)
+    return Kernel("k", (x, o), b.block(), 1)
+
+
+IN_RANGE = {
+    "lt": lambda b, x: b.lt(x, b.like(8, x)),
+    "le": lambda b, x: b.le(x, b.like(7, x)),
+    "gt": lambda b, x: b.gt(b.like(8, x), x),
+    "ge": lambda b, x: b.ge(b.like(5, x), b.sub(x, b.like(2, x))),
+    "and": lambda b, x: b.and_(on(b, 3), b.lt(x, b.like(5, x))),
+    "reshaped": lambda b, x: b.reshape(
+        b.lt(b.reshape(x, shape=(1, 3)), b.constant(8, TileType((1, 3), x.tile.dtype))),
+        shape=(3,),
+    ),
+}
+MAY_BE_OUT = {
+    "no comparison": lambda b, x: on(b, 3),
+    "a larger limit": lambda b, x: b.lt(x, b.like(9, x)),
+    "either": lambda b, x: b.or_(b.lt(x, b.like(8, x)), b.gt(x, b.like(8, x))),
+    "another side": lambda b, x: b.gt(x, b.like(1, x)),
+    "other positions": lambda b, x: b.lt(b.rev(x, axes=(0,)), b.like(8, x)),
+}
+
+
+@pytest.mark.parametrize("bits", [I32, I64], ids=str)
+@pytest.mark.parametrize("mask", IN_RANGE.values(), ids=IN_RANGE)
+def test_positions_that_a_mask_keeps_inside_are_not_clamped(mask, bits):
+    kernel = masked_by(mask, bits=bits)
+    agree(kernel, EIGHT)
+    text, _ = compiled(kernel)
+    assert "arith.minsi" not in text and "arith.maxsi" not in text
+
+
+@pytest.mark.parametrize("bits", [I32, I8], ids=str)
+@pytest.mark.parametrize("mask", MAY_BE_OUT.values(), ids=MAY_BE_OUT)
+def test_positions_that_a_mask_lets_outside_are_clamped(mask, bits):
+    kernel = masked_by(mask, bits=bits)
+    agree(kernel, EIGHT)
+    text, _ = compiled(kernel)
+    assert "arith.minsi" in text and "arith.maxsi" not in text
+
+
+@pytest.mark.parametrize("start", [-1, 0, 7, FAR - 1])
+def test_a_mask_that_wraps_around_says_nothing(start: int):
+    """`first + iota < 8` is on where the sum wraps around."""
+
+    def emit(b: Builder, x: Value, at: Value, out: Value) -> None:
+        first = b.load(at)
+        places = b.iota(type=TileType((3,), I32), dim=0)
+        places = b.add(places, b.broadcast(first, (3,)))
+        keep = b.lt(places, b.like(8, places))
+        other = b.constant(-1, TileType((3,), I32))
+        b.store(out, b.load(x, (Span(None, 3),), [first], keep, other))
+
+    kernel = with_refs(emit, [EIGHT, number(start)], [TileType((3,), I32)])
+    agree(kernel, EIGHT, number(start))
