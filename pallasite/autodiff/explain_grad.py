@@ -12,6 +12,7 @@ from pallasite.autodiff.backward import BackwardPlan, plan
 from pallasite.autodiff.backward_windows import Built
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel
+from pallasite.language.trace import user_location
 from pallasite.primitive import calls_in
 
 KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
@@ -73,6 +74,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
             name = getattr(function, "__name__", repr(function))
             raise SpecError(
                 f"pl.explain_grad: '{name}' calls no kernel",
+                at=user_location(),
                 fix="give a function that calls pl.pallas_call(...)(...)",
             )
         rows: list[OperandGrad] = []
