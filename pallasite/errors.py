@@ -61,10 +61,11 @@ class NoBackwardKernel(UnsupportedError):
 class UnknownBackendError(SpecError):
     """`backend=` names nothing we have."""
 
-    def __init__(self, name: object, known: tuple[str, ...]):
+    def __init__(self, name: object, known: tuple[str, ...], at: Any = None):
         super().__init__(
             f"unknown backend {name!r}",
             [("known", ", ".join(known))],
+            at,
             fix="leave backend=None to use the platform's own",
         )
 

@@ -149,6 +149,14 @@ def write_effect(position: int) -> Any:
     return types.WriteEffect(position)
 
 
+def staged_equations() -> list[Any]:
+    """The equations staged so far by the trace that is running."""
+    from jax._src import core
+
+    frame = getattr(core.trace_ctx.trace, "frame", None)
+    return [] if frame is None else list(frame.get_eqns())
+
+
 def user_frame(source_info: Any) -> tuple[str, int, str] | None:
     """File, line and function of the user's code an equation comes from."""
     from jax._src import source_info_util

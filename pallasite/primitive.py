@@ -124,7 +124,8 @@ call_p.multiple_results = True
 def bind_call(call: Call, operands: Sequence[Any]) -> list[Any]:
     """Bind the primitive after the checks that need no operands."""
     if call.backend is not None and call.backend not in (*base.names(), "interpret"):
-        raise UnknownBackendError(call.backend, (*base.names(), "interpret"))
+        known = (*base.names(), "interpret")
+        raise UnknownBackendError(call.backend, known, call.kernel.loc)
     return call_p.bind(*operands, call=call)
 
 

@@ -145,6 +145,23 @@ def test_effects_are_ref_effects():
     assert type(jaxcompat.debug_effect()) in {type(e) for e in printed.effects}
 
 
+def test_staged_equations_are_those_traced_so_far():
+    staged = []
+
+    def kernel(x_ref, o_ref):
+        row = x_ref[1.5]  # alive: equations without results in use are left out
+        staged.extend(jaxcompat.staged_equations())
+        o_ref[0] = row
+
+    refs = [jaxcompat.abstract_ref((2, 4), np.float32) for _ in range(2)]
+    with jaxcompat.kernel_tracing():
+        jax.make_jaxpr(kernel)(*refs)
+    (get,) = [eqn for eqn in staged if eqn.primitive.name == "get"]
+    assert get.invars[0].aval.shape == (2, 4)
+    assert [entry.aval.dtype for entry in get.invars[1:]] == [np.float32]
+    assert jaxcompat.staged_equations() == []
+
+
 def test_user_frame_finds_this_file():
     eqn = traced_kernel().jaxpr.eqns[0]
     file, line, function = jaxcompat.user_frame(eqn.source_info)

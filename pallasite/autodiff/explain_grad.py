@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel
+from pallasite.language.trace import user_location
 from pallasite.primitive import calls_in
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
             name = getattr(function, "__name__", repr(function))
             raise SpecError(
                 f"pl.explain_grad: '{name}' calls no kernel",
+                at=user_location(),
                 fix="give a function that calls pl.pallas_call(...)(...)",
             )
         rows: list[OperandGrad] = []

@@ -26,11 +26,12 @@ from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace
 from pallasite.language.refs import _picked, _ref_effects, flatten_views, run_scoped
-from pallasite.language.spec_trees import is_spec
+from pallasite.language.spec_trees import describe, is_shaped, is_spec
 from pallasite.language.specs import BlockSpec, Operand, as_grid, no_block_spec
 from pallasite.language.trace import (
     Traced,
     check_signature,
+    count_of,
     location_of,
     name_of,
     storing,
@@ -157,7 +158,13 @@ def emit_pipeline(
     """
     del tiling, trace_scopes, no_pipelining, output_wait_read_only
     if unknown:
-        raise UnsupportedError(f"emit_pipeline does not take {', '.join(unknown)}")
+        raise UnsupportedError(
+            f"emit_pipeline does not take {', '.join(unknown)}",
+            [("body", name_of(body))],
+            user_location(),
+            "grid, in_specs, out_specs, core_axis_name, dimension_semantics; what "
+            "the pipeline is called with takes refs, scratches and allocations",
+        )
     sizes = as_grid(grid)
     core_axes = core_axis_name if core_axis is None else core_axis
 
@@ -171,7 +178,10 @@ def emit_pipeline(
         at = user_location()
         if any(value is not None for value in other.values()):
             raise UnsupportedError(
-                f"a pipeline does not take {', '.join(other)}", at=at
+                f"a pipeline does not take {', '.join(other)}",
+                [("body", name_of(body))],
+                at,
+                "refs by position, then scratches= and allocations=",
             )
         specs = (_as_tuple(in_specs), _as_tuple(out_specs))
         semantics = pipeline_op.semantics_of(dimension_semantics, len(sizes), at)
@@ -250,7 +260,10 @@ def _matched(
         flat_refs = tree.flatten_up_to(tuple(refs))
     except ValueError:
         raise SpecError(
-            f"the pipeline has {counts} for {len(refs)} refs", [("body", name)], at
+            f"the pipeline has {counts} for {count_of(len(refs), 'ref')}",
+            [("body", name)],
+            at,
+            "one ref per input spec, then one per output spec",
         ) from None
     return tree, list(zip(flat, flat_refs, modes, strict=True))
 
@@ -408,7 +421,13 @@ def _operand(
 ) -> Operand:
     if not jaxcompat.is_ref(ref):
         raise KernelTypeError(
-            f"operand {n} of the pipeline is not a ref", [("body", name)], at
+            f"operand {n} of the pipeline is not a ref",
+            [
+                ("body", name),
+                ("got", describe(ref) if is_shaped(ref) else type(ref).__name__),
+            ],
+            at,
+            "a ref of a kernel, best one with memory_space=pl.ANY; not its value",
         )
     is_input = mode == "in"
     path = f"[{n if is_input else n - num_inputs}]"

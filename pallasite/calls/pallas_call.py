@@ -7,7 +7,7 @@ jaxprs, `importer/importer.py` makes IR; the primitive with all its rules is in
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -34,10 +34,12 @@ from pallasite.language.specs import (
     GridSpec,
     Operand,
     no_block_spec,
+    refuse_traced,
 )
 from pallasite.language.trace import (
     add_notes,
     check_signature,
+    location_of,
     name_of,
     parameter_names,
     storing,
@@ -154,6 +156,13 @@ def pallas_call(
     out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
     if scratch_types is not None:
         scratch_shapes = scratch_types
+    if grid_spec is not None and not isinstance(grid_spec, GridSpec):
+        raise SpecError(
+            "grid_spec must be a pl.GridSpec",
+            [("got", repr(grid_spec))],
+            at,
+            "pl.GridSpec(grid=..., in_specs=..., out_specs=...)",
+        )
     if grid_spec is None:
         grid_spec = GridSpec(grid, in_specs, out_specs, scratch_shapes)
     elif (
@@ -173,7 +182,7 @@ def pallas_call(
     request = Request(
         kernel,
         grid_spec,
-        tuple(_shape_of(leaf, n, at) for n, leaf in enumerate(out_leaves)),
+        tuple(_shape_of(leaf, n, out_shape, at) for n, leaf in enumerate(out_leaves)),
         out_tree,
         _aliases(input_output_aliases, at),
         str(name or name_of(kernel)),
@@ -189,7 +198,9 @@ def pallas_call(
     )
     cache: dict[Any, Call] = {}
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **by_name: Any) -> Any:
+        if by_name:
+            raise _operands_by_name(by_name, request)
         flat, tree = jax.tree.flatten(args)
         flat = [_as_array(x, n, request) for n, x in enumerate(flat)]
         types = tuple((x.shape, x.dtype) for x in flat)
@@ -215,10 +226,28 @@ def pallas_call(
     return call
 
 
+def _operands_by_name(by_name: Mapping[str, Any], request: Request) -> KernelTypeError:
+    shown = ", ".join(f"{name}={_kind(value)}" for name, value in by_name.items())
+    return KernelTypeError(
+        "operands have no names: a kernel's parameters are refs in the order of the "
+        "call",
+        [("kernel", request.name), ("given", shown)],
+        user_location(),
+        f"pass by position: call({', '.join(by_name)})",
+    )
+
+
+def _kind(x: Any) -> str:
+    return describe(x) if is_shaped(x) else type(x).__name__
+
+
 _WITHOUT_SYMBOLS = (
     "write the kernel for one element and jax.vmap it over the symbolic dimension, "
     "or export the function for each shape it is used with"
 )
+
+
+_OTHER_DTYPE = "a real dtype; real and imaginary parts as two arrays"
 
 
 def _symbols(shape: Sequence[Any]) -> str:
@@ -234,7 +263,11 @@ def _symbols(shape: Sequence[Any]) -> str:
 def _one_of(a: Any, b: Any, name_a: str, name_b: str, at: Any) -> Any:
     if (a is _NOT_GIVEN) == (b is _NOT_GIVEN):
         what = "one of" if a is _NOT_GIVEN else "only one of"
-        raise SpecError(f"pallas_call needs {what} {name_a} and {name_b}", at=at)
+        raise SpecError(
+            f"pallas_call needs {what} {name_a} and {name_b}",
+            at=at,
+            fix=f"{name_a}=jax.ShapeDtypeStruct(shape, dtype)",
+        )
     return b if a is _NOT_GIVEN else a
 
 
@@ -260,14 +293,16 @@ def _cost(given: Any, at: Any) -> Any:
     return given
 
 
-def _shape_of(leaf: Any, n: int, at: Any) -> Any:
+def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
     if not is_shaped(leaf):
+        whole = None if leaf is out_shape else repr(out_shape)
         raise SpecError(
             "out_shape must hold shapes with dtypes",
-            [("entry", n), ("got", repr(leaf))],
+            [("entry", n), ("got", repr(leaf)), ("out_shape", whole)],
             at,
             "jax.ShapeDtypeStruct(shape, dtype)",
         )
+    refuse_traced(leaf.shape, f"out_shape {n}", [("shape", tuple(leaf.shape))], at)
     if symbols := _symbols(leaf.shape):
         raise UnsupportedError(
             f"out_shape {n} has a symbolic shape: {symbols}",
@@ -314,10 +349,12 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
     try:
         array = x if isinstance(x, jax.Array) else jnp.asarray(x)
     except TypeError:
+        dtype = f" of dtype {x.dtype}" if isinstance(x, np.ndarray) else ""
         raise KernelTypeError(
-            f"operand {n} is not an array: {type(x).__name__}",
+            f"operand {n} is not an array of numbers: {type(x).__name__}{dtype}",
             [("kernel", request.name)],
             request.at,
+            "jnp.asarray of numbers; other arguments by functools.partial(kernel, ...)",
         ) from None
     if symbols := _symbols(array.shape):
         raise UnsupportedError(
@@ -332,6 +369,7 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             f"operand {n} has dtype {array.dtype}, which kernels do not have",
             [("kernel", request.name)],
             request.at,
+            _OTHER_DTYPE,
         )
     return array
 
@@ -438,7 +476,9 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
     ):
         if T.dtype_of(shape.dtype) is None:
             raise UnsupportedError(
-                f"result {k} has dtype {shape.dtype}, which kernels do not have", at=at
+                f"result {k} has dtype {shape.dtype}, which kernels do not have",
+                at=at,
+                fix=_OTHER_DTYPE,
             )
         if jax.dtypes.canonicalize_dtype(shape.dtype) != shape.dtype:
             raise KernelTypeError(
@@ -482,6 +522,13 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
         shapes = ()
     if is_leaf(shapes):
         shapes = (shapes,)
+    if not isinstance(shapes, Iterable):
+        raise SpecError(
+            "scratch_shapes must be a list",
+            [("kernel", request.name), ("got", repr(shapes))],
+            request.at,
+            "scratch_shapes=[pltpu.VMEM((128, 128), jnp.float32)]",
+        )
     if not isinstance(shapes, Mapping):
         shapes = tuple(shapes)
     leaves, tree = jax.tree.flatten(shapes, is_leaf=is_leaf)
@@ -495,7 +542,7 @@ def _scratch(spec: GridSpec, request: Request) -> tuple[tuple[MemoryRef, ...], A
         ):
             raise SpecError(
                 f"scratch_shapes[{n}] does not describe memory",
-                [("got", repr(leaf))],
+                [("got", repr(leaf)), ("scratch_shapes", repr(spec.scratch_shapes))],
                 request.at,
                 "pltpu.VMEM((128, 128), jnp.float32)",
             )
@@ -549,14 +596,19 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     extra = jax.tree.unflatten(bound.scratch_tree, scratch)
     kwargs = extra if isinstance(extra, Mapping) else {}
     args = (*in_args, *out_args, *(() if kwargs else extra))
+    packed = len(results) - 1 if len(out_args) == 1 else 0
     facts = [
         ("operands", len(first)),
-        ("results", len(results)),
+        (
+            "results",
+            f"{len(results)}, in one parameter" if packed > 0 else len(results),
+        ),
         ("scratch", len(scratch)),
     ]
     check_signature(request.kernel, args, kwargs, facts, request.at)
     avals, full_tree = jax.tree.flatten((args, dict(kwargs)))
-    body = storing(request.kernel, request.name, request.at)
+    at = location_of(request.kernel) or request.at
+    body = storing(request.kernel, request.name, at)
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))

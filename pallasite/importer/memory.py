@@ -10,7 +10,7 @@ from pallasite.errors import KernelTypeError, RefIndexError
 from pallasite.importer.importer import Importer, RuleTable, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
-from pallasite.language.trace import boolean_index
+from pallasite.language.trace import non_integer_index
 
 RULES = RuleTable()
 
@@ -261,22 +261,8 @@ def _counted_from_the_end(im: Importer, index: Value, size: int) -> Value:
 
 def _expect_integer(im: Importer, ref: Value, d: int, entry: Any) -> None:
     facts = [("kernel", im.kernel_name), ("ref", ref.type), ("dimension", d)]
-    if isinstance(entry, (bool, np.bool_)):
-        raise boolean_index(str(entry), facts, im.where)
-    if isinstance(entry, (int, np.integer)):
-        return
-    type_ = tile_type(entry.aval)
-    if type_.dtype.is_bool:
-        known = str(bool(entry.val)) if hasattr(entry, "val") else "a boolean"
-        given = f"a boolean mask of shape {type_.shape}" if type_.rank else known
-        raise boolean_index(given, facts, im.where)
-    if not type_.dtype.is_integer:
-        raise KernelTypeError(
-            f"an index must be an integer, got {type_}",
-            facts,
-            im.where,
-            "cast it: index.astype(jnp.int32)",
-        )
+    if refused := non_integer_index(entry, facts, im.where):
+        raise refused
 
 
 def _static(entry: Any) -> int | None:

@@ -47,6 +47,12 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
             if condition:
                 fn()
             return
+        if not isinstance(condition, (int, float)) and not hasattr(condition, "dtype"):
+            raise KernelTypeError(
+                f"pl.when takes a condition, got {condition!r}",
+                at=user_location(),
+                fix="a bool, or a comparison of values: pl.program_id(0) == 0",
+            )
         if jnp.shape(condition) != ():
             raise KernelTypeError(
                 f"pl.when takes one condition, got an array of shape "

@@ -5,11 +5,15 @@ that an operand has no window. Each space carries the IR's name for it.
 """
 
 import enum
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import jax.core
 import numpy as np
+
+from pallasite.errors import SpecError
+from pallasite.language.trace import user_location
 
 
 class MemorySpace(enum.Enum):
@@ -30,9 +34,20 @@ class MemorySpace(enum.Enum):
     DMA_SEMAPHORE = "dma_sem"
     BARRIER_SEMAPHORE = "barrier_sem"
 
-    def __call__(self, shape: Any, dtype: Any) -> "MemoryRef":
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return MemoryRef(shape, np.dtype(dtype), self)
+    def __call__(self, shape: Any, dtype: Any = None) -> "MemoryRef":
+        sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        try:
+            if dtype is None:
+                raise TypeError("no dtype")
+            sizes = tuple(operator.index(n) for n in sizes)
+            return MemoryRef(sizes, np.dtype(dtype), self)
+        except TypeError as error:
+            raise SpecError(
+                f"{self.name} memory needs a shape of ints and a dtype",
+                [("shape", repr(shape)), ("dtype", repr(dtype)), ("problem", error)],
+                user_location(),
+                f"pltpu.{self.name}((128, 128), jnp.float32)",
+            ) from None
 
     def like(self, x: Any) -> "MemoryRef":
         """Memory here of the shape and dtype of `x`."""

@@ -4,6 +4,7 @@
 with the path that errors show.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
     specs = jax.tree.map(_no_spec_is_whole, specs, is_leaf=is_spec)
     try:
         spread = jax.tree.broadcast(specs, operands, is_leaf=is_spec)
-    except ValueError as error:
+    except ValueError:
         for n, entry in enumerate(specs if isinstance(specs, tuple) else ()):
             if not isinstance(entry, (BlockSpec, dict, list)) and entry is not None:
                 raise SpecError(
@@ -62,8 +63,13 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
                 ) from None
         raise SpecError(
             f"{role} does not match the structure of the operands",
-            [("kernel", request.name), ("problem", str(error).splitlines()[0])],
+            [
+                ("kernel", request.name),
+                (role, _shown(specs, lambda s: "BlockSpec")),
+                ("operands", _shown(operands, describe)),
+            ],
             request.at,
+            "the same nesting of lists, tuples and dicts, with a BlockSpec per array",
         ) from None
     is_leaf = lambda s: isinstance(s, BlockSpec)
     result = []
@@ -74,9 +80,20 @@ def _match(specs: Any, operands: Any, role: str, request: Any):
                 f"{role}{shown} is not a BlockSpec",
                 [("kernel", request.name), ("got", repr(s))],
                 request.at,
+                "pl.BlockSpec(block_shape, index_map)",
             )
         result.append((shown, s))
     return result
+
+
+def _shown(tree: Any, leaf: Callable[[Any], str]) -> str:
+    """A pytree with words in place of its leaves."""
+
+    class Words(str):
+        __repr__ = str.__str__
+
+    is_leaf = lambda x: is_shaped(x) or is_spec(x)
+    return repr(jax.tree.map(lambda x: Words(leaf(x)), tree, is_leaf=is_leaf))
 
 
 def output_specs(specs: Any, request: Any) -> list[tuple[str, BlockSpec]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -192,6 +193,8 @@ class PrefetchScalarGridSpec(GridSpec):
             raise SpecError(
                 "num_scalar_prefetch must be a count",
                 [("got", repr(num_scalar_prefetch))],
+                user_location(),
+                "how many of the first operands index maps read, such as 1",
             )
         self.num_scalar_prefetch = num_scalar_prefetch
 
@@ -260,6 +263,7 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
             "a grid size must be an integer or an integer scalar",
             [("grid", grid), ("axis", axis), ("size", repr(entry))],
             user_location(),
+            "grid=(4,) or grid=(M // block_m, N // block_n)",
         )
     return entry
 
@@ -409,6 +413,7 @@ def _block_dim(
     else:
         size = entry
     facts = [("operand", operand), ("block", spec.block_shape), ("dimension", d)]
+    refuse_traced((size,), "a block", facts, at)
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
         raise SpecError(
             f"a block size must be an integer, got {size!r}",
@@ -417,11 +422,28 @@ def _block_dim(
             "use integer division, or pl.cdiv",
         )
     if size <= 0 and n != 0:
-        raise SpecError(f"a block size must be positive, got {size}", facts, at)
+        raise SpecError(
+            f"a block size must be positive, got {size}",
+            facts,
+            at,
+            f"{n} for all of the dimension, None for one element without it",
+        )
     if not _is_two_counts(padding):
         raise SpecError(f"padding must be two counts, got {padding}", facts, at)
     before, after = padding
     return BlockDim(int(size), kind, (int(before), int(after)))
+
+
+def refuse_traced(shape: Sequence[Any], what: str, facts: Any, at: Any) -> None:
+    """Refuse sizes that are values: those of memory are known before a kernel runs."""
+    if any(isinstance(size, jax.core.Tracer) for size in shape):
+        raise SpecError(
+            f"{what} has a size that is a traced value, not an int",
+            facts,
+            at,
+            "jax.jit(f, static_argnums=...) or static_argnames= for the argument that "
+            "it comes from, or x.shape",
+        )
 
 
 def _is_two_counts(padding: Any) -> bool:

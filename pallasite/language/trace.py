@@ -6,6 +6,7 @@ to be passed as operands. `importer.py` imports what comes out.
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import math
 import os
@@ -31,10 +32,18 @@ from pallasite.ir.nodes import Loc
 # What JAX says (0.10, 0.12) where a ref stands in place of an array.
 _REF_AS_ARRAY = (
     "'AbstractRef' object has no attribute|requires ndarray .* got .*Tracer"
-    "|a Ref can't be passed where an array is expected"
+    "|a Ref can't be passed where an array is expected|Attempting to pass a Ref"
+    "|Cannot store a Ref|TransformedRefs cannot be abstractified"
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 jaxcompat.exclude_from_tracebacks(_PACKAGE + os.sep)
+# Whose files are not the user's.
+_LIBRARIES = (
+    _PACKAGE + os.sep,
+    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(np.__file__)) + os.sep,
+    os.path.abspath(functools.__file__),
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,10 @@ class KnownGrid:
             return self.sizes[axis]
         shown = tuple("?" if s is None else s for s in self.sizes)
         raise SpecError(
-            f"pl.{asked}({axis}): the grid has {len(shown)} axes",
+            f"pl.{asked}({axis}): the grid has {count_of(len(shown), 'axis', 'axes')}",
             [("kernel", self.kernel), ("grid", shown)],
             user_location(),
+            "axes count from 0" if shown else "a grid= in the call",
         )
 
 
@@ -169,10 +179,17 @@ def _kinds(result: Any) -> str:
     """What a kernel returned, for errors: types of arrays, else of objects."""
 
     def kind(leaf: Any) -> str:
+        if jaxcompat.is_ref(leaf):
+            return f"a ref, {_type_of(leaf)}"
         aval = jaxcompat.aval_of(leaf) if isinstance(leaf, jax.Array) else None
         return type(leaf).__name__ if aval is None else aval.str_short()
 
-    return ", ".join(kind(leaf) for leaf in jax.tree.leaves(result))
+    leaves = jax.tree.leaves(result, is_leaf=jaxcompat.is_ref)
+    return ", ".join(kind(leaf) for leaf in leaves)
+
+
+def _type_of(ref: Any) -> str:
+    return f"{ref.dtype}[{', '.join(map(str, ref.shape))}]"
 
 
 def check_signature(
@@ -191,6 +208,7 @@ def check_signature(
             [
                 ("kernel", f"{name_of(fn)}{signature}"),
                 *facts,
+                ("by name", ", ".join(kwargs) or None),
                 ("problem", mismatch(signature, len(args), "ref", error)),
             ],
             location_of(fn) or at,
@@ -255,11 +273,10 @@ def parameter_names(fn: Any, count: int) -> list[str]:
 
 def user_location() -> Loc | None:
     """The innermost frame that is neither ours nor JAX's: the user's line."""
-    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE, jax_folder)) and "functools" not in file:
+        if not file.startswith(_LIBRARIES):
             return Loc(shorten(file), frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
@@ -289,6 +306,8 @@ def explain_trace_failure(
     text = str(error)
     at = _raising_line(error) or location_of(fn)
     facts = [role]
+    if refused := _read_by_no_integer(facts):
+        return refused
     if "ShapedArray(bool" in text.partition("Transforms:")[2]:
         return boolean_index("a boolean mask", facts, at)
     if store := _STORE_REFUSED.match(text):
@@ -311,12 +330,16 @@ def explain_trace_failure(
             [*facts, ("slice", text.split(": ", 1)[-1].rstrip("."))],
             at,
         )
-    if re.search(_REF_AS_ARRAY, text):
+    if misused := _used_as_array(error, fn, args, facts, at):
+        return misused
+    if "not a valid JAX type" in text and (
+        stored := _stored_value(_frames_inside(error))
+    ):
         return KernelTypeError(
-            "a ref is used like an array",
-            facts,
+            "what is written to a ref is not an array",
+            [*facts, ("value", _kind_of(stored[0]))],
             at,
-            "read it first: x_ref[...]",
+            "an array or a number; jnp.asarray(value, ref.dtype) of a list",
         )
     if "DShapedArray" in text or "size must be" in text:
         return KernelTypeError(
@@ -350,6 +373,127 @@ def explain_trace_failure(
     return None
 
 
+# What Python asks of a ref that only an array has: what to say, and what to do.
+_ASKED_OF_REFS = {
+    "__iter__": (
+        "a ref cannot be iterated over",
+        "{}[i], with i from range or pl.loop",
+    ),
+    "__bool__": ("a ref has no truth value", "pl.when of what is read from it"),
+    "__array__": ("numpy cannot read a ref", "jax.numpy on its value: {}[...]"),
+}
+_HAS = "at, bitcast, dtype, get, ndim, reshape, set, shape, size, swap, T, transpose"
+
+
+def _used_as_array(
+    error: Exception, fn: Any, args: Sequence[Any], facts: Any, at: Any
+) -> KernelTypeError | None:
+    """The refusal of a ref where an array should be, if that is what is wrong."""
+    frames = _frames_inside(error)
+    called = frames[0] if frames else None
+    asked = called.f_code.co_name if called is not None else ""
+    ref, name = _ref_among(frames, args), "x_ref"
+    if ref is not None:
+        name = _parameter_of(ref, fn, args) or name
+        facts = [*facts, ("ref", f"'{name}', {_type_of(ref)}")]
+    if re.search(_REF_AS_ARRAY, str(error)):
+        fix = f"read it first: {name}[...]"
+        return KernelTypeError("a ref is used like an array", facts, at, fix)
+    if called is None or not jaxcompat.is_ref(called.f_locals.get("self")):
+        return None
+    if isinstance(error, AttributeError):
+        asked = called.f_locals.get("name")
+        what = f"a ref has no attribute {asked!r}"
+        fix = f"what arrays have, its value has: {name}[...]"
+        return KernelTypeError(what, [*facts, ("has", _HAS)], at, fix)
+    if asked in _ASKED_OF_REFS:
+        what, fix = _ASKED_OF_REFS[asked]
+        return KernelTypeError(what, facts, at, fix.format(name))
+    if asked in ("__float__", "__int__", "__index__", "__complex__"):
+        kind = asked.strip("_")
+        what = f"a ref is not a number that {kind}() could give"
+        return KernelTypeError(what, facts, at, f"compute with {name}[...]")
+    return None
+
+
+def _ref_among(frames: Sequence[Any], args: Sequence[Any]) -> Any:
+    """The argument of the kernel that the outermost of some frames deals with."""
+    refs = {id(a): a for a in jax.tree.leaves(args, is_leaf=jaxcompat.is_ref)}
+    if stored := _stored_value(frames):  # the ref that it goes to is in order
+        return refs.get(id(stored[0]))
+    for frame in frames:
+        for value in frame.f_locals.values():
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if id(one) in refs:
+                    return refs[id(one)]
+    return None
+
+
+def _parameter_of(ref: Any, fn: Any, args: Sequence[Any]) -> str:
+    names = zip(parameter_names(fn, len(args)), args, strict=True)
+    return next((name for name, arg in names if arg is ref), "")
+
+
+def _stored_value(frames: Sequence[Any]) -> tuple[Any] | None:
+    """What `ref[...] = value` was to store, where that is what some frames do."""
+    for frame in frames:
+        is_store = frame.f_code.co_name in ("__setitem__", "_setitem")
+        if is_store and "value" in frame.f_locals:
+            return (frame.f_locals["value"],)
+    return None
+
+
+def _kind_of(value: Any) -> str:
+    """What to call a value that is no array."""
+    if value is None or isinstance(value, str):
+        return repr(value)
+    sized = isinstance(value, (list, tuple, dict))
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if sized else "")
+
+
+def _read_by_no_integer(facts: Sequence[tuple[str, Any]]) -> PallasError | None:
+    """The refusal of an earlier read whose index is no integer.
+
+    What JAX refuses now may follow from the shape that such a read has.
+    """
+    for eqn in jaxcompat.staged_equations():
+        if eqn.primitive.name == "get":
+            ref, *index = eqn.invars
+            where = [*facts, ("ref", _type_of(ref.aval))]
+            for entry in index:
+                at = equation_location(eqn)
+                if refused := non_integer_index(entry, where, at):
+                    return refused
+    return None
+
+
+def non_integer_index(
+    entry: Any, facts: Sequence[tuple[str, Any]], at: Loc | None
+) -> PallasError | None:
+    """The refusal of one entry of an index if it is no integer.
+
+    `entry`: a number, or an operand of a staged equation.
+    """
+    if isinstance(entry, (bool, np.bool_)):
+        return boolean_index(str(entry), facts, at)
+    if isinstance(entry, (int, np.integer)):
+        return None
+    aval, known = entry.aval, getattr(entry, "val", None)
+    if jax.numpy.issubdtype(aval.dtype, np.integer):
+        return None
+    if aval.dtype == bool:
+        scalar = "a boolean" if known is None else str(bool(known))
+        given = f"a boolean mask of shape {aval.shape}" if aval.shape else scalar
+        return boolean_index(given, facts, at)
+    given = aval.str_short() if known is None or aval.shape else known
+    return KernelTypeError(
+        f"an index must be an integer, got {given}",
+        facts,
+        at,
+        "divide by //, or cast it: index.astype(jnp.int32)",
+    )
+
+
 def boolean_index(given: str, facts: Sequence[tuple[str, Any]], at: Loc | None):
     """The refusal of a mask, or of True or False, as an index into a ref.
 
@@ -368,7 +512,9 @@ def add_notes(error: Exception, where: str) -> None:
     """Say at the end of a JAX error where it happened, and what to do."""
     notes = getattr(error, "__notes__", ())
     error.add_note(where)
-    fixes = [f for kind, f in _TRACER_FIXES.items() if isinstance(error, kind)]
+    said = str(error)
+    fixes = [f for words, f in _FIXES_BY_TEXT.items() if re.search(words, said)]
+    fixes += [f for kind, f in _TRACER_FIXES.items() if isinstance(error, kind)]
     if fixes and f"fix: {fixes[0]}" not in notes:  # a pipeline's body has said it
         error.add_note(f"fix: {fixes[0]}")
 
@@ -392,6 +538,15 @@ _TRACER_FIXES: dict[type[Exception], str] = {
     "into an output, or into scratch for a later program",
 }
 
+
+_FIXES_BY_TEXT = {
+    r"Shapes must be 1D|in the jnp.arange argument|jnp.linspace|[Ss]ize argument": (
+        "shapes are fixed when the kernel is traced: take the largest size (size=), "
+        "and mask the rest: jnp.where(jnp.arange(largest) < n, x, 0)"
+    ),
+    "format string passed to .*Tracer": "print when the kernel runs: "
+    'pl.debug_print("{:.3f}", x)',
+}
 
 _STORE_REFUSED = re.compile(
     r"Invalid (?P<what>shape|dtype) for `(?:swap|addupdate)`\. "
@@ -511,11 +666,24 @@ def _bools_in(index: Any) -> str | None:
 
 def _raising_line(error: BaseException) -> Loc | None:
     """The last frame of the user's code in an exception's traceback."""
-    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
     found, traceback = None, error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith((_PACKAGE, jax_folder, "<")):
+        if _is_users(code):
             found = Loc(shorten(code.co_filename), traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
     return found
+
+
+def _is_users(code: Any) -> bool:
+    return not code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def _frames_inside(error: BaseException) -> list[Any]:
+    """The frames of an exception that the user's last line called, outermost first."""
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        is_users = _is_users(traceback.tb_frame.f_code)
+        frames = [] if is_users else [*frames, traceback.tb_frame]
+        traceback = traceback.tb_next
+    return frames

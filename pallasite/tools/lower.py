@@ -14,6 +14,7 @@ from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
+from pallasite.language.trace import user_location
 from pallasite.primitive import Call, calls_in
 
 # A backend for platforms where none is the default yet.
@@ -89,6 +90,7 @@ def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
             name = getattr(function, "__name__", repr(function))
             raise SpecError(
                 f"pl.lower: '{name}' calls no kernel",
+                at=user_location(),
                 fix="give a function that calls pl.pallas_call(...)(...)",
             )
         return Lowered(calls)

@@ -119,6 +119,34 @@ def scaled_by_closure(scale):
     return call(lambda x_ref, o_ref: o_ref.__setitem__(..., scaled(x_ref[...]))).sum()
 
 
+def add_up(x_ref, o_ref):
+    for row in x_ref:
+        o_ref[0] += row
+
+
+def rebind(x_ref, o_ref):
+    o_ref += x_ref[...]
+
+
+def with_scratch(shapes):
+    return call(lambda x_ref, o_ref, s_ref: copy(x_ref, o_ref), scratch_shapes=shapes)
+
+
+def pipeline(*refs, **options):
+    """A kernel that runs a pipeline with these refs (default: its own) and options."""
+
+    def kernel(x_ref, o_ref):
+        given = dict(grid=2, in_specs=[spec], out_specs=[spec]) | options
+        pltpu.emit_pipeline(copy, **given)(*(refs or (x_ref, o_ref)))
+
+    return call(kernel)
+
+
+def stored(make):
+    """A kernel that stores what `make` gives for its input."""
+    return call(lambda x_ref, o_ref: o_ref.__setitem__(..., make(x_ref)))
+
+
 BAD = {
     "block rank": lambda: call(
         grid=2, in_specs=[pl.BlockSpec((8,), lambda i: (i,))], out_specs=spec
@@ -531,6 +559,77 @@ BAD = {
     "python if in pipeline": lambda: call(branch_in_pipeline),
     "python if in map": lambda: in_map(lambda i: (0 if i > 0 else 1, 0)),
     "value of another kernel": use_kept_value,
+    "index float, all stored": lambda: stored(lambda x_ref: x_ref[1.5]),
+    "index float, traced": lambda: stored(lambda x_ref: x_ref[x_ref[0, 0]]),
+    "bool index of rank 2": lambda: stored(lambda x_ref: x_ref[x_ref[...] > 3]),
+    "bool index of rank 2, numpy": lambda: stored(
+        lambda x_ref: x_ref[np.ones((16, 128), bool)]
+    ),
+    "bool index of rank 2, used": lambda: stored(
+        lambda x_ref: x_ref[x_ref[...] > 3] @ x_ref[...]
+    ),
+    "operands by name": lambda: pl.pallas_call(copy, out_shape=out)(x=x),
+    "one operand by name": lambda: pl.pallas_call(copy, out_shape=out)(x, y=3),
+    "ref iterated": lambda: call(add_up),
+    "ref unpacked": lambda: stored(lambda x_ref: jnp.stack([*x_ref])),
+    "ref attribute": lambda: stored(lambda x_ref: x_ref.foo),
+    "ref method of arrays": lambda: stored(lambda x_ref: x_ref.sum()),
+    "ref truth": lambda: stored(lambda x_ref: 1.0 if x_ref else 0.0),
+    "ref float": lambda: stored(lambda x_ref: x_ref[...] * float(x_ref)),
+    "ref to numpy": lambda: stored(np.exp),
+    "ref to a function of numpy": lambda: stored(np.sum),
+    "ref to lax": lambda: stored(lambda x_ref: jax.lax.add(x_ref, x_ref)),
+    "ref stored": lambda: stored(lambda x_ref: x_ref),
+    "view stored": lambda: stored(lambda x_ref: x_ref.T),
+    "ref rebound": lambda: call(rebind),
+    "store list": lambda: stored(lambda x_ref: [1.0] * 128),
+    "store none": lambda: stored(lambda x_ref: None),
+    "store text": lambda: stored(lambda x_ref: "x"),
+    "kernel returns a ref": lambda: call(lambda x_ref, o_ref: o_ref),
+    "kernel arity, scratch by name": lambda: call(
+        lambda x_ref, o_ref, s_ref: None,
+        scratch_shapes={"acc_ref": pltpu.VMEM((8,), jnp.float32)},
+    ),
+    "kernel arity, results in a dict": lambda: call(
+        lambda x_ref, a_ref, b_ref: None, out_shape={"a": out, "b": out}
+    ),
+    "scratch number": lambda: with_scratch(3),
+    "scratch tuple": lambda: with_scratch([((8, 128), 4)]),
+    "scratch without dtype": lambda: with_scratch([pltpu.VMEM((8, 128))]),
+    "scratch float": lambda: with_scratch([pltpu.VMEM((16 / 2, 128), "float32")]),
+    "scratch dtype": lambda: with_scratch([pltpu.VMEM((8, 128), "flot32")]),
+    "grid nested": lambda: call(grid=((2,),), in_specs=[spec], out_specs=spec),
+    "grid_spec kind": lambda: call(grid_spec=(2,)),
+    "prefetch text": lambda: pltpu.PrefetchScalarGridSpec(num_scalar_prefetch="1"),
+    "specs nested": lambda: call(grid=2, in_specs=[[spec]], out_specs=spec),
+    "specs dict": lambda: call(grid=2, in_specs={"x": spec}, out_specs=spec),
+    "spec of a mesh": lambda: call(
+        grid=2, in_specs=[jax.sharding.PartitionSpec("i")], out_specs=spec
+    ),
+    "block traced": lambda: jax.jit(
+        lambda n: call(
+            grid=2, in_specs=[pl.BlockSpec((n, 128), lambda i: (i, 0))], out_specs=spec
+        )
+    )(8),
+    "out_shape traced": lambda: jax.jit(
+        lambda n: call(out_shape=S((n, 128), jnp.float32))
+    )(16),
+    "out_shape pair": lambda: call(out_shape=((16, 128), "float32")),
+    "dtype result": lambda: call(out_shape=S((16, 128), jnp.complex64)),
+    "operand objects": lambda: call(args=(np.array(["a"], dtype=object),)),
+    "program_id negative": lambda: call(
+        lambda x_ref, o_ref: pl.program_id(-1), grid=2, in_specs=[spec], out_specs=spec
+    ),
+    "when text": lambda: call(lambda x_ref, o_ref: pl.when("a")(lambda: None)),
+    "pipeline option": lambda: pipeline(foo=3),
+    "pipeline refs": lambda: pipeline(x),
+    "pipeline values": lambda: pipeline(x, x),
+    "lower without kernel": lambda: pl.lower(jnp.sin)(x),
+    "explain_grad without kernel": lambda: pl.explain_grad(jnp.sin)(x),
+    "traced shape": lambda: stored(lambda x_ref: jnp.zeros((x_ref[0, 0], 128))),
+    "traced arange": lambda: stored(lambda x_ref: jnp.arange(x_ref[0, 0])),
+    "traced count": lambda: stored(lambda x_ref: jnp.nonzero(x_ref[...])[0]),
+    "formatted": lambda: stored(lambda x_ref: f"{x_ref[0, 0]:.3f}"),
 }
 
 GOLDEN = Path(__file__).with_name("messages.txt")
@@ -544,6 +643,10 @@ FROM_JAX = {
     "python if in pipeline": "pl.when, jax.lax.cond",
     "python if in map": "pl.when, jax.lax.cond",
     "value of another kernel": "store it into an output",
+    "traced shape": "take the largest size",
+    "traced arange": "take the largest size",
+    "traced count": "take the largest size",
+    "formatted": "pl.debug_print",
 }
 
 
@@ -552,7 +655,6 @@ def message(name: str) -> str:
         BAD[name]()
     text = f"{type(raised.value).__name__}: {raised.value}"
     assert re.search(r"^  at +\S*test_messages.py:\d+ in ", text, re.M) or name in {
-        "backend",
         "missing name",
     }, text
     here = re.sub(r"(?m)^(  at +)\S+ in .*$", r"\1here", text)
