@@ -248,6 +248,31 @@ def roles_by_name(source: Source) -> Iterator[str]:
                 )
 
 
+def rules_in_tables(source: Source) -> Iterator[str]:
+    """No function is found by a name put together, or by listing what there is."""
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(source.tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id in _LISTINGS:
+            yield f"{source.at(node)}: {ast.unparse(node)}; use a table"
+        if _called(node) != "getattr" or len(node.args) < 2:
+            continue
+        owner, name = node.args[:2]
+        computed = isinstance(name, (ast.JoinedStr, ast.BinOp, ast.Call))
+        of_module = isinstance(owner, ast.Name) and owner.id in modules
+        if computed or (of_module and not isinstance(name, ast.Constant)):
+            yield f"{source.at(node)}: {ast.unparse(node)}; use a table"
+
+
+_LISTINGS = {"dir", "vars", "globals"}
+
+
 RULES = [
     known_layer,
     layers_in_order,
@@ -259,6 +284,7 @@ RULES = [
     has_docstring,
     is_not_too_long,
     roles_by_name,
+    rules_in_tables,
 ]
 
 
@@ -395,6 +421,12 @@ BREACHES = {
         ("interpret/walker", "index = body.params[0]"),
         ("interpret/walker", "step = index_map.params[-1]"),
     ],
+    rules_in_tables: [
+        ("interpret/walker", "getattr(self, f'do_{op.name}')(op)"),
+        ("interpret/walker", "getattr(self, 'do_' + op.name)(op)"),
+        ("emulation/tiles", "from jax import lax\nfn = getattr(lax, name)"),
+        ("backends/cpu/emit", "NATIVE = [n for n in dir(Emitter)]"),
+    ],
 }
 FINE = [
     ("backends/cpu/emit", "from ..base import Backend\nfrom . import compile"),
@@ -409,6 +441,8 @@ FINE = [
     ("passes/cost", "axis = op.attrs['axis']\nparam = body.params[axis]"),
     ("backends/cpu/emit", "frame = f.params[0]"),
     ("ir/nodes", "ids = self.body.params[: len(op.attrs['grid'])]"),
+    ("language/specs", "given = {f: getattr(self, f) for f in fields}"),
+    ("jaxcompat", "from jax import lax\ntop_k = getattr(lax, 'top_k', None)"),
 ]
 _FILES = [
     "errors",

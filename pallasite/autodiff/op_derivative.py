@@ -19,6 +19,7 @@ from pallasite.emulation.emulate import JaxNumbers
 from pallasite.errors import UnsupportedError
 from pallasite.importer import custom_rules
 from pallasite.importer.importer import Captures, Importer
+from pallasite.interpret.numbers import run_pure
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import Effect, table
@@ -42,15 +43,12 @@ def meaning_of(op: Op) -> Callable[..., Sequence[Any]]:
     """A pure op as a JAX function of its operands; gives the list of its results."""
     if op.name == "custom":
         return custom_rules.function(op)
-    row, numbers = table()[op.name], JaxNumbers()
+    numbers = JaxNumbers()
 
     def run(*operands: Any) -> Sequence[Any]:
         if op.name == "assume_multiple":
             return list(operands)
-        if row.elementwise and op.name != "bitcast":
-            result = op.result.tile
-            return [numbers.elementwise(row, operands, op.attrs, result)]
-        return list(numbers.tile_op(op, operands))
+        return list(run_pure(numbers, op, operands))
 
     return run
 

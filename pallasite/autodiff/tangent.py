@@ -7,7 +7,7 @@ Pure ops ask `op_derivative.py`. The result runs like any other kernel.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.autodiff.activity import Activity, activity
@@ -18,6 +18,7 @@ from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window
 from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Loop, Pipeline, Shown, While
+from pallasite.ir.rule_table import RuleTable
 
 
 @dataclass(frozen=True)
@@ -165,30 +166,20 @@ class _Doubling:
         )
 
 
-Rule = Callable[[_Doubling, Op], None]
-_RULES: dict[str, Rule] = {}
-
-
-def _rule(*names: str) -> Callable[[Rule], Rule]:
-    def register(fn: Rule) -> Rule:
-        for name in names:
-            _RULES[name] = fn
-        return fn
-
-    return register
+_RULES = RuleTable()
 
 
 # --- memory ---
 
 
-@_rule("alloc")
+@_RULES.rule("alloc")
 def _alloc(d: _Doubling, op: Op) -> None:
     d.keep(op)
     if d.found.is_active(op.result):
         d.tangents[op.result] = d.builder.op("alloc", type=op.attrs["type"])
 
 
-@_rule("subview", "reshape_view", "transpose_view", "block_view")
+@_RULES.rule("subview", "reshape_view", "transpose_view", "block_view")
 def _view(d: _Doubling, op: Op) -> None:
     d.keep(op)
     ref = d.tangent(op.operands[0])
@@ -200,14 +191,14 @@ def _view(d: _Doubling, op: Op) -> None:
     d.tangents[op.result] = d.builder.op(op.name, ref, *op.operands[1:], **attrs)
 
 
-@_rule("bitcast_view")
+@_RULES.rule("bitcast_view")
 def _bitcast_view(d: _Doubling, op: Op) -> None:
     if d.found.is_active(op.result):
         raise d.refuse(op, "a bitcast of a ref that has a derivative")
     d.keep(op)
 
 
-@_rule("load")
+@_RULES.rule("load")
 def _load(d: _Doubling, op: Op) -> None:
     d.keep(op)
     access, result = Access.of(op), op.result
@@ -224,7 +215,7 @@ def _load(d: _Doubling, op: Op) -> None:
         d.tangents[result] = d.builder.select(access.mask, zero, other)
 
 
-@_rule("store")
+@_RULES.rule("store")
 def _store(d: _Doubling, op: Op) -> None:
     d.keep(op)
     access = Access.of(op)
@@ -235,7 +226,7 @@ def _store(d: _Doubling, op: Op) -> None:
         d.builder.emit("store", *access_operands(doubled), **op.attrs)
 
 
-@_rule("atomic_rmw")
+@_RULES.rule("atomic_rmw")
 def _atomic(d: _Doubling, op: Op) -> None:
     """Adding and exchanging are linear in the value and in the memory."""
     d.keep(op)
@@ -251,7 +242,7 @@ def _atomic(d: _Doubling, op: Op) -> None:
     d.tangents[op.result] = old
 
 
-@_rule("copy_start", "copy_wait")
+@_RULES.rule("copy_start", "copy_wait")
 def _copy(d: _Doubling, op: Op) -> None:
     """A second copy; all that one semaphore counts is doubled, or nothing is."""
     d.keep(op)
@@ -262,13 +253,13 @@ def _copy(d: _Doubling, op: Op) -> None:
     d.builder.emit(op.name, *(d.tangents[v] for v in op.operands), **op.attrs)
 
 
-@_rule("sem_signal", "sem_wait", "sem_read", "delay")
+@_RULES.rule("sem_signal", "sem_wait", "sem_read", "delay")
 def _signal(d: _Doubling, op: Op) -> None:
     """Counts of the program's own, which no copy of a tangent waits for."""
     d.keep(op)
 
 
-@_rule("debug_print", "debug_check")
+@_RULES.rule("debug_print", "debug_check")
 def _once(d: _Doubling, op: Op) -> None:
     """The kernel itself prints and checks; its tangent need not do so again."""
 
@@ -276,7 +267,7 @@ def _once(d: _Doubling, op: Op) -> None:
 # --- control ---
 
 
-@_rule("for")
+@_RULES.rule("for")
 def _for(d: _Doubling, op: Op) -> None:
     loop = Loop.of(op)
     active = [n for n, p in enumerate(loop.carried) if d.found.is_active(p)]
@@ -291,7 +282,7 @@ def _for(d: _Doubling, op: Op) -> None:
     d.keep(new.to_op())
 
 
-@_rule("while")
+@_RULES.rule("while")
 def _while(d: _Doubling, op: Op) -> None:
     loop = While.of(op)
     condition, body = loop.condition, loop.body
@@ -312,7 +303,7 @@ def _while(d: _Doubling, op: Op) -> None:
     )
 
 
-@_rule("cond")
+@_RULES.rule("cond")
 def _cond(d: _Doubling, op: Op) -> None:
     active = [n for n, r in enumerate(op.results) if d.found.is_active(r)]
     regions = [d.block(r, yields=[r.yields[n] for n in active]) for r in op.regions]
@@ -320,7 +311,7 @@ def _cond(d: _Doubling, op: Op) -> None:
     d.keep(op.with_(results=(*op.results, *results), regions=tuple(regions)))
 
 
-@_rule("pipeline")
+@_RULES.rule("pipeline")
 def _pipeline(d: _Doubling, op: Op) -> None:
     """Each active window is followed by one for its tangent, with the same map."""
     pipeline = Pipeline.of(op)

@@ -73,7 +73,7 @@ def _all(conditions: Any) -> Any:
 class _Held:
     """A block in one step: does it come into view here, does it go out of view?"""
 
-    buffered: BufferedRefBase
+    buffered: Any  # has a BufferedRef's copy_in, wait_in, copy_out and wait_out
     ref: Any
     comes: Any
     goes: Any
@@ -107,16 +107,15 @@ def run_step(
         numbers_ref[n] = number + goes.astype(jnp.int32)
         here = buffered.at_block(number.astype(jnp.uint32))
         held.append(_Held(here.bind_existing_ref(ref, ids), ref, comes, goes))
-    _move(held, "copy_in", "wait_in", ids)
+    inputs = [h for h in held if h.buffered.is_input]
+    outputs = [h for h in held if h.buffered.is_output]
+    # All copies of one direction are in flight before any of them is waited for.
+    for h in inputs:
+        when(h.comes)(functools.partial(h.buffered.copy_in, h.ref, ids))
+    for h in inputs:
+        when(h.comes)(functools.partial(h.buffered.wait_in, h.ref, ids))
     body([h.buffered.current_ref for h in held])
-    _move(held, "copy_out", "wait_out", ids)
-
-
-def _move(held: Sequence[_Held], copy: str, wait: str, ids: tuple[Any, ...]) -> None:
-    """Begin all copies of one direction, then wait for each."""
-    comes = copy == "copy_in"
-    for action in (copy, wait):
-        for h in held:
-            if h.buffered.is_input if comes else h.buffered.is_output:
-                call = functools.partial(getattr(h.buffered, action), h.ref, ids)
-                when(h.comes if comes else h.goes)(call)
+    for h in outputs:
+        when(h.goes)(functools.partial(h.buffered.copy_out, h.ref, ids))
+    for h in outputs:
+        when(h.goes)(functools.partial(h.buffered.wait_out, h.ref, ids))

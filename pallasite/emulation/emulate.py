@@ -16,8 +16,9 @@ from jax import lax
 
 from pallasite import jaxcompat
 from pallasite.emulation import tiles
+from pallasite.emulation.elementwise import FUNCTIONS
 from pallasite.interpret import Pick, Walker
-from pallasite.interpret.numbers import Picks, picked_shape
+from pallasite.interpret.numbers import Picks, picked_shape, run_rule
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import OpDef
 from pallasite.ir.types import DType, RefType, TileType
@@ -35,13 +36,13 @@ def emulate(kernel: Kernel) -> Callable[..., list[Array]]:
     return run
 
 
-_LAX_NAMES = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
-_LAX_NAMES["not"] = "bitwise_not"
-
-
-def _lax_function(name: str) -> Callable[..., Array]:
-    name = _LAX_NAMES.get(name, name)
-    return getattr(lax, name, None) or getattr(jnp, name)
+# Updates that XLA can scatter where indices may repeat.
+_SCATTER: dict[str, Callable[[Any], Callable[..., Array]]] = {
+    "add": lambda at: at.add,
+    "max": lambda at: at.max,
+    "min": lambda at: at.min,
+    "xchg": lambda at: at.set,
+}
 
 
 class JaxNumbers:
@@ -58,21 +59,11 @@ class JaxNumbers:
         attrs: Mapping[str, Any],
         result: TileType,
     ) -> Array:
-        if row.name == "cast":
-            return lax.convert_element_type(operands[0], result.dtype.np)
-        if row.name == "integer_pow":
-            return lax.integer_pow(operands[0], attrs["y"])
-        if row.name == "round":
-            method = lax.RoundingMethod(attrs["rounding_method"])
-            return lax.round(operands[0], method)
-        if row.name == "population_count" and result.dtype.bits < 8:
-            # XLA on CPU counts the copies of the sign in the rest of the byte.
-            operands = [_as_unsigned_byte(operands[0], result.dtype)]
-        value = _lax_function(row.name)(*operands, **attrs)
+        value = FUNCTIONS[row.name](*operands, **attrs)
         return lax.convert_element_type(value, result.dtype.np)
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
-        return tiles.run(op, operands)
+        return run_rule(tiles.RULES, op, operands)
 
     def scalar(self, value: int, dtype: DType) -> Array:
         return jnp.asarray(value, dtype.np)
@@ -167,11 +158,11 @@ class JaxNumbers:
         old = self.take(array, picks)
         if all(p.gather is None for p in picks):
             return self.put(array, picks, self.combine(kind, old, value), mask), old
-        method = {"add": "add", "max": "max", "min": "min", "xchg": "set"}.get(kind)
-        if method is None:
+        scatter = _SCATTER.get(kind)
+        if scatter is None:
             return self.rmw_in_turn(array, picks, kind, value, mask)
         at = array.at[_touched(array, picks, mask)]
-        return getattr(at, method)(value, mode="drop"), old
+        return scatter(at)(value, mode="drop"), old
 
     def rmw_in_turn(
         self, array: Array, picks: Picks, kind: str, value: Array, mask: Array | None
@@ -237,7 +228,7 @@ class JaxNumbers:
     def combine(self, kind: str, a: Array, b: Array) -> Array:
         if kind == "xchg":
             return b
-        return _lax_function(kind)(a, b)
+        return FUNCTIONS[kind](a, b)
 
     def select(self, predicate: Array, on_true: Array, on_false: Array) -> Array:
         return lax.select(jnp.broadcast_to(predicate, on_true.shape), on_true, on_false)
@@ -302,10 +293,6 @@ class JaxNumbers:
                 raise CheckError(f"debug_check failed: {message}{where}")
 
         jax.debug.callback(fail, ok)
-
-
-def _as_unsigned_byte(x: Array, dtype: DType) -> Array:
-    return lax.convert_element_type(x, jnp.uint8) & jnp.uint8((1 << dtype.bits) - 1)
 
 
 def _poison(type: RefType) -> Any:

@@ -9,7 +9,7 @@ of NaN, which would come back as 0 * NaN in a gradient.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +173,8 @@ class SmoothWalker(Walker):
     def do_custom(self, op: Op) -> Sequence[Array]:
         return custom_rules.function(op)(*(self.env[v] for v in op.operands))
 
+    RULES: ClassVar = {**Walker.RULES, "custom": do_custom}
+
 
 class ReverseWalker(SmoothWalker):
     """The walker, telling the numbers how long each loop can get."""
@@ -185,6 +187,8 @@ class ReverseWalker(SmoothWalker):
     def do_for(self, op: Op) -> Sequence[Array]:
         self.reverse.most_trips = self.most.get(op)
         return super().do_for(op)
+
+    RULES: ClassVar = {**SmoothWalker.RULES, "for": do_for}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,111 +1,113 @@
 """Ops on whole tiles for the emulation: one line of `lax` each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallasite.errors import InternalError
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
+from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType
 
 Array = Any
-_TABLE: dict[str, Callable[..., Any]] = {}
+RULES = RuleTable()
 
 
-def run(op: Op, operands: Sequence[Array]) -> Sequence[Array]:
-    """The results of a tile op."""
-    fn = _TABLE.get(op.name)
-    if fn is None:
-        raise InternalError(f"the emulation has no {op.name}", at=op.loc)
-    out = fn(op, *operands)
-    return out if isinstance(out, (tuple, list)) else (out,)
-
-
-def _tile_op(name: str) -> Callable[[Callable], Callable]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        _TABLE[name] = fn
-        return fn
-
-    return register
-
-
-@_tile_op("constant")
+@RULES.rule("constant")
 def _constant(op: Op) -> Array:
     type_ = op.attrs["type"]
     return jnp.full(type_.shape, op.attrs["value"], type_.dtype.np)
 
 
-@_tile_op("iota")
+@RULES.rule("iota")
 def _iota(op: Op) -> Array:
     type_ = op.attrs["type"]
     return lax.broadcasted_iota(type_.dtype.np, type_.shape, op.attrs["dim"])
 
 
-@_tile_op("broadcast_in_dim")
+@RULES.rule("broadcast_in_dim")
 def _broadcast(op: Op, x: Array) -> Array:
     return lax.broadcast_in_dim(x, op.attrs["shape"], op.attrs["dims"])
 
 
-@_tile_op("reshape")
+@RULES.rule("reshape")
 def _reshape(op: Op, x: Array) -> Array:
     return lax.reshape(x, op.attrs["shape"])
 
 
-@_tile_op("transpose")
+@RULES.rule("transpose")
 def _transpose(op: Op, x: Array) -> Array:
     return lax.transpose(x, op.attrs["perm"])
 
 
-@_tile_op("bitcast")
+@RULES.rule("bitcast")
 def _bitcast(op: Op, x: Array) -> Array:
     return lax.bitcast_convert_type(x, op.attrs["dtype"].np)
 
 
-@_tile_op("slice")
+@RULES.rule("slice")
 def _slice(op: Op, x: Array) -> Array:
     return lax.slice(x, op.attrs["starts"], op.attrs["limits"], op.attrs["strides"])
 
 
-@_tile_op("concatenate")
+@RULES.rule("concatenate")
 def _concatenate(op: Op, *parts: Array) -> Array:
     return lax.concatenate(parts, op.attrs["axis"])
 
 
-@_tile_op("pad")
+@RULES.rule("pad")
 def _pad(op: Op, x: Array, value: Array) -> Array:
     a = op.attrs
     return lax.pad(x, value, list(zip(a["low"], a["high"], a["interior"], strict=True)))
 
 
-@_tile_op("rev")
+@RULES.rule("rev")
 def _rev(op: Op, x: Array) -> Array:
     return lax.rev(x, op.attrs["axes"])
 
 
-@_tile_op("reduce")
+_REDUCE = {
+    "sum": lax.reduce_sum,
+    "prod": lax.reduce_prod,
+    "max": lax.reduce_max,
+    "min": lax.reduce_min,
+    "and": lax.reduce_and,
+    "or": lax.reduce_or,
+    "xor": lax.reduce_xor,
+}
+
+
+@RULES.rule("reduce")
 def _reduce(op: Op, x: Array) -> Array:
-    kind, axes = op.attrs["kind"], op.attrs["axes"]
-    return getattr(lax, f"reduce_{kind}")(x, axes)
+    return _REDUCE[op.attrs["kind"]](x, op.attrs["axes"])
 
 
-@_tile_op("arg_reduce")
+@RULES.rule("arg_reduce")
 def _arg_reduce(op: Op, x: Array) -> Array:
     fn = lax.argmax if op.attrs["kind"] == "max" else lax.argmin
     x = x.astype(jnp.int32) if _is_part_of_byte(op.operands[0].tile.dtype) else x
     return fn(x, op.attrs["axis"], op.attrs["dtype"].np)
 
 
-@_tile_op("scan")
+_SCAN = {
+    "sum": lax.cumsum,
+    "prod": lax.cumprod,
+    "max": lax.cummax,
+    "min": lax.cummin,
+    "logsumexp": lax.cumlogsumexp,
+}
+
+
+@RULES.rule("scan")
 def _scan(op: Op, x: Array) -> Array:
-    fn = getattr(lax, f"cum{op.attrs['kind']}")
-    return fn(x, axis=op.attrs["axis"], reverse=op.attrs["reverse"])
+    a = op.attrs
+    return _SCAN[a["kind"]](x, axis=a["axis"], reverse=a["reverse"])
 
 
-@_tile_op("dot")
+@RULES.rule("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
     a = op.attrs
     # XLA's CPU runtime lacks some products of narrow numbers, and says so only when
@@ -140,7 +142,7 @@ def _precision(name: str | None) -> str | None:
     return name if name in (None, "default", "high", "highest") else "highest"
 
 
-@_tile_op("dynamic_slice")
+@RULES.rule("dynamic_slice")
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
     # Some releases of XLA merge slices of slices and forget that each is clamped.
     sizes = op.attrs["sizes"]
@@ -151,12 +153,12 @@ def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
-@_tile_op("dynamic_update_slice")
+@RULES.rule("dynamic_update_slice")
 def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Array:
     return update_slice(x, update, starts)
 
 
-@_tile_op("sort")
+@RULES.rule("sort")
 def _sort(op: Op, *operands: Array) -> Any:
     a = op.attrs
     narrow = [_is_part_of_byte(v.tile.dtype) for v in op.operands]
@@ -169,7 +171,7 @@ def _sort(op: Op, *operands: Array) -> Any:
     return [r.astype(x.dtype) for r, x in zip(results, operands, strict=True)]
 
 
-@_tile_op("top_k")
+@RULES.rule("top_k")
 def _top_k(op: Op, x: Array) -> Any:
     wide = x.astype(jnp.int32) if _is_part_of_byte(op.operands[0].tile.dtype) else x
     values, places = lax.top_k(wide, op.attrs["k"], axis=op.attrs["axis"])
@@ -179,7 +181,7 @@ def _top_k(op: Op, x: Array) -> Any:
 _MODES = {"clip": "clip", "fill": "fill", "promise": "clip"}
 
 
-@_tile_op("gather")
+@RULES.rule("gather")
 def _gather(op: Op, x: Array, indices: Array) -> Array:
     a = op.attrs
     numbers = lax.GatherDimensionNumbers(*a["dimension_numbers"])
@@ -188,13 +190,20 @@ def _gather(op: Op, x: Array, indices: Array) -> Array:
     return lax.gather(x, indices, numbers, a["slice_sizes"], mode=mode, fill_value=fill)
 
 
-@_tile_op("scatter")
+_SCATTER = {
+    "set": lax.scatter,
+    "add": lax.scatter_add,
+    "mul": lax.scatter_mul,
+    "min": lax.scatter_min,
+    "max": lax.scatter_max,
+}
+
+
+@RULES.rule("scatter")
 def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
     a = op.attrs
     numbers = lax.ScatterDimensionNumbers(*a["dimension_numbers"])
-    kind = a["kind"]
-    fn = lax.scatter if kind == "set" else getattr(lax, f"scatter_{kind}")
-    return fn(x, indices, updates, numbers, mode=_MODES[a["mode"]])
+    return _SCATTER[a["kind"]](x, indices, updates, numbers, mode=_MODES[a["mode"]])
 
 
 def int32(x: Any) -> Array:

@@ -9,10 +9,11 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.importer.custom_rules import register
-from pallasite.importer.importer import Importer, RuleTable, tile_type
+from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.rewrite import substitute, writes
+from pallasite.ir.rule_table import RuleTable
 from pallasite.language.refs import positional_fields
 from pallasite.passes.analysis.intervals import Fact
 

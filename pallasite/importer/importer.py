@@ -21,26 +21,9 @@ from pallasite.ir.opdef import BY_JAX, TypeRuleError, table
 from pallasite.language.trace import equation_location
 from pallasite.passes.analysis.intervals import Facts
 
+# What `fn(importer, eqn, *operands)` returns are the results: one Value, a sequence of
+# them, or None. `rules.py` joins the tables of all files.
 Rule = Callable[..., Any]
-
-
-class RuleTable(dict[str, Rule]):
-    """Import rules by the name of the primitive; `rules.py` joins all files' tables."""
-
-    def rule(self, *names: str) -> Callable[[Rule], Rule]:
-        """Add `fn(importer, eqn, *operands)` for the named primitives.
-
-        It returns the results: one Value, a sequence of them, or None.
-        """
-
-        def add(fn: Rule) -> Rule:
-            for name in names:
-                assert name not in self, name
-                self[name] = fn
-            return fn
-
-        return add
-
 
 # Primitives that only move elements: on random keys they move each word alike.
 _MOVES = "slice dynamic_slice dynamic_update_slice gather scatter concatenate split "

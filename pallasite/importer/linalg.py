@@ -13,8 +13,9 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.importer.importer import Importer, RuleTable
+from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
+from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
 

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from pallasite.errors import KernelTypeError, RefIndexError
-from pallasite.importer.importer import Importer, RuleTable, tile_type
+from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
+from pallasite.ir.rule_table import RuleTable
 from pallasite.language.trace import non_integer_index
 
 RULES = RuleTable()

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallasite import jaxcompat
-from pallasite.importer.importer import Importer, RuleTable
+from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
+from pallasite.ir.rule_table import RuleTable
 from pallasite.language.helpers import strides_from_shape
 
 RULES = RuleTable()

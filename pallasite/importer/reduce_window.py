@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 
 from pallasite import jaxcompat
-from pallasite.importer.importer import Importer, RuleTable
+from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
+from pallasite.ir.rule_table import RuleTable
 from pallasite.ops.neutral import neutral
 
 RULES = RuleTable()

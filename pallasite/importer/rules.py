@@ -12,7 +12,7 @@ from pallasite.importer import (
     seeded_random,
     tiles,
 )
-from pallasite.importer.importer import RuleTable
+from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
 for _file in (control, linalg, memory, random, reduce_window, seeded_random, tiles):

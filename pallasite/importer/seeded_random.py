@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
-from pallasite.importer.importer import Importer, RuleTable
+from pallasite.importer.importer import Importer
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Value
+from pallasite.ir.rule_table import RuleTable
 from pallasite.language.refs import kernel_primitive
 from pallasite.language.trace import user_location
 

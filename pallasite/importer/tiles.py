@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallasite.importer.importer import Importer, RuleTable, tile_type
+from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Value
+from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
 

@@ -9,7 +9,7 @@ and copies run side by side (`resume.py`, `waits.py`) in several orders (`schedu
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -370,6 +370,14 @@ class CheckedWalker(WaitingWalker):
             what = "a promise made with pl.multiple_of is broken"
             self.monitor.report("promises", what, facts)
         return (value,)
+
+    RULES: ClassVar = {
+        **WaitingWalker.RULES,
+        "load": do_load,
+        "atomic_rmw": do_atomic_rmw,
+        "atomic_cas": do_atomic_cas,
+        "assume_multiple": do_assume_multiple,
+    }
 
 
 def _runs_side_by_side(kernel: Kernel) -> bool:

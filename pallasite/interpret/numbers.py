@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pallasite.ir.nodes import Op
-from pallasite.ir.opdef import OpDef
+from pallasite.ir.opdef import OpDef, table
+from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType, RefType, TileType
 
 Array = Any
@@ -136,3 +137,18 @@ class Numbers(Protocol):
     ) -> None: ...
 
     def debug_check(self, ok: Array, message: str, op: Op) -> None: ...
+
+
+def run_pure(numbers: Numbers, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
+    """The results of an op that only computes tiles from tiles."""
+    row = table()[op.name]
+    # A bitcast is elementwise unless the width changes, and with it the shape.
+    if row.elementwise and op.name != "bitcast":
+        return (numbers.elementwise(row, operands, op.own_attrs, op.result.tile),)
+    return numbers.tile_op(op, operands)
+
+
+def run_rule(rules: RuleTable, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
+    """The results of a tile op, by a number system's table of them."""
+    out = rules[op.name](op, *operands)
+    return out if isinstance(out, (tuple, list)) else (out,)

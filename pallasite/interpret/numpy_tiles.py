@@ -5,43 +5,32 @@ float types are accumulated in float32 and rounded once. `numpy_gather.py` has g
 and scatter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from pallasite.errors import InternalError
 from pallasite.interpret import numpy_gather
+from pallasite.interpret.numbers import run_rule
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
+from pallasite.ir.rule_table import RuleTable
 from pallasite.ir.types import DType
 from pallasite.ops.neutral import neutral
 
 Array = Any
-_TABLE: dict[str, Callable[..., Any]] = {}
+RULES = RuleTable()
 
 
 def run(op: Op, operands: Sequence[Array]) -> Sequence[Array]:
     """The results of a tile op."""
-    fn = _TABLE.get(op.name)
-    if fn is None:
-        raise InternalError(f"the numpy evaluator has no {op.name}", at=op.loc)
-    out = fn(op, *operands)
-    return out if isinstance(out, (tuple, list)) else (out,)
-
-
-def _tile_op(name: str) -> Callable[[Callable], Callable]:
-    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        _TABLE[name] = fn
-        return fn
-
-    return register
+    return run_rule(RULES, op, operands)
 
 
 # --- shape ---
 
 
-@_tile_op("constant")
+@RULES.rule("constant")
 def _constant(op: Op) -> Array:
     type_ = op.attrs["type"]
     if not type_.shape:
@@ -49,7 +38,7 @@ def _constant(op: Op) -> Array:
     return np.full(type_.shape, op.attrs["value"], type_.dtype.np)
 
 
-@_tile_op("iota")
+@RULES.rule("iota")
 def _iota(op: Op) -> Array:
     type_, dim = op.attrs["type"], op.attrs["dim"]
     line = np.arange(type_.shape[dim]).astype(type_.dtype.np)
@@ -57,7 +46,7 @@ def _iota(op: Op) -> Array:
     return np.broadcast_to(line, type_.shape)
 
 
-@_tile_op("broadcast_in_dim")
+@RULES.rule("broadcast_in_dim")
 def _broadcast(op: Op, x: Array) -> Array:
     shape, dims = op.attrs["shape"], op.attrs["dims"]
     if not np.ndim(x):
@@ -70,29 +59,29 @@ def _broadcast(op: Op, x: Array) -> Array:
     return np.broadcast_to(x, shape)
 
 
-@_tile_op("reshape")
+@RULES.rule("reshape")
 def _reshape(op: Op, x: Array) -> Array:
     return np.reshape(x, op.attrs["shape"])
 
 
-@_tile_op("transpose")
+@RULES.rule("transpose")
 def _transpose(op: Op, x: Array) -> Array:
     return np.transpose(x, op.attrs["perm"])
 
 
-@_tile_op("slice")
+@RULES.rule("slice")
 def _slice(op: Op, x: Array) -> Array:
     a = op.attrs
     parts = zip(a["starts"], a["limits"], a["strides"], strict=True)
     return x[tuple(slice(*part) for part in parts)]
 
 
-@_tile_op("concatenate")
+@RULES.rule("concatenate")
 def _concatenate(op: Op, *parts: Array) -> Array:
     return np.concatenate(parts, op.attrs["axis"])
 
 
-@_tile_op("pad")
+@RULES.rule("pad")
 def _pad(op: Op, x: Array, value: Array) -> Array:
     """Interior padding first; a negative low or high then crops."""
     low, high, interior = (op.attrs[k] for k in ("low", "high", "interior"))
@@ -111,12 +100,12 @@ def _pad(op: Op, x: Array, value: Array) -> Array:
     return out
 
 
-@_tile_op("rev")
+@RULES.rule("rev")
 def _rev(op: Op, x: Array) -> Array:
     return np.flip(x, op.attrs["axes"])
 
 
-@_tile_op("bitcast")
+@RULES.rule("bitcast")
 def _bitcast(op: Op, x: Array) -> Array:
     return bitcast(np.asarray(x), op.operands[0].tile.dtype, op.attrs["dtype"])
 
@@ -181,7 +170,7 @@ _ACCUMULATE = {
 }
 
 
-@_tile_op("reduce")
+@RULES.rule("reduce")
 def _reduce(op: Op, x: Array) -> Array:
     kind, axes = op.attrs["kind"], tuple(op.attrs["axes"])
     wide = _wide(x)
@@ -193,14 +182,14 @@ def _reduce(op: Op, x: Array) -> Array:
     return _narrow(_ACCUMULATE[kind].reduce(wide, **options), x.dtype)
 
 
-@_tile_op("arg_reduce")
+@RULES.rule("arg_reduce")
 def _arg_reduce(op: Op, x: Array) -> Array:
     """numpy too takes the first of equals, and the first NaN if there is one."""
     fn = np.argmax if op.attrs["kind"] == "max" else np.argmin
     return fn(_wide(x), op.attrs["axis"]).astype(op.attrs["dtype"].np)
 
 
-@_tile_op("scan")
+@RULES.rule("scan")
 def _scan(op: Op, x: Array) -> Array:
     kind, axis = op.attrs["kind"], op.attrs["axis"]
     wide = _wide(x)
@@ -215,7 +204,7 @@ def _scan(op: Op, x: Array) -> Array:
 # --- dot and sort ---
 
 
-@_tile_op("dot")
+@RULES.rule("dot")
 def _dot(op: Op, lhs: Array, rhs: Array) -> Array:
     dtype: DType = op.attrs["dtype"]
     lhs, rhs = (np.asarray(x).astype(_dot_type(x, dtype)) for x in (lhs, rhs))
@@ -247,7 +236,7 @@ def _as_matrix(x: np.ndarray, batch: Any, contract: Any, last: bool):
     return x.transpose(order).reshape([x.shape[d] for d in batch] + matrix), shape
 
 
-@_tile_op("sort")
+@RULES.rule("sort")
 def _sort(op: Op, *operands: Array) -> Sequence[Array]:
     """Ascending by the first `num_keys` operands, NaN last, always stable."""
     axis = op.attrs["axis"]
@@ -260,7 +249,7 @@ def _sort_key(x: Array) -> Array:
     return x.astype(np.uint8) if x.dtype == np.bool_ else _wide(x)
 
 
-@_tile_op("top_k")
+@RULES.rule("top_k")
 def _top_k(op: Op, x: Array) -> Sequence[Array]:
     axis, k = op.attrs["axis"], op.attrs["k"]
     order = np.argsort(~_in_total_order(x), axis, kind="stable")
@@ -288,19 +277,19 @@ def _clamped(starts: Sequence[Array], shape: Any, sizes: Any) -> tuple[slice, ..
     return tuple(slices)
 
 
-@_tile_op("dynamic_slice")
+@RULES.rule("dynamic_slice")
 def _dynamic_slice(op: Op, x: Array, *starts: Array) -> Array:
     return x[_clamped(starts, x.shape, op.attrs["sizes"])]
 
 
-@_tile_op("dynamic_update_slice")
+@RULES.rule("dynamic_update_slice")
 def _dynamic_update_slice(op: Op, x: Array, update: Array, *starts: Array) -> Array:
     out = np.array(x)
     out[_clamped(starts, x.shape, update.shape)] = update
     return out
 
 
-@_tile_op("gather")
+@RULES.rule("gather")
 def _gather(op: Op, x: Array, indices: Array) -> Array:
     a = op.attrs
     return numpy_gather.gather(
@@ -312,7 +301,7 @@ def _gather(op: Op, x: Array, indices: Array) -> Array:
     )
 
 
-@_tile_op("scatter")
+@RULES.rule("scatter")
 def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
     a = op.attrs
     return numpy_gather.scatter(

@@ -5,9 +5,9 @@ may take over. Only blocks with ops that pause are run so, decided once per bloc
 others are run by the plain walker. Memory is changed in place here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pallasite.interpret.numpy_numbers import NumpyNumbers
 from pallasite.interpret.schedule import Context, Join, Schedule, Steps
@@ -50,8 +50,15 @@ class Pauses:
         return known
 
 
+StepsRule = Callable[[Any, Op], Steps]  # (walker, op), run as a generator
+
+
 class ResumableWalker(Walker):
-    """The walker over an in-place number system, with contexts."""
+    """The walker over an in-place number system, with contexts.
+
+    `RESUMABLE` says which method runs which op where it may pause; `RULES` of the plain
+    walker where it cannot.
+    """
 
     numbers: NumpyNumbers
     schedule: Schedule
@@ -60,8 +67,8 @@ class ResumableWalker(Walker):
         super().__init__(kernel, numbers)
         self.pauses = Pauses(kernel)
         self.cores: list[Context] = []  # of the mesh that runs
-        # Per block: each op, and the method that runs it in steps if it may pause.
-        self._plans: dict[Block, list[tuple[Op, Callable[[Op], Steps] | None]]] = {}
+        # Per block: each op, and the rule that runs it in steps if it may pause.
+        self._plans: dict[Block, list[tuple[Op, StepsRule | None]]] = {}
 
     def run_body(self) -> None:
         if self.pauses.block(self.kernel.body):
@@ -80,23 +87,23 @@ class ResumableWalker(Walker):
         """Run a block, as `block` does, pausing where it may have to wait."""
         for param, arg in zip(block.params, args, strict=True):
             self.env[param] = arg
-        for op, method in self._plan(block):
-            if method is None:
+        for op, rule in self._plan(block):
+            if rule is None:
                 self.op(op)
                 continue
             self.reach(op)
-            results = yield from method(op)
+            results = yield from rule(self, op)
             for value, result in zip(op.results, results or (), strict=True):
                 self.env[value] = result
         results = [self.env[v] for v in block.yields]
         self.leave(block)
         return results
 
-    def _plan(self, block: Block) -> list[tuple[Op, Callable[[Op], Steps] | None]]:
+    def _plan(self, block: Block) -> list[tuple[Op, StepsRule | None]]:
         known = self._plans.get(block)
         if known is None:
             known = self._plans[block] = [
-                (op, getattr(self, f"steps_{op.name}") if self.pauses.op(op) else None)
+                (op, self.RESUMABLE[op.name] if self.pauses.op(op) else None)
                 for op in block.ops
             ]
         return known
@@ -216,3 +223,12 @@ class ResumableWalker(Walker):
 
     def go_to(self, context: Context) -> None:
         self.env = context.env
+
+    RESUMABLE: ClassVar[Mapping[str, StepsRule]] = {
+        "for": steps_for,
+        "while": steps_while,
+        "cond": steps_cond,
+        "custom": steps_custom,
+        "pipeline": steps_pipeline,
+        "roles": steps_roles,
+    }

@@ -57,7 +57,7 @@ class CheckedNumbers(NumpyNumbers):
             results = super().tile_op(op, operands)
         else:
             plain = super().tile_op(op, [value_of(x) for x in operands])
-            codes = shadow_tiles.tile_op(op, operands, plain)
+            codes = shadow_tiles.tile_op(op, operands)
             results = [partly(x, c) for x, c in zip(plain, codes, strict=True)]
         if self.watched and operands and op.results[0].tile.dtype.is_float:
             self._look_for_nan(operands, results[0], by_element=False)

@@ -127,20 +127,10 @@ _ELEMENTWISE: dict[str, Callable[[Sequence[Array]], Any]] = {
 
 # --- ops on whole tiles ---
 
-# These only move elements: the codes move with them.
-_MOVES = frozenset(
-    ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad", "rev")
-)
 
-
-def tile_op(op: Op, operands: Sequence[Array], results: Sequence[Array]) -> list[Any]:
+def tile_op(op: Op, operands: Sequence[Array]) -> list[Any]:
     """Codes of each result of a tile op."""
-    if op.name in _MOVES:
-        return list(numpy_tiles.run(op, [codes_or_zeros(x) for x in operands]))
-    rule = _TILES.get(op.name)
-    if rule is None:
-        return [_everywhere(operands, r) for r in results]
-    codes = rule(op, *operands)
+    codes = RULES[op.name](op, *operands)
     return codes if isinstance(codes, list) else [codes]
 
 
@@ -149,8 +139,9 @@ def _highest(operands: Sequence[Array]) -> np.int32:
     return np.int32(max(found, default=0))
 
 
-def _everywhere(operands: Sequence[Array], result: Array) -> np.ndarray:
-    return np.full(np.shape(result), _highest(operands), np.int32)
+def _move(op: Op, *operands: Array) -> list[np.ndarray]:
+    """The op only moves elements: the codes move with them."""
+    return list(numpy_tiles.run(op, [codes_or_zeros(x) for x in operands]))
 
 
 def _reduce(op: Op, x: Partly) -> np.ndarray:
@@ -265,7 +256,10 @@ def bitcast_rows(codes: np.ndarray, before: TileType, after: TileType) -> np.nda
     return split.max(axis=-2)
 
 
-_TILES: dict[str, Callable[..., Any]] = {
+_MOVES = ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad")
+# Of all tile ops with operands.
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys((*_MOVES, "rev"), _move),
     "reduce": _reduce,
     "arg_reduce": _arg_reduce,
     "scan": _scan,

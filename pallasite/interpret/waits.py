@@ -7,7 +7,7 @@ go on and what to report if it never can.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -357,6 +357,17 @@ class WaitingWalker(ResumableWalker):
         self.races.arrive(barrier)
         yield BarrierWait(op, context, self.monitor)
         self.races.meet(barrier)
+
+    RESUMABLE: ClassVar = {
+        **ResumableWalker.RESUMABLE,
+        "copy_start": steps_copy_start,
+        "copy_wait": steps_copy_wait,
+        "sem_signal": steps_sem_signal,
+        "sem_signal_core": steps_sem_signal_core,
+        "sem_wait": steps_sem_wait,
+        "sem_read": steps_sem_read,
+        "barrier": steps_barrier,
+    }
 
 
 def _ones_like(value: Array) -> np.ndarray:

@@ -6,12 +6,12 @@ A copy is done where it starts, and no wait has to wait; `resume.py` runs the sa
 with cores, roles and copies side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pallasite.errors import InternalError, UnsupportedError
-from pallasite.interpret.numbers import Array, Numbers, Picks
+from pallasite.interpret.numbers import Array, Numbers, Picks, run_pure
 from pallasite.interpret.views import (
     Range,
     View,
@@ -22,14 +22,19 @@ from pallasite.interpret.views import (
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
-from pallasite.ir.opdef import table
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
 from pallasite.passes.analysis.memory import Roots
 
+Rule = Callable[[Any, Op], Any]  # (walker, op) -> its results, None if it has none
+
 
 class Walker:
-    """One run of a kernel."""
+    """One run of a kernel.
+
+    `RULES`, at the end of the class, says which method runs which op. What it does not
+    name only computes tiles from tiles: the number system runs it.
+    """
 
     def __init__(self, kernel: Kernel, numbers: Numbers):
         self.kernel, self.numbers = kernel, numbers
@@ -40,10 +45,8 @@ class Walker:
         # Roots that a block stands for while a branch runs (see `blocks_as_roots`).
         self.standing_for: dict[Value, Value] = {}
         self.predicate: Array | None = None
-        self.rows = table()
         self._accesses: dict[Op, Access] = {}
         self._blocks: dict[Op, Block] = {}  # what fused ops stand for
-        self._methods: dict[str, Callable[[Op], Any] | None] = {}
 
     # --- whole kernels ---
 
@@ -99,32 +102,17 @@ class Walker:
         return [self.env[v] for v in block.yields]
 
     def op(self, op: Op) -> None:
-        name = op.name
-        if name not in self._methods:
-            self._methods[name] = getattr(self, f"do_{name}", None)
-        method = self._methods[name]
-        if method is not None:
-            results = method(op)
+        rule = self.RULES.get(op.name)
+        if rule is not None:
+            results = rule(self, op)
         else:
             operands = [self.env[v] for v in op.operands]
-            row = self.rows[op.name]
-            if row.elementwise and op.name != "bitcast":
-                result = op.result.tile
-                results = (
-                    self.numbers.elementwise(row, operands, op.own_attrs, result),
-                )
-            else:
-                results = self.numbers.tile_op(op, operands)
+            results = run_pure(self.numbers, op, operands)
         for value, result in zip(op.results, results or (), strict=True):
             self.env[value] = result
 
-    def do_dot_add(self, op: Op) -> list[Array]:
-        return self._written_out(op)
-
-    def do_dot_store(self, op: Op) -> list[Array]:
-        return self._written_out(op)
-
-    def _written_out(self, op: Op) -> list[Array]:
+    def do_fused(self, op: Op) -> list[Array]:
+        """An op that stands for several (`ops/fused.py`): run those."""
         if op not in self._blocks:
             self._blocks[op] = written_out(op)
         return self.block(self._blocks[op])
@@ -336,15 +324,13 @@ class Walker:
     def do_sem_read(self, op: Op) -> tuple[Array]:
         return (self.read(self.env[op.operands[0]]),)
 
-    def do_roles(self, op: Op) -> None:
+    def do_refuse(self, op: Op) -> None:
         raise UnsupportedError(
             f"the emulation runs one op after another: it has no '{op.name}'",
             [("kernel", self.kernel.name)],
             at=op.loc,
             fix="interpret=pl.Checked() runs cores and roles side by side",
         )
-
-    do_barrier = do_sem_signal_core = do_roles
 
     # --- debugging and promises ---
 
@@ -524,3 +510,35 @@ class Walker:
 
     def after_program(self, op: Op, ids: list[Array]) -> None:
         """Called after each program's body."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "load": do_load,
+        "store": do_store,
+        "atomic_rmw": do_atomic_rmw,
+        "atomic_cas": do_atomic_cas,
+        "alloc": do_alloc,
+        "subview": do_subview,
+        "reshape_view": do_reshape_view,
+        "transpose_view": do_transpose_view,
+        "block_view": do_block_view,
+        "bitcast_view": do_bitcast_view,
+        "copy_start": do_copy_start,
+        "copy_wait": do_copy_wait,
+        "sem_signal": do_sem_signal,
+        "sem_wait": do_sem_wait,
+        "sem_read": do_sem_read,
+        "roles": do_refuse,
+        "barrier": do_refuse,
+        "sem_signal_core": do_refuse,
+        "debug_print": do_debug_print,
+        "debug_check": do_debug_check,
+        "delay": do_delay,
+        "assume_multiple": do_assume_multiple,
+        "dot_add": do_fused,
+        "dot_store": do_fused,
+        "for": do_for,
+        "while": do_while,
+        "cond": do_cond,
+        "custom": do_custom,
+        "pipeline": do_pipeline,
+    }

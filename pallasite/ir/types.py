@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import ml_dtypes
+import ml_dtypes as ml_dtypes  # numpy knows the names of its types from here on
 import numpy as np
 
 
@@ -24,7 +24,7 @@ class DType:
 
     @cached_property
     def np(self) -> np.dtype:
-        return np.dtype(getattr(ml_dtypes, self.numpy_name, self.numpy_name))
+        return np.dtype(self.numpy_name)
 
     @property
     def is_float(self) -> bool:
