@@ -75,11 +75,14 @@ def _min(x: Fact, y: Fact) -> Fact:
 
 
 def _div(x: Fact, y: Fact) -> Fact | None:
-    if y.low <= 0 or x.low < 0:
+    """The result is rounded towards zero."""
+    if y.low <= 0:
         return None
     divides = y.number is not None and x.multiple % y.number == 0
     multiple = x.multiple // y.low if divides else 1
-    return Fact(x.low // y.high, x.high // y.low, multiple)
+    low = x.low // y.high if x.low >= 0 else -(-x.low // y.low)
+    high = x.high // y.low if x.high >= 0 else -(-x.high // y.high)
+    return Fact(low, high, multiple)
 
 
 def _rem(x: Fact, y: Fact) -> Fact | None:
@@ -160,6 +163,13 @@ class Facts:
         fact = self._fact(op)
         if fact is not None:
             self._known[op.result] = fact.wrapped(op.result.tile.dtype)
+
+    def is_exact(self, op: Op) -> bool:
+        """Whether an integer op surely does not wrap around."""
+        if len(op.results) != 1 or not _is_number(op.result):
+            return False
+        fact = self._fact(op)
+        return fact is not None and fact.within(*op.result.tile.dtype.limits)
 
     def note_counter(self, loop: Loop) -> None:
         """Take in the index of a loop, if it counts upwards."""
