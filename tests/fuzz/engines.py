@@ -15,6 +15,8 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.guard_bounds import guard_bounds
+from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
@@ -93,6 +95,8 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "legalize": partial(legalize, native=native, backend="fuzz"),
         "row_strips": partial(row_strips, most_bytes=size()),
         "promote": partial(promote, in_parts=chance(choices, 50)),
+        "guard_bounds": guard_bounds,
+        "hoist": hoist,
     }
 
 

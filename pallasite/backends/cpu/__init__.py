@@ -20,6 +20,7 @@ from pallasite.backends.cpu.tiles.plan_memory import plan_memory
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
@@ -38,6 +39,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
     return (
         Pass("own_inputs", own_inputs),
         Pass("place_windows", place_windows),
+        Pass("guard_bounds", guard_bounds),
         Pass(
             "merge_k_steps",
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),

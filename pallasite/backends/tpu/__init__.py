@@ -31,11 +31,13 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
+        from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
 
         return (
             Pass("place_windows", place_windows),
+            Pass("guard_bounds", guard_bounds),
             Pass("join_aliased", join_aliased),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),

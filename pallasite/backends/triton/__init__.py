@@ -21,6 +21,8 @@ from pallasite.backends.triton.schedule import (
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.guard_bounds import guard_bounds
+from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
@@ -40,6 +42,10 @@ PASSES = (
     ),
     Pass("canonicalize", canonicalize),
     Pass("promote", promote),
+    Pass("guard_bounds", guard_bounds),
+    # What a guard held in the loop can move out now.
+    Pass("hoist", hoist, if_changed=True),
+    Pass("canonicalize", canonicalize, if_changed=True),
 )
 
 

@@ -75,11 +75,14 @@ def _min(x: Fact, y: Fact) -> Fact:
 
 
 def _div(x: Fact, y: Fact) -> Fact | None:
-    if y.low <= 0 or x.low < 0:
+    """The result is rounded towards zero."""
+    if y.low <= 0:
         return None
     divides = y.number is not None and x.multiple % y.number == 0
     multiple = x.multiple // y.low if divides else 1
-    return Fact(x.low // y.high, x.high // y.low, multiple)
+    low = x.low // y.high if x.low >= 0 else -(-x.low // y.low)
+    high = x.high // y.low if x.high >= 0 else -(-x.high // y.high)
+    return Fact(low, high, multiple)
 
 
 def _rem(x: Fact, y: Fact) -> Fact | None:
@@ -163,7 +166,9 @@ class Facts:
 
     def may_wrap(self, op: Op) -> bool:
         """Whether the number an op gives may not fit its type, and wrap around."""
-        fact = self._fact(op) if _is_number(op.result) else None
+        if len(op.results) != 1 or not _is_number(op.result):
+            return True
+        fact = self._fact(op)
         return fact is None or not fact.within(*op.result.tile.dtype.limits)
 
     def note_counter(self, loop: Loop) -> None:

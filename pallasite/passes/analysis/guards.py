@@ -1,0 +1,267 @@
+"""Which steps a guard lets through: comparisons solved for the index that counts them.
+
+`guard_of(op)` takes a `cond` that does nothing on one side apart into the conditions
+that must all hold. `Solver` turns such a condition, where it compares sums of multiples
+of the index with what does not change from step to step, into a first step or an end,
+computed once before all steps. The numbers are exact: a condition in which the index
+may wrap around, or a bound that may, is not solved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Loc, Op, Value
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.roles import Cond
+from pallasite.passes.analysis.intervals import Facts
+
+Producers = Mapping[Value, Op]
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "ne": "eq", "eq": "ne"}
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A bool that must be `truth`."""
+
+    value: Value
+    truth: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """A `cond` whose code runs only if every part holds."""
+
+    op: Op
+    parts: tuple[Part, ...]
+    taken: Block
+    idle: Block  # no code: only yields
+
+
+def guard_of(op: Op, producers: Producers) -> Guard | None:
+    """A cond on a bool with code on one side only."""
+    if op.name != "cond" or len(op.regions) != 2:
+        return None
+    cond = Cond.of(op)
+    cast = producers.get(cond.which)
+    if cast is None or cast.name != "cast":
+        return None
+    (test,) = cast.operands
+    if not test.tile.dtype.is_bool:
+        return None
+    truth = not cond.branches[0].ops
+    idle, taken = cond.branches if truth else cond.branches[::-1]
+    if idle.ops:
+        return None
+    return Guard(op, tuple(_parts(test, truth, producers)), taken, idle)
+
+
+def _parts(test: Value, truth: bool, producers: Producers) -> list[Part]:
+    op = producers.get(test)
+    if op is not None and op.name == "not":
+        return _parts(op.operands[0], not truth, producers)
+    if op is not None and op.name == ("and" if truth else "or"):
+        return [p for v in op.operands for p in _parts(v, truth, producers)]
+    return [Part(test, truth)]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The steps that a condition lets through, as values from before all steps.
+
+    A step must be at least each of `lows` and below each of `highs`; no step is let
+    through unless all of `needed` hold.
+    """
+
+    lows: tuple[Value, ...] = ()
+    highs: tuple[Value, ...] = ()
+    needed: tuple[Value, ...] = ()
+
+    def __and__(self, other: "Bounds") -> "Bounds":
+        return Bounds(
+            self.lows + other.lows,
+            self.highs + other.highs,
+            self.needed + other.needed,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.lows or self.highs or self.needed)
+
+
+class Solver:
+    """Solves conditions for one index.
+
+    Args:
+        index: counts the steps.
+        first: its least value, known before the steps.
+        inside: the op of each value that is computed anew in each step.
+        outside: whether a value from elsewhere can be used before the steps.
+        is_stable: whether a load gives the same at every step, and before.
+        facts: what is known of the integers; learns of the ops that are made.
+    """
+
+    def __init__(
+        self,
+        index: Value,
+        first: Value,
+        inside: Producers,
+        outside: Callable[[Value], bool],
+        is_stable: Callable[[Op], bool],
+        facts: Facts,
+    ):
+        self.index, self.inside, self.outside = index, inside, outside
+        self.is_stable, self.facts = is_stable, facts
+        self.first = first
+        self.made: dict[Value, Value] = {index: first}
+        self.ops: list[Op] = []  # what computes the bounds
+
+    def solve(self, part: Part, loc: Loc | None = None) -> Bounds | None:
+        """The bounds that a condition amounts to; None if it is no such condition."""
+        made, b = dict(self.made), Builder(loc, watch=self.facts.note_op)
+        bounds = self._solve(part, b)
+        if bounds is None:
+            self.made = made
+        else:
+            self.ops += b.ops
+        return bounds
+
+    # --- what is the same at every step ---
+
+    def is_fixed(self, value: Value) -> bool:
+        return value is not self.index and self._can_replay(value, at_index=False)
+
+    def _can_replay(self, value: Value, at_index: bool = True) -> bool:
+        if value is self.index:
+            return at_index
+        op = self.inside.get(value)
+        if op is None:
+            return self.outside(value)
+        if op.regions or len(op.results) != 1:
+            return False
+        if table()[op.name].effect is not Effect.PURE and not self.is_stable(op):
+            return False
+        return all(self._can_replay(v, at_index) for v in op.operands)
+
+    def _at_first(self, value: Value, b: Builder) -> Value:
+        """A value as it is in the first step."""
+        op = self.inside.get(value)
+        if value not in self.made and op is not None:
+            operands = [self._at_first(v, b) for v in op.operands]
+            self.made[value] = b.op(op.name, *operands, **op.attrs)
+        return self.made.get(value, value)
+
+    # --- conditions ---
+
+    def _solve(self, part: Part, b: Builder) -> Bounds | None:
+        if self.is_fixed(part.value):
+            test = self._at_first(part.value, b)
+            return Bounds(needed=(test if part.truth else b.not_(test),))
+        op = self.inside.get(part.value)
+        if op is None or op.name not in _OPPOSITE:
+            return None
+        kind = op.name if part.truth else _OPPOSITE[op.name]
+        x, y = op.operands
+        if kind == "ne" or x.tile.shape or x.tile.dtype.is_float:
+            return None
+        rates = self.rate(x), self.rate(y)
+        if None in rates or not all(map(self._can_replay, (x, y))):
+            return None
+        rate = (rates[0] or 0) - (rates[1] or 0)
+        if rate < 0:
+            kind, x, y, rate = _MIRRORED[kind], y, x, -rate
+        return self._compare(kind, x, y, rate, b) if rate else None
+
+    def rate(self, value: Value) -> int | None:
+        """How much an integer grows from step to step; None: not known, or it wraps."""
+        if value is self.index:
+            return 1
+        if self.is_fixed(value):
+            return 0
+        op = self.inside.get(value)
+        if op is None or op.name not in _RATES or self.facts.may_wrap(op):
+            return None
+        rates = [self.rate(v) for v in op.operands]
+        numbers = [self.facts.of(v).number for v in op.operands]
+        known = [r for r in rates if r is not None]
+        if len(known) < len(rates):
+            return None
+        return _RATES[op.name](known, numbers)
+
+    def _compare(
+        self, kind: str, x: Value, y: Value, rate: int, b: Builder
+    ) -> Bounds | None:
+        """Bounds from `x kind y`, where `x - y` grows by `rate` > 0 per step."""
+        before = len(b.ops)
+        for limited in (False, True):
+            del b.ops[before:]
+            made = dict(self.made)
+            gap = b.sub(self._side(y, x, limited, b), self._side(x, y, limited, b))
+            lows: list[Value] = []
+            highs: list[Value] = []
+            if kind in ("lt", "le", "eq"):
+                highs.append(self._step_after(gap, rate, kind != "lt", b))
+            if kind in ("gt", "ge", "eq"):
+                lows.append(self._step_after(gap, rate, kind == "gt", b))
+            if all(self._is_sound(op) for op in b.ops):
+                return Bounds(tuple(lows), tuple(highs))
+            self.made = made
+        return None
+
+    def _side(self, value: Value, other: Value, limited: bool, b: Builder) -> Value:
+        """One side in the first step.
+
+        `limited`: one that does not change is kept near the other. Beyond all that the
+        other can be it makes no difference, and the distance between the two fits.
+        """
+        made = self._at_first(value, b)
+        if not limited or not self.is_fixed(value):
+            return made
+        span, (low, high) = self.facts.of(other), value.tile.dtype.limits
+        made = b.max(made, b.like(max(low, span.low - 1), made))
+        return b.min(made, b.like(min(high, span.high + 1), made))
+
+    def _step_after(self, gap: Value, rate: int, inclusive: bool, b: Builder) -> Value:
+        """The first step at which a sum has grown by `gap`; `inclusive`: by more."""
+        if inclusive:
+            gap = b.add(gap, b.like(1, gap))
+        if self.facts.of(gap).low < 0:
+            gap = b.max(gap, b.like(0, gap))
+        if rate > 1:
+            rounded = b.add(gap, b.like(rate - 1, gap))
+            gap = b.div(rounded, b.like(rate, gap))
+        gap = b.cast(gap, self.first.tile.dtype)
+        return b.add(self.first, gap)
+
+    def _is_sound(self, op: Op) -> bool:
+        """What is replayed may do anything; what is made here must not wrap around."""
+        is_replayed = any(value in self.replayed for value in op.results)
+        return is_replayed or op.name not in _RATES or not self.facts.may_wrap(op)
+
+    @property
+    def replayed(self) -> set[Value]:
+        return {v for old, v in self.made.items() if self.is_fixed(old)}
+
+
+def _product(rates: Sequence[int], numbers: Sequence[int | None]) -> int | None:
+    for rate, other, number in zip(rates, reversed(rates), numbers[::-1], strict=True):
+        if not other and number is not None:
+            return rate * number
+    return None
+
+
+def _shifted(rates: Sequence[int], numbers: Sequence[int | None]) -> int | None:
+    return None if rates[1] or numbers[1] is None else rates[0] << numbers[1]
+
+
+# From the rates of the operands, and those operands that are known numbers.
+_RATES: dict[str, Callable[[Sequence[int], Sequence[int | None]], int | None]] = {
+    "add": lambda rates, numbers: rates[0] + rates[1],
+    "sub": lambda rates, numbers: rates[0] - rates[1],
+    "neg": lambda rates, numbers: -rates[0],
+    "mul": _product,
+    "shift_left": _shifted,
+    "cast": lambda rates, numbers: rates[0],
+    "assume_multiple": lambda rates, numbers: rates[0],
+}

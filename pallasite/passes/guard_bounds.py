@@ -1,0 +1,212 @@
+"""Guards become bounds: a loop counts only the steps in which something happens.
+
+Where all that a step of a `for` does is guarded (`pl.when(j * bk < (i + 1) * bq)`) by
+comparisons that `analysis/guards.py` can solve, the loop begins and ends where they
+say, and what they say is not asked again in the body. Conditions that are the same at
+every step decide whether the loop runs at all. In: any kernel, best after `hoist`,
+which takes the code of the first and of the last step out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.rewrite import inline, is_removable, substitute, with_regions
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import I32
+from pallasite.passes.analysis.guards import Bounds, Guard, Part, Solver, guard_of
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import Roots, root_among
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.place_windows import note_grid
+
+
+def guard_bounds(kernel: Kernel) -> Kernel:
+    """Shorten every loop whose steps are guarded as a whole."""
+    body = _Walk(kernel).block(kernel.body)
+    if body is kernel.body:
+        return kernel
+    return canonicalize(kernel.with_(body=body))  # of conditions that are not asked now
+
+
+class _Walk:
+    """Walks a kernel with what is known of its integers so far."""
+
+    def __init__(self, kernel: Kernel):
+        shared = {kernel.inputs[i] for i, _ in kernel.aliases}
+        written = Roots(kernel).written(kernel.body)
+        self.readable = frozenset(set(kernel.inputs) - shared - set(written))
+        self.facts = Facts()
+        self.producers: dict[Value, Op] = {}
+
+    def block(self, block: Block) -> Block:
+        ops = [new for op in block.ops for new in self.op(op)]
+        if [id(op) for op in ops] == [id(op) for op in block.ops]:
+            return block
+        return Block(block.params, tuple(ops), block.yields)
+
+    def op(self, op: Op) -> list[Op]:
+        if op.name == "pipeline":
+            pipeline = Pipeline.of(op)
+            for ids in (pipeline.ids, *(each.params for each in pipeline.maps)):
+                note_grid(self.facts, ids, pipeline.grid)
+        elif op.name == "for":
+            self.facts.note_counter(Loop.of(op))
+        op = with_regions(op, [self.block(region) for region in op.regions])
+        new = self.loop(Loop.of(op)) if op.name == "for" else [op]
+        for each in new:
+            self.facts.note_op(each)
+            self.producers.update(dict.fromkeys(each.results, each))
+        return new
+
+    def loop(self, loop: Loop) -> list[Op]:
+        guards = _guards(loop, self.producers)
+        step = self.facts.of(loop.step).number
+        if not guards or step is None or step < 1:
+            return [loop.op]
+        solver = self.solver(loop)
+        solved = [_solve(guard, solver, lows=step == 1) for guard in guards]
+        bounds = solved[0].bounds if len(guards) == 1 else _hull(solved, solver)
+        if not bounds:
+            return [loop.op]
+        b = Builder(loop.op.loc, watch=self.facts.note_op)
+        b.ops += solver.ops
+        loop = _within(loop, bounds, self.facts, b)
+        if len(guards) == 1:
+            loop = _without(loop, solved[0])
+        return [*b.ops, loop.to_op()]
+
+    def solver(self, loop: Loop) -> Solver:
+        inside = {v: op for op in loop.body.ops for v in op.results}
+        params = set(loop.body.params)
+
+        def is_stable(op: Op) -> bool:
+            root = op.name == "load" and root_among(self.producers, op.operands[0])
+            return root in self.readable
+
+        return Solver(
+            loop.index,
+            loop.first,
+            inside,
+            lambda value: value not in params,
+            is_stable,
+            self.facts,
+        )
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """A guard, with the bounds that its parts amount to, and the parts without."""
+
+    guard: Guard
+    bounds: Bounds
+    rest: tuple[Part, ...]
+
+
+def _guards(loop: Loop, producers: dict[Value, Op]) -> list[Guard]:
+    """The guards without which a step changes nothing; none if it does all the same."""
+    found = {
+        op: guard
+        for op in loop.body.ops
+        if (guard := guard_of(op, producers)) is not None
+    }
+    idle: dict[Value, tuple[Op, Value]] = {
+        value: (op, kept)
+        for op, guard in found.items()
+        for value, kept in zip(op.results, guard.idle.yields, strict=True)
+    }
+    active = {op for op in loop.body.ops if not is_removable(op)}
+    for value, carried in zip(loop.yields, loop.carried, strict=True):
+        while value in idle:
+            op, value = idle[value]
+            active.add(op)
+        if value is not carried:
+            return []
+    if not all(op in found for op in active):
+        return []
+    return [found[op] for op in loop.body.ops if op in active]
+
+
+def _solve(guard: Guard, solver: Solver, lows: bool) -> _Solved:
+    bounds, rest = Bounds(), []
+    for part in guard.parts:
+        found = solver.solve(part, guard.op.loc)
+        if found is None or (found.lows and not lows):
+            rest.append(part)
+        else:
+            bounds &= found
+    return _Solved(guard, bounds, tuple(rest))
+
+
+def _hull(solved: list[_Solved], solver: Solver) -> Bounds:
+    """The steps from the first to the last that any of several guards lets through."""
+    b, facts = Builder(watch=solver.facts.note_op), solver.facts
+    lows = [each.bounds.lows for each in solved]
+    highs = [each.bounds.highs for each in solved]
+    low = high = ()
+    if all(lows):
+        low = (_least([_greatest(v, facts, b) for v in lows], facts, b),)
+    if all(highs):
+        high = (_greatest([_least(v, facts, b) for v in highs], facts, b),)
+    solver.ops += b.ops
+    return Bounds(low, high)
+
+
+def _within(loop: Loop, bounds: Bounds, facts: Facts, b: Builder) -> Loop:
+    first = _greatest((loop.first, *bounds.lows), facts, b)
+    limit = _least((loop.limit, *bounds.highs), facts, b)
+    if bounds.needed:
+        limit = b.select(_all(bounds.needed, b), limit, first)
+    return loop.with_(first=first, limit=limit)
+
+
+def _greatest(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
+    result = values[0]
+    for value in values[1:]:
+        old, new = facts.of(result), facts.of(value)
+        if old.high <= new.low:
+            result = value
+        elif new.high > old.low:
+            result = b.max(result, value)
+    return result
+
+
+def _least(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
+    result = values[0]
+    for value in values[1:]:
+        old, new = facts.of(result), facts.of(value)
+        if new.high <= old.low:
+            result = value
+        elif old.high > new.low:
+            result = b.min(result, value)
+    return result
+
+
+def _without(loop: Loop, solved: _Solved) -> Loop:
+    """The loop whose bounds say what its guard asked."""
+    b, guard = Builder(loop.op.loc), solved.guard
+    mapping: dict[Value, Value] = {}
+    for op in loop.body.ops:
+        b.loc = op.loc
+        if op is not guard.op:
+            b.ops.append(op)
+        elif solved.rest:
+            which = b.cast(_all([_asked(p, b) for p in solved.rest], b), I32)
+            regions = (guard.idle, guard.taken)
+            b.ops.append(op.with_(operands=(which,), regions=regions))
+        else:
+            mapping = dict(zip(op.results, inline(b, guard.taken, ()), strict=True))
+    body = Block(loop.body.params, tuple(b.ops), loop.body.yields)
+    return loop.with_(body=substitute(body, mapping))
+
+
+def _all(tests: Sequence[Value], b: Builder) -> Value:
+    result = tests[0]
+    for test in tests[1:]:
+        result = b.and_(result, test)
+    return result
+
+
+def _asked(part: Part, b: Builder) -> Value:
+    return part.value if part.truth else b.not_(part.value)
