@@ -194,13 +194,24 @@ def _element_index(im: Importer, ref: Value, indexer: Any) -> tuple[Index, list[
         dim = sum(map(_is_slice, indexer.indices[:d]))
         _expect_integer(im, ref, d, entry.start)
         places = b.op("iota", type=T.TileType(shape, T.I32), dim=dim)
-        places = b.mul(places, b.like(_static(entry.stride) or 1, places))
+        stride = _static(entry.stride) or 1
+        places = b.mul(places, b.like(stride, places))
         first = _static(entry.start)
         start = b.index(first) if first is not None else im.value(entry.start)
-        start = b.cast(start, T.I32)
+        start = _near(im, start, stride * shape[dim], ref.ref.shape[d])
         entries.append(Gather())
         operands.append(b.add(b.broadcast(start, shape), places))
     return tuple(entries), operands
+
+
+def _near(im: Importer, start: Value, extent: int, size: int) -> Value:
+    """A start as i32; one far outside is just outside, so that no sum wraps around."""
+    fact, (lowest, highest) = im.facts.of(start), start.tile.dtype.limits
+    b = im.builder
+    if not fact.within(-extent, size):
+        low, high = max(-extent, lowest), min(size, highest)
+        start = b.clamp(b.like(low, start), start, b.like(high, start))
+    return b.cast(start, T.I32)
 
 
 def _span(

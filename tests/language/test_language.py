@@ -547,6 +547,24 @@ def test_a_masked_slice_may_be_larger_than_the_ref(start):
     agrees(kernel, X - 1, X, grid=1, modes=(*MODES, False))
 
 
+@pytest.mark.parametrize("start", [-3, 4, 2**31 - 2, -(2**31)])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "int8"])
+def test_a_masked_slice_larger_than_the_ref_clamps_each_element(start, dtype):
+    """Far outside, too: no position wraps around."""
+    start *= 4 if dtype == "int64" else 1
+    start = int(np.clip(start, np.iinfo(dtype).min, np.iinfo(dtype).max))
+
+    def kernel(x_ref, i_ref, o_ref):
+        mask = jnp.ones(8, bool)
+        o_ref[...] = pl.load(x_ref, pl.ds(i_ref[0], 8), mask=mask, other=-1.0)
+
+    x = np.arange(10, 16, dtype=np.float32)
+    wanted = x[np.clip(start + np.arange(8), 0, 5)]
+    with jax.enable_x64(True):
+        first = jnp.array([start], dtype)
+        agrees(kernel, wanted, x, first, out=S((8,), f32), modes=(True, False))
+
+
 def test_integers_other_than_0_are_on_in_a_mask():
     def kernel(x_ref, o_ref):
         keep = jnp.arange(24).reshape(4, 6) % 3 - 1

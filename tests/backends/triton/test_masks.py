@@ -1,11 +1,16 @@
 """Masked accesses: elements that are on and out of range are clamped or dropped."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallasite as pl
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Gather, Kernel, Span, Value
 from pallasite.ir.types import BOOL, I8, I32, I64, TileType
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
 from tests.backends.cpu.running import with_refs
 from tests.backends.triton.harness import compiled, simulated
 from tests.fuzz.agreement import run_numpy
@@ -181,3 +186,24 @@ def test_a_mask_that_wraps_around_says_nothing(start: int):
 
     kernel = with_refs(emit, [EIGHT, number(start)], [TileType((3,), I32)])
     agree(kernel, EIGHT, number(start))
+
+
+def test_blocks_rounded_up_to_powers_of_two_are_masked_and_no_more():
+    def kernel(x_ref, o_ref):
+        first = 8 * pl.program_id(0)
+        rows, columns = first + jnp.arange(8)[:, None], jnp.arange(8)[None, :]
+        block, inside = (pl.ds(first, 8), pl.ds(0, 8)), (rows < 20) & (columns < 6)
+        x = pl.load(x_ref, block, mask=inside, other=-1.0)
+        pl.store(o_ref, block, 2 * x, mask=inside)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    out_shape = jax.ShapeDtypeStruct((20, 6), jnp.float32)
+    call = pl.pallas_call(
+        kernel, out_shape=out_shape, grid=3, in_specs=[whole], out_specs=whole
+    )
+    x = np.arange(120, dtype=np.float32).reshape(20, 6)
+    (traced,) = kernels_in(call, x)
+    np.testing.assert_array_equal(agree(run_passes(traced), x), 2 * x)
+    text, _ = compiled(run_passes(traced))
+    assert "arith.minsi" not in text and "arith.maxsi" not in text
+    assert text.count("arith.cmpi") == 2  # the author's
