@@ -35,13 +35,14 @@ _TOKEN = re.compile(
     (?:(?P<value>%\w+)
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<number>-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)|-inf\b)
+    |(?P<loc>loc\("[^"\\\n]*":\d+(?:[ ]in[ ]"[^"\\\n]*")?\))
     |(?P<word>[A-Za-z_][\w.]*)
     |(?P<mark>[{}()\[\]<>,:=+@])
     |(?P<end>\Z)
     |(?P<unknown>.))""",
     re.VERBOSE | re.ASCII,
 )
-_LOC = re.compile(r'loc\("[^"\\\n]*":\d+(?: in "[^"\\\n]*")?\)')
+_LOC_PARTS = re.compile(r'"[^"]*"|(?<=:)\d+')
 _NAMES: dict[str, Any] = {
     "True": True,
     "False": False,
@@ -71,44 +72,50 @@ class _Token(NamedTuple):
     position: int
 
 
+def _tokens(text: str) -> list[_Token]:
+    """All of them, the last one twice: it may be looked at where two are wanted."""
+    found: list[_Token] = []
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup
+        assert kind is not None  # "unknown" at least
+        if kind == "end":
+            break
+        found.append(_Token(kind, match[kind], match.start(kind)))
+    end = _Token("end", "the end of the text", len(text))
+    return [*found, end, end]
+
+
 class _Parser:
     """Recursive descent over the tokens, one method per piece of the grammar."""
 
     def __init__(self, text: str):
         self.source = text
-        self.position = 0
+        self.tokens = _tokens(text)
+        self.index = 0
+        self.token = self.tokens[0]
         self.values: dict[str, Value] = {}
         self.locs: dict[str, Loc] = {}
-        self.following: _Token | None = None  # the one after, if it was looked at
-        self.token = self.next_token()
 
     # --- tokens ---
 
-    def next_token(self) -> _Token:
-        match = _TOKEN.match(self.source, self.position)
-        assert match is not None and match.lastgroup is not None  # "unknown" at least
-        self.position = match.end()
-        kind = match.lastgroup
-        text = match[kind] if kind != "end" else "the end of the text"
-        return _Token(kind, text, match.start(kind))
-
     def take(self) -> _Token:
-        token, self.token = self.token, self.following or self.next_token()
-        self.following = None
+        token = self.token
+        self.index += 1
+        self.token = self.tokens[self.index]
         return token
 
     def peek(self) -> str:
         """The text of the token after the current one."""
-        if self.following is None:
-            self.following = self.next_token()
-        return self.following.text
+        return self.tokens[self.index + 1].text
 
     def at(self, text: str) -> bool:
-        return self.token.text == text and self.token.kind in ("mark", "word")
+        """`text` is a mark or a word, which no token of another kind looks like."""
+        return self.token.text == text
 
     def accept(self, text: str) -> bool:
-        if self.at(text):
-            self.take()
+        if self.token.text == text:
+            self.index += 1
+            self.token = self.tokens[self.index]
             return True
         return False
 
@@ -264,20 +271,16 @@ class _Parser:
         return name, self.data()
 
     def loc(self) -> Loc | None:
+        if self.token.kind == "loc":
+            # A kernel has many ops of few source lines: each line is read once.
+            text = self.take().text
+            if text not in self.locs:
+                file, line, *function = _LOC_PARTS.findall(text)
+                name = function[0][1:-1] if function else ""
+                self.locs[text] = Loc(file[1:-1], int(line), name)
+            return self.locs[text]
         if not (self.at("loc") and self.peek() == "("):
             return None
-        # A kernel has many ops of few source lines: each line is read once.
-        printed = _LOC.match(self.source, self.token.position)
-        if printed is None:
-            return self.new_loc()
-        if printed[0] not in self.locs:
-            self.locs[printed[0]] = self.new_loc()
-        else:
-            self.position, self.following = printed.end(), None
-            self.token = self.next_token()
-        return self.locs[printed[0]]
-
-    def new_loc(self) -> Loc:
         self.take()
         self.expect("(")
         file = self.string()
@@ -407,7 +410,7 @@ class _Parser:
         return BlockDim(size, kind, (padding[0], padding[1]))
 
     def integer(self) -> int:
-        if self.token.kind != "number" or re.search(r"[.en]", self.token.text):
+        if self.token.kind != "number" or not self.token.text.lstrip("-").isdigit():
             self.expected("an integer")
         return int(self.take().text)
 

@@ -7,6 +7,7 @@ rule cannot see (scopes, windows, constants), is here, one small function per ru
 
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from pallasite.errors import InternalError, VerifyError
 from pallasite.ir.build import python_scalar
@@ -41,6 +42,11 @@ def verify(kernel: Kernel) -> None:
         VerifyError: names the rule, the op in its printed form, and the user's line.
     """
     _Verifier(kernel).run()
+
+
+# Ops that keep all rules about an op by itself. Most ops outlive a pass, nodes do not
+# change, and these rules are most of the time.
+_legal: WeakSet[Op] = WeakSet()
 
 
 class _Breach(Exception):
@@ -86,13 +92,16 @@ class _Verifier:
         if row is None:
             self.fail(f"unknown operation '{op.name}'", op)
         for n, value in enumerate(op.operands):
-            self.check_visible(value, op, f"operand {n}")
+            if value not in self.visible:
+                self.check_visible(value, op, f"operand {n}")
+        known = op in _legal
         try:
-            _check_counts(op, row)
-            _check_attrs(op, row)
-            _check_dtypes(op, row)
+            if not known:
+                _check_counts(op, row)
+                _check_attrs(op, row)
+                _check_dtypes(op, row)
+                _check_layouts(op, row)
             _check_level(op, row, self.kernel.level)
-            _check_layouts(op, row)
             if op.name == "barrier" and "roles" not in self.inside:
                 raise _Breach("a barrier is for roles to meet at; there are none here")
         except _Breach as breach:
@@ -102,9 +111,11 @@ class _Verifier:
             self.block(region, op)
         self.inside.pop()
         try:
-            _check_types(op, row)
-            if op.name in _EXTRA:
-                _EXTRA[op.name](op)
+            if not known:
+                _check_types(op, row)
+                if op.name in _EXTRA:
+                    _EXTRA[op.name](op)
+                _legal.add(op)
             self.define(op.results)
         except _Breach as breach:
             self.fail(str(breach), op)

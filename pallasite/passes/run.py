@@ -2,8 +2,8 @@
 
 `run(kernel, passes)` is the one runner: `SHARED` are the passes of every backend, each
 backend names its own (`backends/base.py`). `PALLASITE_VERIFY` checks the kernel after
-each step; `PALLASITE_DUMP` names a folder that gets one folder per kernel with the
-numbered texts of all steps, backend stages included (`Dump.write`).
+each step that changed it; `PALLASITE_DUMP` names a folder that gets one folder per
+kernel with the numbered texts of all steps, backend stages included (`Dump.write`).
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def run(
         if steps is not None:
             steps.append(Step(step.name, seconds, changed, new))
         kernel = new
-        if checks:
+        if checks and changed:
             verify(kernel)
         if dump is not None:
             head = f"// {step.name}: {1e3 * seconds:.1f} ms\n"

@@ -16,7 +16,9 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.backends.cpu import llvm_text
+from pallasite.backends.cpu.dot import cache_blocks
 from pallasite.backends.cpu.llvm import cut_loops, scalars
 from pallasite.backends.cpu.ops import called_functions
 from pallasite.errors import UnsupportedError
@@ -85,6 +87,24 @@ def test_uses_of_one_op_share_their_loops(step: Callable):
     assert lines(many) - lines(few) <= 60 * 30
 
 
+@pytest.mark.parametrize(
+    "step",
+    [lambda x: jnp.dot(x, x), lambda x: jnp.dot(x, x.T)],
+    ids=["dot", "transposed"],
+)
+def test_products_of_one_kind_are_a_line_or_two_each(step: Callable):
+    x = np.zeros((16, 16), np.float32)
+    few, many = (llvm_text(repeated(step, uses, x)) for uses in (60, 120))
+    assert functions(many) == functions(few)
+    assert lines(many) - lines(few) <= 60 * 4
+
+
+def test_a_few_products_are_written_out():
+    x = np.zeros((16, 16), np.float32)
+    text = llvm_text(repeated(lambda x: jnp.dot(x, x), cache_blocks.WRITTEN_OUT, x))
+    assert "@product." not in text
+
+
 # --- results ---
 
 
@@ -94,10 +114,12 @@ def in_place_and_apart(
     """The code of a kernel as one function, and with all that can be in others."""
     monkeypatch.setattr(called_functions, "INLINE_LINES", 10**9)
     monkeypatch.setattr(cut_loops, "MANY", 10**9)
+    monkeypatch.setattr(cache_blocks, "WRITTEN_OUT", 10**9)
     whole = llvm_text(kernel)
     in_place = Code(kernel)
     monkeypatch.setattr(called_functions, "INLINE_LINES", 0)
     monkeypatch.setattr(cut_loops, "MANY", 0)
+    monkeypatch.setattr(cache_blocks, "WRITTEN_OUT", 0)
     assert functions(llvm_text(kernel)) > functions(whole)
     return in_place, Code(kernel)
 
@@ -152,6 +174,29 @@ def test_called_ops_on_numbers(monkeypatch):
         o_ref[...] = jnp.full(X.shape, lax.sin(x_ref[0, 0]) + lax.exp(x_ref[1, 3]))
 
     check_alike(monkeypatch, kernel_of(body, X), X)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
+@pytest.mark.parametrize("size", [16, 37, 70])
+def test_called_products_give_what_written_ones_give(monkeypatch, dtype: str, size):
+    """Both ways around, added to sums, of rows that are one number apart, of a slice
+    whose place is known only when the kernel runs; packed or not."""
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    with jax.enable_x64(True):
+        wide = jnp.int32 if dtype == "int8" else jnp.promote_types(kind, jnp.float32)
+        dot = lambda a, b: jnp.dot(a, b, preferred_element_type=wide)
+
+        def body(x_ref, o_ref, sums):
+            x, first = x_ref[...], pl.ds(x_ref[0, 0].astype(jnp.int32), 16)
+            sums[...] = dot(x, x) + dot(x.T, x)
+            sums[...] += dot(x, x.T)
+            sums[first] += dot(x_ref[first], x)
+            sums[:, :1] += dot(x, x[:, :1])
+            o_ref[...] = sums[...].astype(x.dtype)
+
+        x = (np.arange(size * size) % 7).reshape(size, size).astype(kind)
+        scratch = [pltpu.VMEM((size, size), wide)]
+        check_alike(monkeypatch, kernel_of(body, x, scratch_shapes=scratch), x)
 
 
 def test_pieces_hand_on_what_loops_carry(monkeypatch):

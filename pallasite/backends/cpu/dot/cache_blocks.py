@@ -5,7 +5,7 @@ any layout; `emit_packing` packs a whole operand, part by part, for several prod
 `dot.py` comes before, `scheme.py` after.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ from pallasite.target import host
 # 1 / share of L2 for a block of packed rows and of columns, which stay there.
 ROWS_SHARE, COLUMNS_SHARE = 4, 2
 PART_BYTES = 64 << 10  # packed by one thread at a time where several share a box
+WRITTEN_OUT = 4  # products of one kind in a kernel; those after them call a function
 
 
 @dataclass(frozen=True)
@@ -239,10 +240,10 @@ def emit_product(
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
         sides.append(side)
     product = _Product(f, plan, sides[0], sides[1], sums, overwrite, begin, factors)
-    plan.scheme.begin(f)
-    with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
-        product.column_block(n, k, j)
-    plan.scheme.end(f)
+    if begin is None and f.module.count(product.kind) > WRITTEN_OUT:
+        product.call()
+    else:
+        product.emit()
 
 
 class _Side(NamedTuple):
@@ -255,6 +256,19 @@ class _Side(NamedTuple):
     blocks: Blocks
     target: Val
     is_packed_once: bool
+
+    @property
+    def kind(self) -> Hashable:
+        return self.operand.dtype, self.layout, self.blocks, self.is_packed_once
+
+    @property
+    def values(self) -> list[Val]:
+        return [*self.operand[1:], self.target]
+
+    def over(self, f: Function, values: Sequence[Val]) -> "_Side":
+        *operand, target = values
+        moved = Operand(self.operand.dtype, *operand)
+        return self._replace(f=f, operand=moved, target=target)
 
     def packed(self, batch: Val, k_block: Val, k: Val, number: Val, depth: Val) -> Val:
         """The address of a packed cache block; packs it first if necessary."""
@@ -305,6 +319,8 @@ class _Side(NamedTuple):
 
 
 class _Product(NamedTuple):
+    """A product on its way into a function: `f` and what is known there."""
+
     f: Function
     plan: Plan
     rows: _Side
@@ -313,6 +329,58 @@ class _Product(NamedTuple):
     overwrite: Val
     begin: Begin | None
     factors: Val | None
+
+    def emit(self) -> None:
+        f, plan = self.f, self.plan
+        counts = [plan.sizes.batch, plan.depth.count, plan.columns.count]
+        plan.scheme.begin(f)
+        with f.nest(counts) as (n, k, j):
+            self.column_block(n, k, j)
+        plan.scheme.end(f)
+
+    def call(self) -> None:
+        """Call a function with the code of all products of this kind.
+
+        Hundreds of small ones would take a millisecond each to write, and more in LLVM.
+        """
+        f = self.f
+        variables = [v for v in self.values if not v.is_literal]
+        name = f.module.name_of(self.kind, "product")
+        if not f.module.defines(name):
+            params = [(v.type, f"x{n}") for n, v in enumerate(variables)]
+            shared = Function(f.module, name, params, "void", "internal", "noinline")
+            pending = iter(shared.params)
+            values = [v if v.is_literal else next(pending) for v in self.values]
+            self.over(shared, values).emit()
+            shared.line("ret void")
+        f.call_defined(name, *variables)
+
+    @property
+    def kind(self) -> Hashable:
+        """What two products must share to be the same code: all but variables."""
+        values = tuple(v if v.is_literal else v.type for v in self.values)
+        sides, scaled = (self.rows.kind, self.columns.kind), self.factors is not None
+        return self.plan, sides, self.sums.dtype, scaled, values
+
+    @property
+    def values(self) -> list[Val]:
+        """What the code around it has computed."""
+        factors = [] if self.factors is None else [self.factors]
+        sides = [*self.rows.values, *self.columns.values]
+        return [*sides, *self.sums[1:], self.overwrite, *factors]
+
+    def over(self, f: Function, values: Sequence[Val]) -> "_Product":
+        """The same with other `values`, in another function."""
+        rows, columns, rest = values[:5], values[5:10], values[10:]
+        pointer, batch, row, overwrite, *factors = rest
+        return self._replace(
+            f=f,
+            rows=self.rows.over(f, rows),
+            columns=self.columns.over(f, columns),
+            sums=Sums(self.sums.dtype, pointer, batch, row),
+            overwrite=overwrite,
+            factors=factors[0] if factors else None,
+        )
 
     def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
         f, plan = self.f, self.plan

@@ -5,6 +5,7 @@ Text is several times faster to make than an object model and is itself the stag
 is dumped, hashed and cached. Nothing here knows about kernels; `emit.py` uses it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -43,6 +44,7 @@ class Module:
             frozenset()
         )  # kinds of ops, see `called_functions.py`
         self._names: dict[Hashable, str] = {}
+        self._counts: Counter[Hashable] = Counter()
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
@@ -50,6 +52,11 @@ class Module:
 
     def defines(self, name: str) -> bool:
         return any(function.name == name for function in self.functions)
+
+    def count(self, kind: Hashable) -> int:
+        """How often it has been asked about this kind of code, this time included."""
+        self._counts[kind] += 1
+        return self._counts[kind]
 
     def name_of(self, key: Hashable, hint: str) -> str:
         """The name of the function identified by `key`, the same each time."""
