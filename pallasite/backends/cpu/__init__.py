@@ -14,6 +14,7 @@ from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.own_inputs import own_inputs
 from pallasite.backends.cpu.call.parallel_units import share_programs
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
+from pallasite.backends.cpu.dot.pack_once import pack_once
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.tiles.plan_memory import plan_memory
@@ -51,6 +52,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("row_strips", partial(row_strips, most_bytes=strip)),
         Pass("share_programs", share_programs),
         Pass("fuse_dot_sums", fuse_dot_sums),
+        Pass("pack_once", pack_once),
         Pass("plan_memory", plan_memory),
     )
 

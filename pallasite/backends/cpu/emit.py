@@ -10,7 +10,7 @@ from math import prod
 from pallasite.backends.cpu.call import handler
 from pallasite.backends.cpu.call.parallel_units import Share, Sharing
 from pallasite.backends.cpu.dot import dot
-from pallasite.backends.cpu.dot.pack_once import find_packed_once
+from pallasite.backends.cpu.dot.pack_once import PackedOnce
 from pallasite.backends.cpu.emitter import Emitter, Rule
 from pallasite.backends.cpu.llvm import cut_loops
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
@@ -65,7 +65,7 @@ def emit_kernel(kernel: Kernel) -> str:
     """
     module, sharing = Module(), Sharing.of(kernel)
     module.called = called_functions.called_kinds(kernel)
-    packed = find_packed_once(kernel)
+    packed = PackedOnce.of(kernel)
     params = _pointer_params(kernel, sharing)
     more = [("ptr align 64", "shared")] if packed.boxes else []
     units = [("i64", "first"), ("i64", "last")] if sharing else []

@@ -1,6 +1,7 @@
 """dot in a grid: operands that are packed once, sums that start from nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,18 @@ import pytest
 
 import pallasite as pl
 from pallasite import target
+from pallasite.backends.cpu import passes_for
 from pallasite.backends.cpu.call import kept_memory
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
-from pallasite.backends.cpu.dot.pack_once import find_packed_once
+from pallasite.backends.cpu.dot.pack_once import PackedOnce, pack_once
+from pallasite.backends.cpu.emit import emit_kernel
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import BlockDim, Kernel, Op, Value, Window, walk
+from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import BF16, F16, F32, DType, RefType
+from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
+from pallasite.target import host
 from tests.backends.cpu.running import llvm_of, run
 from tests.backends.cpu.test_dot import close, numbers
 from tests.ir.kernels import blocked, emit_pipeline, flash_attention, matmul, when
@@ -70,6 +76,37 @@ def check(kernel: Kernel, dtype, turned: bool = False) -> None:
 
 
 # --- packed once ---
+
+
+def find_packed_once(kernel: Kernel) -> PackedOnce:
+    return PackedOnce.of(pack_once(kernel))
+
+
+def test_notes_name_the_input_and_its_boxes():
+    kernel = pack_once(product((96, 160, 192), (48, 40, 96), BF16))
+    (dot,) = [op for op in walk(kernel.body) if op.name == "dot"]
+    boxes = ((0, (48, 96), (0, 1)), (1, (96, 40), (0, 1)))
+    assert dot.attrs["cpu.packed_once"] == boxes
+    assert "cpu.packed_once=((0, (48, 96), (0, 1)), (1, (96, 40), (0, 1)))" in (
+        kernel.text
+    )
+    (again,) = [op for op in walk(parse_kernel(kernel.text).body) if op.name == "dot"]
+    assert again.attrs["cpu.packed_once"] == boxes
+
+
+def test_the_emitter_packs_once_what_is_noted_and_nothing_else():
+    kernel = run_passes(product((96, 160, 192), (48, 40, 96), BF16), passes_for(host()))
+    assert "@pack_box_1" in emit_kernel(kernel)
+
+    def without_note(op: Op) -> Op:
+        notes = op.attrs.keys() - {"cpu.packed_once"}
+        regions = tuple(
+            replace(r, ops=tuple(map(without_note, r.ops))) for r in op.regions
+        )
+        return op.with_(attrs={n: op.attrs[n] for n in notes}, regions=regions)
+
+    body = replace(kernel.body, ops=tuple(map(without_note, kernel.body.ops)))
+    assert "@pack_box" not in emit_kernel(kernel.with_(body=body))
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -1,13 +1,15 @@
-"""Which operands of dots are packed once per call, by the thread that needs them first.
+"""pack_once: notes which operands of dots are packed once per call.
 
 A block that is multiplied at several steps of a grid, or in several rounds of a loop,
-would be packed again each time. `find_packed_once` looks for boxes of the kernel's
-inputs, tiled evenly, that dots read more than once; their packed form has a place in
-memory that all threads share. `packed_boxes.py` writes the code. Boxes of any other
-form are packed where they are used.
+would be packed again each time. The pass looks for boxes of the kernel's inputs, tiled
+evenly, that dots read more than once, and notes them on the dots (`cpu.packed_once`):
+per side of the dot, the number of the input, the sizes of its boxes, and the dimensions
+that the operand keeps; None for a side that is packed where it is used. `PackedOnce.of`
+reads the notes: the packed boxes have a place in memory that all threads share, and the
+first thread that needs one packs it. `packed_boxes.py` writes the code.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
@@ -26,13 +28,15 @@ from pallasite.backends.cpu.dot.scheme import MemoryLayout
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
-from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import Roots
 
 USES = 2  # of a box, on average, from which packing it once pays
 MOST_BYTES = 64 << 20  # of all boxes; the process keeps it (`kept_memory.py`)
+
+PACKED_ONCE = "cpu.packed_once"
 
 # A box has two counters: parts that some thread has begun to pack and, after it, parts
 # that are done.
@@ -142,6 +146,24 @@ class PackedOnce:
     boxes: tuple[Boxes, ...] = ()
     roles: dict[Role, int] = field(default_factory=dict[Role, int])
 
+    @staticmethod
+    def of(kernel: Kernel) -> "PackedOnce":
+        """What `pack_once` has noted on the kernel's dots."""
+        numbers: dict[Boxes, int] = {}
+        roles: dict[Role, int] = {}
+        for op in walk(kernel.body):
+            for side, note in enumerate(op.attrs.get(PACKED_ONCE, ())):
+                if note is None:
+                    continue
+                place, sizes, kept = note
+                value = Dot.of(op).sides[side].value
+                boxes = _boxes(op, side, Cut(kernel.inputs[place], sizes, kept))
+                if boxes is None:
+                    continue  # noted for another CPU: here it is read where it is
+                number = numbers.setdefault(boxes, len(numbers))
+                roles[Role(value, boxes.groups, boxes.layout)] = number
+        return PackedOnce(tuple(_placed([*numbers])), roles)
+
     @property
     def counter_bytes(self) -> int:
         """At the start of the shared memory; zero before the kernel runs."""
@@ -155,22 +177,42 @@ class PackedOnce:
 # --- what to pack once ---
 
 
-def find_packed_once(kernel: Kernel) -> PackedOnce:
-    uses: dict[Boxes, int] = {}
-    roles: dict[Role, Boxes] = {}
+def pack_once(kernel: Kernel) -> Kernel:
+    """The kernel with notes on those of its dots whose operands are packed once."""
+    times: dict[Boxes, int] = {}
+    sides: list[tuple[Op, int, Boxes]] = []
     for use in _Search(kernel).uses(kernel.body, 1):
-        boxes = _boxes(use)
+        boxes = _boxes(use.dot, use.side, use.cut)
         if boxes is not None:
-            roles[Role(use.value, boxes.groups, boxes.layout)] = boxes
-            uses[boxes] = uses.get(boxes, 0) + use.times
-    chosen: list[Boxes] = []
-    for boxes, times in uses.items():
-        total = sum(each.bytes for each in chosen) + boxes.bytes
-        if times >= USES * boxes.cut.count and total <= MOST_BYTES:
-            chosen.append(boxes)
-    numbers = {boxes: n for n, boxes in enumerate(chosen)}
-    named = {role: numbers[b] for role, b in roles.items() if b in numbers}
-    return PackedOnce(tuple(_placed(chosen)), named)
+            sides.append((use.dot, use.side, boxes))
+            times[boxes] = times.get(boxes, 0) + use.times
+    chosen: set[Boxes] = set()
+    total = 0
+    for boxes, often in times.items():
+        if often >= USES * boxes.cut.count and total + boxes.bytes <= MOST_BYTES:
+            chosen.add(boxes)
+            total += boxes.bytes
+    notes: dict[Op, list[_Note | None]] = {}
+    for op, side, boxes in sides:
+        if boxes in chosen:
+            array, *box = boxes.cut
+            note = (kernel.inputs.index(array), *box)
+            notes.setdefault(op, [None, None])[side] = note
+    return kernel.with_(body=_noted(kernel.body, notes)) if notes else kernel
+
+
+_Note = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _noted(block: Block, notes: Mapping[Op, Sequence[_Note | None]]) -> Block:
+    ops: list[Op] = []
+    for op in block.ops:
+        if op in notes:
+            op = op.with_(attrs={**op.attrs, PACKED_ONCE: tuple(notes[op])})
+        elif op.regions:
+            op = op.with_(regions=tuple(_noted(r, notes) for r in op.regions))
+        ops.append(op)
+    return replace(block, ops=tuple(ops))
 
 
 def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
@@ -185,7 +227,6 @@ def _placed(chosen: Sequence[Boxes]) -> Iterator[Boxes]:
 class _Use(NamedTuple):
     """A box that a dot reads, an estimated number of `times` in all."""
 
-    value: Value
     cut: Cut
     dot: Op
     side: int
@@ -213,7 +254,7 @@ class _Search:
                 for side, (value, *_) in enumerate(Dot.of(op).sides):
                     if value in self.cuts:
                         often = times * self.times.get(value, 1)
-                        yield _Use(value, self.cuts[value], op, side, often)
+                        yield _Use(self.cuts[value], op, side, often)
             elif op.name == "pipeline":
                 pipeline = Pipeline.of(op)
                 self._open(pipeline)
@@ -265,11 +306,10 @@ class _Search:
             self.cuts[value] = cut
 
 
-def _boxes(use: _Use) -> Boxes | None:
-    """The box that a dot reads, in the layout it wants, if packing it helps."""
-    dot, is_rows = use.dot, use.side == 0
-    groups = groups_of(dot)[use.side]
-    strides = use.cut.strides(groups)
+def _boxes(dot: Op, side: int, cut: Cut) -> Boxes | None:
+    """The boxes that a dot reads, in the layout it wants, if packing them helps."""
+    is_rows, groups = side == 0, groups_of(dot)[side]
+    strides = cut.strides(groups)
     sizes = sizes_of(dot)
     if strides is None or is_small(sizes, in_rows=True):
         return None
@@ -282,4 +322,4 @@ def _boxes(use: _Use) -> Boxes | None:
     if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None
     plan = Plan.of(scheme, sizes)
-    return Boxes(use.cut, groups, plan.layout(is_rows), plan)
+    return Boxes(cut, groups, plan.layout(is_rows), plan)
