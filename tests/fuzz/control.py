@@ -1,9 +1,10 @@
 """Random control flow: branches, counted loops and while loops, nested."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Block, Value
+from tests.fuzz.guards import guarded_loop
 from tests.fuzz.writer import BITS, ROUGH, Writer
 
 Step = Callable[[Writer], None]
@@ -12,7 +13,7 @@ MAX_DEPTH = 2
 
 def control_op(w: Writer, step: Step) -> None:
     """Add a branch or a loop; `step` writes one line of its code."""
-    nests = (branch, counted, while_) if w.depth < MAX_DEPTH else ()
+    nests = (branch, counted, guarded, while_) if w.depth < MAX_DEPTH else ()
     w.world.pick((promise, *nests))(w, step)
 
 
@@ -35,7 +36,7 @@ def _yields(w: Writer, types: list[T.TileType]) -> list[Value]:
     return values
 
 
-def _add_results(w: Writer, results: tuple[Value, ...]) -> None:
+def _add_results(w: Writer, results: Sequence[Value]) -> None:
     for value in results:
         w.add(value, ROUGH if value.tile.dtype.is_float else BITS)
 
@@ -68,6 +69,10 @@ def counted(w: Writer, step: Step) -> None:
     body = inner.b.block(params, _yields(inner, [v.tile for v in carry]))
     w.world.used.update((*bounds, *carry))
     _add_results(w, w.b.emit("for", *bounds, *carry, regions=(body,)))
+
+
+def guarded(w: Writer, step: Step) -> None:
+    _add_results(w, guarded_loop(w, _result_types(w), step))
 
 
 def while_(w: Writer, step: Step) -> None:

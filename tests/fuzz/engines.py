@@ -17,6 +17,7 @@ from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
+from pallasite.passes.idle_windows import idle_windows
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
@@ -91,6 +92,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
             merge_k_steps, deepest=deepest, most_bytes=size() * 64
         ),
         "merge_k_rounds": partial(merge_k_rounds, most_bytes=size() * 64),
+        "idle_windows": idle_windows,
         "canonicalize": canonicalize,
         "legalize": partial(legalize, native=native, backend="fuzz"),
         "row_strips": partial(row_strips, most_bytes=size()),

@@ -19,6 +19,7 @@ from pallasite.ir.verify import verify
 from tests.fuzz.arithmetic import elementwise
 from tests.fuzz.choices import Choices
 from tests.fuzz.control import control_op
+from tests.fuzz.guards import guard, when
 from tests.fuzz.inputs import random_array
 from tests.fuzz.memory import add_product, allocate, load_all, memory_op, store_all
 from tests.fuzz.shapes import tile_op
@@ -159,6 +160,7 @@ class Maker:
             self.add_work_output,
             self.add_whole_output,
             self.add_accumulator,
+            self.add_guarded_steps,
             self.add_alias,
             self.add_inner_pipeline,
         )
@@ -380,6 +382,29 @@ class Maker:
         kind = "or" if dtype.is_bool else self.world.pick(("add", "max"))
         w.world.used.add(value)
         store_all(w, block, w.b.op(kind, w.b.load(block), value))
+
+    def add_guarded_steps(self) -> None:
+        """A block that some steps add a block of an input to, which others ignore."""
+        if not self.grid:
+            return
+        world, w = self.world, self.body
+        memory = self.revisited(world.shape(ranks=(2, 1)), "guarded")
+        sides = self.input_sides(world.pick((2, 1)), self.family.plain_windows)
+        dtype = memory.type.dtype
+        source = self.random_param(shape_of(sides), dtype, "g")
+        fill = world.number(dtype) if hangs_over(sides) else None
+        block = self.add_window(source, sides, "in", fill)
+        axis = world.pick(range(len(self.grid))[::-1])
+        others = [i for a, i in enumerate(self.ids) if a != axis]
+        if self.prefetch is not None:
+            others.append(w.b.load(self.prefetch, (At(0),)))
+        test = guard(w, self.ids[axis], others)
+        then = w.inner()
+        value = load_all(then, Memory(block, BITS))
+        value = then.fit(value, memory.type.shape)
+        kind = "or" if dtype.is_bool else world.pick(("add", "max"))
+        store_all(then, memory.ref, then.b.op(kind, then.b.load(memory.ref), value))
+        when(w, test, then.b.block())
 
     def add_whole_output(self) -> None:
         type_ = T.TileType(self.world.shape(ranks=(2, 1)), self.world.dtype())

@@ -32,12 +32,14 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.guard_bounds import guard_bounds
+        from pallasite.passes.idle_windows import idle_windows
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
 
         return (
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
+            Pass("idle_windows", idle_windows),
             Pass("join_aliased", join_aliased),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),

@@ -90,12 +90,20 @@ module @attention {
 
   func.func @map_1(%i0: i32, %i1: i32, %i2: i32) -> (i32, i32, i32) {
     %c0 = arith.constant 0 : i32
-    func.return %i0, %i2, %c0 : i32, i32, i32
+    %c1 = arith.constant 1 : i32
+    %0 = arith.addi %i1, %c1 : i32
+    %1 = arith.subi %0, %c1 : i32
+    %2 = arith.minsi %i2, %1 : i32
+    func.return %i0, %2, %c0 : i32, i32, i32
   }
 
   func.func @map_2(%i0: i32, %i1: i32, %i2: i32) -> (i32, i32, i32) {
     %c0 = arith.constant 0 : i32
-    func.return %i0, %i2, %c0 : i32, i32, i32
+    %c1 = arith.constant 1 : i32
+    %0 = arith.addi %i1, %c1 : i32
+    %1 = arith.subi %0, %c1 : i32
+    %2 = arith.minsi %i2, %1 : i32
+    func.return %i0, %2, %c0 : i32, i32, i32
   }
 
   func.func @map_3(%i0: i32, %i1: i32, %i2: i32) -> (i32, i32, i32) {

@@ -1,0 +1,128 @@
+"""Windows stand still in the steps that ignore them.
+
+A step of a grid whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves
+its windows: blocks are fetched that nobody reads. Where a block is used under one guard
+only and `analysis/guards.py` can solve that for an axis that moves the window, the
+index map sees that axis kept within the steps that the guard lets through: before the
+first and after the last of them the same block stays. For backends that fetch a block
+only if its number changed; in other steps the map yields what it did before.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.passes.analysis.guards import Bounds, Guard, Solver, guard_of
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.place_windows import note_grid
+
+
+def idle_windows(kernel: Kernel) -> Kernel:
+    """Keep the windows of every pipeline where they are in steps that ignore them."""
+    shared = {kernel.inputs[i] for i, _ in kernel.aliases}
+    written = Roots(kernel).written(kernel.body)
+    readable = frozenset(set(kernel.inputs) - shared - set(written))
+
+    def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
+        if op.name != "pipeline":
+            return None
+        new = _Standstill(Pipeline.of(op), readable).pipeline()
+        if new is None:
+            return None
+        builder.ops.append(new.to_op())
+        return ()
+
+    new = map_ops(kernel, rewrite)
+    return kernel if new is kernel else canonicalize(new)
+
+
+class _Standstill:
+    """One pipeline, and what its guards say."""
+
+    def __init__(self, pipeline: Pipeline, readable: frozenset[Value]):
+        self.whole, self.readable = pipeline, readable
+        self.inside = {v: op for op in pipeline.body.ops for v in op.results}
+        self.facts = Facts()
+        note_grid(self.facts, pipeline.ids, pipeline.grid)
+        for op in pipeline.body.ops:
+            self.facts.note_op(op)
+
+    def pipeline(self) -> Pipeline | None:
+        maps = [self.kept(each) for each in self.whole.shown]
+        if all(new is old for new, old in zip(maps, self.whole.maps, strict=True)):
+            return None
+        return self.whole.with_(maps=tuple(maps))
+
+    def kept(self, shown: Shown) -> Block:
+        """The index map of a window, with one axis within the steps that matter."""
+        index_map = shown.index_map
+        # A block of memory that changes may have to be fetched again.
+        if shown.window.mode != "in" or shown.array not in self.readable:
+            return index_map
+        axis, guard = self.moving_axis(index_map), self.only_guard(shown.block)
+        if axis is None or guard is None:
+            return index_map
+        return self.within(index_map, axis, guard)
+
+    def moving_axis(self, index_map: Block) -> int | None:
+        """The fastest axis that moves a window, if its size is known."""
+        used = {v for op in walk(index_map) for v in op.operands} | {*index_map.yields}
+        axes = [a for a, v in enumerate(index_map.params) if v in used]
+        if not axes or not self.whole.grid[axes[-1]]:
+            return None
+        return axes[-1]
+
+    def only_guard(self, ref: Value) -> Guard | None:
+        """The guard under which all uses of a block are."""
+        users = [
+            op
+            for op in self.whole.body.ops
+            if any(ref in inner.operands for inner in walk(Block((), (op,))))
+        ]
+        return guard_of(users[0], self.inside) if len(users) == 1 else None
+
+    def within(self, index_map: Block, axis: int, guard: Guard) -> Block:
+        b = Builder(guard.op.loc, watch=self.facts.note_op)
+        note_grid(self.facts, index_map.params, self.whole.grid)
+        solver = self.solver(index_map, axis, b)
+        bounds = Bounds()
+        for part in guard.parts:
+            bounds &= solver.solve(part) or Bounds()
+        if not bounds.lows and not bounds.highs:
+            return index_map
+        b.ops += solver.ops
+        params = list(index_map.params)
+        last = self.facts.of(params[axis]).high
+        step = params[axis]
+        for high in bounds.highs:
+            step = b.min(step, b.sub(high, b.like(1, high)))
+        for low in bounds.lows:
+            step = b.max(step, low)
+        fact = self.facts.of(step)
+        if fact.low < 0:
+            step = b.max(step, b.like(0, step))
+        if fact.high > last:
+            step = b.min(step, b.like(last, step))
+        arguments = [*params[:axis], step, *params[axis + 1 :]]
+        return b.block(params, inline(b, index_map, arguments))
+
+    def solver(self, index_map: Block, axis: int, b: Builder) -> Solver:
+        """Solves for an axis by what a map knows: slower axes, and scalars."""
+        ids = dict(zip(self.whole.ids, index_map.params, strict=True))
+        index = self.whole.ids[axis]
+        known = {*self.whole.ids[:axis]}
+        scalars = {ref for ref in self.readable if ref.ref.space == "smem"}
+        solver = Solver(
+            index,
+            b.index(0),
+            self.inside,
+            lambda value: value in known or value in scalars,
+            lambda op: op.name == "load" and op.operands[0] in scalars,
+            self.facts,
+        )
+        solver.made.update({old: new for old, new in ids.items() if old is not index})
+        return solver
