@@ -87,18 +87,51 @@ def _doctor() -> int:
     print()
     for name, state in backend_states():
         print(f"{name:<12} {state}")
+    print()
+    for where, chosen in default_choices():
+        print(f"{'on ' + where:<12} {chosen}")
     return 0
 
 
 def backend_states() -> list[tuple[str, str]]:
     """Each backend and whether it can be used here."""
+    from pallasite.backends import base
+
+    present = _present_platforms()
+    states = [("interpret", "ready: the emulation and checked mode run anywhere")]
+    return states + [(name, _state(name, present)) for name in base.names()]
+
+
+def default_choices() -> list[tuple[str, str]]:
+    """Each platform and the backends of calls that name none there."""
+    from pallasite import config
+    from pallasite.backends import base
+
+    named = config.get("backend")
+    rows = []
+    for where, names in base.DEFAULTS.items():
+        chosen = ", else ".join((*names, "the emulation"))
+        if named == "interpret":
+            chosen = "the emulation (PALLASITE_BACKEND)"
+        elif named and where in base.get(named).platforms:
+            chosen = f"{named} (PALLASITE_BACKEND)"
+        rows.append((where, chosen))
+    return rows
+
+
+def _present_platforms() -> set[str]:
+    """Platforms with a device here, named as backends name them ("cuda", not "gpu")."""
     import jax
 
     from pallasite.backends import base
 
-    present = {d.platform for d in jax.devices()}
-    states = [("interpret", "ready: the emulation and checked mode run anywhere")]
-    return states + [(name, _state(name, present)) for name in base.names()]
+    found = set()
+    for where in base.DEFAULTS:
+        try:
+            found |= {where} if jax.devices(where) else set()
+        except RuntimeError:
+            continue
+    return found
 
 
 def usable_backends() -> list[str]:

@@ -46,7 +46,12 @@ KNOBS: dict[str, Knob] = {
             "chip to compile for (v5e, h200, ...); default: the one JAX sees",
         ),
         Knob(
-            "backend", "PALLASITE_BACKEND", str, "", "backend of calls that name none"
+            "backend",
+            "PALLASITE_BACKEND",
+            str,
+            "",
+            "backend of calls that name none, on platforms where it runs ('interpret': "
+            "the emulation, everywhere)",
         ),
         Knob(
             "interpret",

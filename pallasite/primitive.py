@@ -21,6 +21,7 @@ from pallasite.backends import base
 from pallasite.errors import (
     CheckError,
     FallbackWarning,
+    ResourceError,
     SpecError,
     UnknownBackendError,
     UnsupportedError,
@@ -169,13 +170,15 @@ def _impl(*operands: Any, call: Call) -> list[Any]:
         return [jax.numpy.asarray(x) for x in _run_checked(call, operands)]
     # JAX's own checks would call this again, to find the op that made the NaN.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _jitted(call)(*operands)
+        results = _jitted(call, config.get("backend"))(*operands)
     _check_numbers(call, results)
     return results
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(call: Call):
+def _jitted(call: Call, named: str):
+    """The call compiled, once for each value of the knob that names a backend."""
+
     def run(*operands: Any) -> Any:
         return call_p.bind(*operands, call=call)
 
@@ -224,51 +227,85 @@ def partitions(ctx: Any, call: Call) -> bool:
     return not host_code and not jaxcompat.is_export(ctx)
 
 
-def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
-    """Where no platform has a default backend: the one asked for, or the emulation."""
-    name, platforms = _asked_backend(call), tuple(ctx.module_context.platforms)
-    if name is not None:
-        _check_platform(name, platforms, call.kernel)
+def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
+    """The rule of one platform (None: of those without one)."""
+    # A branch for one of several platforms is lowered for all of them.
+    check_platform(call, ctx.module_context.platforms)
     if partitions(ctx, call):
-        return _lower_partitioned(ctx, operands, call)
-    if name is not None:
-        return _lower_native(name, ctx, *operands, call=call)
-    if not wants_emulation(call):
-        _warn_no_default(platforms)
-    return _lower_emulation(ctx, *operands, call=call)
+        from pallasite.sharding.custom_call import call_task, lower_partitioned
 
-
-def _lower_cpu(ctx: Any, *operands: Any, call: Call) -> Any:
-    """On a CPU: machine code, unless another backend or the emulation is asked for."""
-    if wants_emulation(call) or _asked_backend(call) is not None:
-        return _lower(ctx, *operands, call=call)
-    if partitions(ctx, call):
-        return _lower_partitioned(ctx, operands, call)
-    if jaxcompat.is_export(ctx):
-        # Machine code belongs to this process; an export goes elsewhere.
+        return lower_partitioned(ctx, operands, call_task(call, bind_call))
+    chosen = choose(call, platform, jaxcompat.is_export(ctx))
+    if chosen.launch is None:
+        _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
-    try:
-        return _lower_native("cpu", ctx, *operands, call=call)
-    except (UnsupportedError, ImportError) as error:
-        warn_fallback(call.kernel, error)
-        return _lower_emulation(ctx, *operands, call=call)
-
-
-def _lower_partitioned(ctx: Any, operands: Sequence[Any], call: Call) -> Any:
-    from pallasite.sharding.custom_call import call_task, lower_partitioned
-
-    return lower_partitioned(ctx, operands, call_task(call, bind_call))
-
-
-def _lower_native(name: str, ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.runtime.ffi import lower_launch
 
+    return lower_launch(chosen.launch, ctx, *operands)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend runs a call on a platform.
+
+    Attributes:
+        backend: its name; "interpret" is the emulation.
+        refusals: the platform's other backends that were asked first, and what each
+            said.
+        launch: how XLA calls what the backend made; None for the emulation.
+    """
+
+    backend: str
+    refusals: tuple[tuple[str, Exception], ...] = ()
+    launch: base.Launch | None = None
+
+    def __str__(self) -> str:
+        why = "\n".join(str(error) for _, error in self.refusals)
+        return f"{self.backend}: {why}" if why else self.backend
+
+
+def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
+    """The backend asked for, else the platform's first that can, else the emulation.
+
+    Args:
+        call: the call.
+        platform: what it is lowered for, as JAX's lowering rules name it.
+        exporting: whether for another process, which has none of this one's code.
+
+    Raises:
+        UnsupportedError: the backend asked for cannot run the kernel.
+    """
+    if wants_emulation(call):
+        return Choice("interpret")
+    name = _asked_backend(call, platform)
+    if name is not None:
+        return Choice(name, launch=_launch(name, call))
+    refusals: list[tuple[str, Exception]] = []
+    for name in base.DEFAULTS.get(platform or "", ()):
+        if exporting and not base.get(name).exports:
+            continue
+        try:
+            return Choice(name, tuple(refusals), _launch(name, call))
+        except (UnsupportedError, ResourceError, ImportError) as error:
+            refusals.append((name, error))
+    return Choice("interpret", tuple(refusals))
+
+
+def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> None:
+    """Say where a kernel is emulated that could have been expected not to be."""
+    if chosen.refusals:
+        warn_fallback(call.kernel, *(error for _, error in chosen.refusals))
+    elif not wants_emulation(call) and not base.DEFAULTS.get(platform or ""):
+        _warn_no_default(tuple(ctx.module_context.platforms))
+
+
+def _launch(name: str, call: Call) -> base.Launch:
     backend = base.get(name)
     options = replace(call.options, chip=_chip(backend))
     compiled = base.Compiled(backend, call.kernel, options)
     if config.get("dump"):
         compiled.texts()  # written as they are made
-    return lower_launch(backend.launch(compiled), ctx, *operands)
+    return backend.launch(compiled)
 
 
 def _chip(backend: base.Backend) -> Chip | None:
@@ -284,13 +321,16 @@ def _chip(backend: base.Backend) -> Chip | None:
     return None
 
 
-def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None:
-    usable = base.get(name).platforms
+def check_platform(call: Call, platforms: Sequence[str]) -> None:
+    """The backend that the call names must run on one of them."""
+    if call.backend is None or wants_emulation(call):
+        return
+    usable = base.get(call.backend).platforms
     if not set(platforms) & set(usable):
         raise UnsupportedError(
-            f"backend {name!r} does not run on {'/'.join(platforms)}",
-            [("kernel", kernel.name)],
-            kernel.loc,
+            f"backend {call.backend!r} does not run on {'/'.join(platforms)}",
+            [("kernel", call.kernel.name)],
+            call.kernel.loc,
             f"leave out backend=, or pass operands that live on {'/'.join(usable)}",
         )
 
@@ -307,11 +347,12 @@ def wants_emulation(call: Call) -> bool:
     return bool(call.interpret) or name == "interpret"
 
 
-def _asked_backend(call: Call) -> str | None:
-    """The native backend that the call, or else the configuration, names."""
-    if wants_emulation(call):
-        return None
-    return call.backend or config.get("backend") or None
+def _asked_backend(call: Call, platform: str | None) -> str | None:
+    """The native backend that the call names, or else, where it can run, the knob."""
+    named = config.get("backend")
+    if call.backend or not named:
+        return call.backend
+    return named if platform in base.get(named).platforms else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -328,14 +369,15 @@ def _warn_no_default(platforms: tuple[str, ...]) -> None:
 _warned: set[str] = set()
 
 
-def warn_fallback(kernel: Kernel, error: Exception, what: str = "kernel") -> None:
+def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> None:
     """Say once per kernel what kept it, or its derivative, from being compiled."""
     if what + kernel.text in _warned:
         return
     _warned.add(what + kernel.text)
+    reason = "\n".join(map(str, errors))
     warnings.warn(
         f"{what} '{kernel.name}' runs through the emulation, which is slow "
-        f"(interpret=True says that it is wanted); reason:\n{error}",
+        f"(interpret=True says that it is wanted); reason:\n{reason}",
         FallbackWarning,
         stacklevel=2,
     )
@@ -381,8 +423,11 @@ def _report_once() -> None:
     jaxcompat.keep_out_of_callback_log(CheckError)
 
 
-mlir.register_lowering(call_p, _lower)
-mlir.register_lowering(call_p, _lower_cpu, platform="cpu")
+mlir.register_lowering(call_p, functools.partial(_lower, None))
+for _platform in base.DEFAULTS:
+    mlir.register_lowering(
+        call_p, functools.partial(_lower, _platform), platform=_platform
+    )
 
 
 # --- vmap ---
@@ -422,7 +467,7 @@ def _batch_symbolic(
 ) -> tuple[list[Any], list[int]]:
     """vmap over a symbolic size (`jax.export`): a kernel's grid must be numbers, so a
     named backend runs once per element, and otherwise the emulation is mapped."""
-    if _asked_backend(call) is None:
+    if call.backend is None or wants_emulation(call):
         from pallasite.emulation.emulate import emulate
 
         run = jax.vmap(emulate(call.kernel), in_axes=tuple(dims))

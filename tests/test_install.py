@@ -106,6 +106,18 @@ def test_doctor_lists_versions_and_backends(capsys):
     out = capsys.readouterr().out
     for word in ("pallasite", "jax", "interpret", "cpu", "triton", "tpu"):
         assert word in out
+    assert "on cuda      triton, else the emulation" in out
+
+
+def test_doctor_says_what_the_knob_has_changed(capsys):
+    from pallasite import config
+    from pallasite.__main__ import main
+
+    with config.override(backend="triton"):
+        main(["doctor"])
+    out = capsys.readouterr().out
+    assert "on cuda      triton (PALLASITE_BACKEND)" in out
+    assert "on cpu       cpu, else the emulation" in out
 
 
 def test_unknown_names_are_attribute_errors():

@@ -183,7 +183,7 @@ def _of_active(
 
 def _announce(call: Call, error: Exception) -> None:
     if not primitive.wants_emulation(call):
-        primitive.warn_fallback(call.kernel, error, "the derivative of kernel")
+        primitive.warn_fallback(call.kernel, error, what="the derivative of kernel")
 
 
 # --- backward ---

@@ -53,6 +53,7 @@ class Launch:
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
+    is_versioned: bool = False  # JAX promises no compatibility: exported unchecked only
 
 
 class Backend(Protocol):
@@ -61,6 +62,7 @@ class Backend(Protocol):
     name: str
     platforms: tuple[str, ...]  # JAX platform names it can run on
     native: frozenset[str]  # ops its emitter has; the rest are decomposed
+    exports: bool  # whether what it makes can leave this process (`jax.export`)
 
     def passes(self, options: Options) -> "Sequence[Pass]":
         """The backend's own passes, after the shared ones."""
@@ -152,6 +154,12 @@ _MODULES = {
     "cpu": "pallasite.backends.cpu",
     "triton": "pallasite.backends.triton",
     "tpu": "pallasite.backends.tpu",
+}
+# The backends of calls that name none, by JAX platform, in the order they are asked.
+DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "cuda": ("triton",),
+    "tpu": (),  # by name only, so far
 }
 
 

@@ -15,10 +15,7 @@ from pallasite.backends import base
 from pallasite.errors import SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, calls_in
-
-# A backend for platforms where none is the default yet.
-_BY_PLATFORM = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
+from pallasite.primitive import Call, Choice, calls_in, check_platform, choose
 
 
 @dataclass(frozen=True)
@@ -63,6 +60,20 @@ class Lowered:
             texts[name] = print_kernel(step.kernel, locs=True)
         return texts | stages
 
+    def choice(self, platform: str | None = None, kernel: int = 0) -> Choice:
+        """The backend that runs one kernel where operands are on a platform, and why.
+
+        Args:
+            platform: "cpu", "cuda" or "tpu"; by default the one JAX uses.
+            kernel: which of `kernels`.
+
+        Raises:
+            UnsupportedError: the backend that the call names cannot run it there.
+        """
+        call, platform = self.calls[kernel], platform or _own_platform()
+        check_platform(call, (platform,))
+        return choose(call, platform)
+
     def __str__(self) -> str:
         return "\n".join(kernel.text for kernel in self.kernels)
 
@@ -102,4 +113,19 @@ def _default_backend(call: Call) -> str:
     named = call.backend or config.get("backend")
     if named and named != "interpret":
         return named
-    return _BY_PLATFORM.get(jax.default_backend(), "cpu")
+    platform = _own_platform()
+    # A backend that is not the default yet can be looked at all the same.
+    usable = [name for name in base.names() if platform in base.get(name).platforms]
+    return next(iter((*base.DEFAULTS.get(platform, ()), *usable)), "cpu")
+
+
+def _own_platform() -> str:
+    """The platform of JAX's default backend, named as lowering rules name it."""
+    name = jax.default_backend()
+    if name == "gpu":
+        try:
+            jax.devices("cuda")
+            return "cuda"
+        except RuntimeError:
+            return "rocm"
+    return name

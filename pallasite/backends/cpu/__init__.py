@@ -62,6 +62,7 @@ class CpuBackend:
 
     name = "cpu"
     platforms = ("cpu",)
+    exports = False  # machine code belongs to this process
     native = NATIVE
 
     def passes(self, options: Options) -> Sequence[Pass]:

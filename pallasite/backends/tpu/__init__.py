@@ -20,6 +20,7 @@ class TpuBackend:
 
     name = "tpu"
     platforms = ("tpu",)
+    exports = True
 
     @cached_property
     def native(self) -> frozenset[str]:

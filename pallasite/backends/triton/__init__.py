@@ -54,6 +54,7 @@ class TritonBackend:
 
     name = "triton"
     platforms = ("cuda",)
+    exports = True
     native = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
@@ -87,6 +88,7 @@ class TritonBackend:
                 op.name == "debug_print" for op in walk(scheduled.body)
             ),
             scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),
+            is_versioned=True,
         )
 
     def version(self) -> str:

@@ -1,0 +1,152 @@
+"""Which backend runs a call that names none: by the platform it is lowered for."""
+
+import warnings
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import config
+from pallasite.errors import FallbackWarning, UnknownBackendError, UnsupportedError
+
+TRITON = "__gpu$xla.gpu.triton"
+X = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+def huge_kernel(x_ref, o_ref):
+    """More elements in a block than a Triton tensor may have."""
+    o_ref[...] = x_ref[...] + 1
+
+
+def double(x, **options):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(double_kernel, out_shape=shape, **options)(x)
+
+
+def huge(x, **options):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(huge_kernel, out_shape=shape, **options)(x)
+
+
+HUGE = jax.ShapeDtypeStruct((1 << 21,), jnp.float32)
+
+
+def lowered(function, *operands, platforms=("cuda",)):
+    # A new function each time: jit keeps what a knob has decided for one.
+    traced = jax.jit(lambda *xs: function(*xs)).trace(*operands)
+    return traced.lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+
+
+def test_triton_is_the_default_on_cuda():
+    assert TRITON in lowered(double, X)
+
+
+def test_machine_code_is_the_default_on_cpu():
+    text = lowered(double, X, platforms=("cpu",))
+    assert "pallasite_cpu_" in text and TRITON not in text
+
+
+def test_derivatives_and_vmap_take_the_default_too():
+    loss = lambda x: double(x).sum()
+    assert TRITON in lowered(jax.grad(loss), X)
+    assert TRITON in lowered(jax.vmap(double), X[None])
+
+
+@pytest.mark.parametrize("way", [{"interpret": True}, {"backend": "interpret"}])
+def test_the_emulation_when_asked_for(way):
+    assert "custom_call" not in lowered(lambda x: double(x, **way), X)
+
+
+def test_what_triton_cannot_run_is_emulated_and_says_why_once():
+    with pytest.warns(FallbackWarning) as caught:
+        text = lowered(huge, HUGE)
+        lowered(lambda x: huge(x) + 1, HUGE)
+    assert "custom_call" not in text
+    (said,) = [str(w.message) for w in caught if w.category is FallbackWarning]
+    assert "kernel 'huge_kernel' runs through the emulation" in said
+    assert "backend 'triton' cannot run load on" in said
+    assert "Triton's limit is 1048576" in said and "use smaller blocks" in said
+
+
+def test_a_backend_named_in_the_call_does_not_fall_back():
+    with pytest.raises(UnsupportedError, match="Triton's limit"):
+        lowered(lambda x: huge(x, backend="triton"), HUGE)
+
+
+def test_a_backend_named_in_the_call_must_run_there():
+    with pytest.raises(UnsupportedError, match="'cpu' does not run on cuda"):
+        lowered(lambda x: double(x, backend="cpu"), X)
+
+
+def test_the_knob_forces_a_backend_where_it_runs():
+    with config.override(backend="triton"):
+        with pytest.raises(UnsupportedError, match="Triton's limit"):
+            lowered(huge, HUGE)
+        assert "pallasite_cpu_" in lowered(double, X, platforms=("cpu",))
+    with config.override(backend="interpret"):
+        assert "custom_call" not in lowered(double, X)
+        assert "custom_call" not in lowered(double, X, platforms=("cpu",))
+    with config.override(backend="tritno"), pytest.raises(UnknownBackendError):
+        lowered(double, X)
+
+
+def test_the_knob_reaches_calls_outside_jit():
+    np.testing.assert_array_equal(double(X), 2 * X)
+    with config.override(backend="tritno"), pytest.raises(UnknownBackendError):
+        double(X)
+
+
+UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(TRITON)]
+
+
+def test_one_export_for_several_platforms():
+    export = jax.export.export(
+        jax.jit(double), platforms=["cpu", "cuda"], disabled_checks=UNCHECKED
+    )
+    exported = export(X)
+    assert TRITON in exported.mlir_module()
+    assert "pallasite_cpu_" not in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(X), 2 * X)
+
+
+def test_a_refused_export_names_the_check_to_disable():
+    with pytest.raises(ValueError) as refusal:
+        jax.export.export(jax.jit(double), platforms=["cuda"])(X)
+    check = f"disabled_checks=[jax.export.DisabledSafetyCheck.custom_call('{TRITON}')]"
+    assert check in str(refusal.value)
+
+
+def test_lower_says_the_choice():
+    small, large = pl.lower(double)(X), pl.lower(huge)(HUGE)
+    assert str(small.choice("cuda")) == "triton"
+    assert small.choice("cpu").backend == "cpu"
+    refused = large.choice("cuda")
+    assert refused.backend == "interpret"
+    assert [name for name, _ in refused.refusals] == ["triton"]
+    assert "Triton's limit" in str(refused)
+    with config.override(backend="interpret"):
+        assert str(small.choice("cuda")) == "interpret"
+
+
+@pytest.mark.gpu
+def test_operands_decide_on_a_machine_with_a_gpu():
+    on_cpu, on_gpu = (jax.device_put(X, jax.devices(p)[0]) for p in ("cpu", "gpu"))
+    assert "pallasite_cpu_" in jax.jit(double).lower(on_cpu).as_text()
+    assert TRITON in jax.jit(double).lower(on_gpu).as_text()
+    for x in (on_cpu, on_gpu):
+        np.testing.assert_array_equal(double(x), 2 * X)
+        assert double(x).devices() == x.devices()
