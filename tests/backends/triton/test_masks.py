@@ -111,6 +111,20 @@ def test_a_store_drops_what_is_out_of_range(start: int):
     np.testing.assert_array_equal(agree(kernel, number(start)), wanted)
 
 
+@pytest.mark.parametrize("start", [-2, 3, 6, -FAR, FAR])
+def test_an_atomic_drops_what_is_out_of_range(start: int):
+    def emit(b: Builder, at: Value, out: Value) -> None:
+        b.store(out, b.constant(5, TileType((8,), I32)))
+        ones, first = b.constant(1, TileType((4,), I32)), b.load(at)
+        attrs = dict(kind="add", index=(Span(None, 4),), mask=True)
+        b.op("atomic_rmw", out, ones, first, on(b, 4), **attrs)
+
+    kernel = with_refs(emit, [number(start)], [TileType((8,), I32)])
+    places = np.arange(8) - start
+    wanted = np.where((places >= 0) & (places < 4), 6, 5)
+    np.testing.assert_array_equal(agree(kernel, number(start)), wanted)
+
+
 # --- masks that say where positions are ---
 
 
