@@ -5,7 +5,8 @@ times, compiled from the Python function on, nothing cached: our stages, their s
 XLA's compilation of the same function in plain JAX, and the ratio. Times are CPU
 seconds of this process, so that other work on the machine does not count. `--save FILE`
 keeps the rows as JSON, `--against FILE` prints the totals of such a file beside the new
-ones.
+ones. `--over 4` prints only rows that take more than 4 times as long as XLA's,
+`--seconds` stops after that time, `--ops` lists which rows use each op of the op table.
 """
 
 import argparse
@@ -26,9 +27,12 @@ from jax import lax
 
 os.environ["PALLASITE_CACHE_DIR"] = "off"
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.backends import base
 from pallasite.backends.cpu.call import compile as compiler
-from pallasite.primitive import calls_in
+from pallasite.ir.nodes import walk
+from pallasite.ir.opdef import table
+from pallasite.primitive import calls_in, kernels_in
 
 STAGES = ("trace", "passes", "text", "llvm", "code")
 USES = (50, 200, 800)
@@ -37,6 +41,15 @@ MOST_SECONDS = 60.0  # a row this slow is not measured with more uses
 MOST_XLA_SECONDS = 5.0  # the same for XLA, whose time grows with the square of the uses
 
 Step = Callable[[Any, int], Any]  # what one use makes of the value; which use it is
+
+# Ops without a counterpart in plain JAX (or in the oldest JAX: log2), that passes make
+# of others, or that become part of an access (subview).
+WITHOUT_ROW = (
+    *("copy_start", "copy_wait", "sem_signal", "sem_signal_core", "sem_wait"),
+    *("sem_read", "roles", "barrier", "debug_print", "debug_check", "delay"),
+    *("assume_multiple", "custom", "block_view", "dot_add", "dot_store"),
+    *("subview", "log2"),
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,20 @@ def scalars(name: str, step: Step, x: Any) -> Row:
     return Row(name, kernel, plain, (x,))
 
 
+def in_memory(name: str, step: Callable[[Any, int], None], plain: Step, x: Any) -> Row:
+    """Every use changes the result's ref, as `plain` changes an array."""
+
+    def kernel(uses: int) -> Callable[..., Any]:
+        def body(x_ref, o_ref):
+            o_ref[...] = x_ref[...]
+            for n in range(uses):
+                step(o_ref, n)
+
+        return whole(body, x)
+
+    return Row(name, kernel, lambda uses: lambda x: repeated(plain, x, uses), (x,))
+
+
 # --- the rows ---
 
 FLOATS = np.linspace(0.1, 0.9, 1024, dtype=np.float32).reshape(SHAPE)
@@ -145,7 +172,7 @@ UNARY = (
 )
 BINARY = ("add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter")
 ON_INTEGERS = (
-    *("add", "mul", "div", "rem", "max", "bitwise_and", "bitwise_xor"),
+    *("add", "mul", "div", "rem", "max", "bitwise_and", "bitwise_or", "bitwise_xor"),
     *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
 )
 
@@ -175,6 +202,17 @@ def elementwise_rows() -> Iterator[Row]:
         lambda x, n: lax.reduce_precision(x * np.float32(0.9), 6, 11),
         FLOATS,
     )
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        function = getattr(lax, name)
+        yield chain(
+            name,
+            lambda x, n, f=function: jnp.where(f(x, x * np.float32(n)), x, x + n),
+            FLOATS,
+        )
+    yield chain(
+        "is_finite", lambda x, n: jnp.where(lax.is_finite(x * n), x, x + n), FLOATS
+    )
+    yield chain("stop_gradient", lambda x, n: lax.stop_gradient(x) + n, FLOATS)
     yield chain("clamp", lambda x, n: lax.clamp(x * 0.5, x, x + n), FLOATS)
     yield chain("select", lambda x, n: jnp.where(x > n / 900, x * 0.5, x + 1), FLOATS)
     yield chain(
@@ -240,8 +278,115 @@ def tile_rows() -> Iterator[Row]:
         lambda x, n: x + lax.dynamic_slice(x, (x[0, 0].astype(int), 0), (1, 128)),
         FLOATS,
     )
+    yield chain(
+        "dynamic_update_slice",
+        lambda x, n: lax.dynamic_update_slice(x, x[:1], (x[0, 0].astype(int), 0)) + n,
+        FLOATS,
+    )
+    yield chain("scatter", lambda x, n: x.at[pick[0, :4]].add(half), FLOATS)
     yield stores("load, store", lambda x, n: x * half, FLOATS)
     yield stores("load, sin, store", lambda x, n: lax.sin(x), FLOATS)
+
+
+def control_rows() -> Iterator[Row]:
+    yield chain(
+        "for",
+        lambda x, n: lax.fori_loop(0, 3 + n % 2, lambda i, y: y * 0.5 + i, x),
+        FLOATS,
+    )
+    yield chain(
+        "while",
+        lambda x, n: lax.while_loop(lambda y: y[0, 0] > n, lambda y: y * 0.5, x),
+        FLOATS,
+    )
+    yield chain(
+        "cond",
+        lambda x, n: lax.cond(x[0, 0] > n, lambda y: y * 0.5, lambda y: y + 1, x),
+        FLOATS,
+    )
+
+
+def memory_rows() -> Iterator[Row]:
+    def atomic_add(ref, n):
+        pl.atomic_add(ref, (n % 8, slice(None)), ref[(n + 3) % 8, :])
+
+    def compare_and_swap(ref, n):
+        pl.atomic_cas(ref.at[n % 8, 0], n, n + 1)
+
+    def swapped(x, n):
+        old = x[n % 8, 0]
+        return x.at[n % 8, 0].set(jnp.where(old == n, n + 1, old))
+
+    def masked(ref, n):
+        row = ref[n % 8, :]
+        pl.store(ref.at[(n + 3) % 8, :], row * 0.5, mask=row > n)
+
+    def masked_set(x, n):
+        row, old = x[n % 8, :], x[(n + 3) % 8, :]
+        return x.at[(n + 3) % 8, :].set(jnp.where(row > n, row * 0.5, old))
+
+    def scoped(ref, n):
+        def body(scratch):
+            scratch[...] = ref[n % 8, :] * 0.5
+            ref[(n + 3) % 8, :] = scratch[...]
+
+        pl.run_scoped(body, pltpu.VMEM((128,), jnp.float32))
+
+    def some_rows(ref, n):
+        rows = ref.at[pl.ds(n % 4, 4), :]
+        rows[...] = rows[...] * 0.5
+
+    def reshaped(ref, n):
+        half = ref.reshape(16, 64)
+        half[n % 16, :] = half[(n + 3) % 16, :] * 0.5
+
+    def bits(ref, n):
+        words = ref.bitcast(jnp.int32)
+        words[n % 8, :] = words[(n + 3) % 8, :] + 1
+
+    def add_to_bits(x, n):
+        words = lax.bitcast_convert_type(x[(n + 3) % 8, :], jnp.int32) + 1
+        return x.at[n % 8, :].set(lax.bitcast_convert_type(words, jnp.float32))
+
+    def turned(ref, n):
+        other = ref.transpose((1, 0))
+        other[:, n % 8] = other[:, (n + 3) % 8] * 0.5
+
+    def accumulated(ref, n):
+        x = ref[...]
+        ref[...] += jnp.dot(x, x)
+
+    def moved(x, n):
+        return x.at[n % 8, :].set(x[(n + 3) % 8, :] * 0.5)
+
+    yield in_memory(
+        "atomic_add",
+        atomic_add,
+        lambda x, n: x.at[n % 8, :].add(x[(n + 3) % 8, :]),
+        FLOATS,
+    )
+    yield in_memory("atomic_cas", compare_and_swap, swapped, INTEGERS)
+    yield in_memory("masked store", masked, masked_set, FLOATS)
+    yield in_memory(
+        "run_scoped", scoped, lambda x, n: moved(x, n)[jnp.arange(8)], FLOATS
+    )
+    yield in_memory(
+        "subview",
+        some_rows,
+        lambda x, n: x.at[n % 4 : n % 4 + 4, :].multiply(0.5),
+        FLOATS,
+    )
+    yield in_memory(
+        "reshape of a ref",
+        reshaped,
+        lambda x, n: x.at[n % 8, :64].set(x[(n + 3) % 8, 64:] * 0.5),
+        FLOATS,
+    )
+    yield in_memory("bitcast of a ref", bits, add_to_bits, FLOATS)
+    yield in_memory("transpose of a ref", turned, moved, FLOATS)
+    yield in_memory(
+        "dot, accumulated", accumulated, lambda x, n: x + jnp.dot(x, x), SMALL
+    )
 
 
 # --- kernels of a usual kind ---
@@ -343,7 +488,20 @@ def kernel_rows() -> Iterator[Row]:
 
 
 def all_rows() -> list[Row]:
-    return [*kernel_rows(), *elementwise_rows(), *tile_rows()]
+    rows = [*kernel_rows(), *elementwise_rows(), *tile_rows()]
+    return [*rows, *control_rows(), *memory_rows()]
+
+
+def print_ops(rows: list[Row]) -> None:
+    """Which rows use each op of the op table; ops that none uses are marked."""
+    users: dict[str, list[str]] = {name: [] for name in table()}
+    for row in rows:
+        kernels = kernels_in(row.kernel(2), *row.args)
+        for name in {op.name for kernel in kernels for op in walk(kernel.body)}:
+            users[name].append(row.name)
+    for name, found in users.items():
+        none = "(see WITHOUT_ROW)" if name in WITHOUT_ROW else "NO ROW"
+        print(f"{name:24} {', '.join(found[:6]) or none}")
 
 
 # --- measuring ---
@@ -415,10 +573,16 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="leave XLA out")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--over", type=float, help="print only rows above this ratio")
+    parser.add_argument("--seconds", type=float, help="stop after so much time")
+    parser.add_argument("--ops", action="store_true", help="list ops and their rows")
     chosen = parser.parse_args()
     rows = all_rows()
     if chosen.names:
         rows = [row for row in rows if any(name in row.name for name in chosen.names)]
+    if chosen.ops:
+        print_ops(rows)
+        return
     before: dict[Any, Any] = {}
     if chosen.against:
         for old in json.loads(chosen.against.read_text()):
@@ -426,7 +590,8 @@ def main() -> None:
     warm_up()
     columns = (*STAGES, "total", "xla", "ratio", *(["before"] if before else []))
     print(f"{'op':24} {'uses':>4}" + "".join(f"{name:>8}" for name in columns))
-    kept = []
+    kept: list[dict[str, Any]] = []
+    start = time.perf_counter()
     for found in measured(rows, chosen.uses, with_xla=not chosen.ours):
         kept.append(found)
         total, xla = found["total"], found["xla"]
@@ -434,9 +599,17 @@ def main() -> None:
         cells = "".join(f"{found.get(s, 0):8.2f}" for s in (*STAGES, "total"))
         cells += f"{xla:8.2f}{total / xla:8.1f}" if xla else f"{'-':>8}{'-':>8}"
         cells += f"{old['total']:8.2f}" if old else ""
-        print(f"{found['name']:24} {found['uses']:4}{cells}", flush=True)
+        if not chosen.over or (xla and total / xla > chosen.over):
+            print(f"{found['name']:24} {found['uses']:4}{cells}", flush=True)
         if chosen.save:
             chosen.save.write_text(json.dumps(kept, indent=1))
+        if chosen.seconds and time.perf_counter() - start > chosen.seconds:
+            print(f"stopped after {chosen.seconds:.0f} s, at {found['name']!r}")
+            break
+    if chosen.over:
+        compared = [found for found in kept if found["xla"]]
+        slow = sum(found["total"] > chosen.over * found["xla"] for found in compared)
+        print(f"{slow} of {len(compared)} rows over {chosen.over:g} times XLA's time")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,31 @@ from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
 
+# Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton or
+# machine code that is made of them. Neither the version of Python nor that of JAX has
+# a part in them, so a run that repeats all tests with others may leave them out.
+# Tests of the same backends on traced kernels are not among them.
+MACHINE_ONLY = (
+    "backends/cpu/test_compile_size.py",
+    "backends/cpu/test_control.py",
+    "backends/cpu/test_dot.py",
+    "backends/cpu/test_filled.py",
+    "backends/cpu/test_functions.py",
+    "backends/cpu/test_fusion.py",
+    "backends/cpu/test_memory.py",
+    "backends/cpu/test_other_cpus.py",
+    "backends/cpu/test_packing.py",
+    "backends/cpu/test_tiles.py",
+    "backends/cpu/test_top_k.py",
+    "backends/cpu/test_vectors.py",
+    "backends/triton/test_elementwise.py",
+    "backends/triton/test_emit.py",
+    "backends/triton/test_tiles.py",
+    "fuzz/test_cpu.py",
+    "fuzz/test_passes.py",
+    "fuzz/test_placement.py",
+)
+
 
 def _gpu_is_present() -> bool:
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -65,7 +90,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run."""
+    """Marks what concerns the machine only; skips what this one cannot run."""
+    tests = ROOT / "tests"
+    machine_only = {tests / name for name in MACHINE_ONLY}
+    assert all(map(Path.exists, machine_only)), "MACHINE_ONLY names a missing file"
+    for item in items:
+        if item.path in machine_only:
+            item.add_marker("machine_only")
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
 

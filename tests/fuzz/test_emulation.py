@@ -37,13 +37,12 @@ def parts() -> list[tuple[str, int]]:
     return [(family, n) for family, count in PARTS.items() for n in range(count)]
 
 
-def parts_to_run() -> list[tuple[str, int]]:
-    return [(family, n) for family, n in parts() if n < -(-PARTS[family] // SHARE)]
-
-
-@pytest.mark.parametrize("family, part", parts_to_run())
+@pytest.mark.parametrize("family, part", parts())
 def test_emulation_agrees_with_numpy(family: str, part: int):
-    assert agree(family, part, BATCHES) >= 0.9 * BATCHES * BATCH
+    count = BATCHES // SHARE
+    # The first kernels that hypothesis draws are simple, and often the same.
+    least = 0.9 if SHARE == 1 else 0.7
+    assert agree(family, part, count) >= least * count * BATCH
 
 
 @pytest.mark.parametrize("family", PARTS)
@@ -71,7 +70,7 @@ def agree(family: str, part: int, count: int, wide: bool = False) -> int:
 def check_all(cases: Sequence[Case]) -> None:
     for case in cases:
         keeps_meaning(case)
-    check(emulated, cases)
+    check(emulated, cases, quick=True)
 
 
 def keeps_meaning(case: Case) -> None:
