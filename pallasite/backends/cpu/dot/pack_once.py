@@ -195,8 +195,8 @@ def pack_once(kernel: Kernel) -> Kernel:
     notes: dict[Op, list[_Note | None]] = {}
     for op, side, boxes in sides:
         if boxes in chosen:
-            array, *box = boxes.cut
-            note = (kernel.inputs.index(array), *box)
+            array, sizes, kept = boxes.cut
+            note = (kernel.inputs.index(array), sizes, kept)
             notes.setdefault(op, [None, None])[side] = note
     return kernel.with_(body=_noted(kernel.body, notes)) if notes else kernel
 

@@ -21,8 +21,14 @@ class Site:
     """Where an element is computed: the code so far, its type, the op's attributes."""
 
     f: Function
-    dtype: DType  # of the operands
+    dtypes: tuple[DType, ...]  # of the operands
+    result: DType
     attrs: Mapping[str, Any]
+
+    @property
+    def dtype(self) -> DType:
+        """Of the operands, or of the first where they differ."""
+        return self.dtypes[0]
 
     @property
     def type(self) -> str:
@@ -54,19 +60,7 @@ def element(
     values: list[Val],
 ) -> Val:
     """One element of an elementwise op. `dtypes` are those of `values`."""
-    if name == "cast":
-        return scalars.cast(f, values[0], dtypes[0], result)
-    if name == "bitcast":
-        bits = scalars.to_bits(f, dtypes[0], values[0])
-        return scalars.from_bits(f, result, bits)
-    if name == "select_n":
-        return _select_n(f, dtypes[0], *values)
-    if name == "pow":
-        values[1] = scalars.cast(f, values[1], dtypes[1], _power_type(*dtypes))
-    if name in functions.DECOMPOSED or (name == "pow" and dtypes[0].is_float):
-        value = functions.evaluate(f, name, dtypes[0], values, element)
-    else:
-        value = RULES[name](Site(f, dtypes[0], attrs), *values)
+    value = RULES[name](Site(f, dtypes, result, attrs), *values)
     if scalars.is_narrow(result) and name not in EXACT:
         return scalars.rounded(f, result, value)
     return value
@@ -75,10 +69,6 @@ def element(
 def combine(f: Function, name: str, dtype: DType, a: Val, b: Val) -> Val:
     """A binary op without attributes, for reductions, scans and atomics."""
     return element(f, name, {}, (dtype, dtype), dtype, [a, b])
-
-
-def _power_type(base: DType, exponent: DType) -> DType:
-    return base if base.is_float else exponent
 
 
 def _either(on_float: Rule, on_integer: Rule) -> Rule:
@@ -149,6 +139,14 @@ def _integer_pow(at: Site, x: Val) -> Val:
         base = at.f.binary(multiply, base, base) if n else base
     result = at.number(1) if result is None else result
     return RULES["div"](at, at.number(1), result) if exponent < 0 else result
+
+
+def _power(at: Site, x: Val, y: Val) -> Val:
+    base, exponent = at.dtypes
+    if not base.is_float:
+        return _power_of_integers(at, x, y)
+    y = scalars.cast(at.f, y, exponent, base)
+    return functions.evaluate(at.f, "pow", base, [x, y], element)
 
 
 def _power_of_integers(at: Site, x: Val, y: Val) -> Val:
@@ -239,8 +237,9 @@ def _clz(at: Site, x: Val) -> Val:
     return at.f.intrinsic("ctlz", x, Val("i1", "0"))
 
 
-def _select_n(f: Function, dtype: DType, which: Val, *cases: Val) -> Val:
-    if dtype.is_bool:
+def _select_n(at: Site, which: Val, *cases: Val) -> Val:
+    f = at.f
+    if at.dtype.is_bool:
         return cases[0] if len(cases) == 1 else f.select(which, cases[1], cases[0])
     # The selector is clamped: what is not below n is case n or a later one.
     result = cases[0]
@@ -248,6 +247,17 @@ def _select_n(f: Function, dtype: DType, which: Val, *cases: Val) -> Val:
         reached = f.compare("icmp sge", which, integer(n, which.type))
         result = f.select(reached, case, result)
     return result
+
+
+def _bitcast(at: Site, x: Val) -> Val:
+    return scalars.from_bits(at.f, at.result, scalars.to_bits(at.f, at.dtype, x))
+
+
+def _function(name: str) -> Rule:
+    """An elementary function; `functions.FUNCTIONS` says how it is written."""
+    return lambda at, *values: functions.evaluate(
+        at.f, name, at.dtype, list(values), element
+    )
 
 
 def _special(function: Callable[..., Val]) -> Rule:
@@ -283,7 +293,8 @@ RULES: dict[str, Rule] = {
     "reduce_precision": _special(special.reduce_precision),
     "square": lambda at, x: RULES["mul"](at, x, x),
     "integer_pow": _integer_pow,
-    "pow": _power_of_integers,
+    **{name: _function(name) for name in functions.FUNCTIONS},
+    "pow": _power,
     "sqrt": _intrinsic("sqrt"),
     "rsqrt": lambda at, x: at.f.binary("fdiv", at.number(1), at.f.intrinsic("sqrt", x)),
     "and": _binary("and"),
@@ -296,13 +307,17 @@ RULES: dict[str, Rule] = {
     "population_count": _intrinsic("ctpop"),
     "clz": _clz,
     **{name: _test(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "select_n": _select_n,
+    "cast": lambda at, x: scalars.cast(at.f, x, at.dtype, at.result),
+    "bitcast": _bitcast,
 }
 
-NATIVE = frozenset([*RULES, *functions.DECOMPOSED, "cast", "bitcast", "select_n"])
+NATIVE = frozenset(RULES)
 
-# Ops whose result is a value of the operand type already, or not a float.
+# Ops whose result is a value of the result type already, or not a float.
 EXACT = frozenset(
     [
+        *("cast", "bitcast", "select_n"),
         *("neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "round"),
         *("nextafter", "is_finite", "eq", "ne", "lt", "le", "gt", "ge"),
     ]

@@ -1,13 +1,16 @@
-"""Elementary functions without library calls: the op table's own decompositions.
+"""Elementary functions: the op table's own decompositions, or a shorter form.
 
-`evaluate` writes a row's decomposition into the code around it, for a register or a
-vector alike; exp has a shorter form where the CPU can scale by powers of two. Narrow
-floats are computed in f32. Error bounds are those of the rows (`max_ulp`).
+They stay ops until they are written. Only here is it known whether a register or a
+vector is computed, which decides the form; the instructions of a decomposition may be
+contracted, unlike the author's own; and what is one op can become one function of the
+module (`called_functions.py`). The table `FUNCTIONS`, at the end, says how each one is
+written. Narrow floats are computed in f32. Error bounds are those of the rows
+(`max_ulp`).
 """
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm import vector_ops as vec
@@ -17,15 +20,6 @@ from pallasite.ir.nodes import Block, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, F64, DType, TileType
 from pallasite.target import host
-
-DECOMPOSED = frozenset(
-    [
-        *("exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "cbrt"),
-        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-        *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-        *("erf", "erfc", "erf_inv", "lgamma"),
-    ]
-)
 
 # One element of an op: code, op name, attributes, operand types, result type, operands.
 Element = Callable[
@@ -38,16 +32,9 @@ def evaluate(
 ) -> Val:
     """The function's value; `element` computes the ops it is made of."""
     wide = F64 if dtype == F64 else F32
-    scales = wide == F32 and values[0].count and host().has("avx512f")
-    if name == "exp" and scales:
-        return _exp_by_scaling(f, values[0])
-    if name == "exp2" and scales and host().has("avx512dq"):
-        return _exp2_by_scaling(f, values[0])
-    if name in _RATIOS and wide == F32:
-        return _odd_ratio(f, values[0], *_RATIOS[name])
-    if name in ("sin", "cos", "tan") and wide == F64:
-        # Decomposed, they do not reduce huge angles in f64.
-        return f.call(name, "double", *values, pure=True)
+    form = FUNCTIONS[name]
+    if form is not None and form.applies(wide, values[0].count):
+        return form.write(f, *values)
     block = _decomposition(name, wide)
     known = dict(zip(block.params, values, strict=True))
     for op in block.ops:
@@ -141,44 +128,42 @@ def _of_16(f: Function, name: str, x: Val, other: Val) -> Val:
 # Odd functions that end at one: x P(x^2) / Q(x^2) up to the number given last, fitted
 # to the least relative error (1e-8 before rounding); coefficients from the highest
 # power. In all 4.7 ulp for tanh and 5.4 for erf.
-_RATIOS = {
-    "tanh": (
-        (
-            1.4647895784822885e-08,
-            2.1508249374538615e-05,
-            0.0035491546962925047,
-            0.1342585847460141,
-            0.9999999906984611,
-        ),
-        (
-            8.294964889182504e-07,
-            0.00033739264756498275,
-            0.02607989523196317,
-            0.4675918331810573,
-            1.0,
-        ),
-        8.3,
+_TANH = (
+    (
+        1.4647895784822885e-08,
+        2.1508249374538615e-05,
+        0.0035491546962925047,
+        0.1342585847460141,
+        0.9999999906984611,
     ),
-    "erf": (
-        (
-            2.2384709395334562e-06,
-            0.00028874083264534515,
-            0.003513007826818475,
-            0.052027176050962326,
-            0.18330315639309674,
-            1.1283791585548244,
-        ),
-        (
-            4.022074162108527e-05,
-            0.0011183340185847979,
-            0.014465172195645006,
-            0.11136963400144283,
-            0.49578127814148437,
-            1.0,
-        ),
-        3.7,
+    (
+        8.294964889182504e-07,
+        0.00033739264756498275,
+        0.02607989523196317,
+        0.4675918331810573,
+        1.0,
     ),
-}
+    8.3,
+)
+_ERF = (
+    (
+        2.2384709395334562e-06,
+        0.00028874083264534515,
+        0.003513007826818475,
+        0.052027176050962326,
+        0.18330315639309674,
+        1.1283791585548244,
+    ),
+    (
+        4.022074162108527e-05,
+        0.0011183340185847979,
+        0.014465172195645006,
+        0.11136963400144283,
+        0.49578127814148437,
+        1.0,
+    ),
+    3.7,
+)
 
 
 def _odd_ratio(
@@ -204,3 +189,67 @@ def _horner(f: Function, x: Val, coefficients: tuple[float, ...]) -> Val:
     for coefficient in rest:
         total = f.intrinsic("fma", total, x, coefficient)
     return total
+
+
+class Form(NamedTuple):
+    """Another way to write a function than its decomposition, where it applies."""
+
+    applies: Callable[[DType, int], bool]  # of the type computed in, number of lanes
+    write: Callable[..., Val]  # of the code and the operands
+
+
+def _can_scale(dtype: DType, lanes: int) -> bool:
+    return dtype == F32 and lanes > 0 and host().has("avx512f")
+
+
+def _can_reduce(dtype: DType, lanes: int) -> bool:
+    return _can_scale(dtype, lanes) and host().has("avx512dq")
+
+
+def _is_f32(dtype: DType, lanes: int) -> bool:
+    return dtype == F32
+
+
+def _is_f64(dtype: DType, lanes: int) -> bool:
+    return dtype == F64
+
+
+def _ratio(coefficients: tuple[Any, ...]) -> Form:
+    return Form(_is_f32, lambda f, x: _odd_ratio(f, x, *coefficients))
+
+
+def _library(name: str) -> Form:
+    """Decomposed, they do not reduce huge angles in f64."""
+    return Form(_is_f64, lambda f, x: f.call(name, "double", x, pure=True))
+
+
+# How each function is written: in this form where it applies, else (and always, for
+# None) as its row of the op table decomposes it.
+FUNCTIONS: dict[str, Form | None] = {
+    "exp": Form(_can_scale, _exp_by_scaling),
+    "exp2": Form(_can_reduce, _exp2_by_scaling),
+    "expm1": None,
+    "log": None,
+    "log1p": None,
+    "log2": None,
+    "logistic": None,
+    "pow": None,  # of floats
+    "cbrt": None,
+    "sin": _library("sin"),
+    "cos": _library("cos"),
+    "tan": _library("tan"),
+    "asin": None,
+    "acos": None,
+    "atan": None,
+    "atan2": None,
+    "sinh": None,
+    "cosh": None,
+    "tanh": _ratio(_TANH),
+    "asinh": None,
+    "acosh": None,
+    "atanh": None,
+    "erf": _ratio(_ERF),
+    "erfc": None,
+    "erf_inv": None,
+    "lgamma": None,
+}
