@@ -47,7 +47,8 @@ def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
         return im.run(jaxpr, args)
     params = [Value(a.type) for a in args]
     body = im.region(jaxpr, params, params)
-    return im.builder.emit("custom", *args, regions=[body], rule=register(eqn))
+    rule = register(jaxcompat.equation_call(eqn), eqn, jaxpr)
+    return im.builder.emit("custom", *args, regions=[body], rule=rule)
 
 
 def _has_derivative(eqn: Any, args: Sequence[Value]) -> bool:

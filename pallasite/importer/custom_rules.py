@@ -21,20 +21,19 @@ from pallasite.ir.nodes import Op
 _FUNCTIONS: dict[str, Callable[..., Sequence[Any]] | str] = {}
 
 
-def register(eqn: Any) -> str:
+def register(call: Callable[..., Sequence[Any]], eqn: Any, jaxpr: Any) -> str:
     """Keep the function that an equation calls; the name of its rule.
 
-    Functions that compute the same in both directions share a name, so that tracing a
-    kernel again gives an equal kernel.
+    `jaxpr`: the function's code. Functions that compute the same in both directions
+    share a name, so that tracing a kernel again gives an equal kernel.
     """
-    call = jaxcompat.equation_call(eqn)
     kept: Callable[..., Sequence[Any]] | str = call
     try:
         content = _content(call, [v.aval for v in eqn.invars])
     except Exception as error:  # only a derivative needs the rule: it complains then
         kept = str(error).splitlines()[0]
-        content = f"{eqn.params['call_jaxpr']} {kept}"
-    name = jaxcompat.function_name(eqn.params["call_jaxpr"])
+        content = f"{jaxpr} {kept}"
+    name = jaxcompat.function_name(jaxpr)
     rule = f"{name}_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     _FUNCTIONS.setdefault(rule, kept)
     return rule

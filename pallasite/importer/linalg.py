@@ -4,7 +4,7 @@ Each factorisation is a loop over columns, written here as a JAX function of one
 and imported in place of the primitive; leading dimensions are mapped over.
 """
 
-import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import lax
 
+from pallasite.importer.custom_rules import register
 from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
 from pallasite.ir.rule_table import RuleTable
@@ -117,39 +118,46 @@ def _lu(a: Any) -> tuple[Any, Any, Any]:
 
 @RULES.rule("custom_linear_solve")
 def _linear_solve(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
-    """Its solver, with a derivative: the solver's constants do not have one."""
+    """Its solver's code, with the derivatives of the equation it solves."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    of_solver = lengths.matvec + lengths.vecmat
-    rights = sum(lengths)
-    used = (
-        *args[: lengths.matvec],
-        *args[of_solver : of_solver + lengths.solve],
-        *args[rights:],
-    )
-    return im.splice(_solver(jaxprs, lengths.matvec, lengths.solve), used)
+    params = [Value(a.type) for a in args]
+    *_, of_solver, _, right = _parts(params, lengths)
+    body = im.region(jaxprs.solve, params, [*of_solver, *right])
+    rule = register(_solver(jaxprs, lengths), eqn, jaxprs.solve)
+    return im.builder.emit("custom", *args, regions=[body], rule=rule)
 
 
-def _solver(jaxprs: Any, of_matvec: int, of_solve: int) -> Callable[..., Any]:
-    """The solution of A x = b as a function of A's constants, the solver's and b.
+def _parts(args: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Operands of a solve: constants of each of its four functions, then b."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [list(args[i:j]) for i, j in itertools.pairwise([*ends, len(args)])]
 
-    Its derivative is that of the equation: A dx = db - dA x.
+
+def _solver(jaxprs: Any, lengths: Sequence[int]) -> Callable[..., Any]:
+    """The solution of A x = b as a function of all constants and b.
+
+    Its derivatives are those of the equation, A dx = db - dA x, and backwards those of
+    the transposed equation. Each is a solve of JAX again, not the solver's code:
+    that sees the matrix through factors that have no derivative.
     """
-    matvec, run = (
-        functools.partial(jax.core.eval_jaxpr, j.jaxpr, j.consts)
-        for j in (jaxprs.matvec, jaxprs.solve)
-    )
-    rights = of_matvec + of_solve
 
-    @jax.custom_jvp
     def solve(*args: Any) -> Any:
-        return tuple(run(*args[of_matvec:]))
+        of_product, _, of_solver, of_back, b = _parts(args, lengths)
+        evaluate = lambda j, *given: jax.core.eval_jaxpr(j.jaxpr, j.consts, *given)
+        num_aux = len(jaxprs.solve.out_avals) - len(b)
+        split = lambda found: (found[: len(b)], found[len(b) :]) if num_aux else found
 
-    @solve.defjvp
-    def _(args: Any, tangents: Any) -> Any:
-        x = solve(*args)
-        product = lambda *constants: tuple(matvec(*constants, *x))
-        changes = jax.jvp(product, args[:of_matvec], tangents[:of_matvec])[1]
-        moved = [db - d for db, d in zip(tangents[rights:], changes, strict=True)]
-        return x, solve(*args[:rights], *moved)
+        def run(_: Any, b: Any) -> Any:
+            return split(evaluate(jaxprs.solve, *of_solver, *b))
+
+        def run_back(_: Any, c: Any) -> Any:
+            if jaxprs.transpose_solve is not None:
+                return split(evaluate(jaxprs.transpose_solve, *of_back, *c))
+            (found,) = jax.linear_transpose(lambda b: run(None, b), b)(c)
+            return found
+
+        product = lambda x: evaluate(jaxprs.matvec, *of_product, *x)
+        found = lax.custom_linear_solve(product, b, run, run_back, False, bool(num_aux))
+        return jax.tree.leaves(found)
 
     return solve

@@ -444,3 +444,57 @@ def test_linear_solves_have_derivatives():
         jax.jvp(jnp.linalg.solve, (a, b), moves)[1],
         atol=1e-6,
     )
+
+
+def without_transpose(a, b):
+    """A solve that says nothing of the transposed equation."""
+    inverse = jax.lax.stop_gradient(jnp.linalg.inv(a))
+    return jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda _, b: inverse @ b)
+
+
+def with_report(a, b):
+    """A solve whose solver reports the residual beside the solution."""
+    inverse = jax.lax.stop_gradient(jnp.linalg.inv(a))
+
+    def run(matvec, b):
+        x = inverse @ b
+        return x, jnp.abs(matvec(x) - b).max()
+
+    back = lambda vecmat, c: (inverse.T @ c, jnp.float32(0))
+    return jax.lax.custom_linear_solve(lambda x: a @ x, b, run, back, False, True)[0]
+
+
+SOLVES = {
+    "solve": jnp.linalg.solve,
+    "inv": lambda a, b: jnp.linalg.inv(a) @ b,
+    "several": lambda a, b: jnp.linalg.solve(jnp.stack([a, a.T]), b).sum(0),
+    "definite": lambda a, b: jax.scipy.linalg.solve(a @ a.T, b, assume_a="pos"),
+    "no transpose": without_transpose,
+    "report": with_report,
+}
+TWICE = {
+    "grad of grad": lambda f: (
+        lambda a: jax.grad(lambda a: jnp.sum(jax.grad(f)(a) ** 2))(a)
+    ),
+    "jvp of grad": lambda f: lambda a: jax.jvp(jax.grad(f), (a,), (a.T,))[1],
+    "grad of jvp": lambda f: jax.grad(lambda a: jax.jvp(f, (a,), (a.T,))[1]),
+    "jvp of jvp": lambda f: (
+        lambda a: jax.jvp(lambda a: jax.jvp(f, (a,), (a.T,))[1], (a,), (a,))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("twice", TWICE)
+@pytest.mark.parametrize("solve", SOLVES)
+def test_second_derivatives_of_linear_solves(solve, twice):
+    """The solver knows the matrix by its factors, which have no derivative: that of a
+    derivative in reverse must be of the transposed equation."""
+
+    def kernel(a_ref, b_ref, o_ref):
+        o_ref[...] = SOLVES[solve](a_ref[...], b_ref[...])
+
+    a, b = X[:3, :3] + 4 * jnp.eye(3), X[:3, 4:6]
+    run = pl.pallas_call(kernel, out_shape=b, interpret=True)
+    plain = SOLVES["solve"] if solve == "no transpose" else SOLVES[solve]
+    size = lambda solve: lambda a: jnp.sum(solve(a, b) ** 2)
+    agree(jax.jit(TWICE[twice](size(run)))(a), TWICE[twice](size(plain))(a))
