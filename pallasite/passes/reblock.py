@@ -7,9 +7,9 @@ author's blocks are a statement about meaning, not about a chip: `choose_blocks.
 which sizes a chip wants.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
@@ -31,8 +31,6 @@ from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.place_windows import number_facts, unclamped
 
-_Code = TypeVar("_Code", bound="_Resized")
-
 
 class CannotReblock(Exception):
     """Blocks of this size would not mean the same; it says why."""
@@ -49,7 +47,7 @@ def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     Raises:
         CannotReblock: the body needs all of the dimension, or a part would be outside.
     """
-    found, dim = _dimension(kernel, place)
+    found, dim = in_pipeline(kernel, place)
     return _Cut(found, dim, parts).kernel()
 
 
@@ -64,7 +62,7 @@ def grow(kernel: Kernel, place: Place, factor: int) -> Kernel:
     Raises:
         CannotReblock: neighbours are not parts of one larger program.
     """
-    found, dim = _dimension(kernel, place)
+    found, dim = in_pipeline(kernel, place)
     return _Grow(found, dim, factor).kernel()
 
 
@@ -77,7 +75,7 @@ def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
     return True
 
 
-def _dimension(kernel: Kernel, place: Place) -> tuple[LoopDims, LoopDim]:
+def in_pipeline(kernel: Kernel, place: Place) -> tuple[LoopDims, LoopDim]:
     found = loop_dims(kernel)
     if found is None:
         raise CannotReblock("its body is not one grid")
@@ -203,9 +201,9 @@ class _Cut:
     def kernel(self) -> Kernel:
         if self.parts == 1:
             return self.found.kernel
-        return _rebuilt(self.found, _Cutting(self.dim, self.size), self._pipeline)
+        return _rebuilt(self.found, self.dim, self.size, self._pipeline)
 
-    def _pipeline(self, resized: "_Cutting") -> Op:
+    def _pipeline(self, scratch: Mapping[Value, Value]) -> Op:
         pipeline, axis = self.found.pipeline, self.axis
         grid, semantics = list(pipeline.grid), list(pipeline.semantics)
         if axis is None:
@@ -221,7 +219,7 @@ class _Cut:
             semantics=tuple(semantics),
             windows=tuple(windows),
             maps=tuple(self._map(n, s) for n, s in enumerate(pipeline.shown)),
-            body=self._body(resized),
+            body=self._body(scratch),
         ).to_op()
 
     def _ids(self, b: Builder, ids: Sequence[Value]) -> tuple[list[Value], list[Value]]:
@@ -258,12 +256,12 @@ class _Cut:
         )
         return facts[each.position].within(0, each.count - 1)
 
-    def _body(self, resized: "_Cutting") -> Block:
+    def _body(self, scratch: Mapping[Value, Value]) -> Block:
         body, b = self.found.pipeline.body, Builder(self.found.pipeline.op.loc)
         ids = self.found.pipeline.ids
         (*new, part), old = self._ids(b, ids)
-        resized.new.update(zip(ids, old, strict=True))
-        resized.first = b.mul(part, b.index(self.size))
+        resized = Part(self.dim, self.size, b.mul(part, b.index(self.size)))
+        resized.new |= {**scratch, **dict(zip(ids, old, strict=True))}
         blocks = resized.define(self.found.pipeline.blocks)
         for op in body.ops:
             resized.op(b, op)
@@ -311,9 +309,9 @@ class _Grow:
     def kernel(self) -> Kernel:
         if self.factor == 1:
             return self.found.kernel
-        return _rebuilt(self.found, _Growing(self.dim, self.size), self._pipeline)
+        return _rebuilt(self.found, self.dim, self.size, self._pipeline)
 
-    def _pipeline(self, resized: "_Growing") -> Op:
+    def _pipeline(self, scratch: Mapping[Value, Value]) -> Op:
         pipeline = self.found.pipeline
         grid = list(pipeline.grid)
         grid[self.axis] = self.steps
@@ -327,13 +325,13 @@ class _Grow:
             yields = list(old.yields)
             yields[each.position] = old.params[self.axis]
             maps[number] = replace(old, yields=tuple(yields))
-        resized.step = pipeline.ids[self.axis]
-        resized.forms[resized.step] = _Form(1, 0)
+        grown = _Growing(self.dim, self.size, pipeline.ids[self.axis])
+        grown.new |= scratch
         return pipeline.with_(
             grid=tuple(grid),
             windows=tuple(windows),
             maps=tuple(maps),
-            body=resized.block(pipeline.body),
+            body=grown.block(pipeline.body),
         ).to_op()
 
 
@@ -349,12 +347,16 @@ def _depends(block: Block, results: Sequence[Value], value: Value) -> bool:
 
 
 def _rebuilt(
-    found: LoopDims, resized: _Code, make_pipeline: Callable[[_Code], Op]
+    found: LoopDims,
+    dim: LoopDim,
+    size: int,
+    make_pipeline: Callable[[Mapping[Value, Value]], Op],
 ) -> Kernel:
-    outside = Builder()
+    """The kernel with scratch of the new size, and the pipeline made for it."""
+    outside, resized = Builder(), _Resized(dim, size)
     for op in found.kernel.body.ops:
         if op is found.pipeline.op:
-            outside.ops.append(make_pipeline(resized))
+            outside.ops.append(make_pipeline(resized.new))
         else:
             resized.op(outside, op)
     return dead_code(found.kernel.with_(body=outside.block()))
@@ -424,10 +426,12 @@ class _Resized:
         return attrs
 
 
-class _Cutting(_Resized):
+class Part(_Resized):
     """Code of one part: its first position in the author's block is `first`."""
 
-    first: Value
+    def __init__(self, dim: LoopDim, size: int, first: Value):
+        super().__init__(dim, size)
+        self.first = first
 
     def op(self, b: Builder, op: Op) -> None:
         is_iota = (
@@ -473,16 +477,15 @@ class _Cutting(_Resized):
     def _start(
         self, b: Builder, span: Span, start: Value | None, last: int, mask: Value | None
     ) -> Value:
+        step = self.first
+        if span.stride != 1:
+            step = b.mul(step, b.index(span.stride))
         if start is None:
             assert span.start is not None
-            first = b.index(span.start)
-        else:
-            first = b.cast(self.new.get(start, start), I32)
-            if mask is None:  # with one, elements are clamped one by one
-                first = b.clamp(b.index(0), first, b.index(last))
-        step = (
-            self.first if span.stride == 1 else b.mul(self.first, b.index(span.stride))
-        )
+            return b.add(b.index(span.start), step) if span.start else step
+        first = b.cast(self.new.get(start, start), I32)
+        if mask is None:  # with one, elements are clamped one by one
+            first = b.clamp(b.index(0), first, b.index(last))
         return b.add(first, step)
 
 
@@ -507,11 +510,10 @@ class _Growing(_Resized):
     one dimension) where it is something else.
     """
 
-    step: Value  # the index along the axis
-
-    def __init__(self, dim: LoopDim, size: int):
+    def __init__(self, dim: LoopDim, size: int, step: Value):
         super().__init__(dim, size)
-        self.forms: dict[Value, _Form] = {}
+        self.step = step  # the index along the axis
+        self.forms: dict[Value, _Form] = {step: _Form(1, 0)}
         self.numbers: dict[Value, Value] = {}
         self.known: dict[Value, int] = {}  # integer constants
 

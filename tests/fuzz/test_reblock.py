@@ -10,6 +10,8 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.loop_over_k import loop_over_k
+from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import CannotReblock, cut, grow
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same
 from tests.fuzz.blocks import block_kernel
@@ -29,7 +31,16 @@ def grow_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
     return grow(kernel, dim.windows[0], pick(choices, (2, 3, 4)))
 
 
-REWRITES = (cut_somehow, grow_somehow)
+def in_rounds_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    depths = [n for n in range(1, dim.size + 1) if dim.size % n == 0]
+    return loop_over_k(kernel, dim.windows[0], pick(choices, depths))
+
+
+def split_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    return split_k_steps(kernel, pick(choices, (1, 2, 4)))
+
+
+REWRITES = (cut_somehow, grow_somehow, in_rounds_somehow, split_somehow)
 
 
 def rewritten(kernel: Kernel, rewrites, choices) -> Iterator[Kernel]:
@@ -60,7 +71,7 @@ def check_blocks(case: Case, choices, rewrites=REWRITES) -> int:
 
 
 def test_kernels_over_rows_mean_the_same():
-    @hypothesis.settings(max_examples=120)
+    @hypothesis.settings(max_examples=60)
     @hypothesis.given(st.binary(min_size=BYTES, max_size=BYTES))
     def run(data: bytes) -> None:
         check_blocks(block_kernel(Stream(data)), Stream(data[::-1]))

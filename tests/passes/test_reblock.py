@@ -8,6 +8,8 @@ from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import analyze
 from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.loop_over_k import loop_over_k
+from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import CannotReblock, cut, grow
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code
@@ -251,3 +253,54 @@ def test_a_position_in_the_array_stays_one():
 def test_what_cannot_grow(kernel: Kernel, reason: str):
     with pytest.raises(CannotReblock, match=reason):
         grow(kernel, (1, 0), 3)
+
+
+# --- k ---
+
+
+def test_a_deep_product_becomes_a_loop():
+    new = loop_over_k(parsed(MATMUL), (X, 1), 4)
+    verify(new)
+    text = code(new)
+    assert text[text.index("%0") :] == expect(
+        """
+        %0: i32 = constant {value=0}
+        %1: i32 = constant {value=16}
+        %2: i32 = constant {value=4}
+        %3: f32[32,32] = for %0, %1, %2, %a
+          body (%k_1: i32, %s: f32[32,32]) {
+            %4: f32[32,4] = load %xb[:, %k_1:+4]
+            %5: f32[4,32] = load %yb[%k_1:+4, :]
+            %6: f32[32,32] = dot %4, %5 {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+            %7: f32[32,32] = add %s, %6
+            yield %7
+          }
+        store %ob[:, :] = %3
+        """  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        ("dtype=f32", "dtype=bf16", "its sums are rounded"),
+        (
+            "%s: f32",
+            '%r: f32[32] = reduce %u {kind="max", axes=(1,)} %s: f32',
+            "'reduce' goes along it",
+        ),
+    ],
+)
+def test_what_is_not_done_in_rounds(old: str, new: str, reason: str):
+    text = MATMUL.replace(old, new)
+    if "bf16" in new:
+        text = text.replace("f32", "bf16")
+    with pytest.raises(CannotReblock, match=reason):
+        loop_over_k(parsed(text), (X, 1), 4)
+
+
+def test_steps_along_k_become_more_and_shallower():
+    new = split_k_steps(parsed(MATMUL), 4)
+    verify(new)
+    assert "grid=(2, 2, 16), windows=(in[32, 4], in[4, 32], out[32, 32])" in head(new)
+    assert split_k_steps(parsed(MATMUL), 5).text == parsed(MATMUL).text
