@@ -4,11 +4,14 @@ In: a kernel whose last axis walks along k: each step multiplies a block of rows
 block of columns and adds the product to the same sums; branches at the first and the
 last step begin and finish them. Out: the same code with blocks that are several times
 as deep, on a grid that is shorter by the same factor. Sums are then read and written
-once where the author's depth would do so several times. Bodies that do anything else
+once where the author's depth would do so several times. `split_k_steps` goes the other
+way, for chips on which the author's blocks are too deep. Bodies that do anything else
 are left as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from pallasite.ir.build import Builder
@@ -39,23 +42,43 @@ def merge_k_steps(kernel: Kernel, deepest: int, most_bytes: int) -> Kernel:
 
     No block becomes deeper than `deepest`, no computed tile larger than `most_bytes`.
     """
+
+    def factor(found: "_Steps") -> Fraction:
+        return Fraction(found.depths.factor(found.count, deepest, most_bytes))
+
+    return _with_other_steps(kernel, factor)
+
+
+def split_k_steps(kernel: Kernel, depth: int) -> Kernel:
+    """Divide steps of pipelines into ones that are `depth` deep, where that divides."""
+
+    def factor(found: "_Steps") -> Fraction:
+        sizes = {each.size for each in found.moving.values()}
+        if any(n % depth or n < depth for n in sizes) or len(sizes) != 1:
+            return Fraction(1)
+        return Fraction(depth, sizes.pop())
+
+    return _with_other_steps(kernel, factor)
+
+
+def _with_other_steps(kernel: Kernel, factor: "Callable[[_Steps], Fraction]") -> Kernel:
     if kernel.aliases:  # refs may alias: read as one, written as another
         return kernel
     # None of these refs alias.
     allocated = (op.result for op in walk(kernel.body) if op.name == "alloc")
     apart = {*kernel.params, *allocated}
 
-    def merge(op: Op, b: Rewriter) -> tuple[()] | None:
-        new = _merged(op, apart, deepest, most_bytes) if op.name == "pipeline" else op
+    def change(op: Op, b: Rewriter) -> tuple[()] | None:
+        new = _changed(op, apart, factor) if op.name == "pipeline" else op
         if new is op:
             return None
         b.ops.append(new)
         return ()
 
-    return map_ops(kernel, merge)
+    return map_ops(kernel, change)
 
 
-def _merged(op: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
+def _changed(op: Op, apart: set[Value], choose: "Callable[[_Steps], Fraction]") -> Op:
     pipeline = Pipeline.of(op)
     moving = _moving(pipeline)
     if not moving or not apart.issuperset(pipeline.arrays):
@@ -64,15 +87,14 @@ def _merged(op: Op, apart: set[Value], deepest: int, most_bytes: int) -> Op:
     if not found.are_sums():
         return op
     *grid, _ = pipeline.grid
-    steps = found.count
-    factor = found.depths.factor(steps, deepest, most_bytes)
+    factor = choose(found)
     if factor == 1:
         return op
     windows = list(pipeline.windows)
     for each in moving.values():
         windows[each.number] = each.deeper(windows[each.number], factor)
     return pipeline.with_(
-        grid=(*grid, steps // factor),
+        grid=(*grid, int(found.count / factor)),
         windows=tuple(windows),
         body=_deeper(found, factor),
     ).to_op()
@@ -88,9 +110,9 @@ class _Moving:
     dim: int  # of the block
     size: int
 
-    def deeper(self, window: Window, factor: int) -> Window:
+    def deeper(self, window: Window, factor: Fraction) -> Window:
         dims = list(window.dims)
-        dims[self.array_dim] = BlockDim(self.size * factor)
+        dims[self.array_dim] = BlockDim(int(self.size * factor))
         return replace(window, dims=tuple(dims))
 
 
@@ -270,7 +292,7 @@ class _Steps:
         return ref
 
 
-def _deeper(found: _Steps, factor: int) -> Block:
+def _deeper(found: _Steps, factor: Fraction) -> Block:
     body, deeper = found.body, Deeper(found.depths, factor)
     for block, each in found.moving.items():
         type = replace(block.ref, shape=deeper.shape(block.ref.shape, each.dim))
@@ -278,7 +300,7 @@ def _deeper(found: _Steps, factor: int) -> Block:
     b = Builder()
     for op in body.ops:
         if op in found.asks_for_last:
-            last = b.index(found.count // factor - 1)
+            last = b.index(int(found.count / factor) - 1)
             operands = tuple(v if v is found.step else last for v in op.operands)
             op = op.with_(operands=operands)
         deeper.emit(b, op)

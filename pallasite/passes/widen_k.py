@@ -1,13 +1,14 @@
 """Values that get deeper along k: loads of merged steps, and what depends on them.
 
 Where several steps of a loop or grid are merged into one, each loads as much along k as
-all of them did. `Depths` follows such values through code, up to the products that sum
-over k; `Deeper` rebuilds the ops that make them. Used by `merge_k_steps.py` and
-`merge_k_rounds.py`.
+all of them did; where one is divided into several, each loads a part. `Depths` follows
+such values through code, up to the products that sum over k; `Deeper` rebuilds the ops
+that make them. Used by `merge_k_steps.py` and `merge_k_rounds.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 from pallasite.ir.build import Builder, Scalar
 from pallasite.ir.nodes import Op, Span, Value
@@ -75,9 +76,9 @@ class Depths:
 
 
 class Deeper:
-    """Rebuilds ops whose results get `factor` times as deep."""
+    """Rebuilds ops whose results get `factor` times as deep (a fraction: shallower)."""
 
-    def __init__(self, depths: Depths, factor: int):
+    def __init__(self, depths: Depths, factor: int | Fraction):
         self.depths, self.factor = depths, factor
         self.new: dict[Value, Value] = {}
 
@@ -98,7 +99,7 @@ class Deeper:
         index, entry = list(op.attrs["index"]), self.depths.loads[op]
         span = index[entry]
         assert isinstance(span, Span)
-        index[entry] = replace(span, size=span.size * self.factor)
+        index[entry] = replace(span, size=int(span.size * self.factor))
         ref, *starts = op.operands
         return b.load(self.new.get(ref, ref), tuple(index), starts)
 
@@ -111,7 +112,7 @@ class Deeper:
         return b.constant(number, type)
 
     def shape(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-        return (*shape[:dim], shape[dim] * self.factor, *shape[dim + 1 :])
+        return (*shape[:dim], int(shape[dim] * self.factor), *shape[dim + 1 :])
 
     def mapped(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(self.new.get(v, v) for v in values)

@@ -1,6 +1,7 @@
 """The Triton backend: tile IR to TTIR, compiled and run by XLA on NVIDIA GPUs.
 
-Reading order: `BACKEND` below, `passes/promote.py` (grid to programs and loops, refs to
+Reading order: `BACKEND` below, `passes/choose_blocks.py` (blocks that fit the chip),
+`passes/promote.py` (grid to programs and loops, refs to
 values), `emit.py` and the op families next to it. XLA embeds Triton's compiler, so
 neither the triton package nor any CUDA tool is needed.
 """
@@ -21,6 +22,7 @@ from pallasite.backends.triton.schedule import (
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.choose_blocks import for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
@@ -58,7 +60,14 @@ class TritonBackend:
     native = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return PASSES
+        params = options.compiler_params
+        tuned = bool(params.get("num_warps") or params.get("num_stages"))
+        blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
+        return (
+            Pass("choose_blocks", blocks),
+            Pass("canonicalize", canonicalize, if_changed=True),
+            *PASSES,
+        )
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (Stage("ttir", make_ttir),)

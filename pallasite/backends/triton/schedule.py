@@ -12,9 +12,9 @@ from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
+from pallasite.passes.choose_blocks import SHARED_SHARE, STAGES
 from pallasite.target import Gpu
 
-SHARED_SHARE = 0.88  # what a pipelined loop may take of a block's shared memory
 LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 
@@ -84,12 +84,12 @@ def _warps(kernel: Kernel, dots: Sequence[Op]) -> int:
 
 
 def _stages(dots: Sequence[Op], chip: Gpu) -> int:
-    """As many buffers of the largest product's operands as fit, at most three."""
+    """As many buffers of the largest product's operands as fit, up to a few."""
     if not dots:
         return 1
     size = max(sum(_bytes(v) for v in op.operands) for op in dots)
     available = int(SHARED_SHARE * chip.shared.bytes)
-    return max(1, min(3, available // max(size, 1)))
+    return max(1, min(STAGES, available // max(size, 1)))
 
 
 def _elements(value: Value) -> int:

@@ -206,8 +206,11 @@ def test_refusal_names_op_shapes_line_and_fix():
 
 
 def test_block_too_large_for_triton_says_so():
+    tile = TileType((1 << 21,), F32)
+    cumsum = dict(kind="sum", axis=0, reverse=False)  # it cannot be cut
+    kernel = whole_kernel(lambda b, x: b.op("scan", x, **cumsum), [tile], tile)
     with pytest.raises(UnsupportedError, match="Triton's limit is 1048576") as error:
-        compiled(vector_add(1 << 21, 1 << 21))
+        compiled(kernel)
     assert "use smaller blocks" in str(error.value)
 
 

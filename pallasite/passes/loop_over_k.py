@@ -1,0 +1,139 @@
+"""loop_over_k: products of deep blocks, a few steps of k at a time.
+
+In: a body that loads deep blocks and multiplies them. Out: the same product as a loop
+that loads, computes and multiplies one part of k in each round and carries the sum, so
+that no more than a part is on chip at once. For blocks that no grid axis walks along k
+(`split_k_steps` handles those); what else is computed along k keeps it whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import dead_code, users_of, with_regions
+from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
+from pallasite.passes.reblock import CannotReblock, Part, in_pipeline
+from pallasite.passes.widen_k import adds_up, only_user
+
+
+def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
+    """Every product that sums over a dimension, in rounds of `depth`.
+
+    Args:
+        kernel: what to rewrite.
+        place: a window and a dimension of its array.
+        depth: divides the block's size.
+
+    Raises:
+        CannotReblock: it is used for something else than products of what is loaded.
+    """
+    found, dim = in_pipeline(kernel, place)
+    reason = why_not_in_rounds(found, dim)
+    if reason is None and dim.size % depth:
+        reason = f"{dim.size} elements are not rounds of {depth}"
+    if reason is not None:
+        raise CannotReblock(reason)
+    if depth == dim.size:
+        return kernel
+    body = _Rounds(found, dim, depth).block(found.pipeline.body)
+    pipeline = found.pipeline.with_(body=body).to_op()
+    ops = [pipeline if op is found.pipeline.op else op for op in kernel.body.ops]
+    return dead_code(kernel.with_(body=replace(kernel.body, ops=tuple(ops))))
+
+
+def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:
+    """Why the products over a dimension cannot be done in rounds; None: they can."""
+    if dim.whole is not None or not dim.products:
+        return dim.whole or "no product sums over it"
+    if not all(map(adds_up, dim.products)):
+        return "its sums are rounded to fewer digits than a product has"
+    made = {v for op in walk(found.pipeline.body) for v in op.results}
+    for value in dim.members:
+        if value.is_ref:
+            if value in found.written or value not in found.pipeline.blocks:
+                return f"{value.name or 'a ref'} is written and has this dimension"
+        elif value not in made:
+            return "a loop carries values that have this dimension"
+    for op in walk(found.pipeline.body):
+        pure = table()[op.name].effect is Effect.PURE or op.name == "load"
+        if any(v in dim.members for v in op.results) and (op.regions or not pure):
+            return f"'{op.name}' makes values that have this dimension"
+    return None
+
+
+class _Rounds:
+    def __init__(self, found: LoopDims, dim: LoopDim, depth: int):
+        self.dim, self.depth = dim, depth
+        body = found.pipeline.body
+        self.made = {v: op for op in walk(body) for v in op.results}
+        self.users = users_of(body)
+        self.replaced: dict[Value, Value] = {}
+        loads = [op for op in self.made.values() if op.name == "load"]
+        spans = frozenset(op for op in loads if op.result in dim.members)
+        tiles = {v: d for v, d in dim.members.items() if not v.is_ref}
+        # Inside a round refs are whole: their loads take a part.
+        self.inside = replace(dim, members=tiles, spans=spans)
+        # The op that each loop takes the place of: the dot, or where it is added up.
+        self.sums: dict[Op, Op] = {}
+        for dot in dim.products:
+            total = only_user(self.users, dot.result, "add")
+            taken = total is None or total in self.sums
+            self.sums[dot if total is None or taken else total] = dot
+
+    def block(self, block: Block) -> Block:
+        b = Builder()
+        here = set(block.ops)
+        for op in block.ops:
+            operands = tuple(self.replaced.get(v, v) for v in op.operands)
+            op_here = op.with_(operands=operands) if operands != op.operands else op
+            dot = self.sums.get(op)
+            if dot is op or (dot is not None and dot in here):
+                self._loop(b, op, dot, op_here)
+            elif op in self.dim.products:
+                if not any(d is op and total in here for total, d in self.sums.items()):
+                    self._loop(b, op, op, op_here)  # it is added up in another block
+            else:
+                b.ops.append(with_regions(op_here, [self.block(r) for r in op.regions]))
+        yields = tuple(self.replaced.get(v, v) for v in block.yields)
+        return b.block(block.params, yields)
+
+    def _loop(self, b: Builder, op: Op, dot: Op, op_here: Op) -> None:
+        b.loc = dot.loc
+        if op is dot:
+            start = b.constant(0, op.result.tile)
+        else:
+            pairs = zip(op.operands, op_here.operands, strict=True)
+            start = next(new for old, new in pairs if old is not dot.result)
+        first, sums = Value(INDEX, "k"), Value(op.result.tile, op.result.name)
+        inner = Builder(dot.loc)
+        part = Part(self.inside, self.depth, first)
+        part.new.update(self.replaced)
+        for each in self._needed(dot.operands):
+            part.op(inner, each)
+        inner.loc = dot.loc
+        product = inner.op("dot", *part.mapped(dot.operands), **dot.attrs)
+        total = inner.add(sums, product)
+        bounds = [b.index(n) for n in (0, self.dim.size, self.depth)]
+        (result,) = b.emit(
+            "for", *bounds, start, regions=(inner.block((first, sums), (total,)),)
+        )
+        self.replaced[op.result] = result
+
+    def _needed(self, values: Sequence[Value]) -> list[Op]:
+        """The ops that make these values, of those along k, in order."""
+        needed: dict[Op, None] = {}
+
+        def visit(value: Value) -> None:
+            op = self.made.get(value)
+            if value not in self.inside.members or op is None or op in needed:
+                return
+            for operand in op.operands:
+                visit(operand)
+            needed[op] = None
+
+        for value in values:
+            visit(value)
+        return list(needed)

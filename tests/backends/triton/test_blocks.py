@@ -1,0 +1,159 @@
+"""Blocks of any size on a GPU: what programs get instead."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pallasite.backends import base
+from pallasite.errors import ResourceError
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.types import BF16, F32, TileType
+from pallasite.target import GPUS, Gpu, Memory
+from tests.backends.triton.harness import BACKEND, compiled, simulated, whole_kernel
+from tests.backends.triton.test_emit import vector_add
+
+CONTRACT = dict(contract=((1,), (0,)), batch=((), ()), dtype=F32, precision=None)
+
+
+def matmul(size: int, m: int, n: int, k: int, dtype: str = "bf16") -> Kernel:
+    """A product of square matrices, summed along the last axis of the grid."""
+    grid = tuple(-(-size // b) for b in (m, n, k))
+    array = f"ref<{dtype}[{size},{size}] any>"
+    kernel = parse_kernel(f"""
+    kernel @matmul(%x: {array}, %y: {array}, %o: ref<f32[{size},{size}] any>) outputs 1 {{
+      pipeline %x, %y, %o {{grid={grid}, windows=(in[{m}, {k}], in[{k}, {n}], out[{m}, {n}]),
+          semantics=("arbitrary", "arbitrary", "arbitrary")}}
+        map (%i: i32, %j: i32, %k: i32) {{ yield %i, %k }}
+        map (%i1: i32, %j1: i32, %k1: i32) {{ yield %k1, %j1 }}
+        map (%i2: i32, %j2: i32, %k2: i32) {{ yield %i2, %j2 }}
+        body (%i3: i32, %j3: i32, %k3: i32, %xb: ref<{dtype}[{m},{k}] block>,
+              %yb: ref<{dtype}[{k},{n}] block>, %ob: ref<f32[{m},{n}] block>) {{
+          %c: i32 = constant {{value=0}}
+          %first: bool = eq %k3, %c
+          %w: i32 = cast %first {{dtype=i32}}
+          cond %w
+            branch () {{}}
+            branch () {{ %z: f32[{m},{n}] = constant {{value=0.0}} store %ob[:, :] = %z }}
+          %a: f32[{m},{n}] = load %ob[:, :]
+          %u: {dtype}[{m},{k}] = load %xb[:, :]
+          %v: {dtype}[{k},{n}] = load %yb[:, :]
+          %d: f32[{m},{n}] = dot %u, %v {{contract=((1,), (0,)), batch=((), ()),
+              dtype=f32, precision=None}}
+          %s: f32[{m},{n}] = add %a, %d
+          store %ob[:, :] = %s
+        }}
+    }}""")  # noqa: E501
+    return kernel
+
+
+def launched(kernel: Kernel, chip: str = "h100", **params):
+    options = base.Options(compiler_params=params, chip=GPUS[chip])
+    outputs = base.Compiled(BACKEND, kernel, options)
+    return outputs["ttir"], BACKEND.launch(outputs).config
+
+
+def test_blocks_of_512_compile_as_what_a_gpu_wants():
+    """Not only the same tiles: the same text as the author of these blocks gets."""
+    large, config = launched(matmul(4096, 512, 512, 512))
+    small, own = launched(matmul(4096, 128, 256, 64))
+    assert large == small
+    assert (config["grid_x"], config["num_stages"]) == (512, 3)
+    assert config == own
+
+
+@pytest.mark.parametrize("block", [(32, 32, 32), (64, 64, 64), (1024, 1024, 1024)])
+def test_other_blocks_become_the_same(block):
+    text, _ = launched(matmul(4096, *block))
+    assert text == launched(matmul(4096, 128, 256, 64))[0]
+
+
+@pytest.mark.parametrize("block", [(128, 128, 64), (128, 256, 64), (128, 256, 32)])
+def test_blocks_that_suit_the_chip_stay(block):
+    kernel = matmul(4096, *block)
+    made = base.Compiled(BACKEND, kernel, base.Options(chip=GPUS["h100"]))
+    assert made.scheduled is not None
+    assert [s.changed for s in made.steps if s.name == "choose_blocks"] == [False]
+
+
+def test_blocks_chosen_with_warps_and_stages_stay():
+    text, _ = launched(matmul(4096, 64, 64, 64), num_warps=4)
+    assert "tensor<64x64xf32>" in text
+    # ... unless there is no room for them.
+    text, _ = launched(matmul(4096, 512, 512, 512), num_warps=4)
+    assert "tensor<512x512xf32>" not in text
+
+
+def test_a_chip_with_less_shared_memory_gets_shallower_blocks():
+    for chip, most in (("a100", 163 << 10), ("h100", 227 << 10)):
+        text, config = launched(matmul(4096, 512, 512, 512, "f32"), chip)
+        (m, k), (_, n) = _operands(text)
+        assert (m * k + k * n) * 4 * int(config["num_stages"]) <= most
+        assert int(config["num_stages"]) == 3
+
+
+def _operands(ttir: str) -> list[tuple[int, int]]:
+    """The shapes of what the module's dot multiplies."""
+    dot = next(line for line in ttir.split("\n") if "tt.dot" in line)
+    return [(int(a), int(b)) for a, b in re.findall(r"tensor<(\d+)x(\d+)x", dot)[:2]]
+
+
+def test_a_product_without_steps_along_k_gets_a_loop():
+    """Blocks that hang over the edge along k cannot become more steps."""
+    text, _ = launched(matmul(4000, 512, 512, 512))
+    assert text.count("scf.for") == 2
+    (m, k), (_, n) = _operands(text)
+    assert (m, n) == (128, 256) and k <= 64
+
+
+@pytest.mark.parametrize("size, block", [(96, (48, 96, 96)), (100, (64, 48, 52))])
+def test_products_of_other_blocks_are_right(size, block, monkeypatch):
+    """With so little registers and shared memory that everything must be cut."""
+    tiny = _tiny_gpu()
+    monkeypatch.setattr("pallasite.backends.triton._chip", lambda options: tiny)
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-3, 4, (2, size, size)).astype(np.float32)
+    kernel = matmul(size, *block, "f32")
+    if size % block[2]:  # what is read past the edge is not 0
+        kernel = parse_kernel(re.sub(r"(in\[\d+, \d+\])", r"\1 fill 0.0", kernel.text))
+    (got,) = simulated(kernel, [x, y])
+    np.testing.assert_array_equal(got, x @ y)
+
+
+def _tiny_gpu() -> Gpu:
+    h100 = GPUS["h100"]
+    memories = {**h100.memories, "shared": Memory(16 << 10)}
+    return replace(h100, memories=memories, registers=2048)
+
+
+def test_too_large_a_block_without_products_is_cut():
+    text, config = launched(vector_add(1 << 21, 1 << 21))
+    assert "tensor<8192xf32>" in text and config["grid_x"] == 256
+
+
+def test_what_cannot_be_cut_says_how_much_it_needs():
+    tile = TileType((2048, 2048), BF16)
+
+    def body(b, x, y):
+        z = b.op("scan", y, kind="sum", axis=0, reverse=False)
+        return b.op(
+            "dot", x, b.op("scan", z, kind="sum", axis=1, reverse=False), **CONTRACT
+        )
+
+    kernel = whole_kernel(body, [tile, tile], tile.with_dtype(F32))
+    with pytest.raises(ResourceError) as error:
+        compiled(kernel)
+    assert str(error.value) == "\n".join(
+        [
+            "a block needs more shared memory than h100 has",
+            "  kernel      test",
+            "  operand     bf16[2048,2048]",
+            "  needed      8388608 bytes",
+            "  available   232448 bytes",
+            "  kept whole  dimension 0 (2048 elements): 'scan' goes along it",
+            "  kept whole  dimension 1 (2048 elements): 'scan' goes along it",
+            "  fix         smaller blocks along the dimensions that are kept whole",
+        ]
+    )

@@ -1,0 +1,99 @@
+"""Random kernels mean the same with any blocks that they may have instead."""
+
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import numpy as np
+from hypothesis import strategies as st
+
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.loop_over_k import loop_over_k
+from pallasite.passes.merge_k_steps import split_k_steps
+from pallasite.passes.reblock import CannotReblock, cut, grow
+from tests.fuzz.agreement import expected, mismatch, run_numpy, same
+from tests.fuzz.blocks import block_kernel
+from tests.fuzz.choices import Seeded, Stream, pick
+from tests.fuzz.generate import BYTES, Case
+from tests.fuzz.test_passes import families, for_random_kernels
+
+Rewrite = Callable[[Kernel, LoopDim, Stream], Kernel]
+
+
+def cut_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    parts = [n for n in range(1, dim.size + 1) if dim.size % n == 0]
+    return cut(kernel, dim.windows[0], pick(choices, parts))
+
+
+def grow_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    return grow(kernel, dim.windows[0], pick(choices, (2, 3, 4)))
+
+
+def in_rounds_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    depths = [n for n in range(1, dim.size + 1) if dim.size % n == 0]
+    return loop_over_k(kernel, dim.windows[0], pick(choices, depths))
+
+
+def split_somehow(kernel: Kernel, dim: LoopDim, choices) -> Kernel:
+    return split_k_steps(kernel, pick(choices, (1, 2, 4)))
+
+
+REWRITES = (cut_somehow, grow_somehow, in_rounds_somehow, split_somehow)
+
+
+def rewritten(kernel: Kernel, rewrites, choices) -> Iterator[Kernel]:
+    """The kernel with other blocks along each dimension that allows it."""
+    found = loop_dims(kernel)
+    for dim in found.dims if found is not None else ():
+        for rewrite in rewrites:
+            try:
+                new = rewrite(kernel, dim, choices)
+            except CannotReblock:
+                continue
+            verify(new)
+            yield new
+
+
+def check_blocks(case: Case, choices, rewrites=REWRITES) -> int:
+    """Every rewrite, and one more of each result; gives how many there were."""
+    wanted, count = run_numpy(case.kernel, case.arrays), 0
+    for new in rewritten(case.kernel, rewrites, choices):
+        both = [new, *list(rewritten(canonicalize(new), rewrites, choices))[:1]]
+        for each in both:
+            count += 1
+            for got, want in zip(run_numpy(each, case.arrays), wanted, strict=True):
+                # NaN is what programs read outside: unspecified.
+                right = same(got, want) | np.isnan(want)
+                assert right.all(), f"{got}\nnot {want}\n{case!r}\n{each.text}"
+    return count
+
+
+def test_kernels_over_rows_mean_the_same():
+    @hypothesis.settings(max_examples=60)
+    @hypothesis.given(st.binary(min_size=BYTES, max_size=BYTES))
+    def run(data: bytes) -> None:
+        check_blocks(block_kernel(Stream(data)), Stream(data[::-1]))
+
+    run()
+
+
+def test_most_kernels_over_rows_can_be_rewritten():
+    """So that the test above tests something."""
+    counts = []
+    for seed in range(60):
+        choices = Seeded(seed)
+        counts.append(check_blocks(block_kernel(choices), choices))
+    assert sum(n > 0 for n in counts) > 30, counts
+
+
+@families
+def test_other_kernels_mean_the_same(family: str):
+    def check(case: Case, choices: Stream) -> None:
+        for new in rewritten(case.kernel, REWRITES, choices):
+            values, bounds = expected(case, ulps={})
+            wrong = mismatch(run_numpy(new, case.arrays), values, bounds)
+            assert wrong is None, f"{wrong}\n{case!r}\n{new.text}"
+
+    for_random_kernels(family, check)

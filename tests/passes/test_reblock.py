@@ -1,0 +1,306 @@
+"""Reblocking: the same kernel with smaller or larger blocks. Text in, text out."""
+
+import pytest
+
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.loop_dims import loop_dims
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.loop_over_k import loop_over_k
+from pallasite.passes.merge_k_steps import split_k_steps
+from pallasite.passes.reblock import CannotReblock, cut, grow
+from tests.passes.test_promote import MATMUL, expect
+from tests.passes.test_row_strips import code
+
+X, Y, O = 0, 1, 2  # windows of MATMUL
+
+
+def parsed(text: str) -> Kernel:
+    kernel = parse_kernel(text)
+    verify(kernel)
+    return kernel
+
+
+FIRST = "%z: i32 = constant {value=0} yield %z, %z"  # an index map's code
+OWN = "%z: i32 = constant {value=0} yield %i, %z"
+BACKWARDS = """%z: i32 = constant {value=0} %t: i32 = constant {value=3}
+    %r: i32 = sub %t, %i yield %r, %z"""
+
+
+def rows(
+    body: str, n: int = 32, grid: str = "(4,)", x_map: str = OWN, o_map: str = OWN
+) -> Kernel:
+    """Blocks x[8,4] and o[8,4] of arrays with n rows, and the given code over %s."""
+    o_map = o_map.replace("%z", "%z1").replace("%i", "%i1")
+    return parsed(f"""
+    kernel @k(%x: ref<f32[{n},4] any>, %o: ref<f32[{n},4] any>) outputs 1 {{
+      pipeline %x, %o {{grid={grid}, windows=(in[8, 4], out[8, 4]),
+          semantics=("arbitrary",)}}
+        map (%i: i32) {{ {x_map} }}
+        map (%i1: i32) {{ {o_map} }}
+        body (%s: i32, %xb: ref<f32[8,4] block>, %ob: ref<f32[8,4] block>) {{
+          {body}
+        }}
+    }}""")
+
+
+COPY = "%a: f32[8,4] = load %xb[:, :] store %ob[:, :] = %a"
+
+
+def head(kernel: Kernel) -> str:
+    return next(line for line in kernel.text.split("\n") if "pipeline" in line).strip()
+
+
+# --- what moves together ---
+
+
+def test_the_dimensions_of_a_product():
+    found = loop_dims(parsed(MATMUL))
+    assert found is not None
+    m, k, n = (found.at(place) for place in ((X, 0), (X, 1), (Y, 1)))
+    assert m.windows == ((X, 0), (O, 0)) and found.why_not_free(m) is None
+    assert n.windows == ((Y, 1), (O, 1)) and found.why_not_free(n) is None
+    assert k.windows == ((X, 1), (Y, 0))
+    assert found.why_not_free(k) == "a product sums over it"
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (
+            '%a: f32[8,4] = load %xb[:, :] %b: f32[8,4] = scan %a {kind="sum", axis=0,'
+            " reverse=False} store %ob[:, :] = %b",
+            "'scan' goes along it",
+        ),
+        (
+            "%a: f32[8,4] = load %xb[:, :] %b: f32[4,8] = reshape %a {shape=(4, 8)}"
+            " %c: f32[8,4] = reshape %b {shape=(8, 4)} store %ob[:, :] = %c",
+            "a reshape mixes it with others",
+        ),
+        (
+            "%a: f32[4,4] = load %xb[0:+4, :] store %ob[4:+4, :] = %a",
+            "a load picks a part of it",
+        ),
+        (
+            "%a: f32[8,4] = load %xb[:, :] %b: f32 = load %xb[0, 0]"
+            " store %ob[:, :] = %a",
+            "one element of it is picked",
+        ),
+        ("%a: f32[8,4] = constant {value=1.0} store %ob[:, :] = %a", None),
+    ],
+)
+def test_what_keeps_rows_together(body: str, reason: str | None):
+    found = loop_dims(rows(body))
+    assert found is not None
+    dim = found.at((1, 0)) if reason is None else found.at((0, 0))
+    assert found.why_not_free(dim) == reason
+
+
+def test_a_tile_that_is_added_to_its_transpose_is_whole():
+    square = parsed("""
+    kernel @k(%x: ref<f32[8,8] any>, %o: ref<f32[8,8] any>) outputs 1 {
+      pipeline %x, %o {grid=(), windows=(in[8, 8], out[8, 8]), semantics=()}
+        map () { %z: i32 = constant {value=0} yield %z, %z }
+        map () { %z1: i32 = constant {value=0} yield %z1, %z1 }
+        body (%xb: ref<f32[8,8] block>, %ob: ref<f32[8,8] block>) {
+          %a: f32[8,8] = load %xb[:, :]
+          %b: f32[8,8] = transpose %a {perm=(1, 0)}
+          %c: f32[8,8] = add %a, %b
+          store %ob[:, :] = %c
+        }
+    }""")
+    assert loop_dims(square).dims[0].whole == "it is two dimensions of one tile"
+
+
+# --- cut ---
+
+
+def test_an_axis_that_numbers_blocks_numbers_their_parts():
+    new = cut(parsed(MATMUL), (O, 0), 4)
+    verify(new)
+    assert "grid=(8, 2, 4), windows=(in[8, 16], in[16, 32], out[8, 32])" in head(new)
+    assert "dot %" in new.text and "f32[8,32] = dot" in new.text
+    both = cut(new, (Y, 1), 2)
+    assert "grid=(8, 4, 4), windows=(in[8, 16], in[16, 16], out[8, 16])" in head(both)
+    assert analyze(both).parallel == analyze(parsed(MATMUL)).parallel
+
+
+def test_positions_are_those_in_the_block():
+    kernel = rows("""
+        %a: f32[8,4] = load %xb[:, :]
+        %b: f32[8,4] = iota {dim=0}
+        %c: f32[8,4] = add %a, %b
+        store %ob[:, :] = %c
+    """)
+    assert code(cut(kernel, (0, 0), 4)) == expect("""
+        %0: i32 = constant {value=4}
+        %1: i32 = rem %s, %0
+        %2: i32 = constant {value=2}
+        %3: i32 = mul %1, %2
+        %a: f32[2,4] = load %xb[:, :]
+        %4: i32[2,4] = iota {dim=0}
+        %5: i32[2,4] = broadcast_in_dim %3 {shape=(2, 4), dims=()}
+        %6: i32[2,4] = add %4, %5
+        %7: f32[2,4] = cast %6 {dtype=f32}
+        %c: f32[2,4] = add %a, %7
+        store %ob[:, :] = %c
+    """)
+
+
+def test_without_an_axis_a_new_one_comes_first():
+    kernel = rows(COPY, n=8, grid="(3,)")
+    new = canonicalize(cut(kernel, (1, 0), 2))
+    verify(new)
+    assert 'grid=(2, 3), windows=(in[4, 4], out[4, 4]), semantics=("parallel"' in head(
+        new
+    )
+    assert 0 in analyze(new).parallel
+
+
+def test_a_block_that_all_programs_see_is_cut_by_the_part():
+    new = cut(rows(COPY, x_map=FIRST), (0, 0), 2)
+    assert "grid=(8,), windows=(in[4, 4], out[4, 4])" in head(new)
+    x_map = new.text[new.text.index("map") : new.text.rindex("map")]
+    assert [line.strip() for line in x_map.strip().split("\n")] == [
+        "map (%i: i32) {",
+        "%0: i32 = constant {value=2}",
+        "%1: i32 = rem %i, %0",
+        "%z: i32 = constant {value=0}",
+        "%2: i32 = constant {value=2}",
+        "%3: i32 = mul %z, %2",
+        "%4: i32 = add %3, %1",
+        "yield %4, %z",
+        "}",
+    ]
+
+
+def test_parts_outside_the_array_are_left_out():
+    new = cut(rows(COPY, n=27), (1, 0), 8)
+    assert "grid=(27,), windows=(in[1, 4], out[1, 4])" in head(new)
+    new = cut(rows(COPY, n=27), (1, 0), 4)
+    assert "grid=(14,), windows=(in[2, 4], out[2, 4])" in head(new)
+
+
+def test_a_part_outside_has_no_block_of_its_own():
+    kernel = rows(COPY, n=30, o_map=BACKWARDS)
+    with pytest.raises(CannotReblock, match="would be outside o"):
+        cut(kernel, (1, 0), 8)
+    new = cut(kernel, (1, 0), 2)  # of the last block, each half has something inside
+    assert "grid=(2, 4), windows=(in[4, 4], out[4, 4])" in head(new)
+
+
+def test_scratch_is_cut_with_what_is_stored_in_it():
+    text = rows(COPY).text.replace("store %ob", "store %acc[:, :] = %a store %ob")
+    scratch = "%acc: ref<f32[8,4] vmem> = alloc {type=ref<f32[8,4] vmem>}"
+    new = cut(parsed(text.replace("pipeline", f"{scratch} pipeline")), (0, 0), 4)
+    verify(new)
+    assert "%acc: ref<f32[2,4] vmem> = alloc" in new.text
+
+
+def test_uneven_parts_are_refused():
+    with pytest.raises(CannotReblock, match="8 elements are not 3 equal parts"):
+        cut(rows(COPY), (0, 0), 3)
+
+
+# --- grow ---
+
+
+def test_neighbours_become_one_program():
+    new = grow(grow(parsed(MATMUL), (O, 0), 2), (O, 1), 2)
+    verify(new)
+    assert "grid=(1, 1, 4), windows=(in[64, 16], in[16, 64], out[64, 64])" in head(new)
+
+
+def test_a_position_in_the_array_stays_one():
+    kernel = rows("""
+        %a: f32[8,4] = load %xb[:, :]
+        %b: i32[8,4] = iota {dim=0}
+        %e: i32 = constant {value=8}
+        %f: i32 = mul %s, %e
+        %g: i32[8,4] = broadcast_in_dim %f {shape=(8, 4), dims=()}
+        %c: i32[8,4] = add %g, %b
+        %h: f32[8,4] = cast %c {dtype=f32}
+        %d: f32[8,4] = add %a, %h
+        store %ob[:, :] = %d
+    """)
+    assert code(canonicalize(grow(kernel, (0, 0), 2))) == expect("""
+        %a: f32[16,4] = load %xb[:, :]
+        %0: i32[16,4] = iota {dim=0}
+        %1: i32 = constant {value=16}
+        %2: i32 = mul %s, %1
+        %3: i32[16,4] = broadcast_in_dim %2 {shape=(16, 4), dims=()}
+        %4: i32[16,4] = add %3, %0
+        %h: f32[16,4] = cast %4 {dtype=f32}
+        %d: f32[16,4] = add %a, %h
+        store %ob[:, :] = %d
+    """)
+
+
+@pytest.mark.parametrize(
+    "kernel, reason",
+    [
+        (rows(COPY, o_map=BACKWARDS), "no parallel axis numbers its blocks"),
+        (rows(COPY, x_map=FIRST), "x does not follow the axis block by block"),
+        (rows(COPY, n=40), "o has elements that no program writes"),
+        (
+            rows("cond %s branch () {} branch () { " + COPY + " }"),
+            "what the programs do depends on their number",
+        ),
+    ],
+)
+def test_what_cannot_grow(kernel: Kernel, reason: str):
+    with pytest.raises(CannotReblock, match=reason):
+        grow(kernel, (1, 0), 3)
+
+
+# --- k ---
+
+
+def test_a_deep_product_becomes_a_loop():
+    new = loop_over_k(parsed(MATMUL), (X, 1), 4)
+    verify(new)
+    text = code(new)
+    assert text[text.index("%0") :] == expect(
+        """
+        %0: i32 = constant {value=0}
+        %1: i32 = constant {value=16}
+        %2: i32 = constant {value=4}
+        %3: f32[32,32] = for %0, %1, %2, %a
+          body (%k_1: i32, %s: f32[32,32]) {
+            %4: f32[32,4] = load %xb[:, %k_1:+4]
+            %5: f32[4,32] = load %yb[%k_1:+4, :]
+            %6: f32[32,32] = dot %4, %5 {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+            %7: f32[32,32] = add %s, %6
+            yield %7
+          }
+        store %ob[:, :] = %3
+        """  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        ("dtype=f32", "dtype=bf16", "its sums are rounded"),
+        (
+            "%s: f32",
+            '%r: f32[32] = reduce %u {kind="max", axes=(1,)} %s: f32',
+            "'reduce' goes along it",
+        ),
+    ],
+)
+def test_what_is_not_done_in_rounds(old: str, new: str, reason: str):
+    text = MATMUL.replace(old, new)
+    if "bf16" in new:
+        text = text.replace("f32", "bf16")
+    with pytest.raises(CannotReblock, match=reason):
+        loop_over_k(parsed(text), (X, 1), 4)
+
+
+def test_steps_along_k_become_more_and_shallower():
+    new = split_k_steps(parsed(MATMUL), 4)
+    verify(new)
+    assert "grid=(2, 2, 16), windows=(in[32, 4], in[4, 32], out[32, 32])" in head(new)
+    assert split_k_steps(parsed(MATMUL), 5).text == parsed(MATMUL).text
