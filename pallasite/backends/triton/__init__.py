@@ -1,7 +1,8 @@
 """The Triton backend: tile IR to TTIR, compiled and run by XLA on NVIDIA GPUs.
 
 Reading order: `BACKEND` below, `passes/promote.py` (grid to programs and loops, refs to
-values), `emit.py` and the op families next to it. XLA embeds Triton's compiler, so
+values), `launch.py` (warps, stages, program order), `emit.py` and the op families next
+to it. XLA embeds Triton's compiler, so
 neither the triton package nor any CUDA tool is needed.
 """
 
@@ -13,13 +14,11 @@ import numpy as np
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.triton import emit
-from pallasite.backends.triton.schedule import (
-    is_native,
-    plain_copies,
-    stages_and_warps,
-)
+from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
+from pallasite.backends.triton.schedule import is_native, plain_copies
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
@@ -52,21 +51,22 @@ class TritonBackend:
     native = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
-        return PASSES
+        launch = partial(
+            schedule_launch, params=options.compiler_params, chip=_chip(options)
+        )
+        return (*PASSES, Pass("launch", launch))
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (Stage("ttir", make_ttir),)
 
     def launch(self, compiled: Compiled) -> Launch:
         scheduled, options = compiled.scheduled, compiled.options
-        stages, warps = stages_and_warps(
-            scheduled, options.compiler_params, _chip(options)
-        )
+        chosen = find_pipeline(scheduled).attrs
         config = {
             "name": emit.function_name(scheduled),
             "ir": compiled["ttir"],
-            "num_stages": np.int32(stages),
-            "num_warps": np.int32(warps),
+            "num_stages": np.int32(chosen[STAGES]),
+            "num_warps": np.int32(chosen[WARPS]),
             "grid_x": np.int32(max(1, prod(emit.program_grid(scheduled)))),
             "grid_y": np.int32(1),
             "grid_z": np.int32(1),
