@@ -7,6 +7,7 @@ ordinary kernels: every backend runs them, and they can be mapped and differenti
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,6 +26,7 @@ from pallasite.autodiff.backward_windows import (
     place,
 )
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, main_refs, program_of
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
@@ -35,7 +37,11 @@ from pallasite.passes.analysis.memory import Roots
 from pallasite.sharding.rule import Partition, inherit
 
 ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is split into parts
-MOST_PARTS = 16
+FEW_PARTS = 16  # for the cores of a CPU
+MOST_PARTS = (
+    256  # for a GPU, where they take no more than a share of the operands' bytes
+)
+SMALL_SHARE = 1 / 32
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
@@ -162,12 +168,31 @@ def plan(
     program = split_axes(replace(program, body=made.body), results)
     stages = _stages(program, made)
     # Partial sums are for small operands, as the weights of a norm are.
-    budget = sum(_bytes(ref) for ref in kernel.inputs) // 4
+    budget = sum(_bytes(ref) for ref in kernel.inputs)
     steps: list[Built] = []
     for stage in stages.programs:
         refs = [*results, *stages.saved]
         steps += _kernels(stage, refs, set(changing.values()), budget)
+    final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
+    steps = _narrowed(steps, final)
     return BackwardPlan(tuple(steps), kernel.inputs, seeds, targets, changing)
+
+
+def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
+    """Results that one kernel alone makes, in one piece, in their final type."""
+    made = Counter(ref for step in steps for ref in step.results)
+    narrowed = []
+    for step in steps:
+        dtypes = {
+            n: final[ref]
+            for n, (ref, parts) in enumerate(zip(step.results, step.parts, strict=True))
+            if ref in final and parts == made[ref] == 1 and ref not in step.changing
+        }
+        taken = {ref for other in steps for ref in other.operands}
+        dtypes = {n: d for n, d in dtypes.items() if step.results[n] not in taken}
+        kernel = narrow_results(step.kernel, dtypes)
+        narrowed.append(replace(step, kernel=kernel))
+    return narrowed
 
 
 def _reversed(
@@ -261,7 +286,7 @@ def cut_into_parts(
 ) -> Parts | None:
     """Parallel programs where the grid has too few: sums over parts of an axis.
 
-    `budget`: bytes that the partial sums may take in all.
+    `budget`: bytes of the operands, of which partial sums may take a quarter.
     """
     shared = frozenset[int].intersection(*(p.own for p in group))
     programs = prod(sizes[a] for a in shared)
@@ -270,8 +295,9 @@ def cut_into_parts(
         return None
     axis = rest[0]
     taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
-    most = min(MOST_PARTS, budget // max(taken, 1))
-    counts = [d for d in range(1, most + 1) if sizes[axis] % d == 0]
+    fits = budget / max(taken, 1)  # parts that would take as much as the operands
+    most = min(MOST_PARTS, max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE))
+    counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each is to have whole parts.
     count = max(counts, key=lambda d: (d & -d, d), default=1)
     enough = count >= LEAST_PARTS or count == sizes[axis]

@@ -125,3 +125,29 @@ def test_explain_grad_says_why_not():
 def test_explain_grad_of_no_kernel():
     with pytest.raises(SpecError, match="'sin' calls no kernel"):
         pl.explain_grad(jnp.sin)(jnp.ones(8))
+
+
+def test_a_cotangent_stored_once_has_its_operands_type():
+    """Sums stay in f32; a block that is stored whole, once, is no sum."""
+
+    def norm_kernel(x_ref, w_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        scale = jax.lax.rsqrt((x * x).mean(1, keepdims=True) + 1e-6)
+        o_ref[...] = (x * scale * w_ref[...]).astype(o_ref.dtype)
+
+    def norm(x, w):
+        row = pl.BlockSpec((1, 256), lambda i: (i, 0))
+        return pl.pallas_call(
+            norm_kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=x.shape[0],
+            in_specs=[row, pl.BlockSpec((1, 256), lambda i: (0, 0))],
+            out_specs=row,
+        )(x, w)
+
+    x = jnp.ones((8192, 256), jnp.bfloat16)
+    w = jnp.ones((1, 256), jnp.bfloat16)
+    _, backward = kernels_in(lambda x, w, g: jax.vjp(norm, x, w)[1](g), x, w, x)
+    d_x, d_w = (p.ref for p in backward.outputs)
+    assert (str(d_x.dtype), str(d_w.dtype)) == ("bf16", "f32")
+    assert d_w.shape[0] == 128  # as many parts as a thirty-second of the operands holds

@@ -1,9 +1,9 @@
 """The Triton backend: tile IR to TTIR, compiled and run by XLA on NVIDIA GPUs.
 
 Reading order: `BACKEND` below, `passes/choose_blocks.py` (blocks that fit the chip),
-`passes/promote.py` (grid to programs and loops, refs to
-values), `emit.py` and the op families next to it. XLA embeds Triton's compiler, so
-neither the triton package nor any CUDA tool is needed.
+`passes/promote.py` (grid to programs and loops, refs to values), `launch.py` (warps,
+stages, program order), `emit.py` and the op families next to it. XLA embeds Triton's
+compiler, so neither the triton package nor any CUDA tool is needed.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,11 @@ import numpy as np
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.triton import emit
-from pallasite.backends.triton.schedule import (
-    is_native,
-    plain_copies,
-    stages_and_warps,
-)
+from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
+from pallasite.backends.triton.schedule import is_native, plain_copies
 from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
@@ -63,10 +61,12 @@ class TritonBackend:
         params = options.compiler_params
         tuned = bool(params.get("num_warps") or params.get("num_stages"))
         blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
+        launch = partial(schedule_launch, params=params, chip=_chip(options))
         return (
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,
+            Pass("launch", launch),
         )
 
     def stages(self, options: Options) -> Sequence[Stage]:
@@ -74,14 +74,12 @@ class TritonBackend:
 
     def launch(self, compiled: Compiled) -> Launch:
         scheduled, options = compiled.scheduled, compiled.options
-        stages, warps = stages_and_warps(
-            scheduled, options.compiler_params, _chip(options)
-        )
+        chosen = find_pipeline(scheduled).attrs
         config = {
             "name": emit.function_name(scheduled),
             "ir": compiled["ttir"],
-            "num_stages": np.int32(stages),
-            "num_warps": np.int32(warps),
+            "num_stages": np.int32(chosen[STAGES]),
+            "num_warps": np.int32(chosen[WARPS]),
             "grid_x": np.int32(max(1, prod(emit.program_grid(scheduled)))),
             "grid_y": np.int32(1),
             "grid_z": np.int32(1),

@@ -33,6 +33,10 @@ class Elementwise(Core):
             op = self.producers.get(op.operands[0])
         return op.attrs["value"] if op is not None and op.name == "constant" else None
 
+    def is_rough(self, op: Op) -> bool:
+        """Whether the result is rounded to 16 bits or fewer, here or further on."""
+        return _dtype(op).bits <= 16 or op.result in self.rounded_away
+
     def widened(self, op: Op, compute: Callable[..., Val], always: bool = True) -> Val:
         """Apply `compute` in f32 for narrower floats (`always` False: for f8 only)."""
         operands = self.operands(op)
@@ -73,13 +77,13 @@ def arith(
 
 
 def function(single: str, double: str, narrow: str | None = None) -> Row:
-    """A libdevice function; `narrow`: what is good enough for 16-bit floats."""
+    """A libdevice function; `narrow`: what is good enough for 16-bit results."""
 
     def row(e: Elementwise, op: Op) -> Val:
         def compute(*operands: Val) -> Val:
             if operands[0].elem == "f64":
                 return e.extern(double, *operands)
-            if narrow and _dtype(op).bits <= 16:
+            if narrow and e.is_rough(op):
                 return e.apply(narrow, *operands)
             return e.extern(single, *operands)
 
@@ -116,7 +120,7 @@ def _div(e: Elementwise, op: Op) -> Val:
     dtype = _dtype(op)
     if dtype.is_float:
         # Triton's own division of f32 is approximate; narrow results round it away.
-        exact = dtype.name == "f32"
+        exact = dtype.name == "f32" and not e.is_rough(op)
         name = "tt.precise_divf" if exact else "arith.divf"
         return e.widened(op, lambda x, y: e.apply(name, x, y))
     x, y = e.operands(op)
@@ -246,7 +250,8 @@ def _integer_pow(e: Elementwise, op: Op) -> Val:
                 base = e.apply(multiply, base, base)
         result = e.like(1, x) if result is None else result
         if power < 0:
-            divide = "tt.precise_divf" if x.elem == "f32" else "arith.divf"
+            exact = x.elem == "f32" and not e.is_rough(op)
+            divide = "tt.precise_divf" if exact else "arith.divf"
             result = e.apply(divide, e.like(1, x), result)
         return result
 
@@ -279,11 +284,17 @@ def _exp(e: Elementwise, x: Val) -> Val:
     return e.extern("__nv_exp" if x.elem == "f64" else "__nv_expf", x)
 
 
-def _logistic(e: Elementwise, x: Val) -> Val:
-    one = e.like(1.0, x)
-    bottom = e.apply("arith.addf", one, _exp(e, e.apply("arith.negf", x)))
-    divide = "tt.precise_divf" if x.elem == "f32" else "arith.divf"
-    return e.apply(divide, one, bottom)
+def _logistic(e: Elementwise, op: Op) -> Val:
+    rough = e.is_rough(op)
+
+    def compute(x: Val) -> Val:
+        one, minus = e.like(1.0, x), e.apply("arith.negf", x)
+        power = e.apply("math.exp", minus) if rough else _exp(e, minus)
+        bottom = e.apply("arith.addf", one, power)
+        exact = x.elem == "f32" and not rough
+        return e.apply("tt.precise_divf" if exact else "arith.divf", one, bottom)
+
+    return e.widened(op, compute)
 
 
 def _pow(e: Elementwise, op: Op) -> Val:
@@ -441,15 +452,14 @@ NATIVE: dict[str, Row] = {
     "sqrt": _float(_sqrt),
     "rsqrt": _float(_rsqrt),
     "cbrt": function("__nv_cbrtf", "__nv_cbrt"),
-    # Triton's own exp and log are approximations of 2**x and log2: good enough for
-    # 16 bits only.
+    # Triton's own exp is an approximation of 2**x: good enough for 16 bits only.
     "exp": function("__nv_expf", "__nv_exp", narrow="math.exp"),
     "exp2": function("__nv_exp2f", "__nv_exp2", narrow="math.exp2"),
     "expm1": function("__nv_expm1f", "__nv_expm1"),
     "log": function("__nv_logf", "__nv_log"),
     "log1p": function("__nv_log1pf", "__nv_log1p"),
     "log2": function("__nv_log2f", "__nv_log2"),
-    "logistic": _float(_logistic),
+    "logistic": _logistic,
     "sin": function("__nv_sinf", "__nv_sin"),
     "cos": function("__nv_cosf", "__nv_cos"),
     "tan": function("__nv_tanf", "__nv_tan"),

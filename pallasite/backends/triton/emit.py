@@ -14,7 +14,9 @@ from typing import Any
 
 from pallasite.backends.triton import dots, memory, tiles
 from pallasite.backends.triton.elementwise import NATIVE
+from pallasite.backends.triton.launch import GROUP, STAGES
 from pallasite.backends.triton.memory import Memory
+from pallasite.backends.triton.rounding import rounded_away
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -72,6 +74,7 @@ class Emitter(Memory):
         accesses = _accesses(kernel)
         _check_inputs_are_kept(kernel, accesses)
         self.fenced = _written_and_read(accesses)
+        self.rounded_away = rounded_away(kernel)
 
     def module(self) -> str:
         kernel = self.kernel
@@ -171,7 +174,15 @@ class Emitter(Memory):
         self.program = rest
         if prod(grid) == 0:
             return
-        for axis in reversed(range(len(grid))):
+        axes = list(range(len(grid)))
+        if GROUP in op.attrs:
+            tile = rest
+            if prod(grid[:-2]) > 1:
+                tile = self.scaled("arith.remsi", rest, prod(grid[-2:]))
+                rest = self.scaled("arith.divsi", rest, prod(grid[-2:]))
+            self.grouped_ids(pipeline, tile, op.attrs[GROUP])
+            axes = axes[:-2]
+        for axis in reversed(axes):
             size, value = grid[axis], pipeline.ids[axis]
             self.facts.note(value, Fact(0, size - 1))
             if size == 1:
@@ -182,6 +193,23 @@ class Emitter(Memory):
                 self.env[value] = self.scaled("arith.remsi", rest, size)
                 rest = self.scaled("arith.divsi", rest, size)
         self.block(pipeline.body)
+
+    def grouped_ids(self, pipeline: Pipeline, number: Val, group: int) -> None:
+        """The last two axes: `group` rows at a time, column by column."""
+        (rows, columns), (row, column) = pipeline.grid[-2:], pipeline.ids[-2:]
+        assert rows is not None and columns is not None
+        self.facts.note(row, Fact(0, rows - 1))
+        self.facts.note(column, Fact(0, columns - 1))
+        before = self.scaled("arith.divsi", number, group * columns)
+        first = self.scaled("arith.muli", before, group)
+        within = self.scaled("arith.remsi", number, group * columns)
+        height = self.const(group, "i32")
+        if rows % group:  # the last group has fewer rows
+            left = self.apply("arith.subi", self.const(rows, "i32"), first)
+            height = self.apply("arith.minsi", left, height)
+        down = self.apply("arith.remsi", within, height)
+        self.env[row] = self.apply("arith.addi", first, down)
+        self.env[column] = self.apply("arith.divsi", within, height)
 
     def emit_alloc(self, op: Op) -> None:
         ref, pointer = op.result.ref, self.scratch[op.result]
@@ -216,7 +244,9 @@ class Emitter(Memory):
         with self.out.region():
             self.block(loop.body)
             self.yield_(loop.yields, op)
-        self.out.line("}")
+        stages = op.attrs.get(STAGES)
+        note = "" if stages is None else f" {{tt.num_stages = {stages} : i32}}"
+        self.out.line("}" + note)
         self.bind_results(op, name)
 
     def emit_while(self, op: Op) -> None:

@@ -1,21 +1,15 @@
-"""What a kernel must be before it is emitted, and how large a launch should be.
+"""What a kernel must be before it is emitted.
 
-`plain_copies` turns async copies into plain ones. `stages_and_warps` picks the two
-numbers Triton's compiler wants.
+`is_native` says which ops stay as they are, `plain_copies` turns async copies into
+plain ones.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from pallasite.backends.triton.text import physical
 from pallasite.ir.levels import with_level
-from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
-from pallasite.passes.choose_blocks import SHARED_SHARE, STAGES
-from pallasite.target import Gpu
-
-LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
 
 
 def is_native(native: frozenset[str], op: Op) -> bool:
@@ -61,43 +55,3 @@ def _without_waiting(op: Op, builder: Rewriter) -> Sequence[Value] | None:
 
 def _counter(ref: RefType) -> RefType:
     return RefType(ref.shape, I32, "smem")
-
-
-def stages_and_warps(
-    kernel: Kernel, params: Mapping[str, Any], chip: Gpu
-) -> tuple[int, int]:
-    """Depth of Triton's software pipeline, and warps per program."""
-    dots = [op for op in walk(kernel.body) if op.name == "dot"]
-    warps = params.get("num_warps") or _warps(kernel, dots)
-    stages = params.get("num_stages") or _stages(dots, chip)
-    return int(stages), int(warps)
-
-
-def _warps(kernel: Kernel, dots: Sequence[Op]) -> int:
-    if any(_elements(op.result) >= LARGE_TILE for op in dots):
-        return 8
-    largest = max(
-        (_elements(v) for op in walk(kernel.body) for v in op.results if not v.is_ref),
-        default=1,
-    )
-    return 8 if largest >= 1 << 14 else 4
-
-
-def _stages(dots: Sequence[Op], chip: Gpu) -> int:
-    """As many buffers of the largest product's operands as fit, up to a few."""
-    if not dots:
-        return 1
-    size = max(sum(_bytes(v) for v in op.operands) for op in dots)
-    available = int(SHARED_SHARE * chip.shared.bytes)
-    return max(1, min(STAGES, available // max(size, 1)))
-
-
-def _elements(value: Value) -> int:
-    count = 1
-    for n in physical(value.tile.shape):
-        count *= n
-    return count
-
-
-def _bytes(value: Value) -> int:
-    return _elements(value) * value.tile.dtype.bytes

@@ -246,11 +246,24 @@ class Tiles(Elementwise):
         x, narrow = self.wide(self.env[op.operands[0]])
         x = self.without_padding(x, tile.shape, axes, neutral(kind, tile.dtype))
         name = self.combiner(op, kind, tile.dtype)
+        if len(axes) == len(x.shape) > 1:  # in any order: no element has to move
+            x = self.flattened(x)
+            axes = (0,)
         for axis in sorted(axes, reverse=True):
+            if x.shape[axis] == 1:
+                x = self.reshape(x, (*x.shape[:axis], *x.shape[axis + 1 :]))
+                continue
             (x,) = self.fold(
                 "tt.reduce", [x], axis, lambda a, b: [self.apply(name, a[0], b[0])]
             )
         self.env[op.result] = self.narrowed(x, narrow)
+
+    def flattened(self, x: Val) -> Val:
+        """All elements as a vector, in an order of Triton's choice."""
+        shape = (prod(x.shape),)
+        to = type_text(shape, x.elem)
+        text = f"tt.reshape {x} allow_reorder : {x.type} -> {to}"
+        return self.let(text, shape, x.elem)
 
     def wide(self, x: Val) -> tuple[Val, str]:
         """Accumulate narrow floats in f32 and bools in i32."""

@@ -9,6 +9,7 @@ from pallasite.backends import base
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import BlockDim, Kernel, Value, Window
 from pallasite.ir.types import RefType, TileType
+from pallasite.target import Chip
 from tests.backends.triton import simulate
 
 BACKEND = base.get("triton")
@@ -23,10 +24,10 @@ def compiled(kernel: Kernel, **params: Any) -> tuple[str, base.Launch]:
 
 
 def simulated(
-    kernel: Kernel, operands: Sequence[Any], seed: int = 0
+    kernel: Kernel, operands: Sequence[Any], seed: int = 0, chip: Chip | None = None
 ) -> list[np.ndarray]:
     """The outputs of a kernel, run on numpy in a random order of programs."""
-    options = base.Options()
+    options = base.Options(chip=chip)
     outputs = base.Compiled(BACKEND, kernel, options, shared=())
     launch = BACKEND.launch(outputs)
     inputs = [np.array(x) for x in operands]

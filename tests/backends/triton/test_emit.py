@@ -68,7 +68,7 @@ def test_vector_add_is_this_text():
     assert config == {
         "name": "add",
         "num_stages": 1,
-        "num_warps": 4,
+        "num_warps": 1,
         "grid_x": 4,
         "grid_y": 1,
         "grid_z": 1,
@@ -100,7 +100,7 @@ def test_large_products_get_eight_warps():
         lambda b, x, y: b.op("dot", x, y, **dot), [tile, tile], tile.with_dtype(F32)
     )
     _, launch = compiled(kernel)
-    assert (launch.config["num_warps"], launch.config["num_stages"]) == (8, 3)
+    assert launch.config["num_warps"] == 8
 
 
 DOTS = {

@@ -1,0 +1,858 @@
+"""Kernels on this GPU against cuBLAS, cuDNN, XLA, upstream Pallas and torch.
+
+Each problem is one piece of work; its contenders run interleaved in one process, and
+the median kernel time of each is printed with its rate and its distance from the
+problem's reference. Kernel times come from CUPTI where that works, else from many
+queued calls. A contender that fails prints its error and the others go on.
+
+    python benchmarks/gpu.py                     # all problems, under 4 minutes
+    python benchmarks/gpu.py matmul softmax      # problems with these in their names
+    python benchmarks/gpu.py rms --only ours --warps 4 8 16 --stages 1 3
+    python benchmarks/gpu.py --list
+
+Numbers go to benchmarks/results/<chip>.json; those of problems that were not run stay.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Torch needs memory of its own beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite import triton as plt
+from pallasite.backends import base
+from pallasite.target import chip_of_device
+
+RESULTS = Path(__file__).parent / "results"
+LOG2_E = 1.4426950408889634
+MASKED = -1e30  # finite, so that differences of masked scores stay finite
+Maker = Callable[[], tuple[Callable, Sequence[Any]]]  # a function and its operands
+
+
+@dataclass
+class Problem:
+    """One piece of work and who does it.
+
+    Args:
+        name: what is selected on the command line.
+        work: operations, or bytes moved, in all.
+        unit: "TFLOP/s" or "TB/s".
+        contenders: by name; each makes its function and operands when its turn comes.
+        reference: whose result the others' are compared with.
+        allowed: the largest relative distance from it.
+    """
+
+    name: str
+    work: float
+    unit: str
+    contenders: dict[str, Maker]
+    reference: str
+    allowed: float = 1e-2
+    times: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says about our own kernels."""
+
+    small: bool
+    warps: tuple[int | None, ...]
+    stages: tuple[int | None, ...]
+
+    def size(self, full: int, small: int) -> int:
+        return small if self.small else full
+
+
+def ours(options: Options, label: str, make: Callable[..., Maker]) -> dict[str, Maker]:
+    """A kernel on every backend of this platform, with every launch asked for."""
+    found: dict[str, Maker] = {}
+    for name in _backends():
+        for warps in options.warps:
+            for stages in options.stages:
+                how: dict[str, Any] = {"backend": name}
+                text = f"ours {name} {label}"
+                if warps or stages:
+                    params = plt.CompilerParams(num_warps=warps, num_stages=stages)
+                    how["compiler_params"] = params
+                    text += f" w{warps or '-'} s{stages or '-'}"
+                found[text.rstrip()] = make(**how)
+    return found
+
+
+@functools.cache
+def _backends() -> tuple[str, ...]:
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    return tuple(n for n in base.names() if platform in base.get(n).platforms)
+
+
+# --- our kernels ---
+
+
+def matmul(blocks: tuple[int, int, int], out: Any, finish: Any = None) -> Callable:
+    """A product that accumulates over the third grid axis into scratch."""
+    rows, columns, depth = blocks
+
+    def kernel(x_ref, y_ref, *rest):
+        *more, o_ref, acc_ref = rest
+
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], preferred_element_type=acc_ref.dtype
+        )
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            result = acc_ref[...]
+            if finish is not None:
+                result = finish(result, *(ref[...] for ref in more))
+            o_ref[...] = result.astype(o_ref.dtype)
+
+    def call(x, y, *more, **how):
+        (m, k), n = x.shape, y.shape[1]
+        sums = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((m, n), out),
+            grid=(pl.cdiv(m, rows), pl.cdiv(n, columns), pl.cdiv(k, depth)),
+            in_specs=[
+                pl.BlockSpec((rows, depth), lambda i, j, k: (i, k)),
+                pl.BlockSpec((depth, columns), lambda i, j, k: (k, j)),
+                *(pl.BlockSpec((1, columns), lambda i, j, k: (0, j)) for _ in more),
+            ],
+            out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),
+            scratch_shapes=[pltpu.VMEM((rows, columns), sums)],
+            **how,
+        )(x, y, *more)
+
+    return call
+
+
+def attention_step(q, k, v, state, scale, mask):
+    """One block of keys: the new maximum, sum and accumulator of each row."""
+    m, l, acc = state
+    scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32) * scale
+    if mask is not None:
+        rows = mask[0] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        columns = mask[1] + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(rows >= columns, scores, MASKED)
+    new = jnp.maximum(m, scores.max(1, keepdims=True))
+    p, alpha = jnp.exp(scores - new), jnp.exp(m - new)
+    l = alpha * l + p.sum(1, keepdims=True)
+    product = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new, l, alpha * acc + product
+
+
+def grid_attention(blocks: tuple[int, int], causal: bool) -> Callable:
+    """Keys along the last grid axis, state in scratch, as on a TPU."""
+    block_q, block_k = blocks
+
+    def call(q, k, v, **how):
+        heads, length, depth = q.shape
+
+        def kernel(q_ref, k_ref, v_ref, o_ref, *state_refs):
+            i, j = pl.program_id(1), pl.program_id(2)
+
+            @pl.when(j == 0)
+            def _():
+                for ref, start in zip(state_refs, (-jnp.inf, 0.0, 0.0), strict=True):
+                    ref[...] = jnp.full_like(ref, start)
+
+            def step():
+                mask = (i * block_q, j * block_k) if causal else None
+                state = [ref[...] for ref in state_refs]
+                new = attention_step(
+                    q_ref[0], k_ref[0], v_ref[0], state, depth**-0.5, mask
+                )
+                for ref, value in zip(state_refs, new, strict=True):
+                    ref[...] = value
+
+            if causal:
+                pl.when(j * block_k < (i + 1) * block_q)(step)
+            else:
+                step()
+
+            @pl.when(j == pl.num_programs(2) - 1)
+            def _():
+                _, l_ref, acc_ref = state_refs
+                o_ref[0] = (acc_ref[...] / l_ref[...]).astype(o_ref.dtype)
+
+        row = pl.BlockSpec((1, block_q, depth), lambda h, i, j: (h, i, 0))
+        column = pl.BlockSpec((1, block_k, depth), lambda h, i, j: (h, j, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            grid=(heads, length // block_q, length // block_k),
+            in_specs=[row, column, column],
+            out_specs=row,
+            scratch_shapes=[
+                pltpu.VMEM((block_q, n), jnp.float32) for n in (1, 1, depth)
+            ],
+            **how,
+        )(q, k, v)
+
+    return call
+
+
+def loop_attention(blocks: tuple[int, int], causal: bool) -> Callable:
+    """One program per block of queries, a loop over the keys inside, as on a GPU."""
+    block_q, block_k = blocks
+
+    def call(q, k, v, **how):
+        heads, length, depth = q.shape
+
+        def kernel(q_ref, k_ref, v_ref, o_ref):
+            i = pl.program_id(1)
+            q = q_ref[0]
+
+            def step(j, state):
+                keys = pl.ds(j * block_k, block_k)
+                mask = (i * block_q, j * block_k) if causal else None
+                k, v = k_ref[0, keys, :], v_ref[0, keys, :]
+                return attention_step(q, k, v, state, depth**-0.5, mask)
+
+            steps = length // block_k
+            if causal:
+                steps = pl.cdiv((i + 1) * block_q, block_k)
+            start = (
+                jnp.full((block_q, 1), -jnp.inf),
+                jnp.zeros((block_q, 1)),
+                jnp.zeros((block_q, depth)),
+            )
+            _, l, acc = jax.lax.fori_loop(0, steps, step, start)
+            o_ref[0] = (acc / l).astype(o_ref.dtype)
+
+        row = pl.BlockSpec((1, block_q, depth), lambda h, i: (h, i, 0))
+        whole = pl.BlockSpec((1, length, depth), lambda h, i: (h, 0, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            grid=(heads, length // block_q),
+            in_specs=[row, whole, whole],
+            out_specs=row,
+            **how,
+        )(q, k, v)
+
+    return call
+
+
+def softmax_rows(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def rmsnorm_rows(x, w):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w
+
+
+def layernorm_rows(x, w, b):
+    centred = x - x.mean(-1, keepdims=True)
+    scale = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-6)
+    return centred * scale * w + b
+
+
+def rowwise(body: Callable, block: int) -> Callable:
+    """A function of rows in f32, on blocks of so many; weights are the same for all."""
+
+    def kernel(x_ref, *refs):
+        *weights, o_ref = refs
+        values = [ref[...].astype(jnp.float32) for ref in (x_ref, *weights)]
+        o_ref[...] = body(*values).astype(o_ref.dtype)
+
+    def call(x, *weights, **how):
+        rows, columns = x.shape
+        part = pl.BlockSpec((block, columns), lambda i: (i, 0))
+        weight = pl.BlockSpec((1, columns), lambda i: (0, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(pl.cdiv(rows, block),),
+            in_specs=[part, *(weight for _ in weights)],
+            out_specs=part,
+            **how,
+        )(x, *weights)
+
+    return call
+
+
+# --- problems ---
+
+
+def problems(options: Options) -> Iterator[Problem]:
+    for full in (4096, 8192):
+        yield matmul_problem(options, full, jnp.bfloat16, FLOAT_BLOCKS)
+    yield matmul_problem(options, 8192, jnp.float16, FLOAT_BLOCKS[:1])
+    yield matmul_problem(options, 8192, jnp.float8_e4m3fn, BYTE_BLOCKS)
+    yield matmul_problem(options, 8192, jnp.int8, BYTE_BLOCKS)
+    yield gelu_problem(options)
+    for name, *shape, causal in ATTENTION:
+        yield attention_problem(options, name, tuple(shape), causal, backward=False)
+    for name, *shape, causal in ATTENTION[:2]:
+        yield attention_problem(options, name, tuple(shape), causal, backward=True)
+    yield copy_problem(options)
+    for name in ROWS:
+        yield rows_problem(options, name, backward=False)
+    for name in ROWS:
+        yield rows_problem(options, name, backward=True)
+
+
+FLOAT_BLOCKS = [
+    (128, 256, 64),
+    (256, 128, 64),
+    (128, 128, 64),
+    (64, 64, 64),
+    (512, 512, 512),
+]
+BYTE_BLOCKS = [(128, 256, 128), (128, 128, 128)]
+# batch, heads, length, depth
+ATTENTION = [
+    ("d128 full", 4, 16, 4096, 128, False),
+    ("d128 causal", 4, 16, 4096, 128, True),
+    ("d128 causal long", 1, 16, 16384, 128, True),
+    ("d64 causal", 4, 32, 4096, 64, True),
+]
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(jax.random.key(seed), shape, -100, 100, jnp.int8)
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def matmul_problem(options, full, dtype, blocks) -> Problem:
+    size = options.size(full, 256)
+    operands = functools.cache(
+        lambda: [normal(s, size, size, dtype=dtype) for s in range(2)]
+    )
+    integer = jnp.issubdtype(dtype, jnp.integer)
+    sums = jnp.int32 if integer else jnp.float32
+    out = sums if jnp.dtype(dtype).itemsize == 1 else dtype
+
+    def plain(x, y):
+        return jnp.dot(x, y, preferred_element_type=sums).astype(out)
+
+    contenders: dict[str, Maker] = {"cuBLAS": lambda: (plain, operands())}
+    for block in blocks:
+        block = tuple(min(n, size) for n in block)
+        call = matmul(block, out)
+        label = "x".join(map(str, block))
+        make = lambda call=call, **how: (
+            lambda: (functools.partial(call, **how), operands())
+        )
+        contenders |= ours(options, label, make)
+    if jnp.dtype(dtype).itemsize == 2:
+        contenders["Pallas Mosaic GPU"] = lambda: (mosaic_matmul(), operands())
+    contenders["torch"] = lambda: torch_matmul(size, jnp.dtype(dtype).name)
+    name = f"matmul {jnp.dtype(dtype).name} {full}"
+    return Problem(name, 2.0 * size**3, "TFLOP/s", contenders, "cuBLAS")
+
+
+def mosaic_matmul() -> Callable:
+    module = importlib.import_module(
+        "jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu"
+    )
+    config = module.TuningConfig(
+        tile_m=128,
+        tile_n=128,
+        tile_k=64,
+        max_concurrent_steps=4,
+        grid_minor_dim=module.MatmulDimension.M,
+        grid_tile_width=8,
+        wg_dimension=module.MatmulDimension.N,
+        cluster_dimension=module.MatmulDimension.M,
+    )
+    return lambda x, y: module.matmul(x, y, None, config)
+
+
+def gelu_problem(options) -> Problem:
+    size = options.size(4096, 256)
+    operands = functools.cache(
+        lambda: [normal(0, size, size), normal(1, size, size), normal(2, 1, size)]
+    )
+
+    def finish(x, bias):
+        return jax.nn.gelu(x + bias.astype(jnp.float32))
+
+    def plain(x, y, bias):
+        product = jnp.dot(x, y, preferred_element_type=jnp.float32)
+        return finish(product, bias).astype(x.dtype)
+
+    contenders: dict[str, Maker] = {"XLA": lambda: (plain, operands())}
+    for block in FLOAT_BLOCKS[:3]:
+        block = tuple(min(n, size) for n in block)
+        call = matmul(block, jnp.bfloat16, finish)
+        make = lambda call=call, **how: (
+            lambda: (functools.partial(call, **how), operands())
+        )
+        contenders |= ours(options, "x".join(map(str, block)), make)
+    return Problem("matmul+bias+gelu 4096", 2.0 * size**3, "TFLOP/s", contenders, "XLA")
+
+
+def attention_problem(options, name, shape, causal, backward) -> Problem:
+    batch, heads, length, depth = shape
+    if options.small:
+        batch, heads, length = 1, 2, 256
+    flat = (batch * heads, length, depth)
+    operands = functools.cache(lambda: [normal(s, *flat) for s in range(4)])
+
+    def apart(x):
+        """(batch, length, heads, depth), as cuDNN and upstream want it."""
+        return x.reshape(batch, heads, length, depth).swapaxes(1, 2)
+
+    @functools.cache
+    def separate():
+        return [jnp.copy(apart(x)) for x in operands()]
+
+    def differentiated(f):
+        return lambda q, k, v, g: jax.vjp(f, q, k, v)[1](g)
+
+    def entry(f, arrays) -> tuple[Callable, Sequence[Any]]:
+        if backward:
+            return differentiated(f), arrays()
+        return f, arrays()[:3]
+
+    def library(implementation):
+        return functools.partial(
+            jax.nn.dot_product_attention,
+            is_causal=causal,
+            implementation=implementation,
+        )
+
+    contenders: dict[str, Maker] = {"cuDNN": lambda: entry(library("cudnn"), separate)}
+    if options.small:
+        contenders = {"XLA": lambda: entry(library("xla"), separate)}
+    for style, maker in (("grid", grid_attention), ("loop", loop_attention)):
+        for block in ((128, 128), (64, 64)):
+            call = maker(block, causal)
+            make = lambda call=call, **how: (
+                lambda: entry(functools.partial(call, **how), operands)
+            )
+            contenders |= ours(options, f"{style} {block[0]}x{block[1]}", make)
+    contenders["Pallas Triton"] = lambda: entry(
+        triton_attention(causal, depth), separate
+    )
+    contenders["Pallas Mosaic GPU f16"] = lambda: entry(
+        mosaic_attention(causal), lambda: [x.astype(jnp.float16) for x in separate()]
+    )
+    contenders["torch"] = lambda: torch_attention(
+        (batch, heads, length, depth), causal, backward
+    )
+    work = 4.0 * batch * heads * length**2 * depth * (0.5 if causal else 1.0)
+    title = f"attention {name}"
+    if backward:
+        work, title = 3.5 * work, f"attention gradient {name}"
+    reference = next(iter(contenders))
+    return Problem(title, work, "TFLOP/s", contenders, reference, allowed=3e-2)
+
+
+def triton_attention(causal: bool, depth: int) -> Callable:
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
+    sizes = dict(block_q=128, block_k=64 if depth == 128 else 128)
+    backward = {f"block_{n}": 64 for n in ("q_dkv", "kv_dkv", "q_dq", "kv_dq")}
+    blocks = module.BlockSizes(**sizes, **backward)
+    return functools.partial(_named_attention, module.mha, causal, blocks, depth**-0.5)
+
+
+def _named_attention(mha, causal, blocks, scale, q, k, v):
+    return mha(
+        q,
+        k,
+        v,
+        segment_ids=None,
+        sm_scale=scale,
+        causal=causal,
+        block_sizes=blocks,
+    )
+
+
+def mosaic_attention(causal: bool) -> Callable:
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    config = module.TuningConfig(
+        block_q=64,
+        block_kv=128,
+        max_concurrent_steps=2,
+        use_schedule_barrier=True,
+        causal=causal,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+    )
+
+    def call(q, k, v):
+        # It has no scale of its own.
+        return module.attention(q * q.shape[-1] ** -0.5, k, v, config)
+
+    return call
+
+
+ROWS: dict[str, tuple[Callable, int]] = {
+    "softmax": (softmax_rows, 0),
+    "rmsnorm": (rmsnorm_rows, 1),
+    "layernorm": (layernorm_rows, 2),
+}
+
+
+def rows_problem(options, name, backward) -> Problem:
+    body, weights = ROWS[name]
+    rows, columns = options.size(16384, 64), options.size(8192, 512)
+    operands = functools.cache(
+        lambda: [
+            normal(0, rows, columns),
+            *(normal(1 + n, 1, columns) for n in range(weights)),
+            normal(9, rows, columns),
+        ]
+    )
+
+    def plain(*values):
+        wide = (x.astype(jnp.float32) for x in values)
+        return body(*wide).astype(jnp.bfloat16)
+
+    def entry(f) -> tuple[Callable, Sequence[Any]]:
+        if backward:
+            return lambda *xs: jax.vjp(f, *xs[:-1])[1](xs[-1]), operands()
+        return f, operands()[:-1]
+
+    contenders: dict[str, Maker] = {"XLA": lambda: entry(plain)}
+    for block in (1, 4):
+        call = rowwise(body, block)
+        make = lambda call=call, **how: lambda: entry(functools.partial(call, **how))
+        contenders |= ours(options, f"{block} rows", make)
+    if not backward:
+        contenders["torch"] = lambda: torch_rows(name, rows, columns)
+    title = f"{name} gradient" if backward else name
+    moved = (3 if backward else 2) * rows * columns * 2.0
+    return Problem(title, moved, "TB/s", contenders, "XLA", allowed=2e-2)
+
+
+def copy_problem(options) -> Problem:
+    rows, columns = options.size(16384, 64), options.size(8192, 512)
+    operands = functools.cache(lambda: [normal(0, rows, columns)])
+    # XLA would hand back the operand of a plain copy.
+    contenders: dict[str, Maker] = {"XLA (negated)": lambda: (jnp.negative, operands())}
+    for block in (1, 4):
+        call = rowwise(jnp.negative, block)
+        make = lambda call=call, **how: (
+            lambda: (functools.partial(call, **how), operands())
+        )
+        contenders |= ours(options, f"{block} rows, negated", make)
+    contenders["torch clone"] = lambda: torch_rows("copy", rows, columns)
+    moved = 2 * rows * columns * 2.0
+    return Problem("copy", moved, "TB/s", contenders, "XLA (negated)")
+
+
+# --- torch ---
+
+
+def _torch() -> Any:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU")
+    return torch
+
+
+def torch_matmul(size: int, dtype: str) -> tuple[Callable, Sequence[Any]]:
+    torch = _torch()
+    x, y = torch.randn(2, size, size, device="cuda").unbind()
+    if dtype == "int8":
+        x, y = ((100 * z).clamp(-100, 100).to(torch.int8) for z in (x, y))
+        return torch._int_mm, (x, y)
+    if dtype.startswith("float8"):
+        one = torch.ones((), device="cuda")
+        x, y = (z.to(torch.float8_e4m3fn) for z in (x, y.t().contiguous()))
+        scaled = lambda a, b: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+        )
+        return scaled, (x, y)
+    kind = getattr(torch, dtype)
+    return torch.matmul, (x.to(kind), y.to(kind))
+
+
+def torch_attention(shape, causal, backward) -> tuple[Callable, Sequence[Any]]:
+    torch = _torch()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q, k, v, g = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    if not backward:
+        return lambda q, k, v: attend(q, k, v, is_causal=causal), (q, k, v)
+
+    def both(q, k, v, g):
+        out = attend(q, k, v, is_causal=causal)
+        return torch.autograd.grad(out, (q, k, v), g)
+
+    return both, (*(x.requires_grad_() for x in (q, k, v)), g)
+
+
+def torch_rows(name, rows, columns) -> tuple[Callable, Sequence[Any]]:
+    torch = _torch()
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(columns, device="cuda", dtype=torch.bfloat16)
+    functions = {
+        "copy": torch.clone,
+        "softmax": lambda x: torch.softmax(x, -1),
+        "rmsnorm": lambda x: torch.nn.functional.rms_norm(x, (columns,), w, 1e-6),
+        "layernorm": lambda x: torch.nn.functional.layer_norm(x, (columns,), w, w),
+    }
+    return functions[name], (x,)
+
+
+# --- time ---
+
+
+class Timer:
+    """Seconds of one call: CUPTI's kernel times where they can be had."""
+
+    def __init__(self) -> None:
+        self.kind = "queued calls"
+        if jax.default_backend() != "gpu":
+            return
+        try:
+            profiler = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
+            self.measure = profiler.measure
+            found = self._cupti(jax.jit(jnp.negative), [jnp.ones((1024, 1024))], 3)
+            if found and min(found) > 0:
+                self.kind = "CUPTI kernel times"
+        except Exception as error:
+            print(f"CUPTI cannot be used: {_first_line(error)}", file=sys.stderr)
+
+    def __call__(self, run: Callable, operands: Sequence[Any], calls: int) -> float:
+        if type(operands[0]).__module__.startswith("torch"):
+            return self._torch(run, operands, calls)
+        if self.kind.startswith("CUPTI"):
+            try:
+                return statistics.median(self._cupti(run, operands, calls))
+            except (RuntimeError, statistics.StatisticsError):
+                pass  # launches that differ from call to call
+        return self._queued(run, operands, calls)
+
+    def _cupti(self, run, operands, calls) -> list[float]:
+        _, times = self.measure(run, iterations=calls)(*operands)
+        times = [times] if isinstance(times, float) else times or []
+        return [1e-3 * t for t in times]
+
+    def _queued(self, run, operands, calls) -> float:
+        start = time.perf_counter()
+        results = [run(*operands) for _ in range(calls)]
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / calls
+
+    def _torch(self, run, operands, calls) -> float:
+        torch = _torch()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            run(*operands)
+        end.record()
+        torch.cuda.synchronize()
+        return 1e-3 * start.elapsed_time(end) / calls
+
+
+@dataclass
+class Entry:
+    """A contender that runs."""
+
+    run: Callable
+    operands: Sequence[Any]
+    error: float | None = None
+    times: list[float] = field(default_factory=list[float])
+
+
+def measure(
+    problem: Problem, timer: Timer, only: Sequence[str], rounds: int, calls: int
+) -> list[dict[str, Any]]:
+    """Times of a problem's contenders, interleaved; prints a line for each."""
+    print(f"\n{problem.name}", flush=True)
+    rows: list[dict[str, Any]] = []
+    entries: dict[str, Entry] = {}
+    reference: Any = None
+    for name, maker in problem.contenders.items():
+        if only and name != problem.reference and not any(o in name for o in only):
+            continue
+        try:
+            entries[name], result = _prepared(maker)
+            if name == problem.reference:
+                reference = result
+            elif reference is not None and not _is_torch(result):
+                entries[name].error = distance(result, reference)
+        except Exception as error:
+            rows.append({"contender": name, "failed": _first_line(error)})
+            print(f"  {name:<36} failed: {_first_line(error)}", flush=True)
+    reference = None
+    for _ in range(rounds):
+        for name, entry in list(entries.items()):
+            try:
+                entry.times.append(timer(entry.run, entry.operands, calls))
+            except Exception as error:
+                del entries[name]
+                rows.append({"contender": name, "failed": _first_line(error)})
+                print(f"  {name:<36} failed: {_first_line(error)}", flush=True)
+    for name, entry in entries.items():
+        rows.append(_line(problem, name, entry))
+    return rows
+
+
+def _prepared(maker: Maker) -> tuple[Entry, Any]:
+    run, operands = maker()
+    if not _is_torch(operands[0]):
+        run = jax.jit(run)
+    result = run(*operands)
+    if not _is_torch(operands[0]):
+        jax.block_until_ready(result)
+    return Entry(run, operands), result
+
+
+def _is_torch(x: Any) -> bool:
+    first = x[0] if isinstance(x, (tuple, list)) else x
+    return type(first).__module__.startswith("torch")
+
+
+def _line(problem: Problem, name: str, entry: Entry) -> dict[str, Any]:
+    seconds = statistics.median(entry.times)
+    rate = problem.work / seconds / 1e12
+    far = entry.error is not None and not entry.error <= problem.allowed
+    error = "" if entry.error is None else f"error {entry.error:.1e}"
+    print(
+        f"  {name:<36} {1e3 * seconds:9.3f} ms {rate:8.2f} {problem.unit}  {error}"
+        f"{'  WRONG' if far else ''}",
+        flush=True,
+    )
+    return {
+        "contender": name,
+        "ms": round(1e3 * seconds, 5),
+        "rate": round(rate, 3),
+        "unit": problem.unit,
+        "error": entry.error,
+        "wrong": far,
+    }
+
+
+@jax.jit
+def _relative(got, want):
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+
+
+def distance(got: Any, want: Any) -> float:
+    """The largest relative distance of a result from the reference's."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(_relative(_like(a, b), b)) for a, b in pairs)
+
+
+def _like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """(batch * heads, length, depth) as (batch, length, heads, depth)."""
+    if x.ndim == 3 and other.ndim == 4:
+        batch, length, heads, depth = other.shape
+        return x.reshape(batch, heads, length, depth).swapaxes(1, 2)
+    return x.reshape(other.shape)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+# --- the whole ---
+
+
+def report(rows: dict[str, list[dict[str, Any]]], path: Path, timer: Timer) -> None:
+    """Write the numbers; problems that were not run keep theirs."""
+    device = jax.devices()[0]
+    packages = (
+        "jax",
+        "jaxlib",
+        "torch",
+        "triton",
+        "nvidia-cublas",
+        "nvidia-cudnn-cu13",
+    )
+    versions = {name: _version(name) for name in packages}
+    old = json.loads(path.read_text())["problems"] if path.exists() else {}
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "device": device.device_kind,
+        "timer": timer.kind,
+        "versions": {k: v for k, v in versions.items() if v},
+        "problems": {**old, **rows},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="parts of problems' names")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of contenders'")
+    parser.add_argument("--list", action="store_true", help="print the problems")
+    parser.add_argument("--warps", type=int, nargs="*", default=[], help="of ours")
+    parser.add_argument("--stages", type=int, nargs="*", default=[], help="of ours")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=10, help="per round")
+    parser.add_argument("--seconds", type=float, default=230, help="to start within")
+    parser.add_argument("--small", action="store_true", help="tiny, on any platform")
+    parser.add_argument("--json", type=Path, help="default: results/<chip>.json")
+    asked = parser.parse_args(argv)
+    options = Options(
+        asked.small, tuple(asked.warps) or (None,), tuple(asked.stages) or (None,)
+    )
+    chosen = [
+        p
+        for p in problems(options)
+        if not asked.names or any(name in p.name for name in asked.names)
+    ]
+    if asked.list:
+        print("\n".join(p.name for p in chosen))
+        return 0
+    if jax.default_backend() != "gpu" and not asked.small:
+        print(f"gpu: jax runs on {jax.default_backend()} here, not on a GPU")
+        return 0
+    started, timer = time.perf_counter(), Timer()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {timer.kind}")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for problem in chosen:
+        if time.perf_counter() - started > asked.seconds:
+            print(f"\n{problem.name}\n  not run: out of time")
+            continue
+        rows[problem.name] = measure(
+            problem, timer, asked.only, asked.rounds, asked.calls
+        )
+    chip = chip_of_device(jax.devices()[0].device_kind)
+    path = asked.json or (RESULTS / f"{chip.name}.json" if chip else None)
+    if path is not None and not (asked.small and asked.json is None):
+        report(rows, path, timer)
+    wrong = [r for found in rows.values() for r in found if r.get("wrong")]
+    print(f"{time.perf_counter() - started:.0f} s")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

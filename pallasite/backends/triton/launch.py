@@ -1,0 +1,444 @@
+"""Warps, stages and program order, from a small cost model of the chip.
+
+`schedule_launch` is a pass: it notes its choices on the grid (`triton.warps`,
+`triton.stages`, `triton.group`) and on loops that stream memory without a product
+(`triton.stages`), and on loads how long the cache should keep what they read
+(`triton.evict`); `emit.py` and the launch read them. What the author gives in
+`CompilerParams` is taken as it is.
+
+The model counts, for one program: 32-bit words that are live at once (registers),
+bytes of shared memory that products take once and per step of their loop, and bytes
+loaded at a time. From these follow registers per thread and programs per
+multiprocessor.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import isqrt, prod
+from typing import Any
+
+from pallasite.backends.triton.text import physical, power_of_two
+from pallasite.errors import ResourceError
+from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
+from pallasite.ir.roles import Dot, Pipeline
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.memory import Roots, written_refs
+from pallasite.target import Gpu
+
+WARPS, STAGES, GROUP = "triton.warps", "triton.stages", "triton.group"
+EVICT = "triton.evict"
+
+OVERHEAD = 32  # registers of a thread besides its part of the tiles
+COMFORTABLE = 128  # registers per thread with which two products still overlap
+BUSY_WARPS = 16  # per multiprocessor, to hide the latency of arithmetic
+LATENCY = 0.8e-6  # seconds from a load to its data, under load
+VECTOR_BYTES = 16  # of the widest load of a thread
+MOST_STAGES = 4
+GOOD_STAGES = 3  # copies for two steps in flight during a third
+WARPGROUP_ROWS = 64  # of a product that four warps compute together
+RESERVED = 1024  # bytes of shared memory for barriers and reductions
+
+
+def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Kernel:
+    """Note the launch on the grid and its loops.
+
+    Raises:
+        ResourceError: the operands of a product do not fit into shared memory.
+    """
+    need = Need.of(kernel)
+    warps = params.get("num_warps") or _warps(need, chip)
+    stages = params.get("num_stages") or _stages(need, warps, chip)
+    notes: dict[str, Any] = {WARPS: int(warps), STAGES: int(stages)}
+    group = _group(kernel, need, warps, chip)
+    if group > 1:
+        notes[GROUP] = group
+    asked = params.get("num_stages")
+    streams = {
+        op: int(asked or _stream_stages(size, need, warps, chip))
+        for op, size in need.streams.items()
+    }
+    keeps = {} if need.rows else _evictions(kernel)
+    return _Notes(notes, streams, keeps).kernel(kernel)
+
+
+@dataclass
+class _Notes:
+    """Writes attributes onto the grid, loops and loads."""
+
+    grid: Mapping[str, Any]
+    loops: Mapping[Op, int]
+    loads: Mapping[Op, str]
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        return kernel.with_(body=self.block(kernel.body))
+
+    def block(self, block: Block) -> Block:
+        return replace(block, ops=tuple(map(self.op, block.ops)))
+
+    def op(self, op: Op) -> Op:
+        attrs = dict(op.attrs)
+        if op.name == "pipeline":
+            attrs |= self.grid
+        elif self.loops.get(op, 1) > 1:
+            attrs[STAGES] = self.loops[op]
+        elif op in self.loads:
+            attrs[EVICT] = self.loads[op]
+        return op.with_(attrs=attrs, regions=tuple(map(self.block, op.regions)))
+
+
+# --- what a program takes ---
+
+
+@dataclass
+class Need:
+    """What one program takes of a multiprocessor."""
+
+    words: int  # 32-bit words of tiles that are live at once
+    elements: int  # of the largest tile
+    narrowest: int  # bytes of the narrowest element that memory accesses move
+    loaded: int  # bytes of all loads that are in no loop, or of one step of a loop
+    rows: int  # of the largest product; 0: there is none
+    is_narrow: bool  # tensor cores, which take operands of 16 bits from shared memory
+    once: int  # bytes of shared memory for operands of products, kept for all steps
+    per_step: int  # the same, which a pipelined loop has once per stage
+    reads_own_writes: bool = False  # in a loop, where loading ahead would be too early
+    streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
+
+    @staticmethod
+    def of(kernel: Kernel) -> "Need":
+        return _Count(kernel).need()
+
+    def registers(self, warps: int) -> int:
+        """Of one thread."""
+        return OVERHEAD + -(-self.words // (32 * warps))
+
+    def resident(self, warps: int, chip: Gpu, shared: int = 0) -> int:
+        """Programs that are on a multiprocessor at once; at least one."""
+        threads = 32 * warps
+        registers = min(self.registers(warps), chip.registers_per_thread)
+        rounded = -(-registers // 8) * 8
+        limits = [
+            chip.registers // (rounded * threads),
+            chip.threads_per_core // threads,
+        ]
+        if shared:
+            limits.append(chip.shared.bytes // shared)
+        return max(1, min(limits))
+
+
+class _Count:
+    """Walks a promoted kernel once."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.ops = list(walk(kernel.body))
+        self.producers = {v: op for op in self.ops for v in op.results}
+        self.dots = [Dot.of(op) for op in self.ops if op.name == "dot"]
+        self.used = _users(self.ops)
+        self.same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        self.roots = Roots(kernel)
+        refs = [ref for op in self.ops for ref in written_refs(op)]
+        self.written = set(map(self.root, refs))
+
+    def root(self, ref: Value) -> Value:
+        """The memory that a ref is a part of."""
+        root = self.roots.of(ref)
+        return self.same.get(root, root)
+
+    def need(self) -> Need:
+        loops = [op for op in self.ops if op.name == "for"]
+        in_loops = {
+            op for loop in loops for op in walk(loop.regions[0]) if op.name == "load"
+        }
+        loads = [op for op in self.ops if op.name == "load"]
+        fed = {op for op in loads if self.feeds_dot(op)}
+        tiles = [v for op in self.ops for v in op.results if not v.is_ref]
+        outside = sum(_bytes(op.result) for op in loads if op not in in_loops)
+        inside = max((self.step_bytes(loop) for loop in loops), default=0)
+        return Need(
+            words=self.peak(self.kernel.body, set()),
+            elements=max(map(_elements, tiles), default=1),
+            narrowest=min(self.widths(), default=4),
+            loaded=max(outside, inside),
+            rows=max((_rows(dot) for dot in self.dots), default=0),
+            is_narrow=any(dot.lhs.value.tile.dtype.bits <= 16 for dot in self.dots),
+            once=self.kept(fed - in_loops),
+            per_step=max((self.step_bytes(loop, fed) for loop in loops), default=0),
+            reads_own_writes=self.reads_own_writes(loops),
+            streams={
+                loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
+            },
+        )
+
+    def widths(self) -> Iterator[int]:
+        for op in self.ops:
+            if op.name in ("load", "store"):
+                yield max(1, op.operands[0].ref.dtype.bits // 8)
+
+    def step_bytes(self, loop: Op, among: set[Op] | None = None) -> int:
+        """Of the loads of one step, not counting loops further in."""
+        return sum(
+            _bytes(op.result)
+            for op in loop.regions[0].ops
+            if op.name == "load" and (among is None or op in among)
+        )
+
+    def feeds_dot(self, op: Op) -> bool:
+        """Whether a loaded tile is an operand of products and nothing else."""
+        users = self.used.get(op.result, [])
+        moved = ("transpose", "reshape")
+        return bool(users) and all(
+            user.name == "dot" or (user.name in moved and self.feeds_dot(user))
+            for user in users
+        )
+
+    def kept(self, loads: set[Op]) -> int:
+        """Shared memory of operands that are no loads of the loop.
+
+        A computed left operand is taken from registers, a right one is not.
+        """
+        computed = {
+            dot.rhs.value for dot in self.dots if not self.is_loaded(dot.rhs.value)
+        }
+        tiles = chain((op.result for op in loads), computed)
+        return sum(map(_bytes, tiles))
+
+    def is_added(self, product: Value) -> bool:
+        return [user.name for user in self.used.get(product, [])] == ["add"]
+
+    def is_loaded(self, value: Value) -> bool:
+        op = self.producers.get(value)
+        while op is not None and op.name in ("transpose", "reshape"):
+            op = self.producers.get(op.operands[0])
+        return op is not None and op.name == "load"
+
+    def is_stream(self, loop: Op) -> bool:
+        """Whether Triton may load a step of the loop ahead: no product (which it
+        pipelines anyway), no write to what is loaded, no addresses from memory."""
+        inner = list(walk(loop.regions[0]))
+        if any(op.name in ("dot", "while", "for") for op in inner):
+            return False
+        loads = [op for op in loop.regions[0].ops if op.name == "load"]
+        return bool(loads) and all(
+            self.is_plain(op) for op in inner if op.name == "load"
+        )
+
+    def is_plain(self, load: Op) -> bool:
+        index = Access.of(load).index
+        gathers = any(isinstance(entry, Gather) for entry in index)
+        return not gathers and self.root(load.operands[0]) not in self.written
+
+    def reads_own_writes(self, loops: Sequence[Op]) -> bool:
+        inner = (op for loop in loops for op in walk(loop.regions[0]))
+        return any(
+            op.name == "load" and self.root(op.operands[0]) in self.written
+            for op in inner
+        )
+
+    # --- registers ---
+
+    def peak(self, block: Block, after: set[Value]) -> int:
+        """Most words live at once in a block, with what is needed after it."""
+        live = after | {self.held(v) for v in block.yields}
+        most = total = sum(map(self.words, live))
+        for op in reversed(block.ops):
+            gone = live.intersection(op.results)
+            live -= gone
+            total -= sum(map(self.words, gone))
+            for region in op.regions:
+                most = max(most, self.peak(region, live | self.captured(region)))
+            uses = {self.held(v) for v in op.operands}
+            uses |= set().union(*map(self.captured, op.regions))
+            new = uses - live
+            live |= new
+            total += sum(map(self.words, new))
+            most = max(most, total)
+        return most
+
+    def captured(self, region: Block) -> set[Value]:
+        """Values from outside that a region uses."""
+        inside = set(region.params)
+        uses: list[Value] = [*region.yields]
+        for op in walk(region):
+            inside.update(op.results)
+            for inner in op.regions:
+                inside.update(inner.params)
+                uses += inner.yields
+            uses += op.operands
+        return {self.held(v) for v in uses} - inside
+
+    def held(self, value: Value) -> Value:
+        """The value whose registers these are: a spread tile takes those it spreads."""
+        op = self.producers.get(value)
+        while op is not None and op.name in ("broadcast_in_dim", "reshape"):
+            value = op.operands[0]
+            op = self.producers.get(value)
+        return value
+
+    def words(self, value: Value) -> int:
+        if value.is_ref or not value.tile.shape:
+            return 0
+        op = self.producers.get(value)
+        if op is not None and op.name in ("constant", "iota"):
+            return 0
+        if op is not None and op.name == "load" and self.feeds_dot(op):
+            return 0  # in shared memory
+        if op is not None and op.name == "dot" and self.is_added(value):
+            return 0  # in the registers of the sum
+        bits = 8 if value.tile.dtype.is_bool else value.tile.dtype.bits
+        return _elements(value) * bits // 32
+
+
+def _users(ops: Sequence[Op]) -> dict[Value, list[Op]]:
+    users: dict[Value, list[Op]] = {}
+    for op in ops:
+        for value in op.operands:
+            users.setdefault(value, []).append(op)
+    return users
+
+
+def _rows(dot: Dot) -> int:
+    return power_of_two(prod(dot.lhs.sizes(dot.lhs.free)))
+
+
+def _elements(value: Value) -> int:
+    return prod(physical(value.tile.shape))
+
+
+def _bytes(value: Value) -> int:
+    return _elements(value) * value.tile.dtype.bits // 8
+
+
+# --- choices ---
+
+
+def _warps(need: Need, chip: Gpu) -> int:
+    return _product_warps(need, chip) if need.rows else _stream_warps(need, chip)
+
+
+def _product_warps(need: Need, chip: Gpu) -> int:
+    """A warpgroup per 64 rows, at most two unless registers ask for more."""
+    useful = 8 if need.rows >= 2 * WARPGROUP_ROWS else 4
+    warps = 4
+    while warps < useful and need.registers(warps) > COMFORTABLE:
+        warps *= 2
+    while warps < 16 and need.registers(warps) > chip.registers_per_thread:
+        warps *= 2
+    return warps
+
+
+def _stream_warps(need: Need, chip: Gpu) -> int:
+    """The fewest that keep memory busy, with loads as wide as they can be."""
+    per_warp = 32 * (VECTOR_BYTES // need.narrowest)
+    fewest = max(1, min(4, need.elements // per_warp))
+    most = max(fewest, min(16, need.elements // per_warp))
+    counts = [w for w in (1, 2, 4, 8, 16) if fewest <= w <= most]
+    return max(counts, key=lambda warps: (_busy(need, warps, chip), -warps))
+
+
+def _busy(need: Need, warps: int, chip: Gpu) -> float:
+    """The share of the memory's rate that programs can ask for, as far as known."""
+    if need.registers(warps) > chip.registers_per_thread:
+        return 0.0  # tiles would go to memory and back
+    programs = need.resident(warps, chip)
+    wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
+    in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
+    return in_flight * min(1.0, programs * warps / BUSY_WARPS)
+
+
+def _stages(need: Need, warps: int, chip: Gpu) -> int:
+    """As many buffers as fit beside as many programs as registers allow."""
+    if not need.rows:
+        return 1
+    size, most = need.once + need.per_step, chip.shared.bytes
+    if size > most and need.is_narrow:
+        raise ResourceError(
+            "the operands of a product do not fit into shared memory",
+            [("needed", f"{size} bytes"), (chip.name, f"{most} bytes")],
+            fix="use smaller blocks",
+        )
+    if not need.per_step or need.reads_own_writes:
+        return 1
+    for programs in range(need.resident(warps, chip), 0, -1):
+        left = most // programs - need.once - RESERVED
+        stages = min(MOST_STAGES, left // need.per_step)
+        if stages >= GOOD_STAGES:
+            return stages
+    return max(1, min(MOST_STAGES, (most - need.once - RESERVED) // need.per_step))
+
+
+def _stream_stages(size: int, need: Need, warps: int, chip: Gpu) -> int:
+    """Steps of a loop without products in flight, in shared memory."""
+    programs = need.resident(warps, chip)
+    left = chip.shared.bytes // programs - need.once - RESERVED
+    return max(1, min(GOOD_STAGES, left // max(size, 1)))
+
+
+def _group(kernel: Kernel, need: Need, warps: int, chip: Gpu) -> int:
+    """Rows of tiles that programs run through together, column by column.
+
+    Programs that run at the same time then need few rows and few columns of the
+    operands, which the cache holds. 1: programs are in the grid's own order.
+    """
+    found = _tiled_axes(kernel)
+    if found is None:
+        return 1
+    (rows, columns), (row_bytes, column_bytes) = found
+    wave = chip.cores * need.resident(warps, chip, need.once + need.per_step)
+    # rows * row_bytes + wave / rows * column_bytes is least at
+    best = power_of_two(isqrt(max(1, wave * column_bytes // row_bytes)))
+    best = min(best, power_of_two(rows) // 2 or 1)
+    return best if columns > max(1, wave // best) else 1
+
+
+def _tiled_axes(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Sizes of the last two axes of the grid, and bytes of the operands that move along
+    one of them alone, if each has some."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    if any(not isinstance(n, int) for n in pipeline.sizes):
+        return None
+    sizes = [n for n in pipeline.sizes if isinstance(n, int)]
+    if len(sizes) < 2 or min(sizes[-2:]) == 1:
+        return None
+    row, column = pipeline.ids[-2:]
+    taken = {row: 0, column: 0}
+    loops = [op for op in walk(pipeline.body) if op.name == "for"]
+    in_loops = {inner for loop in loops for inner in walk(loop.regions[0])}
+    for op, axes in _moving_with(pipeline).items():
+        if op.name == "load" and op in in_loops:
+            for axis, other in ((row, column), (column, row)):
+                if axis in axes and other not in axes:
+                    taken[axis] += _bytes(op.result)
+    if not all(taken.values()):
+        return None
+    return (sizes[-2], sizes[-1]), (taken[row], taken[column])
+
+
+def _moving_with(pipeline: Pipeline) -> dict[Op, frozenset[Value]]:
+    """The grid indices that each op's operands depend on."""
+    moves = {v: frozenset({v}) for v in pipeline.ids}
+    found: dict[Op, frozenset[Value]] = {}
+    for op in walk(pipeline.body):
+        axes = frozenset[Value]().union(
+            *(moves.get(v, frozenset()) for v in op.operands)
+        )
+        found[op] = axes
+        moves |= dict.fromkeys(op.results, axes)
+    return found
+
+
+def _evictions(kernel: Kernel) -> dict[Op, str]:
+    """What each program reads for itself leaves the cache first, what all read last."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    pairs = zip(pipeline.ids, pipeline.sizes, strict=True)
+    several = {v for v, n in pairs if n != 1}
+    moving = _moving_with(pipeline)
+    loads = [
+        op for op in pipeline.body.ops if op.name == "load" and op.result.tile.shape
+    ]
+    if not several or len(loads) < 2:
+        return {}
+    own = {op: "first" for op in loads if moving[op] >= several}
+    shared = {op: "last" for op in loads if not moving[op] & several}
+    return {**own, **shared} if own and shared else {}

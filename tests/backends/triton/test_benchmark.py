@@ -1,0 +1,43 @@
+"""`benchmarks/gpu.py` without a GPU: it runs, and its kernels become Triton's IR."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import gpu
+from pallasite.primitive import calls_in, prepared
+from tests.backends.triton.harness import compiled
+
+SMALL = gpu.Options(small=True, warps=(None,), stages=(None,))
+PROBLEMS = {problem.name: problem for problem in gpu.problems(SMALL)}
+LABELS = ("128x128", "1 rows")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_our_kernels_are_emitted(name, monkeypatch):
+    monkeypatch.setattr(gpu, "_backends", lambda: ("triton",))
+    (problem,) = (p for p in gpu.problems(SMALL) if p.name == name)
+    for contender, make in problem.contenders.items():
+        if contender.startswith("ours") and any(x in contender for x in LABELS):
+            run, operands = make()
+            for call in calls_in(run, *operands):
+                compiled(prepared(call))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a look at the script")
+def test_numbers_are_written_and_failures_do_not_stop_it(tmp_path, capsys):
+    path = tmp_path / "chip.json"
+    short = ["--small", "--rounds", "1", "--calls", "1", "--json", str(path)]
+    assert gpu.main(["rmsnorm", *short]) == 0
+    out = capsys.readouterr().out
+    assert "rmsnorm gradient" in out and "failed" in out  # torch has no GPU
+    found = json.loads(path.read_text())
+    assert set(found["problems"]) == {"rmsnorm", "rmsnorm gradient"}
+    rows = {row["contender"]: row for row in found["problems"]["rmsnorm"]}
+    assert rows["ours cpu 1 rows"]["error"] < 1e-2 and rows["XLA"]["ms"] > 0
+
+
+def test_problems_are_selected_by_name(capsys):
+    assert gpu.main(["--list", "gradient"]) == 0
+    assert capsys.readouterr().out.split("\n")[0] == "attention gradient d128 full"

@@ -1,0 +1,320 @@
+"""Warps, stages and program order: what the cost model chooses, as text."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.backends import base
+from pallasite.backends.triton.launch import GROUP, STAGES, WARPS
+from pallasite.errors import ResourceError
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
+from pallasite.target import GPUS
+from tests.backends.triton.harness import compiled, simulated
+
+H200 = GPUS["h200"]
+
+
+def notes(function, *operands, chip=H200, **params):
+    """What is noted on the grid of the function's only kernel."""
+    (kernel,) = kernels_in(function, *operands)
+    options = base.Options(compiler_params=params, chip=chip)
+    made = base.Compiled(base.get("triton"), kernel, options)
+    return dict(find_pipeline(made.scheduled).attrs)
+
+
+def warps_and_stages(function, *operands, **how):
+    found = notes(function, *operands, **how)
+    return found[WARPS], found[STAGES]
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+# --- matrix products ---
+
+
+def matmul(m, n, k):
+    """Accumulates along the third grid axis into scratch."""
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], preferred_element_type=jnp.float32
+        )
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    def call(x, y):
+        (rows, depth), columns = x.shape, y.shape[1]
+        return pl.pallas_call(
+            kernel,
+            out_shape=shape(rows, columns, dtype=x.dtype),
+            grid=(pl.cdiv(rows, m), pl.cdiv(columns, n), pl.cdiv(depth, k)),
+            in_specs=[
+                pl.BlockSpec((m, k), lambda i, j, k: (i, k)),
+                pl.BlockSpec((k, n), lambda i, j, k: (k, j)),
+            ],
+            out_specs=pl.BlockSpec((m, n), lambda i, j, k: (i, j)),
+            scratch_shapes=[pltpu.VMEM((m, n), jnp.float32)],
+        )(x, y)
+
+    return call
+
+
+LARGE = shape(8192, 8192)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "want"),
+    [
+        ((128, 256, 64), (8, 4)),
+        ((256, 128, 64), (8, 4)),
+        ((128, 128, 64), (8, 3)),  # two programs share a multiprocessor
+        ((64, 64, 64), (4, 3)),
+        ((256, 256, 32), (16, 4)),  # 256 registers per thread would be too many
+        ((32, 32, 32), (4, 4)),
+    ],
+    ids=str,
+)
+def test_matmul(blocks, want):
+    assert warps_and_stages(matmul(*blocks), LARGE, LARGE) == want
+
+
+def test_fewer_stages_where_less_shared_memory_is():
+    blocks = matmul(128, 256, 64)
+    assert warps_and_stages(blocks, LARGE, LARGE, chip=GPUS["a100"]) == (8, 3)
+
+
+def test_operands_beyond_shared_memory_are_refused_with_numbers():
+    with pytest.raises(ResourceError) as refusal:
+        notes(matmul(512, 512, 512), LARGE, LARGE)
+    text = str(refusal.value)
+    assert "1048576 bytes" in text and "h200" in text and "smaller blocks" in text
+
+
+def test_what_the_author_gives_is_taken():
+    found = warps_and_stages(
+        matmul(128, 256, 64), LARGE, LARGE, num_warps=4, num_stages=2
+    )
+    assert found == (4, 2)
+
+
+# --- attention ---
+
+
+def attention(block_q, block_k):
+    def kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref):
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _():
+            m_ref[...] = jnp.full_like(m_ref, -jnp.inf)
+            l_ref[...] = jnp.zeros_like(l_ref)
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        scores = jnp.dot(q_ref[0], k_ref[0].T, preferred_element_type=jnp.float32)
+        m = jnp.maximum(m_ref[...], scores.max(1, keepdims=True))
+        p, alpha = jnp.exp(scores - m), jnp.exp(m_ref[...] - m)
+        l_ref[...] = alpha * l_ref[...] + p.sum(1, keepdims=True)
+        acc_ref[...] = alpha * acc_ref[...] + jnp.dot(
+            p.astype(v_ref.dtype), v_ref[0], preferred_element_type=jnp.float32
+        )
+        m_ref[...] = m
+
+        @pl.when(step == pl.num_programs(2) - 1)
+        def _():
+            o_ref[0] = (acc_ref[...] / l_ref[...]).astype(o_ref.dtype)
+
+    def call(q, k, v):
+        heads, length, depth = q.shape
+        row = pl.BlockSpec((1, block_q, depth), lambda h, i, j: (h, i, 0))
+        column = pl.BlockSpec((1, block_k, depth), lambda h, i, j: (h, j, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=shape(*q.shape, dtype=q.dtype),
+            grid=(heads, length // block_q, length // block_k),
+            in_specs=[row, column, column],
+            out_specs=row,
+            scratch_shapes=[
+                pltpu.VMEM((block_q, 1), jnp.float32),
+                pltpu.VMEM((block_q, 1), jnp.float32),
+                pltpu.VMEM((block_q, depth), jnp.float32),
+            ],
+        )(q, k, v)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("blocks", "want"), [((128, 128), (8, 3)), ((64, 64), (4, 3))], ids=str
+)
+def test_attention(blocks, want):
+    heads = shape(64, 4096, 128)
+    found = notes(attention(*blocks), heads, heads, heads)
+    assert (found[WARPS], found[STAGES]) == want
+    assert GROUP not in found  # programs of one head follow one another already
+
+
+# --- rows ---
+
+
+def softmax(x):
+    def kernel(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        e = jnp.exp(x - x.max(-1, keepdims=True))
+        o_ref[...] = (e / e.sum(-1, keepdims=True)).astype(o_ref.dtype)
+
+    row = pl.BlockSpec((1, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape(*x.shape),
+        grid=x.shape[0],
+        in_specs=[row],
+        out_specs=row,
+    )(x)
+
+
+def copy(block):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    def call(x):
+        part = pl.BlockSpec((block,), lambda i: (i,))
+        return pl.pallas_call(
+            kernel,
+            out_shape=shape(*x.shape, dtype=x.dtype),
+            grid=pl.cdiv(x.size, block),
+            in_specs=[part],
+            out_specs=part,
+        )(x)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("columns", "want"), [(1024, 4), (8192, 4), (32768, 16), (256, 1)]
+)
+def test_rows_get_as_many_warps_as_their_registers_need(columns, want):
+    assert warps_and_stages(softmax, shape(4096, columns)) == (want, 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "want"),
+    [(128, "float32", 1), (128, "int8", 1), (512, "float32", 4), (4096, "int8", 4)],
+)
+def test_every_thread_loads_sixteen_bytes(block, dtype, want):
+    assert warps_and_stages(copy(block), shape(1 << 20, dtype=dtype)) == (want, 1)
+
+
+def test_backward_of_softmax_keeps_its_tiles_in_registers():
+    backward = lambda x, g: jax.vjp(softmax, x)[1](g)[0]
+    x = shape(16384, 8192)
+    kernel = kernels_in(backward, x, x)[-1]
+    made = base.Compiled(base.get("triton"), kernel, base.Options(chip=H200))
+    assert find_pipeline(made.scheduled).attrs[WARPS] == 16
+
+
+def test_the_cache_keeps_what_all_programs_read():
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...]
+
+    row = pl.BlockSpec((1, 512), lambda i: (i, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape(64, 512),
+        grid=64,
+        in_specs=[row, pl.BlockSpec((1, 512), lambda i: (0, 0))],
+        out_specs=row,
+    )
+    (kernel,) = kernels_in(call, shape(64, 512), shape(1, 512))
+    text, _ = compiled(kernel)
+    first, last = (line for line in text.splitlines() if "tt.load" in line)
+    assert "evictionPolicy = evict_first" in first
+    assert "evictionPolicy = evict_last" in last
+
+
+# --- loops that stream ---
+
+
+def column_sums(x):
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += x_ref[...].astype(jnp.float32).sum(0, keepdims=True)
+
+    rows, columns = x.shape
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape(1, columns, dtype=jnp.float32),
+        grid=(columns // 128, rows // 8),
+        in_specs=[pl.BlockSpec((8, 128), lambda j, i: (i, j))],
+        out_specs=pl.BlockSpec((1, 128), lambda j, i: (0, j)),
+    )(x)
+
+
+def test_a_loop_that_streams_memory_loads_ahead():
+    (kernel,) = kernels_in(column_sums, shape(64, 256))
+    text, launch = compiled(kernel)
+    assert "} {tt.num_stages = 3 : i32}" in text
+    assert launch.config["num_stages"] == 1  # of products, which there are none
+    text, _ = compiled(kernel, num_stages=1)
+    assert "tt.num_stages" not in text
+    x = np.arange(64 * 256, dtype=np.float32).reshape(64, 256).astype(jnp.bfloat16)
+    want = x.astype(np.float32).sum(0, keepdims=True)
+    np.testing.assert_allclose(simulated(kernel, [x])[0], want)
+
+
+def test_a_loop_that_reads_what_it_writes_does_not_load_ahead():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+        def step(i, _):
+            o_ref[pl.ds(i + 1, 1), :] = o_ref[pl.ds(i, 1), :] + 1
+
+        jax.lax.fori_loop(0, 7, step, None)
+
+    call = pl.pallas_call(kernel, out_shape=shape(8, 128, dtype=jnp.float32))
+    (kernel,) = kernels_in(call, shape(8, 128, dtype=jnp.float32))
+    text, _ = compiled(kernel)
+    assert "scf.for" in text and "tt.num_stages" not in text
+
+
+# --- program order ---
+
+
+def test_tiles_of_large_products_are_run_in_groups():
+    assert notes(matmul(128, 256, 64), LARGE, LARGE)[GROUP] == 16
+
+
+def test_no_groups_where_the_grid_is_narrow():
+    narrow = shape(8192, 512)
+    assert GROUP not in notes(matmul(128, 256, 64), LARGE, narrow)
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_groups_change_the_order_not_the_result(rows):
+    """Every tile once, with and without a last group of fewer rows."""
+    chip = replace(H200, cores=1)
+    x = np.random.default_rng(0).integers(-4, 5, (16 * rows, 16)).astype(np.float32)
+    y = np.random.default_rng(1).integers(-4, 5, (16, 16 * 12)).astype(np.float32)
+    (kernel,) = kernels_in(matmul(16, 16, 8), x, y)
+    made = base.Compiled(base.get("triton"), kernel, base.Options(chip=chip))
+    assert find_pipeline(made.scheduled).attrs[GROUP] == 4
+    assert ("arith.minsi" in made["ttir"]) == (rows == 7)
+    (got,) = simulated(run_passes(kernel), [x, y], chip=chip)
+    np.testing.assert_array_equal(got, x @ y)

@@ -1,0 +1,83 @@
+"""Approximations are taken where a result is rounded to 16 bits anyway, only there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.primitive import kernels_in
+from tests.backends.triton.harness import compiled
+
+ROUGH, EXACT = ("math.exp", "arith.divf"), ("__nv_expf", "tt.precise_divf")
+
+
+def text_of(body, dtype, *more):
+    """TTIR of a kernel that stores `body(x)` of an f32 block x, as `dtype`."""
+
+    def kernel(x_ref, *o_refs):
+        found = body(x_ref[...])
+        found = found if isinstance(found, tuple) else (found,)
+        for ref, value in zip(o_refs, found, strict=True):
+            ref[...] = value.astype(ref.dtype)
+
+    outs = [jax.ShapeDtypeStruct((8, 128), d) for d in (dtype, *more)]
+    call = pl.pallas_call(kernel, out_shape=outs)
+    (kernel,) = kernels_in(call, np.zeros((8, 128), np.float32))
+    return compiled(kernel)[0]
+
+
+def softmax(x):
+    e = jnp.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+def test_softmax_to_narrow_floats(dtype):
+    text = text_of(softmax, dtype)
+    assert all(op in text for op in ROUGH)
+    assert not any(op in text for op in EXACT)
+
+
+def test_softmax_in_f32_stays_exact():
+    text = text_of(softmax, jnp.float32)
+    assert all(op in text for op in EXACT)
+    assert not any(op in text for op in ROUGH)
+
+
+SEEN = {
+    "difference": lambda x: jnp.exp(x) - 1,
+    "argument": lambda x: jnp.sin(jnp.exp(x)),
+    "comparison": lambda x: jnp.where(jnp.exp(x) > 1, x, 0.0),
+    "integer": lambda x: jnp.exp(x).astype(jnp.int32).astype(jnp.float32),
+    "product of f32": lambda x: jnp.dot(jnp.exp(x), x.T),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_shows_the_last_bits_stays_exact(name):
+    body = SEEN[name]
+    wide = lambda x: jnp.broadcast_to(body(x)[:, :1], x.shape)
+    text = text_of(wide if name == "product of f32" else body, jnp.bfloat16)
+    assert "__nv_expf" in text and "math.exp" not in text
+
+
+def test_a_second_use_in_f32_is_exact():
+    text = text_of(lambda x: (jnp.exp(x), jnp.exp(x)), jnp.bfloat16, jnp.float32)
+    assert "__nv_expf" in text and "math.exp" not in text
+
+
+def test_sums_carried_through_a_loop():
+    """As in attention: carried along, and rounded after the last step."""
+
+    def body(x):
+        step = lambda i, acc: 0.5 * acc + jnp.exp(x * i.astype(jnp.float32))
+        return jax.lax.fori_loop(0, 8, step, jnp.zeros_like(x))
+
+    assert "math.exp" in text_of(body, jnp.bfloat16)
+    assert "__nv_expf" in text_of(body, jnp.float32)
+
+
+def test_reductions_of_all_elements_move_none():
+    text = text_of(lambda x: jnp.broadcast_to(x.sum(), x.shape), jnp.float32)
+    assert "allow_reorder" in text and text.count('"tt.reduce"') == 1
