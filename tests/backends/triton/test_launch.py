@@ -10,7 +10,8 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends import base
-from pallasite.backends.triton.launch import GROUP, STAGES, WARPS
+from pallasite.backends.triton import PASSES
+from pallasite.backends.triton.launch import GROUP, STAGES, WARPS, schedule_launch
 from pallasite.errors import ResourceError
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
@@ -22,11 +23,10 @@ H200 = GPUS["h200"]
 
 
 def notes(function, *operands, chip=H200, **params):
-    """What is noted on the grid of the function's only kernel."""
+    """What is noted on the grid of the function's only kernel, in its own blocks."""
     (kernel,) = kernels_in(function, *operands)
-    options = base.Options(compiler_params=params, chip=chip)
-    made = base.Compiled(base.get("triton"), kernel, options)
-    return dict(find_pipeline(made.scheduled).attrs)
+    scheduled = run_passes(run_passes(kernel), PASSES)
+    return dict(find_pipeline(schedule_launch(scheduled, params, chip)).attrs)
 
 
 def warps_and_stages(function, *operands, **how):
