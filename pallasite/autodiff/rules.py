@@ -28,6 +28,7 @@ from pallasite.autodiff.activity import activity
 from pallasite.autodiff.tangent import NoTangentKernel, TangentKernel, tangent_kernel
 from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
+from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.partition import pull_back_rule
 from pallasite.passes.shard import shard
 from pallasite.primitive import Call, call_p
@@ -326,7 +327,21 @@ def _jvp_cotangent(
             call.kernel.loc,
             "give shard_map check_vma=False, or take it forward over forward",
         )
-    return _jvp_in_line(_cotangents(call, **params), operands, tangents_in)
+    try:
+        return _jvp_in_line(_cotangents(call, **params), operands, tangents_in)
+    except TypeError as error:
+        if "to a custom_vjp function" not in str(error):
+            raise
+    ops = {op.name: op for op in walk(call.kernel.body)}
+    cause = ops.get("while") or ops.get("custom") or ops.get("for")
+    raise UnsupportedError(
+        "a forward derivative of a reverse one cannot be taken through a loop whose "
+        "length only the data decides, nor through a custom_vjp function",
+        [("kernel", call.kernel.name)],
+        call.kernel.loc if cause is None else cause.loc,
+        "jacrev of jacrev, or jacfwd of jacfwd; a loop of static length that does "
+        "nothing past its end; custom_jvp",
+    )
 
 
 def _jvp_in_line(

@@ -119,6 +119,10 @@ def scaled_by_closure(scale):
     return call(lambda x_ref, o_ref: o_ref.__setitem__(..., scaled(x_ref[...]))).sum()
 
 
+def doubled(x_ref, o_ref):
+    o_ref[...] = jax.lax.while_loop(lambda v: v[0, 0] < 9, lambda v: 2 * v, x_ref[...])
+
+
 def add_up(x_ref, o_ref):
     for row in x_ref:
         o_ref[0] += row
@@ -626,6 +630,9 @@ BAD = {
     "pipeline values": lambda: pipeline(x, x),
     "lower without kernel": lambda: pl.lower(jnp.sin)(x),
     "explain_grad without kernel": lambda: pl.explain_grad(jnp.sin)(x),
+    "hessian of a loop": lambda: jax.jvp(
+        jax.grad(lambda v: call(doubled, (v,)).sum()), (x,), (x,)
+    ),
     "traced shape": lambda: stored(lambda x_ref: jnp.zeros((x_ref[0, 0], 128))),
     "traced arange": lambda: stored(lambda x_ref: jnp.arange(x_ref[0, 0])),
     "traced count": lambda: stored(lambda x_ref: jnp.nonzero(x_ref[...])[0]),
