@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.idle_windows import idle_windows
@@ -99,6 +100,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "promote": partial(promote, in_parts=chance(choices, 50)),
         "guard_bounds": guard_bounds,
         "hoist": hoist,
+        "fold_exp2": fold_exp2,
     }
 
 

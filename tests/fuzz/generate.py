@@ -23,6 +23,7 @@ from tests.fuzz.guards import guard, when
 from tests.fuzz.inputs import random_array
 from tests.fuzz.memory import add_product, allocate, load_all, memory_op, store_all
 from tests.fuzz.shapes import tile_op
+from tests.fuzz.softmax import softmax
 from tests.fuzz.windows import (
     Side,
     covering,
@@ -75,13 +76,19 @@ class Family:
 
 FAMILIES = {
     "elementwise": Family((4, 10), (("elementwise", 1),)),
-    "tiles": Family((3, 7), (("tile", 3), ("elementwise", 1))),
+    "tiles": Family((3, 7), (("tile", 6), ("elementwise", 2), ("softmax", 1))),
     "memory": Family(
         (3, 8), (("memory", 6), ("elementwise", 1), ("tile", 1)), features=15
     ),
     "control": Family(
         (1, 4),
-        (("elementwise", 2), ("control", 4), ("memory", 3), ("tile", 1)),
+        (
+            ("elementwise", 4),
+            ("control", 8),
+            ("memory", 6),
+            ("tile", 2),
+            ("softmax", 1),
+        ),
         features=10,
     ),
     "grids": Family(
@@ -577,4 +584,5 @@ _STEPS: dict[str, Callable[[Writer], object]] = {
     "memory": memory_op,
     "allocate": allocate,
     "product": add_product,
+    "softmax": softmax,
 }

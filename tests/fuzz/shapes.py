@@ -260,7 +260,7 @@ class Slices:
             if kind == "point":
                 self.collapsed.append(d)
             else:
-                self.sizes[d] = world.integer(1, n) if kind == "run" else n
+                self.sizes[d] = world.integer(1, n) if kind == "run" and n else n
         self.window = [
             d for d in range(rank) if d not in (*self.collapsed, *self.batched)
         ]

@@ -21,6 +21,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_gpu
+from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
@@ -46,6 +47,7 @@ PASSES = (
     # What a guard held in the loop can move out now.
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
+    Pass("fold_exp2", fold_exp2),
 )
 
 

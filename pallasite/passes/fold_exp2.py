@@ -1,0 +1,301 @@
+"""Exponentials to base two: `exp(c * x - m)` becomes `exp2(c' * x - m')`.
+
+A chip whose exponential has base two multiplies by log2(e) for every other one. Here
+that factor moves to where numbers come from, through all that commutes with a positive
+factor (maxima, differences, selects, carried values): it joins a multiplication by a
+constant that is there already, and constants. So the running maximum of a softmax is
+kept in base two.
+
+Where the factor needs a multiplication of its own, that must be of fewer elements than
+there are exponentials; of less than half as many, where the numbers are not results of
+arithmetic that rounds. Equal numbers stay equal, and finite constants finite:
+`exp(x - x)` is 1 for masked scores, however large the number that masks them. The error
+is that of rounding `c` once more.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import e, isinf, log, log2
+
+import numpy as np
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.rewrite import dead_code
+from pallasite.ir.roles import Loop
+from pallasite.ir.types import F32
+
+LOG2_E, LN_2 = log2(e), log(2)
+LARGEST = float(np.finfo(np.float32).max)
+
+# Ops that commute with a positive factor; of a select, the cases.
+_COMMUTING = ("sub", "add", "neg", "max", "min", "select_n")
+_MOVING = ("broadcast_in_dim", "reshape", "transpose", "slice")
+_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
+# Uses that round, so that one more rounding before them is in their nature.
+_ROUNDING = ("add", "sub", "mul", "div")
+
+
+def fold_exp2(kernel: Kernel) -> Kernel:
+    """Give every exponential base two whose argument comes in base two for less."""
+    code = _Code(kernel.body)
+    groups = [group for group in _groups(code) if group.pays(code)]
+    if not groups:
+        return kernel
+    return dead_code(kernel.with_(body=_Scaling(code, groups).block(kernel.body)))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Where a value is used: as an operand of an op, or as what a region yields."""
+
+    op: Op
+    place: int
+    region: Block | None = None  # None: as an operand
+
+
+class _Code:
+    """Who makes and who uses each value of a kernel."""
+
+    def __init__(self, body: Block):
+        self.makers: dict[Value, Op] = {}
+        self.carried: dict[Value, tuple[Loop, int]] = {}
+        self.uses: dict[Value, list[_Use]] = {}
+        self.exps: list[Op] = []
+        self._visit(body)
+
+    def _visit(self, block: Block) -> None:
+        for op in block.ops:
+            self.makers.update(dict.fromkeys(op.results, op))
+            for n, value in enumerate(op.operands):
+                self.uses.setdefault(value, []).append(_Use(op, n))
+            if op.name == "exp" and op.result.tile.dtype == F32:
+                self.exps.append(op)
+            if op.name == "for":
+                loop = Loop.of(op)
+                for n, value in enumerate(loop.carried):
+                    self.carried[value] = loop, n
+            for region in op.regions:
+                for n, value in enumerate(region.yields):
+                    self.uses.setdefault(value, []).append(_Use(op, n, region))
+                self._visit(region)
+
+    def sources(self, value: Value) -> Sequence[Value] | None:
+        """What must have a factor for a value to have it; None: it must be given it."""
+        op = self.makers.get(value)
+        if op is None:
+            if value not in self.carried:
+                return None
+            loop, n = self.carried[value]
+            return loop.inits[n], loop.yields[n], loop.results[n]
+        if op.name == "for":
+            return (Loop.of(op).carried[op.results.index(value)],)
+        if op.name == "cond":
+            n = op.results.index(value)
+            return tuple(region.yields[n] for region in op.regions)
+        if op.name in _COMMUTING:
+            return op.operands[op.name == "select_n" :]
+        extreme = op.name == "reduce" and op.attrs["kind"] in ("max", "min")
+        return op.operands if extreme or op.name in _MOVING else None
+
+    def constant(self, value: Value) -> float | None:
+        op = self.makers.get(value)
+        return op.attrs["value"] if op is not None and op.name == "constant" else None
+
+    def product(self, value: Value) -> tuple[Value, float] | None:
+        """What is multiplied by a constant to make a value, and the constant."""
+        op = self.makers.get(value)
+        if op is None or op.name != "mul":
+            return None
+        for x, y in (op.operands, op.operands[::-1]):
+            factor = self.constant(y)
+            if factor is not None and abs(factor * LOG2_E) <= LARGEST:
+                return x, factor
+        return None
+
+    def scaled_value(self, use: _Use) -> Value | None:
+        """What has the factor if this use of a value has it."""
+        op = use.op
+        if op.name == "for":
+            n = use.place if use.region else use.place - len(Loop.of(op).bounds)
+            return Loop.of(op).carried[n]
+        if op.name == "cond":
+            return op.results[use.place] if use.region else None
+        return op.results[0] if len(op.results) == 1 else None
+
+
+@dataclass
+class _Group:
+    """Exponentials whose arguments must be in base two together."""
+
+    exps: list[Op]
+    inner: set[Value] = field(default_factory=set)  # made of others by the same op
+    leaves: set[Value] = field(default_factory=set)  # given the factor
+
+    def pays(self, code: _Code) -> bool:
+        costs = [
+            self.use_cost(value, use, code)
+            for value in self.inner
+            for use in code.uses.get(value, ())
+        ]
+        costs += [self.leaf_cost(v, code) for v in self.leaves]
+        made = [v for v in self.leaves if code.constant(v) is None]
+        made = [v for v in made if code.product(v) is None]
+        cut = self.cut(code)
+        # What is kept finite here may be infinite where it comes from somewhere else.
+        if len(cut) > 1 or (cut and made):
+            return False
+        if any(cost is None for cost in costs):
+            return False
+        total = sum(cost for cost in costs if cost is not None)
+        return total < sum(op.result.tile.size for op in self.exps)
+
+    def cut(self, code: _Code) -> set[float]:
+        """Finite constants that would be infinite with the factor."""
+        numbers = {code.constant(v) for v in self.leaves}
+        return {n for n in numbers if n is not None and _is_cut(n)}
+
+    def leaf_cost(self, value: Value, code: _Code) -> int:
+        """How many elements are multiplied for a leaf; twice that if it was exact."""
+        if code.constant(value) is not None:
+            return 0
+        elsewhere = [u for u in code.uses[value] if not self.is_own(u, code)]
+        if code.product(value) is not None and not elsewhere:
+            return 0
+        maker = code.makers.get(value)
+        is_rounded = maker is not None and maker.name in (*_ROUNDING, "dot")
+        return value.tile.size * (1 if is_rounded else 2)
+
+    def use_cost(self, value: Value, use: _Use, code: _Code) -> int | None:
+        """How many elements lose the factor for a use; None: it must not be lost."""
+        if self.is_own(use, code):
+            return 0
+        if use.region is None and use.op.name in _COMPARING:
+            compared = [v in self.inner or code.constant(v) for v in use.op.operands]
+            return None if None in compared or False in compared else 0
+        return value.tile.size if _is_rounded(use, code) else None
+
+    def is_own(self, use: _Use, code: _Code) -> bool:
+        if use.region is None and use.op in self.exps:
+            return True
+        return code.scaled_value(use) in self.inner
+
+
+def _is_rounded(use: _Use, code: _Code) -> bool:
+    """Whether nothing is done to a value but arithmetic that rounds."""
+    if use.region is not None:
+        return False
+    if use.op.name in _MOVING:
+        return all(_is_rounded(u, code) for u in code.uses.get(use.op.result, ()))
+    return use.op.name in _ROUNDING
+
+
+def _groups(code: _Code) -> Iterator[_Group]:
+    groups: list[_Group] = []
+    for op in code.exps:
+        new = _Group([op])
+        pending = [op.operands[0]]
+        while pending:
+            value = pending.pop()
+            if value in new.inner or value in new.leaves:
+                continue
+            sources = code.sources(value)
+            (new.leaves if sources is None else new.inner).add(value)
+            pending += sources or ()
+        joined = [g for g in groups if not g.inner.isdisjoint(new.inner)]
+        for group in joined:
+            new.exps += group.exps
+            new.inner |= group.inner
+            new.leaves |= group.leaves
+        groups = [g for g in groups if g not in joined] + [new]
+    yield from groups
+
+
+def _is_cut(number: float) -> bool:
+    """Whether a finite number would be infinite with the factor."""
+    return not isinf(number) and abs(number) * LOG2_E > LARGEST
+
+
+class _Scaling:
+    """Rewrites code so that the values of groups have the factor."""
+
+    def __init__(self, code: _Code, groups: Sequence[_Group]):
+        self.code = code
+        self.exps = {op for group in groups for op in group.exps}
+        self.inner = set[Value]().union(*(group.inner for group in groups))
+        self.leaves = set[Value]().union(*(group.leaves for group in groups))
+        self.cut = {v: n for g in groups for n in g.cut(code) for v in g.inner}
+        self.scaled: dict[Value, Value] = {}
+
+    def block(self, block: Block, has_factor: Sequence[bool] = ()) -> Block:
+        b = Builder()
+        self.give(block.params, b)
+        for op in block.ops:
+            b.loc = op.loc
+            b.ops.append(self.op(op, b))
+            self.give(op.results, b)
+        pairs = zip(
+            block.yields, has_factor or [False] * len(block.yields), strict=True
+        )
+        yields = [self.two(v) if two else self.natural(v, b) for v, two in pairs]
+        return b.block(block.params, yields)
+
+    def op(self, op: Op, b: Builder) -> Op:
+        if op.name == "for":
+            return self.loop(Loop.of(op), b)
+        is_own = op in self.exps or any(v in self.inner for v in op.results)
+        has_factor = [v in self.inner for v in op.results if op.name == "cond"]
+        regions = tuple(self.block(region, has_factor) for region in op.regions)
+        is_compared = op.name in _COMPARING and any(
+            v in self.inner for v in op.operands
+        )
+        new: Callable[[Value], Value] = lambda v: self.natural(v, b)
+        if (is_own and not op.regions) or is_compared:
+            new = self.two
+        name = "exp2" if op in self.exps else op.name
+        operands = tuple(map(new, op.operands))
+        return op.with_(name=name, operands=operands, regions=regions)
+
+    def loop(self, loop: Loop, b: Builder) -> Op:
+        has_factor = [v in self.inner for v in loop.carried]
+        pairs = zip(loop.inits, has_factor, strict=True)
+        inits = [self.two(v) if two else self.natural(v, b) for v, two in pairs]
+        body = self.block(loop.body, has_factor)
+        return loop.with_(inits=tuple(inits), body=body).to_op()
+
+    def two(self, value: Value) -> Value:
+        """A value with the factor."""
+        return self.scaled.get(value, value)
+
+    def natural(self, value: Value, b: Builder) -> Value:
+        """A value without it."""
+        if value not in self.inner:
+            return value
+        result = b.mul(value, b.like(LN_2, value))
+        if value in self.cut:
+            number = self.cut[value]
+            is_cut = b.eq(value, b.like(_scaled_number(number), value))
+            result = b.select(is_cut, b.like(number, value), result)
+        return result
+
+    def give(self, values: Sequence[Value], b: Builder) -> None:
+        """Multiply what is not made of other values with the factor."""
+        for value in values:
+            if value not in self.leaves:
+                continue
+            number, product = self.code.constant(value), self.code.product(value)
+            if number is not None:
+                made = b.like(_scaled_number(number), value)
+            elif product is not None:
+                x, factor = product
+                made = b.mul(x, b.like(factor * LOG2_E, value))
+            else:
+                made = b.mul(value, b.like(LOG2_E, value))
+            self.scaled[value] = made
+
+
+def _scaled_number(number: float) -> float:
+    """As a multiplication would give it, but finite if the number is."""
+    with np.errstate(over="ignore"):
+        scaled = float(np.float32(number) * np.float32(LOG2_E))
+    return scaled if isinf(number) else min(max(scaled, -LARGEST), LARGEST)
