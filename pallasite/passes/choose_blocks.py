@@ -6,7 +6,7 @@ of `reblock.py` allow, and estimate each. A kernel is changed only if its blocks
 fit the chip, or if that gains much by the estimate; otherwise it stays as it is.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil, prod
@@ -57,6 +57,12 @@ class _Blocks:
         """How often a program runs its body."""
         grid = self.found.pipeline.grid
         return prod(n for a in self.found.info.sequential if (n := grid[a]) is not None)
+
+    @property
+    def is_sized_at_run_time(self) -> bool:
+        """Whether only the run knows how many programs there are."""
+        grid = self.found.pipeline.grid
+        return any(grid[a] is None for a in self.found.info.parallel)
 
     @cached_property
     def free(self) -> list[LoopDim]:
@@ -351,3 +357,45 @@ def _is_last(blocks: _Blocks, dim: LoopDim) -> bool:
     """Whether a dimension is one whose elements are next to each other in memory."""
     arrays = blocks.found.pipeline.arrays
     return any(d == arrays[n].ref.rank - 1 for n, d in dim.windows)
+
+
+# --- CPUs ---
+
+# Waking a thread takes 10 us or more: parts take longer than that.
+LEAST_PART_NS = 40_000
+LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a product
+EVEN = 0.8  # of the threads' time that programs fill: enough
+
+
+def for_threads(
+    kernel: Kernel, threads: int, nanoseconds: Callable[[Kernel], float]
+) -> Kernel:
+    """Enough programs for all threads, where a kernel has too few for its work.
+
+    Args:
+        kernel: what to rewrite.
+        threads: how many there are.
+        nanoseconds: what one thread takes for all of a kernel, by estimate.
+    """
+    blocks = _blocks(kernel) if threads > 1 else None
+    if blocks is None or blocks.is_sized_at_run_time:
+        return kernel
+    programs = blocks.programs({})
+    if _used(programs, threads) >= EVEN:
+        return kernel
+    most = nanoseconds(kernel) // LEAST_PART_NS
+    sizes: dict[LoopDim, int] = {}
+    for dim in sorted(blocks.free, key=lambda d: (_is_last(blocks, d), -d.size)):
+        least = LEAST_ROW if _is_last(blocks, dim) else LEAST_ROWS
+        for n in blocks.parts(dim, least):
+            count = blocks.programs({**sizes, dim: n})
+            if count > most or _used(blocks.programs(sizes), threads) >= EVEN:
+                break
+            if _used(count, threads) > _used(blocks.programs(sizes), threads):
+                sizes[dim] = n
+    return blocks.rewritten(sizes) if sizes else kernel
+
+
+def _used(programs: float, threads: int) -> float:
+    """The part of the threads' time that equal programs fill."""
+    return programs / (threads * max(ceil(programs / threads), 1))
