@@ -12,7 +12,7 @@ from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
-from pallasite.passes.choose_blocks import SHARED_SHARE, STAGES
+from pallasite.passes.gpu_blocks import SHARED_SHARE, STAGES
 from pallasite.target import Gpu
 
 LARGE_TILE = 128 * 128  # elements of a product from which 8 warps pay
