@@ -15,7 +15,8 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import dead_code, users_of, with_regions
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
-from pallasite.passes.reblock import CannotReblock, Part, in_pipeline
+from pallasite.passes.reblock import in_pipeline
+from pallasite.passes.resized_code import CannotReblock, Part
 from pallasite.passes.widen_k import adds_up, only_user
 
 

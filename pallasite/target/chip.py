@@ -58,6 +58,7 @@ class Tpu(Chip):
     topology: str = ""  # what libtpu compiles for: the smallest slice
     is_lite: bool = False
     sparse: SparseCore | None = None
+    scoped_vmem: int = 16 * MIB  # what XLA lets one kernel have, unless told otherwise
     lanes: int = 128
     sublanes: int = 8
 

@@ -5,6 +5,7 @@ with `using`. Backends choose vector widths and instructions by these facts only
 """
 
 import ctypes
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Host:
     features: frozenset[str] = frozenset()
     l1_bytes: int = 48 << 10  # of one core's data cache
     l2_bytes: int = 2 << 20  # of one core
+    threads: int = 1  # that can run at once
     # What one core takes, roughly: enough to tell microseconds from milliseconds.
     ns_per_flop: float = 0.01
     ns_per_transcendental: float = 0.8
@@ -68,13 +70,13 @@ def using(host: Host) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def host_of(features: frozenset[str], **caches: Any) -> Host:
+def host_of(features: frozenset[str], **others: Any) -> Host:
     """The vector unit that a set of LLVM feature names describes."""
     if "avx512f" in features:
-        return Host(64, 32, features, **caches)
+        return Host(64, 32, features, **others)
     if "avx2" in features:
-        return Host(32, 16, features, **caches)
-    return Host(16, 32 if "neon" in features else 16, features, **caches)
+        return Host(32, 16, features, **others)
+    return Host(16, 32 if "neon" in features else 16, features, **others)
 
 
 @cache
@@ -86,7 +88,14 @@ def _this_computer() -> Host:
         features.add("neon")
     if not _may_use_tiles(features):
         features = {name for name in features if not name.startswith("amx")}
-    return host_of(frozenset(features), **_caches())
+    return host_of(frozenset(features), threads=_threads(), **_caches())
+
+
+def _threads() -> int:
+    """How many threads this process may run at once, which is how many XLA has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _caches() -> dict[str, int]:

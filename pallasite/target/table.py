@@ -62,13 +62,13 @@ TPUS: dict[str, Tpu] = {
             "v6e", (32, 1640), 128, {"bf16": 918 * T, "i8": 1836 * T},
             device_kinds=("TPU v6 lite", "TPU v6e"), cores=1, generation=6, mxus=2,
             mxu_size=256, topology="v6e:2x2", is_lite=True,
-            sparse=SparseCore(2, 16, 8, 256 * KIB),
+            sparse=SparseCore(2, 16, 8, 256 * KIB), scoped_vmem=32 * MIB,
         ),
         _tpu(
             "7x", (96, 3690), 64, {"bf16": 1153 * T, "f8e4m3fn": 2307 * T},
             device_kinds=("TPU7x", "TPU 7x"), cores=1, generation=7, mxus=2,
             mxu_size=256, topology="TPU7x:2x2x1",
-            sparse=SparseCore(2, 16, 16, 512 * KIB),
+            sparse=SparseCore(2, 16, 16, 512 * KIB), scoped_vmem=32 * MIB,
         ),
     )
 }  # fmt: skip

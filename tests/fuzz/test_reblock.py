@@ -12,7 +12,8 @@ from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
-from pallasite.passes.reblock import CannotReblock, cut, grow
+from pallasite.passes.reblock import cut, grow
+from pallasite.passes.resized_code import CannotReblock
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same
 from tests.fuzz.blocks import block_kernel
 from tests.fuzz.choices import Seeded, Stream, pick

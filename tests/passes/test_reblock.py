@@ -10,7 +10,8 @@ from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
-from pallasite.passes.reblock import CannotReblock, cut, grow
+from pallasite.passes.reblock import cut, grow
+from pallasite.passes.resized_code import CannotReblock
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code
 

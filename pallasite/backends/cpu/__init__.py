@@ -12,7 +12,7 @@ from pallasite import target
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.own_inputs import own_inputs
-from pallasite.backends.cpu.call.parallel_units import share_programs
+from pallasite.backends.cpu.call.parallel_units import nanoseconds, share_programs
 from pallasite.backends.cpu.dot.fusion import fuse_dot_sums
 from pallasite.backends.cpu.dot.pack_once import pack_once
 from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
@@ -21,6 +21,7 @@ from pallasite.backends.cpu.tiles.plan_memory import plan_memory
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
@@ -37,8 +38,11 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
     """The passes before LLVM text for this CPU."""
     computed = host.l2_bytes // 8  # of a computed tile, so that it stays in L2
     strip = host.l1_bytes // 3  # of a tile, so that those of one row's code stay in L1
+    blocks = partial(for_threads, threads=host.threads, nanoseconds=nanoseconds)
     return (
         Pass("own_inputs", own_inputs),
+        Pass("choose_blocks", blocks),
+        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("guard_bounds", guard_bounds),
         Pass(

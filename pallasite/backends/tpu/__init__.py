@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.run import Pass
+from pallasite.target import Tpu
 
 
 class TpuBackend:
@@ -32,12 +33,15 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.schedule import schedule
+        from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
 
         return (
+            *self._blocks(options),
+            Pass("canonicalize", canonicalize, if_changed=True),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
             Pass("idle_windows", idle_windows),
@@ -45,6 +49,16 @@ class TpuBackend:
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
+
+    def _blocks(self, options: Options) -> Sequence[Pass]:
+        """Larger blocks, where it is known what there is room for."""
+        from pallasite.passes.tpu_blocks import for_tpu
+
+        if not isinstance(options.chip, Tpu):
+            return ()
+        limit = options.compiler_params.get("vmem_limit_bytes")
+        blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
+        return (Pass("choose_blocks", blocks),)
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (Stage("mosaic", partial(make_mosaic, debug=options.debug)),)

@@ -1,6 +1,6 @@
 """The Triton backend: tile IR to TTIR, compiled and run by XLA on NVIDIA GPUs.
 
-Reading order: `BACKEND` below, `passes/choose_blocks.py` (blocks that fit the chip),
+Reading order: `BACKEND` below, `passes/gpu_blocks.py` (blocks that fit the chip),
 `passes/promote.py` (grid to programs and loops, refs to values), `launch.py` (warps,
 stages, program order), `emit.py` and the op families next to it. XLA embeds Triton's
 compiler, so neither the triton package nor any CUDA tool is needed.
@@ -20,8 +20,8 @@ from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.choose_blocks import for_gpu
 from pallasite.passes.fold_exp2 import fold_exp2
+from pallasite.passes.gpu_blocks import for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize

@@ -105,9 +105,8 @@ def sharing_of(kernel: Kernel) -> Sharing | None:
     if not parallel:
         return None
     sequential = tuple(a for a in range(len(grid)) if a not in parallel)
-    steps = prod(n for n in grid if n is not None)
     units = prod(n for a in parallel if (n := grid[a]) is not None)
-    unit_ns = max(1, round(_nanoseconds(kernel, steps) / max(units, 1)))
+    unit_ns = max(1, round(nanoseconds(kernel) / max(units, 1)))
     has_atomics = any(name.startswith("atomic") for name in names)
     most = tuple(info.axes[a].most for a in parallel)
     sharing = Sharing(op, parallel, sequential, unit_ns, has_atomics, most)
@@ -134,7 +133,10 @@ def _has_hidden_atomics(names: Set[str]) -> bool:
     return bool(views) and bool(names & {"atomic_rmw", "atomic_cas"})
 
 
-def _nanoseconds(kernel: Kernel, steps: int) -> float:
+def nanoseconds(kernel: Kernel) -> float:
+    """What one thread would take for all of a kernel, by estimate."""
+    grid = Pipeline.of(find_pipeline(kernel)).grid
+    steps = prod(n for n in grid if n is not None)
     total = cost(kernel)
     rounds = 1 if total.exact else UNKNOWN_ROUNDS
     host = target.host()

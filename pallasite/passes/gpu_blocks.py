@@ -1,0 +1,255 @@
+"""gpu_blocks: blocks that fit a GPU's registers and shared memory (`choose_blocks.py`).
+
+Sides of products are cut or grown to tiles that keep the tensor cores busy on as many
+multiprocessors as there are, depths to what several stages of loads have room for;
+other code is cut to what a program has registers for.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import product
+from math import ceil, prod
+
+from pallasite.errors import ResourceError
+from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.roles import Dot
+from pallasite.passes.analysis.loop_dims import LoopDim
+from pallasite.passes.choose_blocks import LEAST_ROW, Blocks, Sizes, blocks_of, is_last
+from pallasite.passes.loop_over_k import why_not_in_rounds
+from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.target import Gpu
+
+# Of what a multiprocessor has: the rest is for addresses, masks and what is in flight.
+SHARED_SHARE = 0.88  # of shared memory, for operands of products
+REGISTER_SHARE = 0.5  # of registers, for results of products
+STAGES = 3  # buffers of operands that keep the tensor cores busy
+LEAST_SIDE = 16  # of a product's tile
+LARGEST_SIDE = 256
+ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
+# By measurement a tile of m x n costs as much as one without edges that has this many
+# more rows and columns; and blocks are changed only if that gains a quarter.
+EDGE_ROWS, EDGE_COLUMNS = 20, 28
+GAIN = 1.25
+LEAST_SECONDS = 5e-6  # what a launch takes: not worth looking at
+COMPUTED_BYTES = 1 << 15  # of a tile that is computed before it is multiplied
+SHORT_TILE = 64  # rows below which Hopper's large matrix instructions are not used
+TILE_ELEMENTS = 8192  # of the largest tile in code without products
+
+
+def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
+    """Blocks that fit a multiprocessor's registers and shared memory.
+
+    Args:
+        kernel: what to rewrite.
+        chip: the GPU.
+        tuned: the author chose stages or warps for these blocks: they stay if they fit.
+
+    Raises:
+        ResourceError: blocks do not fit, and cannot be cut.
+    """
+    blocks = blocks_of(kernel)
+    if blocks is None:
+        return kernel
+    if not blocks.dots:
+        return _without_products(blocks, chip, tuned)
+    return _WithProducts(blocks, chip).kernel(tuned)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _physical(shape: Sequence[int]) -> int:
+    """Elements of a tile on a GPU, where each side is a power of two."""
+    return prod(map(_power_of_two, shape))
+
+
+class _WithProducts:
+    """Blocks of a kernel with products."""
+
+    def __init__(self, blocks: Blocks, chip: Gpu):
+        self.blocks, self.chip = blocks, chip
+
+    def kernel(self, tuned: bool) -> Kernel:
+        own = self.seconds({})
+        if own is not None and (tuned or own < LEAST_SECONDS):
+            return self.blocks.kernel
+        found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
+        if not found:
+            self.refuse()
+            return self.blocks.kernel
+        best, sizes = min(found, key=lambda pair: pair[0])
+        if not sizes or (own is not None and own < GAIN * best):
+            return self.blocks.kernel
+        return self._deeper(self.blocks.rewritten(sizes), sizes)
+
+    def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
+        """Steps that are shallower than a row of shared memory, merged."""
+        depth = ROW_BYTES // self._widest(self.blocks.dots)
+        own = [d for d in self._deep if d.size < depth and d not in sizes]
+        if self._stages({**sizes, **dict.fromkeys(own, depth)}) < STAGES:
+            return kernel
+        return merge_k_steps(kernel, depth, COMPUTED_BYTES) if own else kernel
+
+    def _widest(self, dots: Iterable[Dot]) -> int:
+        return max(side.value.tile.dtype.bytes for d in dots for side in d.sides)
+
+    # --- what there is to choose ---
+
+    def choices(self) -> Iterator[Sizes]:
+        sides = [dim for dim in self.blocks.free if self._is_side(dim)]
+        options = [[d.size, *self._sizes(d)] for d in sides]
+        for chosen in product(*options):
+            pairs = zip(sides, chosen, strict=True)
+            sizes = {dim: n for dim, n in pairs if n != dim.size}
+            yield sizes | self._depths(sizes)
+
+    def _is_side(self, dim: LoopDim) -> bool:
+        """Whether a dimension is one of the rows or columns of a product's result."""
+        return any(dot.op.result in dim.members for dot in self.blocks.dots)
+
+    def _sizes(self, dim: LoopDim) -> list[int]:
+        return [
+            *self.blocks.parts(
+                dim, LEAST_SIDE if self.seconds({}) is None else SHORT_TILE
+            ),
+            *self.blocks.multiples(dim, LARGEST_SIDE),
+        ]
+
+    def _depths(self, sizes: Sizes) -> dict[LoopDim, int]:
+        """How deep products may be, so that there is room for all stages."""
+        found = dict[LoopDim, int]()
+        for dim, depths in self._deep.items():
+            fits = (
+                n for n in depths if self._stages({**sizes, **found, dim: n}) >= STAGES
+            )
+            depth = next(fits, depths[-1])
+            if depth != dim.size:
+                found[dim] = depth
+        return found
+
+    @cached_property
+    def _deep(self) -> dict[LoopDim, list[int]]:
+        """Dimensions that products sum over, with the depths they may have."""
+        deep = {}
+        for dim in self.blocks.found.dims:
+            if dim.products and why_not_in_rounds(self.blocks.found, dim) is None:
+                widest = self._widest(map(Dot.of, dim.products))
+                halves = [
+                    dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
+                ]
+                swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
+                deep[dim] = [dim.size, *swizzled]
+        return deep
+
+    # --- what it takes ---
+
+    def _operand_bytes(self, sizes: Sizes) -> int:
+        """Shared memory for one stage of the largest product's operands."""
+        return max(
+            sum(
+                _physical(self.blocks.shape(side.value, sizes))
+                * side.value.tile.dtype.bytes
+                for side in dot.sides
+            )
+            for dot in self.blocks.dots
+        )
+
+    def _stages(self, sizes: Sizes) -> int:
+        available = int(SHARED_SHARE * self.chip.shared.bytes)
+        return available // max(self._operand_bytes(sizes), 1)
+
+    def _result_bytes(self, sizes: Sizes) -> int:
+        """Registers for the results of all products."""
+        shapes = (self.blocks.shape(d.op.result, sizes) for d in self.blocks.dots)
+        return 4 * sum(map(_physical, shapes))
+
+    def seconds(self, sizes: Sizes) -> float | None:
+        """An estimate; None: it does not fit."""
+        stages = self._stages(sizes)
+        if stages < 1:
+            return None
+        if self._result_bytes(sizes) > REGISTER_SHARE * 4 * self.chip.registers:
+            return None
+        waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
+        work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
+        steps = self.blocks.steps
+        return waves * steps * work * (1 + 0.3 * max(STAGES - stages, 0)) / self._rate
+
+    @cached_property
+    def _rate(self) -> float:
+        """Products per second of one multiprocessor."""
+        types = {
+            side.value.tile.dtype.name for d in self.blocks.dots for side in d.sides
+        }
+        rates = [self.chip.rate(name) for name in types]
+        known = [rate for rate in rates if rate is not None]
+        return min(known, default=max(self.chip.rates.values())) / 2 / self.chip.cores
+
+    def _work(self, dot: Dot, sizes: Sizes) -> float:
+        """Products of one program's dot, with the depth the author gave it."""
+        depth = dot.depth
+        sides = []
+        for side in dot.sides:
+            shape = self.blocks.shape(side.value, sizes)
+            free = [shape[d] for d in side.free]
+            sides.append(max(_physical(free), LEAST_SIDE))
+        shape = self.blocks.shape(dot.lhs.value, sizes)
+        batch = prod(shape[d] for d in dot.lhs.batch)
+        m, n = sides
+        short = 1.5 if m < SHORT_TILE else 1.0
+        return batch * m * n * depth * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * short
+
+    def refuse(self) -> None:
+        """Raise if what a product needs at once is surely more than there is."""
+        blocks, available = self.blocks, self.chip.shared.bytes
+        smallest = {d: n[-1] for d, n in self._deep.items()}
+        for dim in filter(self._is_side, blocks.free):
+            smallest[dim] = min([dim.size, *blocks.parts(dim, LEAST_SIDE)])
+        for dot in blocks.dots:
+            value = dot.rhs.value
+            shape = blocks.shape(value, smallest)
+            needed = _physical(shape) * value.tile.dtype.bytes
+            if needed > available:
+                raise ResourceError(
+                    f"a block needs more shared memory than {self.chip.name} has",
+                    [
+                        ("kernel", blocks.kernel.name),
+                        ("operand", value.type),
+                        ("needed", f"{needed} bytes"),
+                        ("available", f"{available} bytes"),
+                        *_reasons(blocks, value),
+                    ],
+                    dot.op.loc or blocks.kernel.loc,
+                    "smaller blocks along the dimensions that are kept whole",
+                )
+
+
+def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
+    for d, n in enumerate(value.type.shape):
+        dim = blocks.dims.get((value, d))
+        reason = None if dim is None else blocks.found.why_not_free(dim)
+        if dim is not None and dim.products and reason is not None:
+            reason = why_not_in_rounds(blocks.found, dim)
+        if reason is not None:
+            yield "kept whole", f"dimension {d} ({n} elements): {reason}"
+
+
+def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
+    """Tiles that are not larger than what a program has registers for."""
+    sizes: dict[LoopDim, int] = {}
+
+    def elements() -> int:
+        return max((_physical(blocks.shape(v, sizes)) for v in blocks.tiles), default=0)
+
+    if elements() <= 2 * TILE_ELEMENTS or tuned:
+        return blocks.kernel
+    # Rows first: elements that are next to each other stay together.
+    rows = [d for d in blocks.free if not is_last(blocks, d)]
+    lines = [d for d in blocks.free if is_last(blocks, d)]
+    for dims, least in ((rows, 1), (lines, LEAST_ROW)):
+        for dim in dims:
+            for n in blocks.parts(dim, least):
+                if elements() > TILE_ELEMENTS:
+                    sizes[dim] = n
+    return blocks.rewritten(sizes)

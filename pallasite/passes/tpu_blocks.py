@@ -1,0 +1,152 @@
+"""tpu_blocks: blocks that fill a TPU's on-chip memory (`choose_blocks.py`).
+
+A TPU runs one program after another and pays for each: blocks grow along dimensions
+that programs are independent along, and steps along k are merged, while the estimate
+falls and everything fits. Kernels for which that gains little stay as they are.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.roles import Dot
+from pallasite.ir.types import RefType, TileType
+from pallasite.passes.analysis.cost import cost
+from pallasite.passes.choose_blocks import Blocks, blocks_of
+from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.reblock import axis_of, grow
+from pallasite.passes.resized_code import CannotReblock
+from pallasite.target import Tpu
+
+GAIN = 1.25  # below this, estimates are not good enough to change an author's blocks
+STEP_SECONDS = 5e-7  # to start a program: measured as 500 cycles or more
+VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
+SPECIAL_RATE = 1e12
+COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
+BUFFERS = 2  # of a window
+VMEM_SHARE = 0.9  # of on-chip memory, for what is counted here
+
+
+def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
+    """Larger blocks, where programs are many and small.
+
+    Args:
+        kernel: what to rewrite.
+        chip: the TPU.
+        vmem_bytes: of on-chip memory that a kernel may have; None: what XLA allows it.
+    """
+    limit = VMEM_SHARE * (chip.scoped_vmem if vmem_bytes is None else vmem_bytes)
+    start = best = _Estimate.of(kernel, chip)
+    if start is None or best is None or start.overhead < (1 - 1 / GAIN) * start.seconds:
+        return kernel
+    while True:
+        larger = [_Estimate.of(k, chip) for k in _larger(best.blocks, chip)]
+        fits = [e for e in larger if e is not None and e.vmem <= limit]
+        new = min(fits, key=lambda e: e.seconds, default=best)
+        if new.seconds >= best.seconds:
+            break
+        best = new
+    gains = start.seconds > GAIN * best.seconds
+    return best.blocks.kernel if gains else kernel
+
+
+def _larger(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
+    """The kernel with blocks of twice the size, in one way each."""
+    found, grid = blocks.found, blocks.found.pipeline.grid
+    for dim in blocks.free:
+        axis = axis_of(found, dim)
+        steps = None if axis is None else grid[axis]
+        if axis is None or steps is None or steps < 2:
+            continue
+        if found.pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
+            continue  # each core needs its share
+        if blocks.programs({dim: 2 * dim.size}) < chip.cores:
+            continue
+        try:
+            yield grow(blocks.kernel, dim.windows[0], 2)
+        except CannotReblock:
+            continue
+    deep = [dim for dim in found.dims if dim.products]
+    if deep:
+        most = chip.vmem.bytes
+        merged = merge_k_steps(blocks.kernel, 2 * max(d.size for d in deep), most)
+        if merged is not blocks.kernel:
+            yield merged
+
+
+class _Estimate:
+    """What a kernel takes on a TPU."""
+
+    def __init__(self, blocks: Blocks, chip: Tpu):
+        self.blocks, self.chip = blocks, chip
+        grid = blocks.found.pipeline.grid
+        self.grid = [n for n in grid if n is not None]
+        self.overhead = STEP_SECONDS * prod(self.grid)
+        self.seconds = self.overhead + max(self._copied(), self._computed())
+        self.vmem = self._vmem()
+
+    @staticmethod
+    def of(kernel: Kernel, chip: Tpu) -> "_Estimate | None":
+        """None where only the run knows how many programs there are."""
+        blocks = blocks_of(kernel)
+        if blocks is None or None in blocks.found.pipeline.grid:
+            return None
+        return _Estimate(blocks, chip)
+
+    def _copied(self) -> float:
+        """Seconds to move blocks, each whenever its window does."""
+        found, total = self.blocks.found, 0
+        pairs = zip(found.pipeline.shown, found.info.windows, strict=True)
+        for shown, moves in pairs:
+            axes = [a for a in moves.axes if self.grid[a] != 1]
+            visits = prod(self.grid[: max(axes, default=-1) + 1])
+            total += visits * self._bytes(shown.block.ref)
+        bandwidth = self.chip.main.bytes_per_second
+        return 0.0 if bandwidth is None else total / bandwidth
+
+    def _computed(self) -> float:
+        """Seconds of the matrix units, or of the vector unit."""
+        steps, products = prod(self.grid), 0.0
+        flops = 0
+        for dot in self.blocks.dots:
+            count = 2 * dot.op.result.tile.size * dot.depth
+            flops += count
+            products += count / self._rate(dot)
+        total = cost(self.blocks.kernel)
+        rest = max(total.flops - steps * flops, 0) / VECTOR_RATE
+        return max(steps * products, rest + total.transcendentals / SPECIAL_RATE)
+
+    def _rate(self, dot: Dot) -> float:
+        names = [side.value.tile.dtype.name for side in dot.sides]
+        rates = [self.chip.rate(name) for name in names]
+        known = [rate for rate in rates if rate is not None]
+        return min(known, default=self.chip.rates["bf16"] / 4)
+
+    def _vmem(self) -> int:
+        """Bytes of on-chip memory: windows, scratch and tiles in between."""
+        found = self.blocks.found
+        windows = sum(
+            (each.window.buffers or BUFFERS) * self._bytes(each.block.ref)
+            for each in found.pipeline.shown
+            if each.window.space in ("block", "vmem")
+        )
+        scratch = sum(
+            self._bytes(op.result.ref)
+            for op in walk(self.blocks.kernel.body)
+            if op.name == "alloc"
+        )
+        tiles = (self._bytes(v.tile) for v in self._computed_tiles())
+        return windows + scratch + COPIES * max(tiles, default=0)
+
+    def _computed_tiles(self) -> Iterator[Value]:
+        for op in walk(self.blocks.body):
+            if op.name != "load":
+                yield from (v for v in op.results if not v.is_ref)
+
+    def _bytes(self, type_: RefType | TileType) -> int:
+        """With each side rounded up to whole vector registers."""
+        *outer, rows, lanes = (1, 1, *type_.shape)
+        sublanes = self.chip.sublanes_of(max(type_.dtype.bits, 8))
+        rows = -(-rows // sublanes) * sublanes
+        lanes = -(-lanes // self.chip.lanes) * self.chip.lanes
+        return prod(outer) * rows * lanes * type_.dtype.bytes
