@@ -5,6 +5,7 @@ it for every program of a grid, in an order one can shuffle. Out-of-bounds point
 an error; masked-off elements without a default are garbage on purpose.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -306,7 +307,7 @@ class _Machine:
 
     def do_tt_bitcast(self, op: Node, x: Any) -> Any:
         if isinstance(x, Pointer):
-            dtype = DTYPES[op.types[0][len("!tt.ptr<") : -1]]
+            dtype = DTYPES[re.findall(r"!tt.ptr<(\w+)>", op.types[0])[0]]
             return [Pointer(x.buffer.view(dtype), x.offset)]
         return [np.asarray(x).view(op.layouts[0][1])]
 
