@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallasite.errors import InternalError
+from pallasite.errors import InternalError, no_assembly
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import DType
@@ -223,3 +223,8 @@ def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
         array, value, starts, allow_negative_indices=False
     )
     return lax.optimization_barrier(updated)
+
+
+@_tile_op("inline_asm")
+def _inline_asm(op: Op, *operands: Array) -> Array:
+    raise no_assembly(op)

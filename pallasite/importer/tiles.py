@@ -460,3 +460,17 @@ def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value
 @RULES.rule("platform_index")
 def _platform_index(im: Importer, eqn: Any) -> Value:
     return im.builder.index(0)
+
+
+@RULES.rule("pallasite_elementwise_inline_asm")
+def _inline_asm(im: Importer, eqn: Any, *values: Value) -> Sequence[Value]:
+    p = eqn.params
+    types = tuple(tile_type(v.aval, im.where) for v in eqn.outvars)
+    return im.builder.emit(
+        "inline_asm",
+        *values,
+        asm=p["asm"],
+        constraints=p["constraints"],
+        pack=p["pack"],
+        types=types,
+    )

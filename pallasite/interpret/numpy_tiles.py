@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.errors import InternalError
+from pallasite.errors import InternalError, no_assembly
 from pallasite.interpret import numpy_gather
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
@@ -323,3 +323,8 @@ def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
         a["kind"],
         drop=a["mode"] == "fill",
     )
+
+
+@_tile_op("inline_asm")
+def _inline_asm(op: Op, *operands: Array) -> Array:
+    raise no_assembly(op)

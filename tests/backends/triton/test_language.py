@@ -1,5 +1,7 @@
 """What authors say in the words of `pallasite.triton`: precision, atomics, and more."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 
 import pallasite as pl
 from pallasite import triton as plt
-from pallasite.errors import UnsupportedError
+from pallasite.errors import FallbackWarning, KernelTypeError, UnsupportedError
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
+from tests.backends.triton import simulate
 from tests.backends.triton.harness import compiled, simulated
 
 
@@ -249,3 +252,81 @@ def test_atomic_on_the_gpu(kind, name, wide_types):
     x, start = numbers(0, dtype), numbers(1, dtype)
     (got,) = jax.jit(call)(x, start)
     np.testing.assert_array_equal(got, MEANING[kind](start, x).astype(dtype))
+
+
+# --- assembly ---
+
+AVERAGE = "{ add.f32 $0, $1, $2; mul.f32 $0, $0, 0f3F000000; }"
+HALVES = "and.b32 $0, $2, 65535;\nshr.u32 $1, $2, 16;"
+simulate.ASSEMBLY[AVERAGE] = lambda x, y: (x + y) / 2
+simulate.ASSEMBLY[HALVES] = lambda x: (x & 65535, x >> 16)
+
+
+def average(x, y):
+    (result,) = plt.elementwise_inline_asm(
+        AVERAGE,
+        args=[x, y],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def average_call(**options):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = average(x_ref[...], y_ref[...])
+
+    return whole(kernel, ((32, 32),), **options)
+
+
+def test_assembly():
+    kernel = only_kernel(average_call(), X, Y)
+    text, _ = compiled(kernel)
+    assert f'tt.elementwise_inline_asm "{AVERAGE}"' in text
+    assert 'constraints = "=f,f,f", packed_element = 1 : i32, pure = true' in text
+    np.testing.assert_allclose(simulated(kernel, [X, Y])[0], (X + Y) / 2)
+
+
+def test_assembly_with_two_results_of_an_odd_shape():
+    def kernel(x_ref, low_ref, high_ref):
+        x = x_ref[...]
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        low_ref[...], high_ref[...] = plt.elementwise_inline_asm(
+            HALVES,
+            args=[x],
+            constraints="=r,=r,r",
+            pack=1,
+            result_shape_dtypes=[like, like],
+        )
+
+    call = whole(kernel, ((5, 7), jnp.int32), ((5, 7), jnp.int32))
+    x = np.random.default_rng(0).integers(0, 1 << 30, (5, 7)).astype(np.int32)
+    kernel = only_kernel(call, x)
+    compiled(kernel)
+    low, high = simulated(kernel, [x])
+    np.testing.assert_array_equal(low + 65536 * high, x)
+
+
+@pytest.mark.parametrize("how", [{"interpret": True}, {"interpret": pl.Checked()}, {}])
+def test_assembly_elsewhere_says_where_it_runs(how):
+    with pytest.raises(UnsupportedError, match="runs on NVIDIA GPUs only") as refusal:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            average_call(**how)(jax.device_put(X, jax.devices("cpu")[0]), Y)
+    assert "add.f32" in str(refusal.value) and "test_language.py" in str(refusal.value)
+
+
+def test_assembly_of_different_shapes():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = average(x_ref[...], x_ref[0])
+
+    with pytest.raises(KernelTypeError, match="have one shape") as refusal:
+        jax.make_jaxpr(whole(kernel, ((32, 32),)))(X)
+    assert "(32, 32), (32,)" in str(refusal.value)
+
+
+@pytest.mark.gpu
+def test_assembly_on_the_gpu():
+    (got,) = jax.jit(average_call())(X, Y)
+    np.testing.assert_allclose(got, (X + Y) / 2, rtol=1e-6)
