@@ -58,6 +58,16 @@ class NoBackwardKernel(UnsupportedError):
     """
 
 
+def no_assembly(op: Any) -> UnsupportedError:
+    """What every way to run a kernel but a GPU's says of an `inline_asm` op."""
+    return UnsupportedError(
+        "PTX assembly (elementwise_inline_asm) runs on NVIDIA GPUs only",
+        [("assembly", op.attrs["asm"])],
+        op.loc,
+        "pass operands that live on a GPU, or write it with jnp or lax operations",
+    )
+
+
 class UnknownBackendError(SpecError):
     """`backend=` names nothing we have."""
 

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from pallasite import missing
 from pallasite.language.helpers import dot as dot
 from pallasite.language.helpers import max_contiguous as max_contiguous
+from pallasite.language.inline_asm import (
+    elementwise_inline_asm as elementwise_inline_asm,
+)
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
 from pallasite.language.refs import atomic_cas as atomic_cas
@@ -47,7 +50,7 @@ __all__ = ["CompilerParams", "multiple_of"]
 __getattr__ = missing.names(
     "pallasite.triton",
     missing.hints(
-        "elementwise_inline_asm CUSTOM_CALL_TARGET_NAME GpuInfo GpuVersion "
+        "CUSTOM_CALL_TARGET_NAME GpuInfo GpuVersion "
         "get_gpu_info get_gpu_info_from_version is_gpu_device",
         "write it with jnp or lax operations, which run everywhere",
     ),

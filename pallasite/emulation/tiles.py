@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallasite.errors import no_assembly
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot
 from pallasite.ir.rule_table import RuleTable
@@ -232,3 +233,8 @@ def update_slice(array: Array, value: Array, starts: Sequence[Array]) -> Array:
         array, value, starts, allow_negative_indices=False
     )
     return lax.optimization_barrier(updated)
+
+
+@RULES.rule("inline_asm")
+def _inline_asm(op: Op, *operands: Array) -> Array:
+    raise no_assembly(op)

@@ -242,10 +242,28 @@ def _dot_general(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> Value:
 def _precision(precision: Any) -> str | None:
     if precision is None:
         return None
+    if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple, too
+        return _algorithm_name(precision)
     if isinstance(precision, tuple):
         precision = max(precision, key=lambda p: getattr(p, "value", 0) or 0)
     name = getattr(precision, "name", str(precision))
     return None if name == "DEFAULT" else name.lower()
+
+
+def _algorithm_name(algorithm: Any) -> str:
+    """Of a `DotAlgorithm`, as JAX names its presets."""
+    parts = ("lhs_precision_type", "rhs_precision_type", "accumulation_type")
+    kinds = [_short(getattr(algorithm, part)) for part in parts]
+    count = algorithm.num_primitive_operations
+    return "_".join(kinds) + (f"_x{count}" if count > 1 else "")
+
+
+def _short(kind: Any) -> str:
+    """bf16 for bfloat16; what numpy does not have (tf32) is named already."""
+    try:
+        return np.dtype(kind).name.replace("bfloat", "bf").replace("float", "f")
+    except TypeError:
+        return str(getattr(kind, "name", kind)).lower()
 
 
 # --- data-dependent selection on values ---
@@ -443,3 +461,17 @@ def _polynomial(im: Importer, eqn: Any, x: Value, *coefficients: Value) -> Value
 @RULES.rule("platform_index")
 def _platform_index(im: Importer, eqn: Any) -> Value:
     return im.builder.index(0)
+
+
+@RULES.rule("pallasite_elementwise_inline_asm")
+def _inline_asm(im: Importer, eqn: Any, *values: Value) -> Sequence[Value]:
+    p = eqn.params
+    types = tuple(tile_type(v.aval, im.where) for v in eqn.outvars)
+    return im.builder.emit(
+        "inline_asm",
+        *values,
+        asm=p["asm"],
+        constraints=p["constraints"],
+        pack=p["pack"],
+        types=types,
+    )

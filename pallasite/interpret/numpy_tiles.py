@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pallasite.errors import no_assembly
 from pallasite.interpret import numpy_gather
 from pallasite.interpret.numbers import run_rule
 from pallasite.ir.nodes import Op
@@ -312,3 +313,8 @@ def _scatter(op: Op, x: Array, indices: Array, updates: Array) -> Array:
         a["kind"],
         drop=a["mode"] == "fill",
     )
+
+
+@RULES.rule("inline_asm")
+def _inline_asm(op: Op, *operands: Array) -> Array:
+    raise no_assembly(op)

@@ -211,7 +211,8 @@ def dot(
 ) -> jax.Array:
     """A matrix product of two tiles, accumulated in float32 (int32 for integers).
 
-    Without `precision`, `allow_tf32=False` asks for full products.
+    Without `precision`, `allow_tf32` says whether operands of float32 may be rounded to
+    10 bits, where the chip multiplies these faster.
     """
     a, b = (a.T if trans_a else a), (b.T if trans_b else b)
     integer = jnp.issubdtype(a.dtype, jnp.integer)
@@ -219,6 +220,8 @@ def dot(
     accumulate = jnp.int32 if integer else wide
     if precision is None and allow_tf32 is False:
         precision = jax.lax.Precision.HIGHEST
+    if precision is None and allow_tf32 and a.dtype == b.dtype == jnp.float32:
+        precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
     return jnp.dot(a, b, precision=precision, preferred_element_type=accumulate)
 
 

@@ -189,6 +189,14 @@ def _typed(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (attrs["type"],)
 
 
+def _inline_asm(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    results: tuple[TileType, ...] = attrs["types"]
+    tiles = [t for t in (*types, *results) if isinstance(t, TileType)]
+    if len(tiles) < len(types) + len(results) or len({t.shape for t in tiles}) > 1:
+        raise TypeRuleError("operands and results of assembly are tiles of one shape")
+    return results
+
+
 _LOWER: dict[str, Callable[..., Any]] = {
     "rev": decompose_tile.rev,
     "pad": decompose_tile.pad,
@@ -255,6 +263,14 @@ _row(
     2,
     ("dimension_numbers", "slice_sizes", "mode", "fill_value", "type"),
     doc="XLA gather of a value; `dimension_numbers` as in lax.GatherDimensionNumbers",
+)
+_row(
+    "inline_asm",
+    _inline_asm,
+    None,
+    ("asm", "constraints", "pack", "types"),
+    unit=Unit.ALU,
+    doc="PTX instructions on each `pack` elements; on NVIDIA GPUs only",
 )
 _row(
     "scatter",

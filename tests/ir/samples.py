@@ -297,5 +297,13 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         "debug_check", b.constant(True, scalar(BOOL)), message="bad"
     ),
     "delay": lambda b, x: b.emit("delay", b.index(100)),
+    "inline_asm": lambda b, x: b.emit(
+        "inline_asm",
+        tile(b),
+        asm='{ .reg .b32 t; mov.b32 $0, "$1"; }\n',
+        constraints="=r,r",
+        pack=1,
+        types=(tile(b).tile, tile(b).tile.with_dtype(I32)),
+    ),
     "assume_multiple": lambda b, x: b.assume_multiple(b.index(8), multiple=8),
 }

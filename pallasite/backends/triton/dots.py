@@ -7,6 +7,7 @@ filled with zeros.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from pallasite.backends.triton.core import FLOAT_BITS
@@ -21,15 +22,48 @@ SMALLEST = 16
 BYTES = ("i8", "f8E4M3FN", "f8E5M2")  # tensor cores take these 32 deep
 # Below this many products, small operands are multiplied and summed element by element.
 FEW_PRODUCTS = 1 << 14
-# Names for `precision`, as JAX and Triton spell them, by what Triton does for f32.
-PRECISIONS = {
-    None: "ieee",
-    "default": "ieee",
-    "high": "tf32x3",
-    "highest": "ieee",
-    "ieee": "ieee",
-    "tf32": "tf32",
-    "tf32x3": "tf32x3",
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a product is computed.
+
+    Args:
+        mode: what Triton does with operands of f32.
+        operands: the type they are rounded to first; None: they stay what they are.
+        pieces: numbers of that type that an operand is split into.
+        products: how many of their products are added up, the largest ones.
+    """
+
+    mode: str = "ieee"
+    operands: str | None = None
+    pieces: int = 1
+    products: int = 1
+
+
+# By the names of `precision`, as JAX and Triton spell them.
+ALGORITHMS = {
+    "default": Algorithm(),
+    "high": Algorithm("tf32x3"),
+    "highest": Algorithm(),
+    "ieee": Algorithm(),
+    "tf32": Algorithm("tf32"),
+    "tf32x3": Algorithm("tf32x3"),
+    "f64_f64_f64": Algorithm(operands="f64"),
+    "f32_f32_f32": Algorithm(operands="f32"),
+    "tf32_tf32_f32": Algorithm("tf32", "f32"),
+    "tf32_tf32_f32_x3": Algorithm("tf32x3", "f32"),
+    "f16_f16_f16": Algorithm(operands="f16"),
+    "f16_f16_f32": Algorithm(operands="f16"),
+    "bf16_bf16_bf16": Algorithm(operands="bf16"),
+    "bf16_bf16_f32": Algorithm(operands="bf16"),
+    "bf16_bf16_f32_x3": Algorithm(operands="bf16", pieces=2, products=3),
+    "bf16_bf16_f32_x6": Algorithm(operands="bf16", pieces=3, products=6),
+    "bf16_bf16_f32_x9": Algorithm(operands="bf16", pieces=3, products=9),
+    **{
+        f"any_f8_any_f8_{name}": Algorithm()
+        for name in ("f32", "f32_fast_accum", "any", "any_fast_accum")
+    },
 }
 
 
@@ -44,7 +78,12 @@ class Dots(Tiles):
         rhs, rhs_free = self.grouped(right, depth_last=False)
         batch, depth = left.sizes(left.batch), dot.depth
         rows, columns = prod(lhs_free), prod(rhs_free)
+        algorithm = self.algorithm(op)
         kind = self.common_type(op)
+        if algorithm.pieces > 1:
+            kind = F32
+        elif algorithm.operands is not None:
+            kind = DTYPES[algorithm.operands]
         lhs = cast_value(self, op, lhs, left.value.tile.dtype, kind)
         rhs = cast_value(self, op, rhs, right.value.tile.dtype, kind)
         group = [prod(batch)] if batch else []
@@ -55,10 +94,54 @@ class Dots(Tiles):
         if self.is_elementwise(lhs, rhs, kind, accumulator):
             result = self.multiply_and_sum(op, lhs, rhs, kind, accumulator)
         else:
-            result = self.matrix_product(op, lhs, rhs, accumulator)
+            result = self.in_pieces(op, lhs, rhs, accumulator, algorithm)
         result = cast_value(self, op, result, accumulator, op.attrs["dtype"])
         full = (*batch, *lhs_free, *rhs_free)
         self.env[op.result] = self.regroup(result, (*group, rows, columns), full)
+
+    def algorithm(self, op: Op) -> Algorithm:
+        asked = (op.attrs["precision"] or "default").lower()
+        if asked not in ALGORITHMS:
+            self.refuse(
+                op, f"precision {asked!r}", f"use one of {', '.join(ALGORITHMS)}"
+            )
+        return ALGORITHMS[asked]
+
+    def in_pieces(
+        self, op: Op, lhs: Val, rhs: Val, accumulator: DType, algorithm: Algorithm
+    ) -> Val:
+        """The product, or the sum of those of the operands' pieces."""
+        if algorithm.pieces == 1:
+            return self.matrix_product(op, lhs, rhs, accumulator, algorithm.mode)
+        sides = [self.pieces(x, algorithm.pieces) for x in (lhs, rhs)]
+        numbers = range(algorithm.pieces)
+        pairs = sorted(((i, j) for i in numbers for j in numbers), key=sum)
+        parts = [
+            self.matrix_product(op, sides[0][i], sides[1][j], accumulator, "")
+            for i, j in reversed(pairs[: algorithm.products])  # the largest one last
+        ]
+        small = parts[0]
+        for part in parts[1:-1]:
+            small = self.apply("arith.addf", small, part)
+        # Infinity times a small piece is infinity too, of either sign.
+        main = parts[-1]
+        whole = self.apply("arith.addf", small, main)
+        return self.select(self.is_finite(main), whole, main)
+
+    def is_finite(self, x: Val) -> Val:
+        size = self.apply("math.absf", x)
+        return self.compare("olt", size, self.like(float("inf"), size))
+
+    def pieces(self, x: Val, count: int) -> list[Val]:
+        """An f32 tile as tiles of bf16 whose sum it is, the largest first."""
+        found = [self.to_float(x, "bf16")]
+        for _ in range(count - 1):
+            taken = self.to_float(found[-1], "f32")
+            # What is left of infinity is nothing, not NaN.
+            rest = self.apply("arith.subf", x, taken)
+            x = self.select(self.is_finite(taken), rest, self.like(0.0, rest))
+            found.append(self.to_float(x, "bf16"))
+        return found
 
     def grouped(self, side: DotSide, depth_last: bool) -> tuple[Val, list[int]]:
         """An operand as ([batch], rows, depth) or ([batch], depth, columns)."""
@@ -117,7 +200,9 @@ class Dots(Tiles):
         )
         return result
 
-    def matrix_product(self, op: Op, lhs: Val, rhs: Val, accumulator: DType) -> Val:
+    def matrix_product(
+        self, op: Op, lhs: Val, rhs: Val, accumulator: DType, mode: str
+    ) -> Val:
         first = len(lhs.shape) - 2  # rows of lhs, depth of rhs
         rows, columns = lhs.shape[first], rhs.shape[-1]
         lhs = self.filled(self.repeated(lhs, first), first + 1)
@@ -125,15 +210,7 @@ class Dots(Tiles):
         shape = (*lhs.shape[:-1], rhs.shape[-1])
         elem = self.elem(accumulator, op)
         zero = self.const(0, elem, shape)
-        precision = op.attrs["precision"]
-        known = PRECISIONS.get(precision.lower() if precision else None)
-        if known is None:
-            self.refuse(
-                op,
-                f"precision {precision!r}",
-                f"use one of {', '.join(p for p in PRECISIONS if p)}",
-            )
-        mode = f", inputPrecision = {known}" if lhs.elem == "f32" else ""
+        mode = f", inputPrecision = {mode}" if lhs.elem == "f32" else ""
         types = f"{lhs.type} * {rhs.type} -> {zero.type}"
         result = self.let(f"tt.dot {lhs}, {rhs}, {zero}{mode} : {types}", shape, elem)
         result = self.once(result, first, rows)

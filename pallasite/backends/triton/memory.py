@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.launch import EVICT
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
@@ -444,35 +445,83 @@ class Memory(Dots):
     def emit_atomic_rmw(self, op: Op) -> None:
         access = Access.of(op)
         assert access.value is not None
-        dtype = access.ref.ref.dtype
-        kind = _ATOMICS.get((op.attrs["kind"], dtype.kind))
-        if kind is None or dtype.bits < 16 or (dtype.bits == 16 and kind != "fadd"):
-            self.refuse(op, f"Triton has no atomic {op.attrs['kind']} of {dtype}")
+        dtype, kind = access.ref.ref.dtype, op.attrs["kind"]
+        by_sign = dtype.is_float and kind in ("max", "min") and dtype.bits >= 32
+        name = _ATOMICS.get((kind, dtype.kind))
+        narrow = dtype.bits < 16 or (dtype.bits == 16 and name != "fadd")
+        if not by_sign and (name is None or narrow):
+            self.refuse(
+                op,
+                f"Triton has no atomic {kind} of {dtype}",
+                "use 32 or 64 bits, or interpret=True",
+            )
         place = self.place(op, access, access.value.tile.shape)
         user = None if access.mask is None else self.env[access.mask]
         value = self.env[access.value]
         mask = self.both(place.mask, user)
         mask = self.spread(mask or self.const(True, "i1"), place.shape)
-        pointer_type = type_text(place.shape, place.view.pointer.elem)
-        types = f"({pointer_type}, {value.type}, {mask.type}) -> {value.type}"
-        text = f"tt.atomic_rmw {kind}, acq_rel, gpu, {place.pointers}, {value}, {mask}"
-        self.env[op.result] = self.let(
-            f"{text} : {types}", value.shape, value.elem, shared=False
-        )
+        if by_sign:
+            old = self.float_extreme(kind, place.pointers, value, mask)
+        else:
+            assert name is not None
+            old = self.atomic(name, place.pointers, value, mask)
+        self.env[op.result] = old
+
+    def atomic(self, name: str, pointers: Val, value: Val, mask: Val) -> Val:
+        types = f"({pointers.type}, {value.type}, {mask.type}) -> {value.type}"
+        text = f"tt.atomic_rmw {name}, acq_rel, gpu, {pointers}, {value}, {mask}"
+        return self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
+
+    def float_extreme(self, kind: str, pointers: Val, value: Val, mask: Val) -> Val:
+        """The maximum or minimum of floats, of which there are atomics for integers.
+
+        Bits of floats without a sign are in the order of the floats; with a sign, in
+        reverse. So which of two integer atomics is right follows from the sign of the
+        new value. NaN gets the sign with which it wins; in memory it wins only with it.
+        """
+        whole = f"i{FLOAT_BITS[value.elem]}"
+        sign = 1 << (FLOAT_BITS[value.elem] - 1)
+        numbers = self.bits(value, whole)
+        is_nan = self.compare("uno", value, value)
+        nan = self.bits(self.like(float("nan"), value), whole)
+        if kind == "min":
+            nan = self.apply("arith.ori", nan, self.like(sign, nan))
+        numbers = self.select(is_nan, nan, numbers)
+        negative = self.compare("slt", numbers, self.like(0, numbers))
+        positive = self.apply("arith.xori", negative, self.like(True, negative))
+        places = self.retyped(pointers, whole)
+        names = ("max", "umin") if kind == "max" else ("min", "umax")
+        old = [
+            self.atomic(name, places, numbers, self.apply("arith.andi", mask, signed))
+            for name, signed in zip(names, (positive, negative), strict=True)
+        ]
+        return self.bits(self.select(negative, old[1], old[0]), value.elem)
+
+    def bits(self, x: Val, elem: str) -> Val:
+        """The same bits as another type of equal width."""
+        if x.elem == elem:
+            return x
+        to = type_text(x.shape, elem)
+        return self.let(f"tt.bitcast {x} : {x.type} -> {to}", x.shape, elem)
+
+    def retyped(self, pointers: Val, elem: str) -> Val:
+        """Pointers to elements of another type of equal width."""
+        return self.bits(pointers, f"!tt.ptr<{elem}>")
 
     def emit_atomic_cas(self, op: Op) -> None:
         access = Access.of(op)
         assert access.value is not None and access.compare is not None
         place = self.place(op, access, access.value.tile.shape)
-        if place.mask is not None or access.ref.ref.dtype.bits < 32:
-            self.refuse(op, "atomic_cas takes no mask and at least 32 bits")
+        if place.mask is not None or access.ref.ref.dtype.bits < 16:
+            self.refuse(op, "atomic_cas takes no mask and at least 16 bits")
         value, old = self.env[access.value], self.env[access.compare]
-        pointer_type = type_text(place.shape, place.view.pointer.elem)
-        types = f"({pointer_type}, {old.type}, {value.type}) -> {value.type}"
-        text = f"tt.atomic_cas acq_rel, gpu, {place.pointers}, {old}, {value}"
-        self.env[op.result] = self.let(
-            f"{text} : {types}", value.shape, value.elem, shared=False
-        )
+        whole = f"i{access.ref.ref.dtype.bits}"  # floats are compared bit by bit
+        pointers = self.retyped(place.pointers, whole)
+        new, seen = self.bits(value, whole), self.bits(old, whole)
+        types = f"({pointers.type}, {seen.type}, {new.type}) -> {new.type}"
+        text = f"tt.atomic_cas acq_rel, gpu, {pointers}, {seen}, {new}"
+        found = self.let(f"{text} : {types}", new.shape, new.elem, shared=False)
+        self.env[op.result] = self.bits(found, value.elem)
 
 
 RULES = {

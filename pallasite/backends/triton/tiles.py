@@ -5,6 +5,7 @@ the padding are unspecified, so ops that look across elements mask it: reduction
 the neutral element, moves pick from valid positions only.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -336,6 +337,26 @@ class Tiles(Elementwise):
         )
         self.env[op.result] = self.narrowed(x, narrow)
 
+    def emit_inline_asm(self, op: Op) -> None:
+        if not op.operands:
+            self.refuse(op, "assembly without arguments")
+        layouts = [self.layout(v.tile, op) for v in op.results]
+        operands = [self.env[v] for v in op.operands]
+        attrs = (
+            f"constraints = {json.dumps(op.attrs['constraints'])}, "
+            f"packed_element = {op.attrs['pack']} : i32, pure = true"
+        )
+        name = self.out.fresh()
+        count = f":{len(layouts)}" if len(layouts) > 1 else ""
+        types = ", ".join(x.type for x in operands)
+        results = ", ".join(type_text(*layout) for layout in layouts)
+        self.out.line(
+            f"{name}{count} = tt.elementwise_inline_asm {json.dumps(op.attrs['asm'])} "
+            f"{{{attrs}}} {', '.join(map(str, operands))} : {types} -> {results}"
+        )
+        for number, (value, layout) in enumerate(zip(op.results, layouts, strict=True)):
+            self.env[value] = Val(f"{name}#{number}" if count else name, *layout)
+
 
 RULES = {
     "constant": Tiles.emit_constant,
@@ -352,6 +373,7 @@ RULES = {
     "reduce": Tiles.emit_reduce,
     "arg_reduce": Tiles.emit_arg_reduce,
     "scan": Tiles.emit_scan,
+    "inline_asm": Tiles.emit_inline_asm,
 }
 
 

@@ -5,6 +5,7 @@ it for every program of a grid, in an order one can shuffle. Out-of-bounds point
 an error; masked-off elements without a default are garbage on purpose.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,7 @@ def _attributes(op: Any) -> dict[str, Any]:
         "predicate": lambda a: a.value,
         "order": lambda a: [int(i) for i in a],
         "symbol": lambda a: ir.StringAttr(a).value,
+        "asm_string": lambda a: ir.StringAttr(a).value,
         "atomic_rmw_op": int,
     }
     found = {name: op.attributes[name] for name in readers if name in op.attributes}
@@ -306,12 +308,16 @@ class _Machine:
 
     def do_tt_bitcast(self, op: Node, x: Any) -> Any:
         if isinstance(x, Pointer):
-            dtype = DTYPES[op.types[0][len("!tt.ptr<") : -1]]
+            dtype = DTYPES[re.findall(r"!tt.ptr<(\w+)>", op.types[0])[0]]
             return [Pointer(x.buffer.view(dtype), x.offset)]
         return [np.asarray(x).view(op.layouts[0][1])]
 
     def do_tt_extern_elementwise(self, op: Node, *operands: Any) -> Any:
         return [_external(op.attributes["symbol"])(*operands)]
+
+    def do_tt_elementwise_inline_asm(self, op: Node, *operands: Any) -> Any:
+        result = ASSEMBLY[op.attributes["asm_string"]](*operands)
+        return result if isinstance(result, tuple) else [result]
 
     def do_tt_dot(self, op: Node, x: Any, y: Any, acc: Any) -> Any:
         wide = np.int64 if acc.dtype.kind == "i" else np.float64
@@ -466,6 +472,8 @@ ATOMICS: dict[int, Callable[..., Any]] = {
     9: lambda x, y: np.minimum(_unsigned(x), _unsigned(y)).view(np.asarray(x).dtype),
     10: lambda old, new: new,
 }
+# What the assembly of tests means.
+ASSEMBLY: dict[str, Callable[..., Any]] = {}
 _RENAMED = {"erfinv": "erf_inv", "popc": "population_count", "fmod": "rem"}
 _LIBDEVICE: dict[str, Callable[..., Any]] = {
     "rint": np.rint,

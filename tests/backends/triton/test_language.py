@@ -1,0 +1,332 @@
+"""What authors say in the words of `pallasite.triton`: precision, atomics, and more."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import triton as plt
+from pallasite.errors import FallbackWarning, KernelTypeError, UnsupportedError
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
+from tests.backends.triton import simulate
+from tests.backends.triton.harness import compiled, simulated
+
+
+def only_kernel(call, *operands):
+    (kernel,) = kernels_in(call, *operands)
+    return run_passes(kernel)
+
+
+def shape(sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def whole(kernel, *outs, **options):
+    return pl.pallas_call(kernel, out_shape=[shape(*out) for out in outs], **options)
+
+
+# --- precision of products ---
+
+PRESETS = jax.lax.DotAlgorithmPreset
+BFLOAT = jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)
+
+# What is said -> operand type, mode, number of products
+PRECISIONS = {
+    None: ("f32", "ieee", 1),
+    "highest": ("f32", "ieee", 1),
+    "high": ("f32", "tf32x3", 1),
+    jax.lax.Precision.HIGHEST: ("f32", "ieee", 1),
+    (jax.lax.Precision.HIGH, jax.lax.Precision.DEFAULT): ("f32", "tf32x3", 1),
+    PRESETS.DEFAULT: ("f32", "ieee", 1),
+    PRESETS.F32_F32_F32: ("f32", "ieee", 1),
+    PRESETS.TF32_TF32_F32: ("f32", "tf32", 1),
+    PRESETS.TF32_TF32_F32_X3: ("f32", "tf32x3", 1),
+    PRESETS.BF16_BF16_F32: ("bf16", None, 1),
+    PRESETS.BF16_BF16_BF16: ("bf16", None, 1),
+    PRESETS.F16_F16_F32: ("f16", None, 1),
+    PRESETS.F16_F16_F16: ("f16", None, 1),
+    PRESETS.BF16_BF16_F32_X3: ("bf16", None, 3),
+    PRESETS.BF16_BF16_F32_X6: ("bf16", None, 6),
+    PRESETS.BF16_BF16_F32_X9: ("bf16", None, 9),
+    PRESETS.F64_F64_F64: ("f64", None, 1),
+    "TF32_TF32_F32": ("f32", "tf32", 1),
+    BFLOAT: ("bf16", None, 1),
+}
+X, Y = (
+    np.random.default_rng(s).normal(size=(32, 32)).astype(np.float32) for s in (0, 1)
+)
+
+
+def product(precision):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = jax.lax.dot(x_ref[...], y_ref[...], precision=precision)
+
+    return whole(kernel, ((32, 32),))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_precision(precision):
+    elem, mode, count = PRECISIONS[precision]
+    kernel = only_kernel(product(precision), X, Y)
+    text, _ = compiled(kernel)
+    dots = [line for line in text.splitlines() if "tt.dot" in line]
+    assert len(dots) == count
+    assert all(f"tensor<32x32x{elem}> *" in line for line in dots)
+    modes = [f"inputPrecision = {mode} :" in line for line in dots]
+    assert all(modes) if mode else "inputPrecision" not in text
+    exact = X.astype(np.float64) @ Y
+    allowed = {1: 2e-1 if elem in ("bf16", "f16") else 1e-5, 3: 1e-3}.get(count, 1e-5)
+    np.testing.assert_allclose(simulated(kernel, [X, Y])[0], exact, atol=allowed)
+
+
+def test_pieces_of_numbers_that_are_not_finite():
+    x = X.copy()
+    x[0, 0], x[1, 0] = np.inf, np.nan
+    kernel = only_kernel(product(PRESETS.BF16_BF16_F32_X3), x, np.abs(Y))
+    (got,) = simulated(kernel, [x, np.abs(Y)])
+    assert np.all(np.isposinf(got[0])) and np.all(np.isnan(got[1]))
+    assert np.all(np.isfinite(got[2:]))
+
+
+@pytest.mark.parametrize(
+    ("said", "mode"),
+    [
+        ({}, "ieee"),
+        ({"allow_tf32": True}, "tf32"),
+        ({"allow_tf32": False}, "ieee"),
+        ({"precision": "high"}, "tf32x3"),
+    ],
+    ids=str,
+)
+def test_dot_of_upstreams_triton(said, mode):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = plt.dot(x_ref[...], y_ref[...], trans_b=True, **said)
+
+    call = whole(kernel, ((32, 32),))
+    text, _ = compiled(only_kernel(call, X, Y))
+    assert f"inputPrecision = {mode} :" in text
+    np.testing.assert_allclose(jax.jit(call)(X, Y)[0], X @ Y.T, rtol=1e-4, atol=1e-4)
+
+
+def test_tf32_of_other_types_says_nothing():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = plt.dot(x_ref[...], x_ref[...], allow_tf32=True)
+
+    text, _ = compiled(only_kernel(whole(kernel, ((32, 32),)), X.astype(jnp.bfloat16)))
+    assert "inputPrecision" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_precision_on_the_gpu(precision):
+    if precision is PRESETS.F64_F64_F64:
+        pytest.skip("needs 64-bit types in JAX")
+    (got,) = jax.jit(product(precision))(X, Y)
+    np.testing.assert_allclose(got, X @ Y, atol=2e-1)
+
+
+# --- atomics ---
+
+ATOMICS = {
+    **{("add", d): 1 for d in ("float16", "bfloat16", "float32", "float64")},
+    **{(k, d): 1 for k in ("max", "min") for d in ("float32", "float64")},
+    **{
+        (k, d): 1
+        for k in ("add", "max", "min", "and", "or", "xor", "xchg")
+        for d in ("int32", "uint32", "int64", "uint64")
+    },
+    **{("xchg", d): 1 for d in ("float32", "float64")},
+}
+MEANING = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "xchg": lambda old, new: new,
+}
+
+
+def numbers(seed, dtype):
+    x = np.random.default_rng(seed).integers(-9, 10, (8, 16))
+    if np.dtype(dtype).kind == "u":
+        x = np.where(x < 0, 2**31 - x, x)
+    return x.astype(dtype)
+
+
+@pytest.fixture
+def wide_types():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("scalar", [False, True], ids=["tile", "scalar"])
+@pytest.mark.parametrize(("kind", "name"), ATOMICS, ids=str)
+def test_atomic(kind, name, scalar, wide_types):
+    atomic = getattr(plt, f"atomic_{kind}")
+
+    def kernel(x_ref, _, o_ref, old_ref):
+        if scalar:
+            old_ref[0, 0] = atomic(o_ref, (2, 3), x_ref[2, 3])
+        else:
+            old_ref[...] = atomic(o_ref, (slice(None), slice(None)), x_ref[...])
+
+    dtype = jnp.dtype(name)
+    call = whole(
+        kernel, ((8, 16), dtype), ((8, 16), dtype), input_output_aliases={1: 0}
+    )
+    x, start = numbers(0, dtype), numbers(1, dtype)
+    kernel = only_kernel(call, x, start)
+    compiled(kernel)
+    got, old = simulated(kernel, [x, start.copy()])
+    want = MEANING[kind](start, x).astype(dtype)
+    if scalar:
+        want, changed = start.copy(), want
+        want[2, 3] = changed[2, 3]
+        assert old[0, 0] == start[2, 3]
+    else:
+        np.testing.assert_array_equal(old, start)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_atomic_order_of_signs_zeros_and_nan(kind):
+    atomic = getattr(plt, f"atomic_{kind}")
+
+    def kernel(x_ref, _, o_ref):
+        atomic(o_ref, (slice(None),), x_ref[...])
+
+    call = whole(kernel, ((64,),), input_output_aliases={1: 0})
+    some = np.array([-np.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, np.inf, np.nan], np.float32)
+    x, start = np.repeat(some, 8), np.tile(some, 8)
+    start = np.where(np.isnan(start), 0.5, start).astype(np.float32)
+    (got,) = simulated(only_kernel(call, x, start), [x, start.copy()])
+    np.testing.assert_array_equal(got, MEANING[kind](start, x))
+
+
+@pytest.mark.parametrize("name", ["int32", "float32", "int64"])
+def test_atomic_cas(name, wide_types):
+    def kernel(_, o_ref, old_ref):
+        old_ref[...] = plt.atomic_cas(
+            o_ref, jnp.full((16,), 3, o_ref.dtype), jnp.full((16,), 7, o_ref.dtype)
+        )
+
+    dtype = jnp.dtype(name)
+    call = whole(kernel, ((16,), dtype), ((16,), dtype), input_output_aliases={0: 0})
+    start = np.arange(16).astype(dtype)
+    kernel = only_kernel(call, start)
+    text, _ = compiled(kernel)
+    assert "tt.atomic_cas acq_rel" in text
+    got, old = simulated(kernel, [start.copy()])
+    np.testing.assert_array_equal(old, start)
+    np.testing.assert_array_equal(got, np.where(start == 3, 7, start))
+
+
+def test_atomic_that_triton_lacks():
+    def kernel(x_ref, _, o_ref):
+        plt.atomic_max(o_ref, (slice(None),), x_ref[...])
+
+    call = whole(kernel, ((64,), jnp.float16), input_output_aliases={1: 0})
+    x = np.zeros(64, np.float16)
+    with pytest.raises(UnsupportedError, match="no atomic max of f16"):
+        compiled(only_kernel(call, x, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), ATOMICS, ids=str)
+def test_atomic_on_the_gpu(kind, name, wide_types):
+    atomic = getattr(plt, f"atomic_{kind}")
+
+    def kernel(x_ref, _, o_ref):
+        atomic(o_ref, (slice(None), slice(None)), x_ref[...])
+
+    dtype = jnp.dtype(name)
+    call = whole(
+        kernel, ((8, 16), dtype), input_output_aliases={1: 0}, backend="triton"
+    )
+    x, start = numbers(0, dtype), numbers(1, dtype)
+    (got,) = jax.jit(call)(x, start)
+    np.testing.assert_array_equal(got, MEANING[kind](start, x).astype(dtype))
+
+
+# --- assembly ---
+
+AVERAGE = "{ add.f32 $0, $1, $2; mul.f32 $0, $0, 0f3F000000; }"
+HALVES = "and.b32 $0, $2, 65535;\nshr.u32 $1, $2, 16;"
+simulate.ASSEMBLY[AVERAGE] = lambda x, y: (x + y) / 2
+simulate.ASSEMBLY[HALVES] = lambda x: (x & 65535, x >> 16)
+
+
+def average(x, y):
+    (result,) = plt.elementwise_inline_asm(
+        AVERAGE,
+        args=[x, y],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+
+def average_call(**options):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = average(x_ref[...], y_ref[...])
+
+    return whole(kernel, ((32, 32),), **options)
+
+
+def test_assembly():
+    kernel = only_kernel(average_call(), X, Y)
+    text, _ = compiled(kernel)
+    assert f'tt.elementwise_inline_asm "{AVERAGE}"' in text
+    assert 'constraints = "=f,f,f", packed_element = 1 : i32, pure = true' in text
+    np.testing.assert_allclose(simulated(kernel, [X, Y])[0], (X + Y) / 2)
+
+
+def test_assembly_with_two_results_of_an_odd_shape():
+    def kernel(x_ref, low_ref, high_ref):
+        x = x_ref[...]
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        low_ref[...], high_ref[...] = plt.elementwise_inline_asm(
+            HALVES,
+            args=[x],
+            constraints="=r,=r,r",
+            pack=1,
+            result_shape_dtypes=[like, like],
+        )
+
+    call = whole(kernel, ((5, 7), jnp.int32), ((5, 7), jnp.int32))
+    x = np.random.default_rng(0).integers(0, 1 << 30, (5, 7)).astype(np.int32)
+    kernel = only_kernel(call, x)
+    compiled(kernel)
+    low, high = simulated(kernel, [x])
+    np.testing.assert_array_equal(low + 65536 * high, x)
+
+
+@pytest.mark.parametrize("how", [{"interpret": True}, {"interpret": pl.Checked()}, {}])
+def test_assembly_elsewhere_says_where_it_runs(how):
+    with pytest.raises(UnsupportedError, match="runs on NVIDIA GPUs only") as refusal:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            average_call(**how)(jax.device_put(X, jax.devices("cpu")[0]), Y)
+    assert "add.f32" in str(refusal.value) and "test_language.py" in str(refusal.value)
+
+
+def test_assembly_of_different_shapes():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = average(x_ref[...], x_ref[0])
+
+    with pytest.raises(KernelTypeError, match="have one shape") as refusal:
+        jax.make_jaxpr(whole(kernel, ((32, 32),)))(X)
+    assert "(32, 32), (32,)" in str(refusal.value)
+
+
+@pytest.mark.gpu
+def test_assembly_on_the_gpu():
+    (got,) = jax.jit(average_call())(X, Y)
+    np.testing.assert_allclose(got, (X + Y) / 2, rtol=1e-6)
