@@ -144,6 +144,7 @@ class Compiled(Mapping[str, Any]):
 _MODULES = {
     "cpu": "pallasite.backends.cpu",
     "triton": "pallasite.backends.triton",
+    "cuda": "pallasite.backends.cuda",
     "tpu": "pallasite.backends.tpu",
 }
 
