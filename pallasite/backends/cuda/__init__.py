@@ -12,6 +12,7 @@ from functools import partial
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
@@ -35,6 +36,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
+        Pass("specialize", partial(specialize, chip=chip)),
     )
 
 
@@ -44,7 +46,7 @@ def _is_native(op) -> bool:
         return False
     if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
         return False
-    return op.name in NATIVE_OPS
+    return op.name in NATIVE_OPS or op.name == "dot"
 
 
 class CudaBackend:

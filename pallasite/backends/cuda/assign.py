@@ -171,10 +171,20 @@ def reshaped(spread: Spread, shape: Sequence[int]) -> Spread | None:
     return spread.without(ones).with_units(shape, new)
 
 
+def _added(op: Op) -> Iterator[tuple[Value, Value]]:
+    yield op.operands[0], op.result
+
+
+def _waited(op: Op) -> Iterator[tuple[Value, Value]]:
+    yield from zip(op.operands, op.results, strict=True)
+
+
 _CONTROL: dict[str, Callable[[Op], Iterator[tuple[Value, Value]]]] = {
     "for": _carried,
     "while": _repeated,
     "cond": _chosen,
+    "wgmma": _added,
+    "wgmma_wait": _waited,
 }
 _MOVES: dict[str, Callable[[Op], tuple[Change | None, Change | None]]] = {
     "broadcast_in_dim": _broadcast,

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from pallasite.backends.cuda import helpers, memory, tiles
+from pallasite.backends.cuda import explicit, helpers, memory, tiles
 from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import Tile
-from pallasite.backends.cuda.layouts import Spread, striped
-from pallasite.backends.cuda.memory import VECTOR_BYTES, Memory
+from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
+from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.memory import VECTOR_BYTES
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -63,7 +64,7 @@ def emit(kernel: Kernel) -> str:
     return Emitter(kernel).text()
 
 
-class Emitter(Memory):
+class Emitter(Explicit):
     """Walks a kernel and writes its function."""
 
     def __init__(self, kernel: Kernel):
@@ -75,9 +76,27 @@ class Emitter(Memory):
         self.fenced = _written_and_read(accesses)
         self.written = _written(accesses)
         self.threads, self.vector_elements = _threads(self.program.body)
+        roles = [op for op in walk(self.program.body) if op.name == "roles"]
+        if roles:
+            *_, computing = roles[0].attrs["cuda.warpgroups"]
+            self.warpgroups, self.threads = computing, computing * WARPGROUP
         self.assignment = assign(
-            self.program.body, self.threads, self.vector_elements, {}
+            self.program.body, self.threads, self.vector_elements, self.anchors()
         )
+        if roles:
+            self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
+        self.arch = "sm_90a" if roles else ""
+
+    def anchors(self) -> dict[Value, Spread]:
+        """Tiles whose layout an instruction fixes."""
+        found = {}
+        for op in walk(self.program.body):
+            if op.name == "wgmma":
+                for value in (op.result, op.operands[1]):
+                    if not value.is_ref:
+                        rows, columns = value.tile.shape
+                        found[value] = accumulator(rows, columns, self.warpgroups)
+        return found
 
     def text(self) -> str:
         kernel = self.kernel
@@ -88,12 +107,21 @@ class Emitter(Memory):
             params.append(self.parameter(param, f"a{number}", root))
             self.views[param] = self.array(param.ref, f"a{number}", root)
         self.block(kernel.body)
+        scratch = self.programs * MAP_BYTES * len(self.maps)
+        if scratch:
+            params.append("char* scratch")
         launched = Launched(
-            function_name(kernel), self.programs, self.threads, self.shared_bytes
+            function_name(kernel),
+            self.programs,
+            self.threads,
+            self.shared_bytes,
+            (scratch,) if scratch else (),
+            self.arch,
         )
+        bounds = f"{self.threads}, 1" if self.arch else str(self.threads)
         shared = "  extern __shared__ __align__(1024) char shared[];"
         head = [
-            f'extern "C" __global__ void __launch_bounds__({self.threads})',
+            f'extern "C" __global__ void __launch_bounds__({bounds})',
             f"{launched.name}({', '.join(params)}) {{",
             *([shared] if self.shared_bytes else []),
             "  const u32 thread = threadIdx.x;",
@@ -103,7 +131,7 @@ class Emitter(Memory):
             ),
         ]
         body = "\n".join([*head, *self.out.lines, "}", ""])
-        return launched.line() + helpers.used(body) + "\n" + body
+        return launched.line() + helpers.used(body, self.instructions) + "\n" + body
 
     def parameter(self, param: Value, name: str, root: Value) -> str:
         kind = c_type(param.ref.dtype)
@@ -163,6 +191,10 @@ class Emitter(Memory):
     def emit_alloc(self, op: Op) -> None:
         """Scratch that stays in memory is shared memory."""
         ref = op.result.ref
+        if ref.space == "mbarrier":
+            return self.alloc_barriers(op)
+        if ref.layout is not None and ref.layout.kind == "swizzle":
+            return self.alloc_ring(op)
         if ref.is_semaphore:
             self.refuse(op)
         kind = self.type(ref.dtype, op)
@@ -258,6 +290,7 @@ class Emitter(Memory):
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
+    **explicit.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,
     "for": Emitter.emit_for,

@@ -5,6 +5,9 @@ that they call included. There is no #include: NVRTC has all that is needed buil
 """
 
 import re
+from collections.abc import Mapping
+
+from pallasite.backends.cuda import hopper
 
 HEAD = """\
 typedef signed char i8;
@@ -127,16 +130,20 @@ HELPERS: dict[str, str] = {
         "  *reinterpret_cast<T*>(to) = *reinterpret_cast<const T*>(from);\n"
         "}\n"
     ),
+    **hopper.BARRIERS,
+    **hopper.MAPS,
+    **hopper.COPIES,
 }  # fmt: skip
 
 
-def used(text: str) -> str:
-    """The helpers that a text calls, in the order of `HELPERS`."""
+def used(text: str, more: Mapping[str, str]) -> str:
+    """The helpers that a text calls, `more` of its own among them."""
+    known = {**HELPERS, **more}
     found: set[str] = set()
     pending = [text]
     while pending:
         words = set(re.findall(r"\w+", pending.pop()))
-        new = [name for name in HELPERS if name in words and name not in found]
+        new = [name for name in known if name in words and name not in found]
         found.update(new)
-        pending += [HELPERS[name] for name in new]
-    return HEAD + "".join(body for name, body in HELPERS.items() if name in found)
+        pending += [known[name] for name in new]
+    return HEAD + "".join(body for name, body in known.items() if name in found)

@@ -71,6 +71,7 @@ class Dim:
     stride: int
     edge: int | None = None  # key of the Edge it moves along
     step: int = 1  # elements of that array dimension per element of this one
+    axis: int = 0  # that dimension's number in the array
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class View:
     fill: float | int | bool | None = None
     wide: bool = False  # offsets need 64 bits
     memory: Value | None = None  # the kernel parameter or scratch it is a part of
+    starts: tuple[Number, ...] = ()  # its first element along the array's dimensions
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class Memory(Tiles):
     def array(self, ref: RefType, pointer: str, memory: Value | None) -> View:
         """A whole array, row-major."""
         strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
-        dims = tuple(Dim(n, s) for n, s in zip(ref.shape, strides, strict=True))
-        wide = ref.size >= 1 << 31
-        return View(pointer, ref.dtype, 0, dims, wide=wide, memory=memory)
+        dims = tuple(Dim(n, strides[d], axis=d) for d, n in enumerate(ref.shape))
+        view = View(pointer, ref.dtype, 0, dims, wide=ref.size >= 1 << 31)
+        return replace(view, memory=memory, starts=(0,) * ref.rank)
 
     def integer(self, value: Value) -> Number:
         """A scalar as an i32; out of range ones at the ends."""
@@ -143,7 +145,7 @@ class Memory(Tiles):
         pending = iter(indices)
         dims: list[Dim] = []
         edges = dict(source.edges)
-        offset = source.offset
+        offset, starts = source.offset, list(source.starts)
         for dim, whole in zip(window.dims, source.dims, strict=True):
             if whole.edge is not None:
                 self.refuse(op, "a window on a block that may hang over its array")
@@ -154,18 +156,20 @@ class Memory(Tiles):
                 end = text_of(plus(start, self.integer(next(pending))))
                 stop, high = Term(f"min({end}, {whole.size})"), whole.size
             offset = plus(offset, times(start, whole.stride, source.wide))
+            starts[whole.axis] = plus(starts[whole.axis], times(start, whole.step))
             edge = None
             if low < 0 or high + dim.size > whole.size:
                 edge = max(edges, default=-1) + 1
                 edges[edge] = Edge(start, stop, low < 0)
             if dim.kind != "squeezed":
-                dims.append(Dim(dim.size, whole.stride, edge))
+                dims.append(Dim(dim.size, whole.stride, edge, whole.step, whole.axis))
         self.views[op.result] = replace(
             source,
             offset=offset,
             dims=tuple(dims),
             edges=tuple(edges.items()),
             fill=window.fill,
+            starts=tuple(starts),
         )
 
     def block_start(
@@ -205,7 +209,9 @@ class Memory(Tiles):
         if start == 0:
             return view
         moved = times(start, dim.stride, view.wide)
-        view = replace(view, offset=plus(view.offset, moved))
+        starts = list(view.starts)
+        starts[dim.axis] = plus(starts[dim.axis], times(start, dim.step))
+        view = replace(view, offset=plus(view.offset, moved), starts=tuple(starts))
         if dim.edge is None:
             return view
         edges = dict(view.edges)

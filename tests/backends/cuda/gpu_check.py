@@ -1,7 +1,7 @@
-"""Checks and times of the `cuda` backend on a GPU: `python -m tests.backends.cuda.gpu_check`.
+"""Checks and times of the `cuda` backend on a GPU.
 
-Every check runs even if an earlier one fails; each prints one line. Names on the command
-line select checks by their beginning.
+`python -m tests.backends.cuda.gpu_check` runs every check even if an earlier one fails;
+each prints one line. Names on the command line select checks by their beginning.
 """
 
 import sys
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 
 CHECKS: dict[str, Callable[[], str]] = {}
 bf16, f32 = jnp.bfloat16, jnp.float32
@@ -177,6 +178,146 @@ def row_times(kernel, reference):
 for _name, _pair in ROWS.items():
     check(_name, *_pair)(row_errors)
     check(f"time {_name}", *_pair)(row_times)
+
+
+# --- products ---
+
+
+def matmul_kernel(x_ref, y_ref, *refs, dims, finish):
+    *extra, o_ref, sums = refs
+
+    @pl.when(pl.program_id(2) == 0)
+    def start():
+        sums[...] = jnp.zeros_like(sums)
+
+    sums[...] += jax.lax.dot_general(
+        x_ref[...], y_ref[...], (dims, ((), ())), preferred_element_type=sums.dtype
+    )
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def end():
+        o_ref[...] = finish(sums[...], *(r[...] for r in extra)).astype(o_ref.dtype)
+
+
+def matmul(
+    x, y, *rest, block=(128, 256, 64), left="mk", right="kn", out=None, finish=None,
+    backend="cuda",
+):  # fmt: skip
+    """`left` and `right` say how the operands are stored."""
+    bm, bn, bk = block
+    sizes = dict(zip(left, x.shape)) | dict(zip(right, y.shape))
+    blocks = {"m": bm, "n": bn, "k": bk}
+    index = {"m": 0, "n": 1, "k": 2}
+
+    def spec(dims):
+        return pl.BlockSpec(
+            tuple(blocks[d] for d in dims),
+            lambda *ids: tuple(ids[index[d]] for d in dims),
+        )
+
+    sums = jnp.int32 if x.dtype == jnp.int8 else f32
+    grid = tuple(pl.cdiv(sizes[d], blocks[d]) for d in "mnk")
+    bias = [pl.BlockSpec((1, bn), lambda i, j, k: (0, j)) for _ in rest]
+    return pl.pallas_call(
+        partial(
+            matmul_kernel,
+            dims=((left.index("k"),), (right.index("k"),)),
+            finish=finish or (lambda acc: acc),
+        ),
+        out_shape=jax.ShapeDtypeStruct((sizes["m"], sizes["n"]), out or x.dtype),
+        grid=grid,
+        in_specs=[spec(left), spec(right), *bias],
+        out_specs=spec("mn"),
+        scratch_shapes=[pltpu.VMEM((bm, bn), sums)],
+        backend=backend,
+    )(x, y, *rest)
+
+
+def reference(x, y, left, right, out):
+    sums = jnp.int32 if x.dtype == jnp.int8 else f32
+    if x.dtype.itemsize == 1 and sums == f32:
+        x, y = x.astype(f32), y.astype(f32)
+    dims = (((left.index("k"),), (right.index("k"),)), ((), ()))
+    exact = "highest" if x.dtype == f32 else None
+    return jax.lax.dot_general(
+        x, y, dims, preferred_element_type=sums, precision=exact
+    ).astype(out)
+
+
+def operand(sizes, dims, dtype, seed):
+    size = [sizes[d] for d in dims]
+    rng = np.random.default_rng(seed)
+    if dtype == jnp.int8:
+        return jnp.asarray(rng.integers(-100, 100, size), dtype)
+    return jnp.asarray(rng.normal(size=size), dtype)
+
+
+def one_product(m, n, k, dtype=bf16, left="mk", right="kn", out=None, **options):
+    sizes = {"m": m, "n": n, "k": k}
+    x, y = operand(sizes, left, dtype, 0), operand(sizes, right, dtype, 1)
+    out = out or (jnp.int32 if dtype == jnp.int8 else f32)
+    got = matmul(x, y, left=left, right=right, out=out, **options)
+    return f"error {error(got, reference(x, y, left, right, out)):.1e}"
+
+
+f8 = jnp.float8_e4m3fn
+check("product", 512, 512, 256)(one_product)
+check("product small", 128, 256, 64)(one_product)
+check("product bf16 out", 512, 512, 256, out=bf16)(one_product)
+check("product nk", 512, 512, 256, right="nk")(one_product)
+check("product km", 512, 512, 256, left="km")(one_product)
+check("product km nk", 512, 512, 256, left="km", right="nk")(one_product)
+check("product odd", 1000, 520, 328)(one_product)
+check("product odd nk", 1000, 520, 328, right="nk")(one_product)
+check("product odd out", 1001, 517 + 3, 200, right="nk", out=bf16)(one_product)
+check("product f16", 512, 512, 256, dtype=jnp.float16)(one_product)
+check("product f8", 512, 512, 512, dtype=f8, right="nk", block=(128, 128, 128))(
+    one_product
+)
+check("product e5m2", 512, 512, 512, dtype=jnp.float8_e5m2, right="nk",
+      block=(128, 128, 128))(one_product)  # fmt: skip
+check("product i8", 512, 512, 512, dtype=jnp.int8, right="nk", block=(128, 128, 128))(
+    one_product
+)
+for _block in ((128, 128, 64), (256, 128, 64), (64, 64, 64), (64, 256, 128), (128, 64, 128),
+               (192, 128, 64), (128, 192, 64)):  # fmt: skip
+    check(f"product {_block}", 768, 768, 512, block=_block)(one_product)
+
+
+@check("product bias gelu")
+def bias_gelu():
+    x, y = normal(700, 512, dtype=bf16), normal(512, 520, dtype=bf16, seed=1)
+    bias = normal(1, 520, dtype=bf16, seed=2)
+    finish = lambda acc, b: jax.nn.gelu(acc * 0.05 + b.astype(f32))
+    got = matmul(x, y, bias, finish=finish)
+    want = finish(jnp.dot(x, y, preferred_element_type=f32), bias).astype(bf16)
+    return f"error {error(got, want):.1e}"
+
+
+def product_times(m, n, k, dtype=bf16, right="kn", blocks=((128, 256, 64),), out=None):
+    sizes = {"m": m, "n": n, "k": k}
+    x, y = operand(sizes, "mk", dtype, 0), operand(sizes, right, dtype, 1)
+    out = out or (jnp.int32 if dtype == jnp.int8 else bf16)
+    work = 2 * m * n * k / 1e12
+    found = []
+    for block in blocks:
+        f = jax.jit(partial(matmul, right=right, block=block, out=out))
+        found.append(f"{block} {work / seconds(f, x, y):.0f}")
+    line = "TFLOP/s " + ", ".join(found)
+    if dtype in (bf16, jnp.float16, jnp.int8):
+        plain = jax.jit(partial(reference, left="mk", right=right, out=out))
+        line += f"; XLA {work / seconds(plain, x, y):.0f}"
+    return line
+
+
+_BLOCKS = ((128, 256, 64), (256, 128, 64), (128, 128, 64), (64, 64, 64))
+check("time product 4096", 4096, 4096, 4096, blocks=_BLOCKS)(product_times)
+check("time product 8192", 8192, 8192, 8192, blocks=_BLOCKS[:2])(product_times)
+check("time product nk", 4096, 4096, 4096, right="nk")(product_times)
+check("time product f8", 4096, 4096, 4096, dtype=f8, right="nk",
+      blocks=((128, 256, 128), (128, 128, 128)))(product_times)  # fmt: skip
+check("time product i8", 4096, 4096, 4096, dtype=jnp.int8, right="nk",
+      blocks=((128, 256, 128),))(product_times)  # fmt: skip
 
 
 @check("zoo")
