@@ -27,14 +27,22 @@ SHARED_ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """A value of the emitted code; without a spread it is one number."""
+    """A value of the emitted code; without a spread it is one number.
+
+    A tile of positions is not held in registers but computed where it is used: then
+    `name` is an expression of the register number `@`.
+    """
 
     name: str
     dtype: DType
     spread: Spread | None = None
+    is_computed: bool = False
 
     def held(self, register: str = "i") -> str:
         """One element as it is held."""
+        if self.is_computed:
+            at = register if register.isidentifier() else f"({register})"
+            return self.name.replace("@", at)
         return self.name if self.spread is None else f"{self.name}[{register}]"
 
     def element(self, register: str = "i") -> str:

@@ -250,7 +250,7 @@ NATIVE: dict[str, Row] = {
     "rsqrt": function("reciprocal_root", "rsqrt"),
     "cbrt": function("cbrtf", "cbrt"),
     "exp": _EXP,
-    "exp2": function("exp2f", "exp2", narrow="exp2_fast"),
+    "exp2": function("exp2_fast", "exp2"),  # results below 1e-38 are 0
     "expm1": function("expm1f", "expm1"),
     "log": function("logf", "log"),
     "log1p": function("log1pf", "log1p"),

@@ -5,8 +5,8 @@ memory that only feed products: these become copies of the copy engine into ring
 shared memory. What a Hopper warpgroup cannot multiply is refused here, with the reason.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
@@ -15,7 +15,8 @@ from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot
 from pallasite.ir.text import print_op
-from pallasite.ir.types import F32, I32, DType
+from pallasite.ir.types import F32, I32, DType, TileType
+from pallasite.passes.analysis.memory import root_among
 from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
@@ -67,19 +68,26 @@ class Product:
 
 
 @dataclass(eq=False)
-class Group:
-    """Loads that are copied together, under one pair of barriers."""
+class Ring:
+    """Shared memory that tiles of the same arrays and shapes take turns in."""
 
-    loads: list[Op]
-    block: Block
+    arrays: tuple[Value, ...]
+    tiles: tuple[TileType, ...]
     stages: int = 1
-    name: str = field(default="")
 
     @property
     def bytes(self) -> int:
-        return sum(
-            op.result.tile.size * op.result.tile.dtype.bytes for op in self.loads
-        )
+        """Of one stage."""
+        return sum(t.size * t.dtype.bytes for t in self.tiles)
+
+
+@dataclass(eq=False)
+class Group:
+    """Loads that are copied together into a ring, under one pair of barriers."""
+
+    loads: list[Op]
+    block: Block
+    ring: Ring
 
 
 class Plan:
@@ -96,7 +104,10 @@ class Plan:
         self.by_op: dict[int, Product] = {}  # at the op whose place it takes
         for each in self.products:
             self.by_op[id(each.dot if each.add is None else each.add)] = each
-        self.groups = self.make_groups()
+        self.rings: list[Ring] = []
+        self.groups = [
+            Group(loads, block, self.ring(loads)) for loads, block in self.together()
+        ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.choose_stages()
 
@@ -247,44 +258,59 @@ class Plan:
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
         return 2 <= ref.ref.rank <= 5 and row % 16 == 0
 
-    def make_groups(self) -> list[Group]:
-        """One per product and block, so that operands used together wait together."""
-        groups: list[Group] = []
-        known: dict[int, Group] = {}
+    def together(self) -> list[tuple[list[Op], Block]]:
+        """Loads of the same product and block, which wait together."""
+        found: list[tuple[list[Op], Block]] = []
+        known: dict[int, list[Op]] = {}
         for product in self.products:
-            for side in product.sides:
-                load = side.load
-                if load is None or id(load) in known:
+            mates = [s.load for s in product.sides if s.load is not None]
+            for load in mates:
+                if id(load) in known:
                     continue
                 block = self.home[id(load)]
-                mates = [s.load for s in product.sides if s.load is not None]
                 near = [known[id(m)] for m in mates if id(m) in known]
-                near = [g for g in near if g.block is block]
-                if near:
-                    near[0].loads.append(load)
-                    known[id(load)] = near[0]
-                else:
-                    known[id(load)] = Group([load], block, name=f"{len(groups)}")
-                    groups.append(known[id(load)])
-        return groups
+                near = [loads for loads in near if self.home[id(loads[0])] is block]
+                if not near:
+                    near = [[]]
+                    found.append((near[0], block))
+                near[0].append(load)
+                known[id(load)] = near[0]
+        return [(self.in_order(loads), block) for loads, block in found]
+
+    def in_order(self, loads: list[Op]) -> list[Op]:
+        places = {id(op): n for n, op in enumerate(self.home[id(loads[0])].ops)}
+        return sorted(loads, key=lambda op: places[id(op)])
+
+    def ring(self, loads: Sequence[Op]) -> Ring:
+        """The ring of such loads; a new one where there is none."""
+        arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
+        tiles = tuple(op.result.tile for op in loads)
+        for ring in self.rings:
+            if (ring.arrays, ring.tiles) == (arrays, tiles):
+                return ring
+        self.rings.append(Ring(arrays, tiles))
+        return self.rings[-1]
 
     def choose_stages(self) -> None:
         """As deep as shared memory allows where loads repeat; one where they do not."""
-        once = [g for g in self.groups if g.block is self.program]
-        again = [g for g in self.groups if g.block is not self.program]
-        left = self.chip.shared.bytes - SPARE_BYTES - sum(g.bytes for g in once)
-        size = sum(g.bytes for g in again)
+        again = [
+            ring
+            for ring in self.rings
+            if any(g.ring is ring and g.block is not self.program for g in self.groups)
+        ]
+        once = sum(r.bytes for r in self.rings if r not in again)
+        size = sum(r.bytes for r in again)
+        left = self.chip.shared.bytes - SPARE_BYTES - once
         stages = min(MOST_STAGES, left // size) if size else 1
         if stages < 1 or left < 0:
-            need = sum(g.bytes for g in self.groups)
             self.refuse(
                 self.products[0].dot,
-                f"its operands take {need} bytes of shared memory, "
+                f"its operands take {once + size} bytes of shared memory, "
                 f"of {self.chip.shared.bytes}",
                 "use smaller blocks",
             )
-        for group in again:
-            group.stages = stages
+        for ring in again:
+            ring.stages = stages
 
 
 def _is_box(index: Sequence) -> bool:
@@ -295,7 +321,7 @@ def _is_box(index: Sequence) -> bool:
     return isinstance(index[-1], Span)
 
 
-def _homes(block: Block):
+def _homes(block: Block) -> Iterator[tuple[int, Block]]:
     """The block that each op is in, by the op's identity."""
     for op in block.ops:
         yield id(op), block
@@ -303,16 +329,12 @@ def _homes(block: Block):
             yield from _homes(region)
 
 
-def _written_roots(kernel: Kernel, program: Block, made) -> set[Value]:
+def _written_roots(
+    kernel: Kernel, program: Block, made: Mapping[Value, Op]
+) -> set[Value]:
     """Arrays that the kernel writes, and operands that share their memory."""
-    found = set()
-    for op in walk(program):
-        if op.name in ("store", "atomic_rmw", "atomic_cas"):
-            ref = op.operands[0]
-            while ref in made:
-                ref = made[ref].operands[0] if made[ref].operands else ref
-                if ref not in made or not made[ref].operands:
-                    break
-            found.add(ref)
-    twins = {kernel.inputs[i] for i, o in kernel.aliases}
-    return found | twins
+    stores = ("store", "atomic_rmw", "atomic_cas")
+    found = {
+        root_among(made, op.operands[0]) for op in walk(program) if op.name in stores
+    }
+    return found | {kernel.inputs[i] for i, _ in kernel.aliases}

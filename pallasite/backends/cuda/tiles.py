@@ -1,6 +1,7 @@
 """Ops on whole tiles: elementwise, constants, shapes and reductions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pallasite.backends.cuda.assign import narrowed as narrowed_spread
 from pallasite.backends.cuda.assign import reshaped
@@ -18,6 +19,12 @@ from pallasite.backends.cuda.text import c_type, number
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, F32, I32, DType
 from pallasite.ops.neutral import neutral
+
+# Integer ops that cost less than a register for each of their results.
+POSITIONAL = frozenset(
+    ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
+)
+LONGEST_POSITION = 400
 
 
 class Tiles(Core):
@@ -45,14 +52,28 @@ class Tiles(Core):
             self.out.line(f"const {kind} {name} = {held};")
             self.env[op.result] = Tile(name, tile.dtype)
             return None
+        if self.is_position(op, operands):
+            text = row(op, *(x.held("@") for x in operands))
+            self.env[op.result] = Tile(f"({text})", tile.dtype, spread, True)
+            return
         result = self.declare(tile.dtype, spread, op)
         if op.name == "cast" and self.pairs(result, operands[0]):
-            return self.finish_pairs(op, result, operands[0])
+            self.finish_pairs(op, result, operands[0])
+            return
         if as_bits:
             self.out.line(f"EACH({result.registers}) {result.held()} = {text};")
         else:
             self.fill(result, text)
         self.env[op.result] = result
+
+    def is_position(self, op: Op, operands: Sequence[Tile]) -> bool:
+        """Whether a tile is cheap to compute from positions wherever it is used."""
+        if op.name not in POSITIONAL or not any(x.is_computed for x in operands):
+            return False
+        if any(x.dtype.is_float for x in operands) or op.result.tile.dtype.is_float:
+            return False
+        plain = all(x.is_computed or x.spread is None for x in operands)
+        return plain and sum(len(x.name) for x in operands) < LONGEST_POSITION
 
     def pairs(self, result: Tile, source: Tile) -> bool:
         """Whether f32 is rounded to 16 bits two at a time."""
@@ -60,8 +81,8 @@ class Tiles(Core):
         return is_half and result.registers % 2 == 0 and source.spread is not None
 
     def finish_pairs(self, op: Op, result: Tile, source: Tile) -> None:
-        x, to = source.name, result.name
-        packed = f"pack_{result.dtype}({x}[2 * i], {x}[2 * i + 1])"
+        to, pair = result.name, (source.held("2 * i"), source.held("2 * i + 1"))
+        packed = f"pack_{result.dtype}({', '.join(pair)})"
         parts = f"{to}[2 * i] = (u16)p; {to}[2 * i + 1] = (u16)(p >> 16);"
         self.out.line(
             f"EACH({result.registers // 2}) {{ const u32 p = {packed}; {parts} }}"
@@ -79,8 +100,12 @@ class Tiles(Core):
     def emit_iota(self, op: Op) -> None:
         tile, spread = op.result.tile, self.spread(op.result, op)
         assert spread is not None
-        result = self.declare(tile.dtype, spread, op)
         kind = c_type(computed(tile.dtype))
+        if not tile.dtype.is_float:
+            at = self.coordinate(spread, op.attrs["dim"], "@")
+            self.env[op.result] = Tile(f"({kind})({at})", tile.dtype, spread, True)
+            return
+        result = self.declare(tile.dtype, spread, op)
         at = self.coordinate(spread, op.attrs["dim"])
         self.fill(result, f"({kind})({at})")
         self.env[op.result] = result
@@ -106,6 +131,10 @@ class Tiles(Core):
 
     def renumbered(self, op: Op, source: Tile, spread: Spread, register: str) -> None:
         """The result's registers as copies of the operand's."""
+        if source.is_computed:
+            text = source.held(register.replace("i", "@"))
+            self.env[op.result] = Tile(text, source.dtype, spread, True)
+            return
         result = self.declare(source.dtype, spread, op)
         self.out.line(
             f"EACH({result.registers}) {result.held()} = {source.held(register)};"
@@ -126,7 +155,7 @@ class Tiles(Core):
         if part is None:
             self.refuse(op, "only dimensions of size one are added or dropped")
         source = self.get(value, part, op)
-        self.env[op.result] = Tile(source.name, source.dtype, spread)
+        self.env[op.result] = replace(source, spread=spread)
 
     def scalar_of(self, op: Op, source: Tile) -> None:
         """A tile of one element as a scalar: each thread may need it."""
@@ -142,7 +171,7 @@ class Tiles(Core):
             self.out.line(f"{self.env[op.result].name} = {place};")
             return
         self.env[op.result] = self.declare(source.dtype, None, op)
-        self.out.line(f"{self.env[op.result].name} = {source.name}[0];")
+        self.out.line(f"{self.env[op.result].name} = {source.held('0')};")
 
     def emit_transpose(self, op: Op) -> None:
         (value,) = op.operands
@@ -152,7 +181,7 @@ class Tiles(Core):
             return
         back = [perm.index(d) for d in range(len(perm))]
         source = self.get(value, spread.permuted(back), op)
-        self.env[op.result] = Tile(source.name, source.dtype, spread)
+        self.env[op.result] = replace(source, spread=spread)
 
     # --- reductions ---
 

@@ -205,7 +205,7 @@ def matmul(
 ):  # fmt: skip
     """`left` and `right` say how the operands are stored."""
     bm, bn, bk = block
-    sizes = dict(zip(left, x.shape)) | dict(zip(right, y.shape))
+    sizes = dict(zip((*left, *right), (*x.shape, *y.shape), strict=True))
     blocks = {"m": bm, "n": bn, "k": bk}
     index = {"m": 0, "n": 1, "k": 2}
 
@@ -279,8 +279,8 @@ check("product e5m2", 512, 512, 512, dtype=jnp.float8_e5m2, right="nk",
 check("product i8", 512, 512, 512, dtype=jnp.int8, right="nk", block=(128, 128, 128))(
     one_product
 )
-for _block in ((128, 128, 64), (256, 128, 64), (64, 64, 64), (64, 256, 128), (128, 64, 128),
-               (192, 128, 64), (128, 192, 64)):  # fmt: skip
+for _block in ((128, 128, 64), (256, 128, 64), (64, 64, 64), (64, 256, 128),
+               (128, 64, 128), (192, 128, 64), (128, 192, 64)):  # fmt: skip
     check(f"product {_block}", 768, 768, 512, block=_block)(one_product)
 
 
@@ -318,6 +318,173 @@ check("time product f8", 4096, 4096, 4096, dtype=f8, right="nk",
       blocks=((128, 256, 128), (128, 128, 128)))(product_times)  # fmt: skip
 check("time product i8", 4096, 4096, 4096, dtype=jnp.int8, right="nk",
       blocks=((128, 256, 128),))(product_times)  # fmt: skip
+
+
+# --- attention ---
+
+MASKED = -1e30
+
+
+def absorb(q, k, v, state, scale, keep=None):
+    """One block of keys into the running maximum, sum and result; in powers of 2."""
+    high, total, out = state
+    scores = jax.lax.dot_general(
+        q, k, (((1,), (1,)), ((), ())), preferred_element_type=f32
+    )
+    if keep is not None:
+        scores = jnp.where(keep, scores, MASKED)
+    new = jnp.maximum(high, jnp.max(scores, axis=1, keepdims=True))
+    p = jnp.exp2(scores * scale - new * scale)
+    decay = jnp.exp2((high - new) * scale)
+    total = total * decay + jnp.sum(p, axis=1, keepdims=True)
+    out = out * decay + jnp.dot(p.astype(v.dtype), v, preferred_element_type=f32)
+    return new, total, out
+
+
+def positions(first, size, dim):
+    return first + jax.lax.broadcasted_iota(jnp.int32, size, dim)
+
+
+def grid_kernel(q_ref, k_ref, v_ref, o_ref, high, total, out, *, scale, causal):
+    """Steps along the grid, state in scratch."""
+    step, steps = pl.program_id(2), pl.num_programs(2)
+    rows, columns = q_ref.shape[0], k_ref.shape[0]
+    first = pl.program_id(1) * rows
+
+    @pl.when(step == 0)
+    def start():
+        high[...] = jnp.full_like(high, MASKED)
+        total[...] = jnp.zeros_like(total)
+        out[...] = jnp.zeros_like(out)
+
+    def move():
+        keep = None
+        if causal:
+            size = (rows, columns)
+            keep = positions(first, size, 0) >= positions(step * columns, size, 1)
+        state = absorb(
+            q_ref[...], k_ref[...], v_ref[...], (high[...], total[...], out[...]),
+            scale, keep,
+        )  # fmt: skip
+        high[...], total[...], out[...] = state
+
+    if causal:
+        pl.when(step * columns < first + rows)(move)
+    else:
+        move()
+
+    @pl.when(step == steps - 1)
+    def end():
+        o_ref[...] = (out[...] / total[...]).astype(o_ref.dtype)
+
+
+def loop_kernel(q_ref, k_ref, v_ref, o_ref, *, scale, causal, columns):
+    """A loop over the keys inside the kernel, state carried."""
+    rows, width = q_ref.shape
+    first = pl.program_id(1) * rows
+    q = q_ref[...]
+
+    def move(n, state):
+        at = pl.ds(n * columns, columns)
+        keep = None
+        if causal:
+            size = (rows, columns)
+            keep = positions(first, size, 0) >= positions(n * columns, size, 1)
+        return absorb(q, k_ref[at, :], v_ref[at, :], state, scale, keep)
+
+    steps = k_ref.shape[0] // columns
+    if causal:
+        steps = jax.lax.div(first + rows + columns - 1, columns)
+    state = (
+        jnp.full((rows, 1), MASKED, f32),
+        jnp.zeros((rows, 1), f32),
+        jnp.zeros((rows, width), f32),
+    )
+    _, total, out = jax.lax.fori_loop(0, steps, move, state)
+    o_ref[...] = (out / total).astype(o_ref.dtype)
+
+
+def attention(q, k, v, style="grid", block=(128, 128), causal=False, backend="cuda"):
+    """q, k, v: (batch and heads, length, width)."""
+    heads, length, width = q.shape
+    rows, columns = block
+    scale = float(np.log2(np.e)) * width**-0.5
+    here = pl.BlockSpec((None, rows, width), lambda h, i, *_: (h, i, 0))
+    common = dict(out_shape=shape(q), out_specs=here, backend=backend)
+    if style == "grid":
+        there = pl.BlockSpec((None, columns, width), lambda h, i, j: (h, j, 0))
+        scratch = [(rows, 1), (rows, 1), (rows, width)]
+        return pl.pallas_call(
+            partial(grid_kernel, scale=scale, causal=causal),
+            grid=(heads, pl.cdiv(length, rows), pl.cdiv(length, columns)),
+            in_specs=[here, there, there],
+            scratch_shapes=[pltpu.VMEM(s, f32) for s in scratch],
+            **common,
+        )(q, k, v)
+    whole = pl.BlockSpec((None, length, width), lambda h, i: (h, 0, 0))
+    return pl.pallas_call(
+        partial(loop_kernel, scale=scale, causal=causal, columns=columns),
+        grid=(heads, pl.cdiv(length, rows)),
+        in_specs=[here, whole, whole],
+        **common,
+    )(q, k, v)
+
+
+def attention_reference(q, k, v, causal):
+    scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=f32)
+    scores *= q.shape[-1] ** -0.5
+    if causal:
+        length = q.shape[1]
+        scores = jnp.where(jnp.tri(length, dtype=bool), scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("hqk,hkd->hqd", weights, v.astype(f32)).astype(q.dtype)
+
+
+def one_attention(heads, length, width, dtype=bf16, **options):
+    q, k, v = (normal(heads, length, width, dtype=dtype, seed=n) for n in range(3))
+    got = attention(q, k, v, **options)
+    want = attention_reference(q, k, v, options.get("causal", False))
+    return f"error {error(got, want):.1e}"
+
+
+for _style in ("grid", "loop"):
+    for _causal in (False, True):
+        _name = f"attention {_style}{' causal' if _causal else ''}"
+        _how = dict(style=_style, causal=_causal)
+        check(f"{_name} 128", 3, 512, 128, **_how)(one_attention)
+        check(f"{_name} 64", 3, 512, 64, **_how)(one_attention)
+        check(f"{_name} 64x64", 2, 256, 64, block=(64, 64), **_how)(one_attention)
+
+
+def attention_times(batch, heads, length, width, causal, blocks=((128, 128),)):
+    size = (batch * heads, length, width)
+    q, k, v = (normal(*size, dtype=bf16, seed=n) for n in range(3))
+    work = 4 * batch * heads * length * length * width / (2 if causal else 1) / 1e12
+    found = []
+    for style in ("grid", "loop"):
+        for block in blocks:
+            f = jax.jit(partial(attention, style=style, causal=causal, block=block))
+            found.append(f"{style} {block} {work / seconds(f, q, k, v):.0f}")
+    four = [
+        x.reshape(batch, heads, length, width).swapaxes(1, 2) for x in (q, k, v)
+    ]
+    try:
+        cudnn = jax.jit(
+            partial(
+                jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
+            )
+        )
+        rival = f"{work / seconds(cudnn, *four):.0f}"
+    except Exception as failure:
+        rival = type(failure).__name__
+    return f"TFLOP/s {', '.join(found)}; cuDNN {rival}"
+
+
+check("time attention 4k", 4, 16, 4096, 128, False)(attention_times)
+check("time attention causal 4k", 4, 16, 4096, 128, True)(attention_times)
+check("time attention causal 16k", 1, 16, 16384, 128, True)(attention_times)
+check("time attention D64", 4, 32, 4096, 64, False)(attention_times)
+check("time attention D64 causal", 4, 32, 4096, 64, True)(attention_times)
 
 
 @check("zoo")
