@@ -12,6 +12,7 @@ from functools import partial
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel
@@ -36,6 +37,8 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
+        Pass("overlap", overlap),
+        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("specialize", partial(specialize, chip=chip)),
     )
 

@@ -6,7 +6,7 @@ number and a scalar are a variable. The op families are the mixins next to this 
 `emit.py` joins them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
@@ -24,6 +24,8 @@ from pallasite.passes.analysis.intervals import Facts
 MAX_REGISTERS = 1 << 9  # of one tile, per thread; ptxas has 255 for all of them
 SHARED_ALIGNMENT = 128
 
+Element = Callable[[str], str]  # from a register's number to an element's expression
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -40,9 +42,11 @@ class Tile:
 
     def held(self, register: str = "i") -> str:
         """One element as it is held."""
+        at = register if register.isidentifier() else f"({register})"
         if self.is_computed:
-            at = register if register.isidentifier() else f"({register})"
             return self.name.replace("@", at)
+        if self.is_packed:
+            return f"(u16)({self.name}[{at} / 2] >> {at} % 2 * 16)"
         return self.name if self.spread is None else f"{self.name}[{register}]"
 
     def element(self, register: str = "i") -> str:
@@ -52,6 +56,12 @@ class Tile:
     @property
     def registers(self) -> int:
         return 1 if self.spread is None else self.spread.registers
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is held as words of two elements."""
+        halves = self.dtype.name in ("bf16", "f16") and not self.is_computed
+        return halves and self.spread is not None and self.registers % 2 == 0
 
 
 class Core:
@@ -106,7 +116,9 @@ class Core:
         if spread is None:
             self.out.line(f"{kind} {tile.name};")
         else:
-            self.out.line(f"__align__(16) {kind} {tile.name}[{spread.registers}];")
+            count = spread.registers
+            kind, count = ("u32", count // 2) if tile.is_packed else (kind, count)
+            self.out.line(f"__align__(16) {kind} {tile.name}[{count}];")
         return tile
 
     def let(self, dtype: DType, text: str, op: Op, hint: str = "v") -> Tile:
@@ -116,21 +128,31 @@ class Core:
         self.out.line(f"const {kind} {tile.name} = {narrowed(text, dtype)};")
         return tile
 
-    def fill(self, tile: Tile, text: str) -> None:
-        """Every element as an expression of its register number `i`."""
-        if tile.spread is None:
-            self.out.line(f"{tile.name} = {narrowed(text, tile.dtype)};")
+    def fill(self, tile: Tile, text: Element) -> None:
+        """Every element, given in the type that it is computed in."""
+        if tile.is_packed:
+            pair = f"pack_{tile.dtype}({text('2 * i')}, {text('2 * i + 1')})"
+            self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
         else:
-            text = narrowed(text, tile.dtype)
-            self.out.line(f"EACH({tile.registers}) {tile.name}[i] = {text};")
+            self.put(tile, lambda i: narrowed(text(i), tile.dtype))
+
+    def put(self, tile: Tile, text: Element) -> None:
+        """Every element, given as it is held."""
+        if tile.is_packed:
+            pair = f"(u32)({text('2 * i')}) | (u32)({text('2 * i + 1')}) << 16"
+            self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
+        elif tile.spread is None:
+            self.out.line(f"{tile.name} = {text('0')};")
+        else:
+            self.out.line(f"EACH({tile.registers}) {tile.name}[i] = {text('i')};")
 
     def copy(self, target: Tile, source: Tile) -> None:
         """Into a variable of the same spread."""
-        if target.spread is None:
-            self.out.line(f"{target.name} = {source.held()};")
+        if target.is_packed and source.is_packed:
+            count = target.registers // 2
+            self.out.line(f"EACH({count}) {target.name}[i] = {source.name}[i];")
         else:
-            line = f"{target.name}[i] = {source.held()};"
-            self.out.line(f"EACH({target.registers}) {line}")
+            self.put(target, source.held)
 
     def get(self, value: Value, spread: Spread | None, op: Op) -> Tile:
         """An operand in a given spread, moved there if need be."""
@@ -154,7 +176,13 @@ class Core:
         )
         self.sync()
         result = self.declare(tile.dtype, spread, op)
-        self.each_inside(spread, f"{result.held()} = {place}[{self.flat(spread)}];")
+
+        def element(i: str) -> str:
+            inside = self.inside(spread, range(len(shape)), i)
+            there = f"{place}[{self.flat(spread, i)}]"
+            return f"{inside} ? {there} : ({kind})0" if inside else there
+
+        self.put(result, element)
         return result
 
     def each_inside(self, spread: Spread, statement: str) -> None:
@@ -175,15 +203,16 @@ class Core:
         return self.bases[text]
 
     def coordinate(self, spread: Spread, dim: int, register: str = "i") -> str:
+        register = register if register.isidentifier() else f"({register})"
         parts = [self.base(spread, dim), spread.digit_text(dim, register)]
         return " + ".join(p for p in parts if p != "0") or "0"
 
-    def flat(self, spread: Spread) -> str:
+    def flat(self, spread: Spread, register: str = "i") -> str:
         """The row-major number of an element in its tile."""
         terms = []
         for dim in range(len(spread.shape)):
             step = prod(spread.shape[dim + 1 :])
-            at = self.coordinate(spread, dim)
+            at = self.coordinate(spread, dim, register)
             if at != "0":
                 terms.append(f"({at})" if step == 1 else f"({at}) * {step}")
         return " + ".join(terms) or "0"

@@ -30,6 +30,7 @@ from pallasite.passes.analysis.memory import VIEWS, Roots
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
+MOST_SHARED = 227 << 10
 ELEMENTS = 16  # of the largest tile that a thread gets, if threads suffice
 
 
@@ -107,6 +108,14 @@ class Emitter(Explicit):
             params.append(self.parameter(param, f"a{number}", root))
             self.views[param] = self.array(param.ref, f"a{number}", root)
         self.block(kernel.body)
+        if self.shared_bytes > MOST_SHARED:
+            raise UnsupportedError(
+                f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory for "
+                f"a program, and has {MOST_SHARED}",
+                [("kernel", kernel.name)],
+                kernel.loc,
+                "use smaller blocks, or backend='triton'",
+            )
         scratch = self.programs * MAP_BYTES * len(self.maps)
         if scratch:
             params.append("char* scratch")

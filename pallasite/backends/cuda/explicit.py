@@ -319,13 +319,9 @@ class Explicit(Memory):
 
     def fragment(self, tile: Tile, block: int, k: int) -> str:
         """Four registers of pairs: the accumulator's layout is the operand's."""
-        assert tile.spread is not None
-        first = block * (tile.registers // tile.spread.digits[0].count) + 8 * k
-        pairs = []
-        for n in range(4):
-            low, high = (f"{tile.name}[{first + 2 * n + e}]" for e in (0, 1))
-            pairs.append(f"{low} | (u32){high} << 16")
-        return ", ".join(pairs)
+        assert tile.spread is not None and tile.is_packed
+        words = tile.registers // tile.spread.digits[0].count // 2
+        return ", ".join(f"{tile.name}[{block * words + 4 * k + n}]" for n in range(4))
 
     def emit_wgmma_wait(self, op: Op) -> None:
         self.out.line(f"products_left<{op.attrs['pending']}>();")

@@ -365,41 +365,57 @@ class Memory(Tiles):
         access, tile = Access.of(op), op.result.tile
         spread = self.spread(op.result, op)
         place = self.place(op, access, spread)
-        dtype = place.view.dtype
         mask = None if access.mask is None else self.get(access.mask, spread, op)
         other = None if access.other is None else self.get(access.other, spread, op)
         result = self.declare(tile.dtype, spread, op, "x")
         pointer = self.based(place, op, const=True)
         count = self.vector(place, mask is not None)
-        i = "i" if count == 1 else f"i * {count}"
-        to = result.name + (f" + {i}" if i != "i" else " + i")
-        if spread is None:
-            to, i = f"&{result.name}", "0"
-        offset, test = self.address(place, i)
-        source = f"{pointer} + {offset}" if offset else pointer
-        move = f"get<{count * dtype.bytes}>({to}, {source});"
-        fill = place.view.fill if place.view.edges else None
-        outside = number(fill or 0, dtype)
-        outside = f"to_{dtype}({outside})" if self.is_narrow(dtype) else outside
-        if dtype.name.startswith("f8"):
-            outside = "0"
-        target = result.held(f"{i} + k" if count > 1 else "i")
-        spare = f"{target} = {outside};"
-        if count > 1:
-            loop = f'_Pragma("unroll") for (int k = 0; k < {count}; ++k)'
-            spare = f"{loop} {spare}"
-        if mask is not None:
-            test = f"{test} && {mask.held()}" if test else mask.held()
-            if other is not None:
-                spare = f"{target} = {other.held()};"
-                if fill is not None:
-                    spare = f"{target} = {mask.held()} ? {outside} : {other.held()};"
-        statement = f"if ({test}) {move} else {spare}" if test else move
-        if spread is None:
-            self.out.line(statement)
-        else:
-            self.out.line(f"EACH({spread.registers // count}) {{ {statement} }}")
         self.env[op.result] = result
+        if count > 1:
+            self.load_vectors(place, pointer, result, count)
+            return
+        outside = self.outside(place.view)
+
+        def element(i: str) -> str:
+            offset, test = self.address(place, i)
+            there = f"{pointer}[{offset or 0}]"
+            spare = outside
+            if mask is not None:
+                test = " && ".join(t for t in (test, mask.held(i)) if t)
+                if other is not None:
+                    filled = place.view.edges and place.view.fill is not None
+                    spare = other.held(i)
+                    spare = (
+                        f"({mask.held(i)} ? {outside} : {spare})" if filled else spare
+                    )
+            return f"{test} ? {there} : {spare}" if test else there
+
+        self.put(result, element)
+
+    def load_vectors(
+        self, place: Place, pointer: str, result: Tile, count: int
+    ) -> None:
+        """Several elements at once; none of them, where they are outside."""
+        words = 2 if result.is_packed else 1
+        offset, test = self.address(place, f"i * {count}")
+        source = f"{pointer} + {offset}" if offset else pointer
+        to = f"{result.name} + i * {count // words}"
+        move = f"get<{count * place.view.dtype.bytes}>({to}, {source});"
+        if test:
+            spare = self.outside(place.view)
+            spare = f"(u32){spare} | (u32){spare} << 16" if words == 2 else spare
+            loop = f'_Pragma("unroll") for (int k = 0; k < {count // words}; ++k)'
+            target = f"{result.name}[i * {count // words} + k]"
+            move = f"if ({test}) {move} else {loop} {target} = {spare};"
+        self.out.line(f"EACH({result.registers // count}) {{ {move} }}")
+
+    def outside(self, view: View) -> str:
+        """What is read outside the array, as it is held."""
+        fill = view.fill if view.edges else None
+        if not fill:
+            return f"({c_type(view.dtype)})0"
+        text = number(fill, view.dtype)
+        return f"to_{view.dtype}({text})" if self.is_narrow(view.dtype) else text
 
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
@@ -412,21 +428,24 @@ class Memory(Tiles):
         place = self.place(op, access, spread)
         mask = None if access.mask is None else self.get(access.mask, spread, op)
         pointer = self.based(place, op, const=False)
-        count = self.vector(place, mask is not None)
+        count = self.vector(place, mask is not None) if not value.is_computed else 1
         i = "0" if spread is None else "i" if count == 1 else f"i * {count}"
         offset, test = self.address(place, i)
-        to = f"{pointer} + {offset}" if offset else pointer
-        source = f"&{value.held(i)}"
-        move = f"get<{count * place.view.dtype.bytes}>({to}, {source});"
-        tests = [t for t in (test, mask.held() if mask else "") if t]
+        if count > 1:
+            first = f"{value.name} + i * {count // (2 if value.is_packed else 1)}"
+            to = f"{pointer} + {offset}" if offset else pointer
+            move = f"get<{count * place.view.dtype.bytes}>({to}, {first});"
+        else:
+            move = f"{pointer}[{offset or 0}] = {value.held(i)};"
+        tests = [t for t in (test, mask.held(i) if mask else "") if t]
         statement = f"if ({' && '.join(tests)}) {move}" if tests else move
         if spread is not None:
             statement = f"EACH({spread.registers // count}) {{ {statement} }}"
-        first = self.is_first_copy(spread)
+        only = self.is_first_copy(spread)
         is_fenced = place.view.memory in self.fenced
         if is_fenced:
             self.sync()
-        self.out.line(f"if ({first}) {statement}" if first else statement)
+        self.out.line(f"if ({only}) {statement}" if only else statement)
         if is_fenced:
             self.sync()
 

@@ -259,23 +259,19 @@ class Plan:
         return 2 <= ref.ref.rank <= 5 and row % 16 == 0
 
     def together(self) -> list[tuple[list[Op], Block]]:
-        """Loads of the same product and block, which wait together."""
-        found: list[tuple[list[Op], Block]] = []
-        known: dict[int, list[Op]] = {}
-        for product in self.products:
-            mates = [s.load for s in product.sides if s.load is not None]
-            for load in mates:
-                if id(load) in known:
-                    continue
-                block = self.home[id(load)]
-                near = [known[id(m)] for m in mates if id(m) in known]
-                near = [loads for loads in near if self.home[id(loads[0])] is block]
-                if not near:
-                    near = [[]]
-                    found.append((near[0], block))
-                near[0].append(load)
-                known[id(load)] = near[0]
-        return [(self.in_order(loads), block) for loads, block in found]
+        """Loads of one block that the same products use: they wait together."""
+        uses: dict[int, list[int]] = {}
+        loads: dict[int, Op] = {}
+        for number, product in enumerate(self.products):
+            for side in product.sides:
+                if side.load is not None:
+                    uses.setdefault(id(side.load), []).append(number)
+                    loads[id(side.load)] = side.load
+        found: dict[tuple[int, ...], list[Op]] = {}
+        for key, load in loads.items():
+            place = (id(self.home[key]), *uses[key])
+            found.setdefault(place, []).append(load)
+        return [(self.in_order(v), self.home[id(v[0])]) for v in found.values()]
 
     def in_order(self, loads: list[Op]) -> list[Op]:
         places = {id(op): n for n, op in enumerate(self.home[id(loads[0])].ops)}

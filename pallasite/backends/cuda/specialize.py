@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.products import SWIZZLE, Group, Plan, Product, Ring, Side
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
@@ -33,7 +34,6 @@ LOAD, COMPUTE = "load", "compute"
 # Registers of a thread in each role, by the number of computing warpgroups; None: all
 # threads keep what the kernel starts with.
 REGISTERS = {1: None, 2: (40, 232), 3: (32, 160)}
-ROWS_TOGETHER = 16  # blocks of rows whose columns are taken together, for the L2 cache
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -43,12 +43,15 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
     memory = _Memory(plan)
-    blocks = min(prod(_sizes(pipeline)), chip.cores)
+    order = Order.of(pipeline)
+    blocks = prod(order.grid)
+    if order.is_equal:
+        blocks = min(blocks, chip.cores)
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
     regions = []
     for role in (_Loading(plan, memory), _Computing(plan, memory)):
-        alone = _persistent(kernel, pipeline, role, blocks)
+        alone = _persistent(kernel, pipeline, role, order, blocks)
         made = Pipeline.of(find_pipeline(drop_unused(promote_refs(alone))))
         regions.append(clone(Block((), made.body.ops), {made.ids[0]: number}))
     _check_scalar(plan, regions[0])
@@ -77,22 +80,17 @@ def _check_scalar(plan: Plan, body: Block) -> None:
 # --- the programs of one block of threads, one after another ---
 
 
-def _sizes(pipeline: Pipeline) -> list[int]:
-    return [n for n in pipeline.grid if n is not None]
-
-
 def _persistent(
-    kernel: Kernel, pipeline: Pipeline, role: "_Role", blocks: int
+    kernel: Kernel, pipeline: Pipeline, role: "_Role", order: "Order", blocks: int
 ) -> Kernel:
     """Each block of threads runs every `blocks`-th program."""
     program = role.block(pipeline.body)
-    grid = _sizes(pipeline)
     number, block = Value(INDEX, "program"), Value(INDEX, "block")
     inside = Builder(pipeline.op.loc)
-    inline(inside, program, _decoded(inside, number, grid))
+    inline(inside, program, order.decoded(inside, number))
     body = Builder(pipeline.op.loc)
     body.ops += role.states
-    limit, step = body.index(prod(grid)), body.index(blocks)
+    limit, step = body.index(prod(order.grid)), body.index(blocks)
     body.emit("for", block, limit, step, regions=(inside.block([number]),))
     return _with_program(kernel, pipeline, body.block([block]), blocks)
 
@@ -110,26 +108,6 @@ def _with_program(
         semantics=("parallel",),
     )
     return with_level(kernel.with_(body=outside.block()))
-
-
-def _decoded(b: Builder, number: Value, grid: Sequence[int]) -> list[Value]:
-    """Grid indices from a program's number; two axes in groups of rows."""
-    if len(grid) == 2 and grid[0] > 1 and grid[1] > 1:
-        rows, columns = grid
-        together = min(ROWS_TOGETHER, rows)
-        size = b.index(together * columns)
-        group, rest = b.div(number, size), b.rem(number, size)
-        first = b.mul(group, b.index(together))
-        height = b.index(together)
-        if rows % together:
-            height = b.min(b.sub(b.index(rows), first), height)
-        return [b.add(first, b.rem(rest, height)), b.div(rest, height)]
-    ids: list[Value] = []
-    for axis, size in enumerate(grid):
-        inner = prod(grid[axis + 1 :])
-        value = number if inner == 1 else b.div(number, b.index(inner))
-        ids.append(b.rem(value, b.index(size)) if axis else value)
-    return ids
 
 
 # --- rings in shared memory ---

@@ -43,27 +43,25 @@ class Tiles(Core):
             self.get(v, spread if v.type.shape else None, op) for v in op.operands
         ]
         as_bits = op.name in OF_BITS
-        texts = [x.held() if as_bits else x.element() for x in operands]
-        text = row(op, *texts)
+
+        def element(i: str) -> str:
+            return row(op, *(x.held(i) if as_bits else x.element(i) for x in operands))
+
         if spread is None:
-            kind = self.type(tile.dtype, op)
-            name = self.out.fresh()
-            held = text if as_bits else narrowed(text, tile.dtype)
-            self.out.line(f"const {kind} {name} = {held};")
+            kind, name = self.type(tile.dtype, op), self.out.fresh()
+            text = element("0")
+            text = text if as_bits else narrowed(text, tile.dtype)
+            self.out.line(f"const {kind} {name} = {text};")
             self.env[op.result] = Tile(name, tile.dtype)
-            return None
+            return
         if self.is_position(op, operands):
-            text = row(op, *(x.held("@") for x in operands))
-            self.env[op.result] = Tile(f"({text})", tile.dtype, spread, True)
+            self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
             return
         result = self.declare(tile.dtype, spread, op)
-        if op.name == "cast" and self.pairs(result, operands[0]):
-            self.finish_pairs(op, result, operands[0])
-            return
         if as_bits:
-            self.out.line(f"EACH({result.registers}) {result.held()} = {text};")
+            self.put(result, element)
         else:
-            self.fill(result, text)
+            self.fill(result, element)
         self.env[op.result] = result
 
     def is_position(self, op: Op, operands: Sequence[Tile]) -> bool:
@@ -74,20 +72,6 @@ class Tiles(Core):
             return False
         plain = all(x.is_computed or x.spread is None for x in operands)
         return plain and sum(len(x.name) for x in operands) < LONGEST_POSITION
-
-    def pairs(self, result: Tile, source: Tile) -> bool:
-        """Whether f32 is rounded to 16 bits two at a time."""
-        is_half = result.dtype.name in ("bf16", "f16") and source.dtype == F32
-        return is_half and result.registers % 2 == 0 and source.spread is not None
-
-    def finish_pairs(self, op: Op, result: Tile, source: Tile) -> None:
-        to, pair = result.name, (source.held("2 * i"), source.held("2 * i + 1"))
-        packed = f"pack_{result.dtype}({', '.join(pair)})"
-        parts = f"{to}[2 * i] = (u16)p; {to}[2 * i + 1] = (u16)(p >> 16);"
-        self.out.line(
-            f"EACH({result.registers // 2}) {{ const u32 p = {packed}; {parts} }}"
-        )
-        self.env[op.result] = result
 
     # --- making tiles ---
 
@@ -105,9 +89,8 @@ class Tiles(Core):
             at = self.coordinate(spread, op.attrs["dim"], "@")
             self.env[op.result] = Tile(f"({kind})({at})", tile.dtype, spread, True)
             return
-        result = self.declare(tile.dtype, spread, op)
-        at = self.coordinate(spread, op.attrs["dim"])
-        self.fill(result, f"({kind})({at})")
+        result, dim = self.declare(tile.dtype, spread, op), op.attrs["dim"]
+        self.fill(result, lambda i: f"({kind})({self.coordinate(spread, dim, i)})")
         self.env[op.result] = result
 
     # --- shapes ---
@@ -127,18 +110,17 @@ class Tiles(Core):
             for d in range(len(spread.shape))
             if d not in dims or x.shape[dims.index(d)] != spread.shape[d]
         ]
-        self.renumbered(op, source, spread, spread.register_without(gone))
 
-    def renumbered(self, op: Op, source: Tile, spread: Spread, register: str) -> None:
-        """The result's registers as copies of the operand's."""
+        def element(i: str) -> str:
+            i = i if i.isidentifier() else f"({i})"
+            return source.held(spread.register_without(gone, i))
+
         if source.is_computed:
-            text = source.held(register.replace("i", "@"))
+            text = element("@")
             self.env[op.result] = Tile(text, source.dtype, spread, True)
             return
         result = self.declare(source.dtype, spread, op)
-        self.out.line(
-            f"EACH({result.registers}) {result.held()} = {source.held(register)};"
-        )
+        self.put(result, element)
         self.env[op.result] = result
 
     def emit_reshape(self, op: Op) -> None:
@@ -196,7 +178,7 @@ class Tiles(Core):
         left = spread.without(axes)
         sums = self.declare(wide, left, op)
         start = number(neutral(kind, dtype), wide)
-        self.fill(sums, start)
+        self.fill(sums, lambda i: start)
         to = sums.held(spread.register_without(axes))
         text = self.combined(op, kind, wide, to, source.element())
         inside = self.inside(spread, axes)
@@ -264,8 +246,8 @@ class Tiles(Core):
         elif sums.dtype != dtype:
             result = self.declare(dtype, sums.spread, op)
         if result is not sums:
-            text = sums.held()
-            self.fill(result, f"{text} != 0" if dtype == BOOL else text)
+            test = " != 0" if dtype == BOOL else ""
+            self.fill(result, lambda i: sums.held(i) + test)
         if spread is not None and result.spread != spread:
             result = self.moved(result, spread, op)
         self.env[op.result] = result

@@ -465,9 +465,7 @@ def attention_times(batch, heads, length, width, causal, blocks=((128, 128),)):
         for block in blocks:
             f = jax.jit(partial(attention, style=style, causal=causal, block=block))
             found.append(f"{style} {block} {work / seconds(f, q, k, v):.0f}")
-    four = [
-        x.reshape(batch, heads, length, width).swapaxes(1, 2) for x in (q, k, v)
-    ]
+    four = [x.reshape(batch, heads, length, width).swapaxes(1, 2) for x in (q, k, v)]
     try:
         cudnn = jax.jit(
             partial(
