@@ -12,10 +12,11 @@ from math import prod
 
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
-from pallasite.backends.cuda.layouts import WARPGROUP
-from pallasite.backends.cuda.memory import Memory, Number, View, plus, text_of
+from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
+from pallasite.backends.cuda.memory import Memory, Number, Term, View, plus, text_of
 from pallasite.ir.nodes import Access, At, Op, Value
 from pallasite.ir.types import DType
+from pallasite.passes.analysis.carried import covers_whole
 
 ROW_BYTES = 128
 MAP_BYTES = 128
@@ -65,6 +66,8 @@ class Explicit(Memory):
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
         self.alone = False  # in a role of one thread
+        self.seen_maps: set[int] = set()  # that the role uses
+        self.staging: int | None = None  # shared memory of tiles on their way out
 
     # --- shared memory ---
 
@@ -139,8 +142,8 @@ class Explicit(Memory):
     def emit_copy_start(self, op: Op) -> None:
         source, target, barrier = op.operands
         view, ring = self.views[source], self.rings[target]
-        number = self.map_of(view, ring)
         columns = ring.panel_columns
+        number = self.map_of(view, ring.shape[0], columns)
         for panel in range(ring.shape[1] // columns):
             starts: list[Number] = list(view.starts)
             starts[-1] = plus(starts[-1], panel * columns)
@@ -150,17 +153,103 @@ class Explicit(Memory):
             call = f"copy_in_{len(starts)}({at}, {where}, {self.barriers[barrier]}"
             self.out.line(f"{call}, {places});")
 
-    def map_of(self, view: View, ring: Ring) -> int:
-        """The number of the description that copies between a view and a ring use."""
+    def map_of(self, view: View, rows: int, columns: int) -> int:
+        """The number of the description by which boxes of a view are copied."""
         root = view.memory
         assert root is not None
         box = [1] * root.ref.rank
-        rows, inner = view.dims
-        box[rows.axis], box[inner.axis] = rows.size, ring.panel_columns
+        down, across = view.dims
+        box[down.axis], box[across.axis] = rows, columns
         found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box))
         if found not in self.maps:
             self.maps.append(found)
-        return self.maps.index(found)
+        number = self.maps.index(found)
+        self.seen_maps.add(number)
+        return number
+
+    # --- stores by the copy engine ---
+
+    def emit_store(self, op: Op) -> None:
+        access = Access.of(op)
+        if not self.in_role or not self.can_copy_out(access):
+            super().emit_store(op)
+            return
+        view = self.views[access.ref]
+        assert access.value is not None
+        tile = self.env[access.value]
+        spread, width = tile.spread, view.dtype.bytes
+        assert spread is not None
+        columns = ROW_BYTES // width
+        number = self.map_of(view, 64, columns)
+        if self.staging is None:
+            self.staging = self.reserve(2 * 64 * ROW_BYTES * self.warpgroups, 1024)
+        base, step = self.out.fresh("stage"), 64 * ROW_BYTES
+        self.out.line(
+            f"const u32 {base} = shared_address(shared) + {self.staging}"
+            f" + group * {2 * step};"
+        )
+        row = self.out.fresh("row")
+        self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + thread / 4 % 8;")
+        blocks, panels = spread.digits[0].count, spread.shape[1] // columns
+        for turn in range(blocks * panels):
+            block, panel = divmod(turn, panels)
+            at = f"{base} + {turn % 2 * step}"
+            self.out.line("if (thread % 128 == 0) copies_reading<1>();")
+            self.out.line("meet(2 + group, 128);")
+            self.stage_panel(tile, at, row, block, panel, columns)
+            self.out.line("stores_before_copies();")
+            self.out.line("meet(2 + group, 128);")
+            starts: list[Number] = list(view.starts)
+            down, across = (d.axis for d in view.dims)
+            own = f"(int)group * {64 * blocks}"
+            starts[down] = plus(plus(starts[down], Term(own)), 64 * block)
+            starts[across] = plus(starts[across], panel * columns)
+            places = ", ".join(text_of(s) for s in reversed(starts))
+            call = (
+                f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
+            )
+            self.out.line(f"if (thread % 128 == 0) {call};")
+
+    def stage_panel(
+        self, tile: Tile, at: str, row: str, block: int, panel: int, columns: int
+    ) -> None:
+        """64 rows of a panel of 128 bytes into shared memory, swizzled."""
+        assert tile.spread is not None
+        first = (block * tile.spread.shape[1] + panel * columns) // 2
+        count = columns // 2  # registers of a thread
+        # Register i: rows i / 2 % 2 * 8 further down, columns 8 * (i / 4) further on.
+        q = f"({row} + i % 2 * 8)"
+        if tile.is_packed:
+            chunk, rest = "i / 2", "thread % 4 * 4"
+            value = f"{tile.name}[{first // 2} + i]"
+        else:
+            chunk, rest = "(i / 2 * 2 + thread % 4 / 2)", "thread % 2 * 8"
+            value = f"{tile.name}[{first} + 2 * i], {tile.name}[{first} + 2 * i + 1]"
+        place = f"{at} + {q} * {ROW_BYTES} + (({chunk} ^ {q} % 8) * 16) + {rest}"
+        self.out.line(f"EACH({count // 2}) put_shared({place}, {value});")
+
+    def can_copy_out(self, access: Access) -> bool:
+        """Whether a store is of a whole block in the layout of sums."""
+        assert access.value is not None
+        tile, view = self.env[access.value], self.views[access.ref]
+        root = view.memory
+        if tile.spread is None or tile.is_computed or access.mask is not None:
+            return False
+        if len(view.dims) != 2 or root is None or root in self.fenced:
+            return False
+        rows, columns = tile.spread.shape
+        if rows % (64 * self.warpgroups):
+            return False
+        whole = covers_whole(access.ref.ref.shape, access.index)
+        is_sums = tile.spread == accumulator(rows, columns, self.warpgroups)
+        plain = tile.is_packed or tile.dtype.name == "f32"
+        row_bytes = root.ref.shape[-1] * tile.dtype.bytes
+        across = view.dims[1]
+        aligned = row_bytes % 16 == 0 and columns * tile.dtype.bytes % ROW_BYTES == 0
+        last = across.axis == root.ref.rank - 1 and across.step == 1
+        ranked = 2 <= root.ref.rank <= 5 and view.dims[0].step == 1
+        bounded = all(e.stop == root_size(view, k) for k, e in view.edges)
+        return all((whole, is_sums, plain, aligned, last, ranked, bounded))
 
     # --- roles ---
 
@@ -178,7 +267,8 @@ class Explicit(Memory):
                 if registers is not None:
                     word = "fewer" if number == 0 else "more"
                     self.out.line(f"{word}_registers<{registers[number]}>();")
-                self.bases, start = {}, len(self.out.lines)
+                self.bases, self.seen_maps = {}, set()
+                start = len(self.out.lines)
                 self.threads = counts[number] * WARPGROUP
                 self.in_role, self.alone = True, name == LEADER
                 if self.alone:
@@ -190,8 +280,14 @@ class Explicit(Memory):
                         "const u32 group = __shfl_sync(~0u, thread / 128, 0);"
                     )
                     self.block(region)
-                bases = self.base_lines("  " * self.out.depth)
-                self.out.lines[start:start] = bases
+                    if self.staging is not None:
+                        self.out.line("if (thread % 128 == 0) copies_left<0>();")
+                indent = "  " * self.out.depth
+                seen = [
+                    f"{indent}map_seen(maps + {number * MAP_BYTES});"
+                    for number in sorted(self.seen_maps)
+                ]
+                self.out.lines[start:start] = [*self.base_lines(indent), *seen]
             first = end
         self.in_role, self.alone = False, False
         self.threads, self.bases = usual, outer
@@ -312,8 +408,6 @@ class Explicit(Memory):
     left_name = ""
 
     def left_tile(self, value: Value, op: Op) -> Tile:
-        from pallasite.backends.cuda.layouts import accumulator
-
         rows, columns = value.tile.shape
         return self.get(value, accumulator(rows, columns, self.warpgroups), op)
 
@@ -331,7 +425,15 @@ class Explicit(Memory):
             self.env[new] = tile
 
 
+def root_size(view: View, key: int) -> int | None:
+    """The size of the array along the dimension of an edge, if the view has it."""
+    assert view.memory is not None
+    shape = view.memory.ref.shape
+    return next((shape[d.axis] for d in view.dims if d.edge == key), None)
+
+
 RULES = {
+    "store": Explicit.emit_store,
     "subview": Explicit.emit_subview,
     "roles": Explicit.emit_roles,
     "barrier_expect": Explicit.emit_barrier_expect,

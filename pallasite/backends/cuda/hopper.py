@@ -115,9 +115,12 @@ MAPS: dict[str, str] = {
         "DEVICE void map_publish(u32 at, void* to) {\n"
         '  asm volatile("tensormap.cp_fenceproxy.global.shared::cta'
         '.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"'
-        ' :: "l"(to), "r"(at) : "memory");\n'
+        ' :: "l"(to), "r"(at) : "memory");\n}\n'
+    ),
+    "map_seen": (
+        "DEVICE void map_seen(const void* map) {\n"
         '  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"'
-        ' :: "l"(to) : "memory");\n}\n'
+        ' :: "l"(map) : "memory");\n}\n'
     ),
 }
 ELEMENT_CODES = {"f16": 6, "f32": 7, "bf16": 10, "i8": 0, "f8e4m3fn": 0, "f8e5m2": 0}
@@ -137,7 +140,44 @@ def copy_in(rank: int) -> str:
     )
 
 
-COPIES = {f"copy_in_{rank}": copy_in(rank) for rank in range(2, 6)}
+def copy_out(rank: int) -> str:
+    """A copy from shared memory to a box of an array; what is outside is left out."""
+    numbers = ", ".join(f"int c{n}" for n in range(rank))
+    places = ", ".join(f"%{2 + n}" for n in range(rank))
+    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    return (
+        f"DEVICE void copy_out_{rank}(const void* map, u32 from, {numbers}) {{\n"
+        f'  asm volatile("cp.async.bulk.tensor.{rank}d.global.shared::cta.tile'
+        f'.bulk_group [%0, {{{places}}}], [%1];"\n'
+        f'    :: "l"(map), "r"(from), {given} : "memory");\n'
+        '  asm volatile("cp.async.bulk.commit_group;" ::: "memory");\n}\n'
+    )
+
+
+COPIES = {
+    **{f"copy_in_{rank}": copy_in(rank) for rank in range(2, 6)},
+    **{f"copy_out_{rank}": copy_out(rank) for rank in range(2, 6)},
+    # At most N copies out still read their shared memory, or are not done.
+    "copies_reading": (
+        "template <int N> DEVICE void copies_reading() {\n"
+        '  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");\n}\n'
+    ),
+    "copies_left": (
+        "template <int N> DEVICE void copies_left() {\n"
+        '  asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory");\n}\n'
+    ),
+    "stores_before_copies": (
+        "DEVICE void stores_before_copies() {\n"
+        '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
+    ),
+    "put_shared": (
+        "DEVICE void put_shared(u32 at, u32 x) {\n"
+        '  asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");\n}\n'
+        "DEVICE void put_shared(u32 at, float x, float y) {\n"
+        '  asm volatile("st.shared.v2.f32 [%0], {%1, %2};"'
+        ' :: "r"(at), "f"(x), "f"(y) : "memory");\n}\n'
+    ),
+}
 
 _OPERANDS = {
     "bf16": ("f32.bf16.bf16", 16),

@@ -26,6 +26,7 @@ MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers of a thread for one product
 MOST_STAGES = 6
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
+STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
@@ -178,6 +179,9 @@ class Plan:
         (name,) = types
         if name == "f32" and (op.attrs["precision"] or "").lower() != "tf32":
             self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
+        # Sums of 8-bit floats are kept in fewer bits than f32 has.
+        if name.startswith("f8") and (op.attrs["precision"] or "").lower() == "highest":
+            self.refuse(op, f"sums of {name} are not as exact as asked for")
         if rhs.load is None:
             self.refuse(op, "the right side is computed, not loaded")
         if lhs.load is None and lhs.contract != 1:
@@ -296,7 +300,8 @@ class Plan:
         ]
         once = sum(r.bytes for r in self.rings if r not in again)
         size = sum(r.bytes for r in again)
-        left = self.chip.shared.bytes - SPARE_BYTES - once
+        staging = STAGING_BYTES * self.warpgroups
+        left = self.chip.shared.bytes - SPARE_BYTES - staging - once
         stages = min(MOST_STAGES, left // size) if size else 1
         if stages < 1 or left < 0:
             self.refuse(

@@ -519,7 +519,11 @@ def main() -> None:
     from pallasite.backends.cuda import nvrtc
 
     print(nvrtc.version(), flush=True)
-    wanted = sys.argv[1:]
+    wanted = [w for w in sys.argv[1:] if not w.startswith("--")]
+    if "--plain-stores" in sys.argv:
+        from pallasite.backends.cuda.explicit import Explicit
+
+        Explicit.can_copy_out = lambda self, access: False
     for name, run in CHECKS.items():
         if wanted and not any(name.startswith(w) for w in wanted):
             continue
