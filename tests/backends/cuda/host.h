@@ -28,23 +28,39 @@ static ucontext_t scheduler;
 static std::vector<ucontext_t> contexts;
 static std::vector<char> stacks;
 static std::vector<char> done;
-static int current, idle;
+static int current;
+static long long events;  // what other threads may wait for
 static unsigned long long exchanged[2048];
-inline void yield() {
+inline void spin() {  // the others go on until what is waited for may have happened
   swapcontext(&contexts[current], &scheduler);
   threadIdx.x = current;
 }
-inline void spin() { ++idle; yield(); }  // a wait that has not ended
+struct Meeting { int arrived, times; };
+static Meeting meetings[256];
+inline void meet(int id, int threads, bool waits = true) {
+  Meeting& m = meetings[id];
+  const int before = m.times;
+  ++events;
+  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
+  while (waits && m.times == before) spin();
+}
 }  // namespace host
 
-static void __syncthreads() { host::yield(); }
-template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+static void __syncthreads() { host::meet(0, host::contexts.size()); }
+static void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
+template <class T> T exchange(T x, int from) {
   memcpy(&host::exchanged[threadIdx.x], &x, sizeof x);
-  host::yield();
+  __syncwarp();
   T r;
-  memcpy(&r, &host::exchanged[threadIdx.x ^ mask], sizeof r);
-  host::yield();
+  memcpy(&r, &host::exchanged[from], sizeof r);
+  __syncwarp();
   return r;
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+  return exchange(x, threadIdx.x ^ mask);
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane) {
+  return exchange(x, threadIdx.x / 32 * 32 + lane);
 }
 inline float __uint_as_float(unsigned x) { float r; memcpy(&r, &x, 4); return r; }
 inline unsigned __float_as_uint(float x) { unsigned r; memcpy(&r, &x, 4); return r; }

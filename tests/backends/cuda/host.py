@@ -7,6 +7,7 @@ a random order.
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends import base
-from pallasite.backends.cuda import emit, helpers
+from pallasite.backends.cuda import emit, helpers, hopper
 from pallasite.ir.nodes import Kernel
 
 BACKEND = base.get("cuda")
@@ -36,10 +37,15 @@ OWN = {
     "reciprocal_root": "DEVICE float reciprocal_root(float x) "
     "{ return (float)(1 / sqrt((double)x)); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
+    **dict.fromkeys(hopper.BARRIERS, ""),
+    **dict.fromkeys(hopper.MAPS, ""),
+    **dict.fromkeys(hopper.COPIES, ""),
+    "operand": hopper.BARRIERS["operand"],
 }
+KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
 DRIVER = """
-static char shared[1 << 18] __attribute__((aligned(1024)));
 {text}
+char shared[1 << 18] __attribute__((aligned(1024)));
 static void** arguments;
 static void body() {{
   {call};
@@ -53,6 +59,7 @@ extern "C" int run(void** given, const int* order, int blocks, int threads) {{
   host::stacks.resize(threads * host::STACK);
   for (int n = 0; n < blocks; ++n) {{
     memset(shared, 0x7f, sizeof shared);
+    memset(host::meetings, 0, sizeof host::meetings);
     blockIdx.x = order[n];
     host::done.assign(threads, 0);
     for (int t = 0; t < threads; ++t) {{
@@ -64,16 +71,15 @@ extern "C" int run(void** given, const int* order, int blocks, int threads) {{
     }}
     for (bool going = true; going;) {{
       going = false;
-      int running = 0;
-      host::idle = 0;
+      const long long before = host::events;
       for (int t = 0; t < threads; ++t) {{
         if (host::done[t]) continue;
         host::current = threadIdx.x = t;
         swapcontext(&host::scheduler, &host::contexts[t]);
         going = true;
-        ++running;
+        host::events += host::done[t];
       }}
-      if (running && host::idle == running) return 1;  // all wait: a deadlock
+      if (going && host::events == before) return 1;  // all wait: a deadlock
     }}
   }}
   return 0;
@@ -116,6 +122,14 @@ def run(
 def _library(text: str, name: str, count: int, folder: Path) -> Path:
     for helper, body in OWN.items():
         text = text.replace(helpers.HELPERS[helper], body)
+    text = re.sub(
+        r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
+    )
+    text = re.sub(r"\b(copy_in|copy_out)_\d\(", r"\1(", text)
+    # After the typedefs, which the explicit level's functions use.
+    text = text.replace(
+        "\n#define DEVICE", '\n#include "host_explicit.h"\n#define DEVICE'
+    )
     types = _parameter_types(text, name)
     given = ", ".join(f"({t})arguments[{n}]" for n, t in enumerate(types))
     assert len(types) == count
@@ -131,6 +145,7 @@ def _library(text: str, name: str, count: int, folder: Path) -> Path:
         "-std=c++17",
         "-fPIC",
         "-shared",
+        f"-I{HERE}",
         file,
         "-o",
         path,
@@ -138,6 +153,21 @@ def _library(text: str, name: str, count: int, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[:4000]
     return path
+
+
+def _own_product(found: re.Match[str]) -> str:
+    """A product's instruction as a call of its host form."""
+    columns, dtype, how, *turned = found[1].split("_")
+    sides = turned[0] if turned else ""
+    left, right = (str(side in sides).lower() for side in "ab")
+    params = "u64 a, u64 b, int more"
+    args, flags = "a, b, more", f"{left}, {right}"
+    if how == "registers":
+        params = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more"
+        args, flags = "a0, a1, a2, a3, b, more", right
+    kind = "int" if dtype == "i8" else "float"
+    call = f"product_{how}<{columns}, {KINDS[dtype]}, {flags}>(d, {args})"
+    return f"DEVICE void product_{found[1]}({kind}* d, {params}) {{ {call}; }}\n"
 
 
 def _parameter_types(text: str, name: str) -> list[str]:
