@@ -2,8 +2,9 @@
 
 Programs that share operands run near each other, so that the L2 cache serves them:
 of two axes, `TOGETHER` programs along the first take each step along the second. Where
-loops are of different length in different programs, the longest run first and each
-block runs one program, so that the chip gives the next one to whoever is free.
+loops are of different length in different programs, the longest run first, and blocks
+of threads take turns there and back: the one that got the longest program of a round
+gets the shortest of the next, so that all have about as much to do.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from math import prod
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value, walk
 from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
 
 TOGETHER = 16
@@ -25,6 +27,29 @@ class Order:
     grid: tuple[int, ...]
     growing: frozenset[int] = frozenset()
     is_equal: bool = True  # all programs take as long
+
+    def rounds(self, b: Builder, block: Value, blocks: int) -> Value:
+        """How many programs a block of threads runs."""
+        whole, rest = divmod(prod(self.grid), blocks)
+        if not rest:
+            return b.index(whole)
+        place = self._place(b, block, blocks, whole % 2 == 1)
+        more = b.cast(b.lt(place, b.index(rest)), I32)
+        return b.add(b.index(whole), more)
+
+    def program(self, b: Builder, turn: Value, block: Value, blocks: int) -> Value:
+        """The number of the program that a block runs at its turn."""
+        first = b.mul(turn, b.index(blocks))
+        if self.is_equal:
+            return b.add(first, block)
+        is_back = b.eq(b.and_(turn, b.index(1)), b.index(1))
+        there, back = (self._place(b, block, blocks, way) for way in (False, True))
+        return b.add(first, b.select(is_back, back, there))
+
+    def _place(self, b: Builder, block: Value, blocks: int, is_back: bool) -> Value:
+        if not is_back or self.is_equal:
+            return block
+        return b.sub(b.index(blocks - 1), block)
 
     @staticmethod
     def of(pipeline: Pipeline) -> "Order":

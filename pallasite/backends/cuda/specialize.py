@@ -44,9 +44,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     plan = Plan(kernel, pipeline.body, chip)
     memory = _Memory(plan)
     order = Order.of(pipeline)
-    blocks = prod(order.grid)
-    if order.is_equal:
-        blocks = min(blocks, chip.cores)
+    blocks = min(prod(order.grid), chip.cores)
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
     regions = []
@@ -83,15 +81,17 @@ def _check_scalar(plan: Plan, body: Block) -> None:
 def _persistent(
     kernel: Kernel, pipeline: Pipeline, role: "_Role", order: "Order", blocks: int
 ) -> Kernel:
-    """Each block of threads runs every `blocks`-th program."""
+    """Each block of threads runs its share of the programs."""
     program = role.block(pipeline.body)
-    number, block = Value(INDEX, "program"), Value(INDEX, "block")
+    turn, block = Value(INDEX, "turn"), Value(INDEX, "block")
     inside = Builder(pipeline.op.loc)
+    number = order.program(inside, turn, block, blocks)
     inline(inside, program, order.decoded(inside, number))
     body = Builder(pipeline.op.loc)
     body.ops += role.states
-    limit, step = body.index(prod(order.grid)), body.index(blocks)
-    body.emit("for", block, limit, step, regions=(inside.block([number]),))
+    first, step = body.index(0), body.index(1)
+    limit = order.rounds(body, block, blocks)
+    body.emit("for", first, limit, step, regions=(inside.block([turn]),))
     return _with_program(kernel, pipeline, body.block([block]), blocks)
 
 
