@@ -153,6 +153,7 @@ class Compiled(Mapping[str, Any]):
 _MODULES = {
     "cpu": "pallasite.backends.cpu",
     "triton": "pallasite.backends.triton",
+    "cuda": "pallasite.backends.cuda",
     "tpu": "pallasite.backends.tpu",
 }
 # The backends of calls that name none, by JAX platform, in the order they are asked.

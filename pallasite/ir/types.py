@@ -180,6 +180,7 @@ SPACES = (
     "sem",  # counting semaphores
     "dma_sem",  # semaphores that async copies signal
     "barrier_sem",  # semaphores shared between devices
+    "mbarrier",  # barriers of a GPU's shared memory, which count arrivals and bytes
 )
 
 
@@ -207,7 +208,7 @@ class RefType:
 
     @property
     def is_semaphore(self) -> bool:
-        return self.space in ("sem", "dma_sem", "barrier_sem")
+        return self.space in ("sem", "dma_sem", "barrier_sem", "mbarrier")
 
     def with_shape(self, shape: Sequence[int]) -> "RefType":
         return RefType(tuple(shape), self.dtype, self.space, self.layout)

@@ -1,0 +1,138 @@
+"""The `cuda` backend: IR to CUDA C++ to PTX by NVRTC, launched by XLA on NVIDIA GPUs.
+
+Reading order: `BACKEND` below, `layouts.py` (how a tile is spread over threads),
+`assign.py` (which tile has which), `emit.py` and the op families next to it,
+`nvrtc.py`. The text has no #include, so the user needs no CUDA headers, and XLA
+assembles the PTX, so no CUDA tool.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+
+from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.specialize import specialize
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import parse_kernel
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.legalize import legalize
+from pallasite.passes.place_windows import place_windows
+from pallasite.passes.promote import promote
+from pallasite.passes.run import Pass
+from pallasite.target import GPUS, Gpu
+
+TARGET = "__gpu$xla.gpu.ptx"
+NATIVE_OPS = frozenset(emit.RULES)
+# The name under which code may use what only this generation of chips has.
+OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
+
+
+def passes_for(chip: Gpu) -> tuple[Pass, ...]:
+    """The passes before CUDA C++ for a chip."""
+    return (
+        Pass("place_windows", place_windows),
+        Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
+        Pass("canonicalize", canonicalize),
+        Pass("promote", promote),
+        Pass("overlap", overlap),
+        Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("specialize", partial(specialize, chip=chip)),
+    )
+
+
+def _is_native(op) -> bool:
+    integers = op.operands and not op.operands[0].type.dtype.is_float
+    if op.name == "pow" and integers:
+        return False
+    if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
+        return False
+    return op.name in NATIVE_OPS or op.name == "dot"
+
+
+class CudaBackend:
+    """See `backends/base.py` for what the members mean."""
+
+    name = "cuda"
+    platforms = ("cuda",)
+    native = NATIVE_OPS
+
+    def passes(self, options: Options) -> Sequence[Pass]:
+        return passes_for(_chip(options))
+
+    def stages(self, options: Options) -> Sequence[Stage]:
+        arch = _arch(_chip(options))
+        return (
+            Stage("cuda", make_cuda),
+            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch)),
+            Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
+        )
+
+    def launch(self, compiled: Compiled) -> Launch:
+        launched = emit.Launched.of(compiled["cuda"])
+        return Launch(
+            TARGET,
+            _config(launched, compiled["ptx"]),
+            api_version=3,
+            aliases=compiled.scheduled.aliases,
+            scratch_results=tuple(((n,), "uint8") for n in launched.scratch),
+        )
+
+    def version(self) -> str:
+        return f"cuda 1, {nvrtc.version()}"
+
+
+def fits(kernel: Kernel, options: Options | None = None) -> str | None:
+    """Why this backend cannot run a kernel; None: it can.
+
+    Args:
+        kernel: as imported.
+        options: the call's.
+    """
+    try:
+        Compiled(BACKEND, kernel, options or Options())["cuda"]
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _chip(options: Options) -> Gpu:
+    """The GPU compiled for; where it is not known, one of the kind most used."""
+    return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
+
+
+def _arch(chip: Gpu) -> str:
+    return OWN_CODE.get(chip.arch, chip.arch)
+
+
+def _config(launched: emit.Launched, ptx: str) -> str:
+    """What XLA reads: a dictionary attribute of MLIR, as text."""
+    numbers = {
+        "grid_x": launched.programs,
+        "grid_y": 1,
+        "grid_z": 1,
+        "block_x": launched.threads,
+        "block_y": 1,
+        "block_z": 1,
+        "shared_mem_bytes": launched.shared_bytes,
+    }
+    fields = [f"name = {json.dumps(launched.name)}", 'kernel_type = "ptx"']
+    fields.append(f"kernel_data = {_quoted(ptx)}")
+    fields += [f"{key} = {value} : i32" for key, value in numbers.items()]
+    return "{" + ", ".join(fields) + "}"
+
+
+def _quoted(text: str) -> str:
+    """A string as MLIR reads it."""
+    kept = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + kept.replace("\n", "\\0A").replace("\t", "\\09") + '"'
+
+
+def make_cuda(scheduled: str) -> str:
+    """The CUDA C++ of a scheduled kernel."""
+    return emit.emit(parse_kernel(scheduled))
+
+
+BACKEND = CudaBackend()

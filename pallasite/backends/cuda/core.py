@@ -1,0 +1,261 @@
+"""What every op is emitted in: tiles in registers, scalars, shared memory, barriers.
+
+`Core` holds what is known of our IR's values (`env`, facts, spreads). A tile is an
+array in registers with the `Spread` that says which elements they are; a tile of one
+number and a scalar are a variable. The op families are the mixins next to this file;
+`emit.py` joins them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NoReturn
+
+from pallasite.backends.cuda.assign import Assignment
+from pallasite.backends.cuda.elementwise import narrowed, widened
+from pallasite.backends.cuda.layouts import Spread
+from pallasite.backends.cuda.text import Writer, c_type, is_narrow, number
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.text import print_op
+from pallasite.ir.types import DType
+from pallasite.passes.analysis.intervals import Facts
+
+MAX_REGISTERS = 1 << 9  # of one tile, per thread; ptxas has 255 for all of them
+SHARED_ALIGNMENT = 128
+
+Element = Callable[[str], str]  # from a register's number to an element's expression
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A value of the emitted code; without a spread it is one number.
+
+    A tile of positions is not held in registers but computed where it is used: then
+    `name` is an expression of the register number `@`.
+    """
+
+    name: str
+    dtype: DType
+    spread: Spread | None = None
+    is_computed: bool = False
+
+    def held(self, register: str = "i") -> str:
+        """One element as it is held."""
+        at = register if register.isidentifier() else f"({register})"
+        if self.is_computed:
+            return self.name.replace("@", at)
+        if self.is_packed:
+            return f"(u16)({self.name}[{at} / 2] >> {at} % 2 * 16)"
+        return self.name if self.spread is None else f"{self.name}[{register}]"
+
+    def element(self, register: str = "i") -> str:
+        """One element in the type that it is computed in."""
+        return widened(self.held(register), self.dtype)
+
+    @property
+    def registers(self) -> int:
+        return 1 if self.spread is None else self.spread.registers
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is held as words of two elements."""
+        halves = self.dtype.name in ("bf16", "f16") and not self.is_computed
+        return halves and self.spread is not None and self.registers % 2 == 0
+
+
+class Core:
+    """Knows nothing of our ops."""
+
+    def __init__(self) -> None:
+        self.out = Writer()
+        self.env: dict[Value, Tile] = {}
+        self.facts = Facts()
+        self.producers: dict[Value, Op] = {}
+        self.assignment = Assignment({}, frozenset())
+        self.threads = 0
+        self.shared_bytes = 0
+        self.bases: dict[str, str] = {}  # expression of the thread number -> variable
+        self.loops = 0  # how many loops are open
+
+    def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
+        """This backend does not have `op` on these operands."""
+        values = op.operands or op.results
+        shapes = ", ".join(str(v.type) for v in values)
+        raise UnsupportedError(
+            f"backend 'cuda' does not have {op.name} on {shapes}",
+            [("op", print_op(op, regions=False)), ("why", why or None)],
+            op.loc,
+            fix or "use backend='triton', or interpret=True for this kernel",
+        )
+
+    def type(self, dtype: DType, op: Op) -> str:
+        spelled = c_type(dtype)
+        if spelled is None:
+            self.refuse(op, f"CUDA C++ has no element type {dtype}")
+        return spelled
+
+    # --- tiles ---
+
+    def spread(self, value: Value, op: Op) -> Spread | None:
+        """Where a tile's elements are; None: it is one number."""
+        found = self.assignment.spreads.get(value)
+        if found is not None and found.registers > MAX_REGISTERS:
+            self.refuse(
+                op,
+                f"{value.type} takes {found.registers} registers of each of "
+                f"{self.threads} threads",
+                "use smaller blocks",
+            )
+        return found
+
+    def declare(self, dtype: DType, spread: Spread | None, op: Op, hint="v") -> Tile:
+        """A new variable for a tile."""
+        tile = Tile(self.out.fresh(hint), dtype, spread)
+        kind = self.type(dtype, op)
+        if spread is None:
+            self.out.line(f"{kind} {tile.name};")
+        else:
+            count = spread.registers
+            kind, count = ("u32", count // 2) if tile.is_packed else (kind, count)
+            self.out.line(f"__align__(16) {kind} {tile.name}[{count}];")
+        return tile
+
+    def let(self, dtype: DType, text: str, op: Op, hint: str = "v") -> Tile:
+        """A new scalar; `text` is in the type that `dtype` is computed in."""
+        tile = Tile(self.out.fresh(hint), dtype)
+        kind = self.type(dtype, op)
+        self.out.line(f"const {kind} {tile.name} = {narrowed(text, dtype)};")
+        return tile
+
+    def fill(self, tile: Tile, text: Element) -> None:
+        """Every element, given in the type that it is computed in."""
+        if tile.is_packed:
+            pair = f"pack_{tile.dtype}({text('2 * i')}, {text('2 * i + 1')})"
+            self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
+        else:
+            self.put(tile, lambda i: narrowed(text(i), tile.dtype))
+
+    def put(self, tile: Tile, text: Element) -> None:
+        """Every element, given as it is held."""
+        if tile.is_packed:
+            pair = f"(u32)({text('2 * i')}) | (u32)({text('2 * i + 1')}) << 16"
+            self.out.line(f"EACH({tile.registers // 2}) {tile.name}[i] = {pair};")
+        elif tile.spread is None:
+            self.out.line(f"{tile.name} = {text('0')};")
+        else:
+            self.out.line(f"EACH({tile.registers}) {tile.name}[i] = {text('i')};")
+
+    def copy(self, target: Tile, source: Tile) -> None:
+        """Into a variable of the same spread."""
+        if target.is_packed and source.is_packed:
+            count = target.registers // 2
+            self.out.line(f"EACH({count}) {target.name}[i] = {source.name}[i];")
+        else:
+            self.put(target, source.held)
+
+    def get(self, value: Value, spread: Spread | None, op: Op) -> Tile:
+        """An operand in a given spread, moved there if need be."""
+        tile = self.env[value]
+        if tile.spread is None or tile.spread == spread:
+            return tile
+        if spread is None:
+            self.refuse(op, f"{value.type} is used as one number")
+        return self.moved(tile, spread, op)
+
+    def moved(self, tile: Tile, spread: Spread, op: Op) -> Tile:
+        """Through shared memory into another spread."""
+        assert tile.spread is not None
+        kind, shape = self.type(tile.dtype, op), spread.shape
+        offset = self.reserve(prod(shape) * tile.dtype.bytes)
+        place = self.out.fresh("s")
+        self.out.line(f"{kind}* {place} = ({kind}*)(shared + {offset});")
+        self.sync_before_reuse()
+        self.each_inside(
+            tile.spread, f"{place}[{self.flat(tile.spread)}] = {tile.held()};"
+        )
+        self.sync()
+        result = self.declare(tile.dtype, spread, op)
+
+        def element(i: str) -> str:
+            inside = self.inside(spread, range(len(shape)), i)
+            there = f"{place}[{self.flat(spread, i)}]"
+            return f"{inside} ? {there} : ({kind})0" if inside else there
+
+        self.put(result, element)
+        return result
+
+    def each_inside(self, spread: Spread, statement: str) -> None:
+        """A statement for each register that holds no padding."""
+        inside = self.inside(spread, range(len(spread.shape)))
+        test = f"if ({inside}) " if inside else ""
+        self.out.line(f"EACH({spread.registers}) {test}{statement}")
+
+    # --- positions ---
+
+    def base(self, spread: Spread, dim: int) -> str:
+        """A variable with the thread's part of a coordinate, or 0."""
+        text = spread.lane_text(dim, "thread")
+        if text == "0":
+            return text
+        if text not in self.bases:
+            self.bases[text] = f"b{len(self.bases)}"
+        return self.bases[text]
+
+    def coordinate(self, spread: Spread, dim: int, register: str = "i") -> str:
+        register = register if register.isidentifier() else f"({register})"
+        parts = [self.base(spread, dim), spread.digit_text(dim, register)]
+        return " + ".join(p for p in parts if p != "0") or "0"
+
+    def flat(self, spread: Spread, register: str = "i") -> str:
+        """The row-major number of an element in its tile."""
+        terms = []
+        for dim in range(len(spread.shape)):
+            step = prod(spread.shape[dim + 1 :])
+            at = self.coordinate(spread, dim, register)
+            if at != "0":
+                terms.append(f"({at})" if step == 1 else f"({at}) * {step}")
+        return " + ".join(terms) or "0"
+
+    def inside(self, spread: Spread, dims: Sequence[int], register: str = "i") -> str:
+        """Whether a register holds no padding along `dims`; empty: none does."""
+        return " && ".join(
+            f"{self.coordinate(spread, d, register)} < {spread.shape[d]}"
+            for d in dims
+            if spread.has_padding(d)
+        )
+
+    def is_first_copy(self, spread: Spread | None) -> str:
+        """Whether a thread is the first of those that hold the same elements."""
+        tests, end = [], 1
+        lanes = sorted(spread.lanes, key=lambda p: p.unit) if spread else []
+        for lane in lanes:
+            if lane.unit > end:
+                tests.append(f"thread / {end} % {lane.unit // end} == 0")
+            end = lane.unit * lane.count
+        if end < self.threads:
+            tests.append(f"thread / {end} == 0" if end > 1 else "thread == 0")
+        return " && ".join(tests)
+
+    # --- shared memory ---
+
+    def reserve(self, size: int, alignment: int = SHARED_ALIGNMENT) -> int:
+        """The offset of that many bytes of shared memory."""
+        offset = -(-self.shared_bytes // alignment) * alignment
+        self.shared_bytes = offset + size
+        return offset
+
+    def sync(self) -> None:
+        """All threads of the program have done what is above."""
+        self.out.line("__syncthreads();")
+
+    def sync_before_reuse(self) -> None:
+        """Each op has shared memory of its own: it is used again in loops only."""
+        if self.loops:
+            self.sync()
+
+    def number(self, value: float | int | bool, dtype: DType) -> str:
+        return number(value, dtype)
+
+    def is_narrow(self, dtype: DType) -> bool:
+        return is_narrow(dtype)

@@ -1,0 +1,369 @@
+"""Tile IR to CUDA C++: the kernel function, its grid, and control flow.
+
+In: a kernel after `passes/promote.py` (programs, loops, values; refs only where memory
+is meant). Out: one `extern "C" __global__` function as text, with what a launch needs
+to know in its first line (`Launched`). The op families are in the classes this one
+inherits; `RULES` says what emits which op.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from pallasite.backends.cuda import explicit, helpers, memory, tiles
+from pallasite.backends.cuda.assign import assign
+from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
+from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.memory import VECTOR_BYTES
+from pallasite.backends.cuda.text import c_type
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Cond, Loop, Pipeline, While
+from pallasite.ir.types import TileType
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.analysis.memory import VIEWS, Roots
+
+MAX_PROGRAMS = (1 << 31) - 1
+MAX_THREADS = 1024
+MOST_SHARED = 227 << 10
+ELEMENTS = 16  # of the largest tile that a thread gets, if threads suffice
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launch of an emitted kernel needs to know."""
+
+    name: str
+    programs: int
+    threads: int
+    shared_bytes: int
+    scratch: tuple[int, ...] = ()  # bytes of main memory, one more result each
+    arch: str = ""  # the only architecture it is for; empty: any
+
+    def line(self) -> str:
+        return f"// launch {json.dumps(asdict(self))}\n"
+
+    @staticmethod
+    def of(text: str) -> "Launched":
+        """What the first line of an emitted text says."""
+        first = text.partition("\n")[0].removeprefix("// launch ")
+        fields = json.loads(first)
+        return Launched(**{**fields, "scratch": tuple(fields["scratch"])})
+
+
+def function_name(kernel: Kernel) -> str:
+    return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
+
+
+def emit(kernel: Kernel) -> str:
+    """The CUDA C++ of a promoted kernel."""
+    return Emitter(kernel).text()
+
+
+class Emitter(Explicit):
+    """Walks a kernel and writes its function."""
+
+    def __init__(self, kernel: Kernel):
+        super().__init__()
+        self.kernel = kernel
+        self.program = Pipeline.of(find_pipeline(kernel))
+        accesses = _accesses(kernel)
+        _check_inputs_are_kept(kernel, accesses)
+        self.fenced = _written_and_read(accesses)
+        self.written = _written(accesses)
+        self.threads, self.vector_elements = _threads(self.program.body)
+        roles = [op for op in walk(self.program.body) if op.name == "roles"]
+        if roles:
+            *_, computing = roles[0].attrs["cuda.warpgroups"]
+            self.warpgroups, self.threads = computing, computing * WARPGROUP
+        self.assignment = assign(
+            self.program.body, self.threads, self.vector_elements, self.anchors()
+        )
+        if roles:
+            self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
+        self.arch = "sm_90a" if roles else ""
+
+    def anchors(self) -> dict[Value, Spread]:
+        """Tiles whose layout an instruction fixes."""
+        found = {}
+        for op in walk(self.program.body):
+            if op.name == "wgmma":
+                for value in (op.result, op.operands[1]):
+                    if not value.is_ref:
+                        rows, columns = value.tile.shape
+                        found[value] = accumulator(rows, columns, self.warpgroups)
+        return found
+
+    def text(self) -> str:
+        kernel = self.kernel
+        same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        params = []
+        for number, param in enumerate(kernel.params):
+            root = same.get(param, param)
+            params.append(self.parameter(param, f"a{number}", root))
+            self.views[param] = self.array(param.ref, f"a{number}", root)
+        self.block(kernel.body)
+        if self.shared_bytes > MOST_SHARED:
+            raise UnsupportedError(
+                f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory for "
+                f"a program, and has {MOST_SHARED}",
+                [("kernel", kernel.name)],
+                kernel.loc,
+                "use smaller blocks, or backend='triton'",
+            )
+        scratch = self.programs * MAP_BYTES * len(self.maps)
+        if scratch:
+            params.append("char* scratch")
+        launched = Launched(
+            function_name(kernel),
+            self.programs,
+            self.threads,
+            self.shared_bytes,
+            (scratch,) if scratch else (),
+            self.arch,
+        )
+        bounds = f"{self.threads}, 1" if self.arch else str(self.threads)
+        shared = "  extern __shared__ __align__(1024) char shared[];"
+        head = [
+            f'extern "C" __global__ void __launch_bounds__({bounds})',
+            f"{launched.name}({', '.join(params)}) {{",
+            *([shared] if self.shared_bytes else []),
+            "  const u32 thread = threadIdx.x;",
+            *(
+                f"  const int {name} = (int)({text});"
+                for text, name in self.bases.items()
+            ),
+        ]
+        body = "\n".join([*head, *self.out.lines, "}", ""])
+        return launched.line() + helpers.used(body, self.instructions) + "\n" + body
+
+    def parameter(self, param: Value, name: str, root: Value) -> str:
+        kind = c_type(param.ref.dtype)
+        if kind is None or param.ref.is_semaphore:
+            raise UnsupportedError(
+                f"backend 'cuda' has no memory of {param.type}",
+                [("kernel", self.kernel.name), ("ref", param.name)],
+                self.kernel.loc,
+                "use another dtype, or interpret=True",
+            )
+        if root in self.written:
+            return f"{kind}* {name}"
+        return f"const {kind}* __restrict__ {name}"
+
+    def default_spread(self, value: Value) -> Spread:
+        return striped(value.tile.shape, self.threads, self.vector_elements)
+
+    # --- walking ---
+
+    def block(self, block: Block) -> None:
+        for op in block.ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        rule = RULES.get(op.name)
+        if rule is None:
+            self.refuse(op)
+        rule(self, op)
+        self.facts.note_op(op)
+        for value in op.results:
+            self.producers[value] = op
+
+    # --- the grid ---
+
+    def emit_pipeline(self, op: Op) -> None:
+        """One program per block of threads; the axes share the launch's first."""
+        pipeline = Pipeline.of(op)
+        grid = [n for n in pipeline.sizes if isinstance(n, int)]
+        if pipeline.windows or len(grid) < len(pipeline.sizes):
+            self.refuse(op, "a pipeline that is not a grid of programs")
+        self.programs = prod(grid)
+        if self.programs > MAX_PROGRAMS:
+            self.refuse(op, f"{self.programs} programs; CUDA's limit is {MAX_PROGRAMS}")
+        if not self.programs:
+            self.programs = 1
+            return
+        for axis in range(len(grid)):
+            size, inner = grid[axis], prod(grid[axis + 1 :])
+            value = pipeline.ids[axis]
+            self.facts.note(value, Fact(0, size - 1))
+            text = "(int)blockIdx.x" if inner == 1 else f"(int)blockIdx.x / {inner}"
+            if prod(grid[:axis]) > 1:
+                text = f"{text} % {size}"
+            self.env[value] = self.let(value.tile.dtype, text, op, "program")
+        self.block(pipeline.body)
+
+    def emit_alloc(self, op: Op) -> None:
+        """Scratch that stays in memory is shared memory."""
+        ref = op.result.ref
+        if ref.space == "mbarrier":
+            return self.alloc_barriers(op)
+        if ref.layout is not None and ref.layout.kind == "swizzle":
+            return self.alloc_ring(op)
+        if ref.is_semaphore:
+            self.refuse(op)
+        kind = self.type(ref.dtype, op)
+        offset = self.reserve(ref.size * ref.dtype.bytes)
+        name = self.out.fresh("m")
+        self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
+        self.views[op.result] = self.array(ref, name, op.result)
+
+    # --- control flow ---
+
+    def variable(self, value: Value, op: Op) -> Tile:
+        """A variable that code assigns to."""
+        if not isinstance(value.type, TileType):
+            self.refuse(op, "a loop or branch hands on a ref")
+        spread = self.spread(value, op)
+        if value.type.shape and spread is None:
+            self.refuse(op, f"{value.type} has no layout")
+        return self.declare(value.tile.dtype, spread, op)
+
+    def hand_over(self, targets: list[Tile], values: tuple[Value, ...], op: Op) -> None:
+        """Assign several variables at once: none of them changes before it is read."""
+        sources = []
+        for target, value in zip(targets, values, strict=True):
+            source = self.get(value, target.spread, op)
+            if source in targets and source != target:
+                kept = self.declare(source.dtype, source.spread, op)
+                self.copy(kept, source)
+                source = kept
+            sources.append(source)
+        for target, source in zip(targets, sources, strict=True):
+            if source != target:
+                self.copy(target, source)
+
+    def emit_for(self, op: Op) -> None:
+        loop = Loop.of(op)
+        first, limit, step = (self.env[v].name for v in loop.bounds)
+        if self.facts.of(loop.step).low < 1:
+            self.refuse(op, "the step of a loop must be known to be positive")
+        if loop.index.tile.dtype.is_signed_int:
+            self.facts.note_counter(loop)
+        carried = [self.variable(v, op) for v in loop.carried]
+        self.hand_over(carried, loop.inits, op)
+        self.env.update(zip(loop.carried, carried, strict=True))
+        counter = Tile(self.out.fresh("n"), loop.index.tile.dtype)
+        self.env[loop.index] = counter
+        kind, n = self.type(counter.dtype, op), counter.name
+        with self.out.block(
+            f"for ({kind} {n} = {first}; {n} < {limit}; {n} += {step})"
+        ):
+            self.loops += 1
+            self.block(loop.body)
+            self.loops -= 1
+            self.hand_over(carried, loop.yields, op)
+        self.env.update(zip(op.results, carried, strict=True))
+
+    def emit_while(self, op: Op) -> None:
+        loop = While.of(op)
+        carried = [self.variable(v, op) for v in loop.condition.params]
+        self.hand_over(carried, loop.inits, op)
+        self.env.update(zip(loop.condition.params, carried, strict=True))
+        self.env.update(zip(loop.body.params, carried, strict=True))
+        with self.out.block("while (true)"):
+            self.loops += 1
+            self.block(loop.condition)
+            self.out.line(f"if (!{self.env[loop.condition.yields[0]].name}) break;")
+            self.block(loop.body)
+            self.loops -= 1
+            self.hand_over(carried, loop.body.yields, op)
+        self.env.update(zip(op.results, carried, strict=True))
+
+    def emit_cond(self, op: Op) -> None:
+        cond = Cond.of(op)
+        which = self.env[cond.which].name
+        results = [self.variable(v, op) for v in op.results]
+        last = len(cond.branches) - 1
+        for number, branch in enumerate(cond.branches):
+            head = f"if ({which} <= {number})" if number < last else ""
+            head = f"else {head}".rstrip() if number else head
+            with self.out.block(head):
+                self.block(branch)
+                self.hand_over(results, branch.yields, op)
+        self.env.update(zip(op.results, results, strict=True))
+
+    # --- the rest ---
+
+    def emit_assume_multiple(self, op: Op) -> None:
+        self.env[op.result] = self.env[op.operands[0]]
+
+    def emit_nothing(self, op: Op) -> None:
+        """Delays have no meaning of their own; checks are the emulation's."""
+
+
+RULES: dict[str, Callable[[Any, Op], None]] = {
+    **tiles.RULES,
+    **memory.RULES,
+    **explicit.RULES,
+    "pipeline": Emitter.emit_pipeline,
+    "alloc": Emitter.emit_alloc,
+    "for": Emitter.emit_for,
+    "while": Emitter.emit_while,
+    "cond": Emitter.emit_cond,
+    "assume_multiple": Emitter.emit_assume_multiple,
+    "delay": Emitter.emit_nothing,
+    "debug_check": Emitter.emit_nothing,
+}
+
+
+# --- what is chosen for a whole kernel ---
+
+
+def _threads(body: Block) -> tuple[int, int]:
+    """Threads of a program, and consecutive elements that one of them holds."""
+    sizes, widths = [1], [4]
+    for op in walk(body):
+        sizes += [v.tile.size for v in op.results if isinstance(v.type, TileType)]
+        if op.name in ("load", "store"):
+            ref = op.operands[0].ref
+            moved = op.result if op.name == "load" else op.operands[1]
+            if moved.tile.shape:
+                widths.append(ref.dtype.bytes)
+    vector = max(1, VECTOR_BYTES // min(widths))
+    threads = 32
+    while threads < MAX_THREADS and threads * max(ELEMENTS, vector) < max(sizes):
+        threads *= 2
+    return threads, vector
+
+
+# --- rules of memory ---
+
+
+def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:
+    """The ops that use each memory; an operand that is a result is that result."""
+    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    roots = Roots(kernel)
+    accesses: dict[Value, list[Op]] = {}
+    for op in walk(kernel.body):
+        for ref in (v for v in op.operands if v.is_ref and op.name not in VIEWS):
+            root = roots.of(ref)
+            accesses.setdefault(same.get(root, root), []).append(op)
+    return accesses
+
+
+def _check_inputs_are_kept(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> None:
+    """XLA's operands must not change; there is no copy of them to write to yet."""
+    for operand in kernel.inputs:
+        for op in accesses.get(operand, ()):
+            if op.name == "store":
+                raise UnsupportedError(
+                    f"backend 'cuda' cannot write to the operand {operand.name!r}",
+                    [("kernel", kernel.name), ("operand", operand.type)],
+                    op.loc or kernel.loc,
+                    "alias it to a result with input_output_aliases, or use "
+                    "interpret=True",
+                )
+
+
+def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
+    return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def _written_and_read(accesses: Mapping[Value, list[Op]]) -> set[Value]:
+    """Memory some threads of a program may access after others have written it."""
+    return {m for m in _written(accesses) if len(accesses[m]) > 1}

@@ -1,0 +1,225 @@
+"""The instructions of Hopper GPUs as functions of CUDA C++: barriers, copies, products.
+
+Texts only; `explicit.py` calls them. Names are those of what they do, the instruction
+is in each body.
+"""
+
+BARRIERS: dict[str, str] = {
+    "shared_address": (
+        "DEVICE u32 shared_address(const void* p) "
+        "{ return (u32)__cvta_generic_to_shared(p); }\n"
+    ),
+    "barrier_init": (
+        "DEVICE void barrier_init(u32 at, u32 arrivals) {\n"
+        '  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"'
+        ' :: "r"(at), "r"(arrivals));\n}\n'
+    ),
+    "barriers_made": (
+        "DEVICE void barriers_made() {\n"
+        '  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n'
+        '  asm volatile("fence.proxy.async;" ::: "memory");\n}\n'
+    ),
+    "barrier_expect": (
+        "DEVICE void barrier_expect(u32 at, u32 bytes) {\n"
+        '  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"'
+        ' :: "r"(at), "r"(bytes) : "memory");\n}\n'
+    ),
+    "barrier_arrive": (
+        "DEVICE void barrier_arrive(u32 at) {\n"
+        '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"'
+        ' :: "r"(at) : "memory");\n}\n'
+    ),
+    "barrier_wait": (
+        "DEVICE void barrier_wait(u32 at, u32 parity) {\n"
+        '  asm volatile("{\\n.reg .pred p;\\nAGAIN:\\n"\n'
+        '    "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\\n"\n'
+        '    "@p bra DONE;\\nbra AGAIN;\\nDONE:\\n}"'
+        ' :: "r"(at), "r"(parity) : "memory");\n}\n'
+    ),
+    "meet": (
+        "DEVICE void meet(int id, int threads) {\n"
+        '  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
+    ),
+    "pass_by": (
+        "DEVICE void pass_by(int id, int threads) {\n"
+        '  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
+    ),
+    "fewer_registers": (
+        "template <int N> DEVICE void fewer_registers() "
+        '{ asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }\n'
+    ),
+    "more_registers": (
+        "template <int N> DEVICE void more_registers() "
+        '{ asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }\n'
+    ),
+    "products_left": (
+        "template <int N> DEVICE void products_left() {\n"
+        '  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");\n}\n'
+    ),
+    "products_start": (
+        "DEVICE void products_start() "
+        '{ asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }\n'
+    ),
+    "products_together": (
+        "DEVICE void products_together() "
+        '{ asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }\n'
+    ),
+    # What follows may not use the values before this point.
+    "settled": (
+        "template <int N> DEVICE void settled(float (&x)[N]) "
+        '{ EACH(N) asm volatile("" : "+f"(x[i]) :: "memory"); }\n'
+        "template <int N> DEVICE void settled(int (&x)[N]) "
+        '{ EACH(N) asm volatile("" : "+r"(x[i]) :: "memory"); }\n'
+    ),
+    # Rows of 128 bytes, swizzled: panels along k have rows along the other dimension,
+    # panels along the other dimension have rows along k and are `apart` bytes apart.
+    "operand": (
+        "DEVICE u64 operand(u32 at, u32 apart) {\n"
+        "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
+        " | (u64)(1024 >> 4) << 32 | 1ull << 62;\n}\n"
+    ),
+}
+
+# --- descriptions of arrays for the copy engine, made in the kernel ---
+
+
+def _field(name: str, bits: int, value: str, index: str = "") -> str:
+    at = f"tensormap.replace.tile.{name}.shared::cta.b1024.b{bits} [%0]"
+    return f'asm volatile("{at}, {index}{value};"'
+
+
+MAPS: dict[str, str] = {
+    "map_array": (
+        "template <int RANK, int TYPE> DEVICE void map_array(u32 at, const void* p) {\n"
+        f'  {_field("global_address", 64, "%1")} :: "r"(at), "l"(p));\n'
+        f'  {_field("rank", 32, "%1")} :: "r"(at), "n"(RANK - 1));\n'
+        f'  {_field("elemtype", 32, "%1")} :: "r"(at), "n"(TYPE));\n'
+        f'  {_field("interleave_layout", 32, "0")} :: "r"(at));\n'
+        f'  {_field("swizzle_mode", 32, "3")} :: "r"(at));\n'
+        f'  {_field("fill_mode", 32, "0")} :: "r"(at));\n}}\n'
+    ),
+    "map_dim": (
+        "template <int N> DEVICE void map_dim(u32 at, u32 size, u32 box) {\n"
+        f'  {_field("box_dim", 32, "%2", "%1, ")} :: "r"(at), "n"(N), "r"(box));\n'
+        f"  {_field('global_dim', 32, '%2', '%1, ')}"
+        ' :: "r"(at), "n"(N), "r"(size));\n'
+        f"  {_field('element_stride', 32, '%2', '%1, ')}"
+        ' :: "r"(at), "n"(N), "r"(1));\n}\n'
+    ),
+    "map_stride": (
+        "template <int N> DEVICE void map_stride(u32 at, u64 bytes) {\n"
+        f"  {_field('global_stride', 64, '%2', '%1, ')}"
+        ' :: "r"(at), "n"(N), "l"(bytes));\n}\n'
+    ),
+    "map_publish": (
+        "DEVICE void map_publish(u32 at, void* to) {\n"
+        '  asm volatile("tensormap.cp_fenceproxy.global.shared::cta'
+        '.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"'
+        ' :: "l"(to), "r"(at) : "memory");\n}\n'
+    ),
+    "map_seen": (
+        "DEVICE void map_seen(const void* map) {\n"
+        '  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"'
+        ' :: "l"(map) : "memory");\n}\n'
+    ),
+}
+ELEMENT_CODES = {"f16": 6, "f32": 7, "bf16": 10, "i8": 0, "f8e4m3fn": 0, "f8e5m2": 0}
+
+
+def copy_in(rank: int) -> str:
+    """A copy of a box of an array of some rank into shared memory."""
+    numbers = ", ".join(f"int c{n}" for n in range(rank))
+    places = ", ".join(f"%{3 + n}" for n in range(rank))
+    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    return (
+        f"DEVICE void copy_in_{rank}(u32 to, const void* map, u32 barrier, {numbers}) "
+        "{\n"
+        f'  asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile'
+        f'.mbarrier::complete_tx::bytes [%0], [%1, {{{places}}}], [%2];"\n'
+        f'    :: "r"(to), "l"(map), "r"(barrier), {given} : "memory");\n}}\n'
+    )
+
+
+def copy_out(rank: int) -> str:
+    """A copy from shared memory to a box of an array; what is outside is left out."""
+    numbers = ", ".join(f"int c{n}" for n in range(rank))
+    places = ", ".join(f"%{2 + n}" for n in range(rank))
+    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    return (
+        f"DEVICE void copy_out_{rank}(const void* map, u32 from, {numbers}) {{\n"
+        f'  asm volatile("cp.async.bulk.tensor.{rank}d.global.shared::cta.tile'
+        f'.bulk_group [%0, {{{places}}}], [%1];"\n'
+        f'    :: "l"(map), "r"(from), {given} : "memory");\n'
+        '  asm volatile("cp.async.bulk.commit_group;" ::: "memory");\n}\n'
+    )
+
+
+COPIES = {
+    **{f"copy_in_{rank}": copy_in(rank) for rank in range(2, 6)},
+    **{f"copy_out_{rank}": copy_out(rank) for rank in range(2, 6)},
+    # At most N copies out still read their shared memory, or are not done.
+    "copies_reading": (
+        "template <int N> DEVICE void copies_reading() {\n"
+        '  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");\n}\n'
+    ),
+    "copies_left": (
+        "template <int N> DEVICE void copies_left() {\n"
+        '  asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory");\n}\n'
+    ),
+    "stores_before_copies": (
+        "DEVICE void stores_before_copies() {\n"
+        '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
+    ),
+    "put_shared": (
+        "DEVICE void put_shared(u32 at, u32 x) {\n"
+        '  asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");\n}\n'
+        "DEVICE void put_shared(u32 at, float x, float y) {\n"
+        '  asm volatile("st.shared.v2.f32 [%0], {%1, %2};"'
+        ' :: "r"(at), "f"(x), "f"(y) : "memory");\n}\n'
+    ),
+}
+
+_OPERANDS = {
+    "bf16": ("f32.bf16.bf16", 16),
+    "f16": ("f32.f16.f16", 16),
+    "f8e4m3fn": ("f32.e4m3.e4m3", 32),
+    "f8e5m2": ("f32.e5m2.e5m2", 32),
+    "f32": ("f32.tf32.tf32", 8),
+    "i8": ("s32.s8.s8", 32),
+}
+
+
+def product_name(columns: int, dtype: str, registers: bool, turned: str) -> str:
+    """`turned`: a letter per side that is stored along its free dimension."""
+    how = "registers" if registers else "shared"
+    return f"product_{columns}_{dtype}_{how}" + (f"_{turned}" if turned else "")
+
+
+def product(columns: int, dtype: str, registers: bool, turned: str) -> str:
+    """A `wgmma` of 64 rows: adds to `d`, or starts anew where `more` is 0."""
+    count = columns // 2
+    types, depth = _OPERANDS[dtype]
+    kind, letter = ("int", "r") if dtype == "i8" else ("float", "f")
+    sums = ", ".join(f"%{n}" for n in range(count))
+    outs = ", ".join(f'"+{letter}"(d[{n}])' for n in range(count))
+    n = count
+    if registers:
+        params = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more"
+        left = f"{{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, %{n + 4}"
+        ins = '"r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(more)'
+        flag = n + 5
+    else:
+        params = "u64 a, u64 b, int more"
+        left, ins, flag = f"%{n}, %{n + 1}", '"l"(a), "l"(b), "r"(more)', n + 2
+    tail = "" if dtype == "i8" else ", 1, 1"
+    if dtype in ("bf16", "f16"):
+        ways = [int("b" in turned)] if registers else [int(s in turned) for s in "ab"]
+        tail += "".join(f", {way}" for way in ways)
+    name = product_name(columns, dtype, registers, turned)
+    return (
+        f"DEVICE void {name}({kind}* d, {params}) {{\n"
+        f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{flag}, 0;\\n"\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{types} {{{sums}}}, '
+        f'{left}, p{tail};\\n}}"\n'
+        f"    : {outs}\n    : {ins});\n}}\n"
+    )

@@ -1,0 +1,468 @@
+"""Loads and stores: views of memory as pointers, strides and edges.
+
+A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
+the array that a block may hang over, where the block starts and where the array ends.
+Every access leaves out padding and what is outside, so nothing is touched out of
+bounds. Vectors of up to 16 bytes move at once where all that makes up an address is
+known to be a multiple of their length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+
+from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.layouts import Spread
+from pallasite.backends.cuda.text import c_type, number
+from pallasite.backends.cuda.tiles import Tiles
+from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
+from pallasite.ir.types import DType, RefType
+from pallasite.passes.analysis.block_table import last_number
+
+VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Term:
+    """An integer of the emitted code, and what is known to divide it."""
+
+    text: str
+    multiple: int = 1
+
+
+Number = int | Term
+
+
+def text_of(x: Number) -> str:
+    return str(x) if isinstance(x, int) else x.text
+
+
+def multiple_of(x: Number) -> int:
+    return abs(x) if isinstance(x, int) else x.multiple
+
+
+def plus(x: Number, y: Number) -> Number:
+    if isinstance(x, int) and isinstance(y, int):
+        return x + y
+    if x == 0:
+        return y
+    if y == 0:
+        return x
+    divisor = gcd(multiple_of(x), multiple_of(y))
+    return Term(f"{text_of(x)} + {text_of(y)}", divisor)
+
+
+def times(x: Number, factor: int, wide: bool = False) -> Number:
+    if isinstance(x, int):
+        return x * factor
+    if factor == 0:
+        return 0
+    cast = "(i64)" if wide else ""
+    if factor == 1 and not wide:
+        return x
+    return Term(f"{cast}({x.text}) * {factor}", x.multiple * factor)
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a view: its size, its stride in memory, where its edge is."""
+
+    size: int
+    stride: int
+    edge: int | None = None  # key of the Edge it moves along
+    step: int = 1  # elements of that array dimension per element of this one
+    axis: int = 0  # that dimension's number in the array
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A dimension of the array that a view may leave."""
+
+    start: Number  # the view's first element
+    stop: Number  # one past the last element there is
+    below: bool  # whether the start may be negative
+
+
+@dataclass(frozen=True)
+class View:
+    """A ref in the emitted code."""
+
+    pointer: str
+    dtype: DType
+    offset: Number  # of the first element, in elements
+    dims: tuple[Dim, ...]
+    edges: tuple[tuple[int, Edge], ...] = ()
+    fill: float | int | bool | None = None
+    wide: bool = False  # offsets need 64 bits
+    memory: Value | None = None  # the kernel parameter or scratch it is a part of
+    starts: tuple[Number, ...] = ()  # its first element along the array's dimensions
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an access goes, as expressions of a register number."""
+
+    view: View
+    spread: Spread | None
+    spots: tuple[tuple[Dim, int | Tile, int], ...]  # axis or index tile, stride
+    tests: tuple[str, ...]  # with `{n}` for the position at spot n
+    reads: bool
+
+
+class Memory(Tiles):
+    """Emits views, loads and stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: dict[Value, View] = {}
+        self.fenced: set[Value] = set()  # memory that is written and read again
+
+    def array(self, ref: RefType, pointer: str, memory: Value | None) -> View:
+        """A whole array, row-major."""
+        strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
+        dims = tuple(Dim(n, strides[d], axis=d) for d, n in enumerate(ref.shape))
+        view = View(pointer, ref.dtype, 0, dims, wide=ref.size >= 1 << 31)
+        return replace(view, memory=memory, starts=(0,) * ref.rank)
+
+    def integer(self, value: Value) -> Number:
+        """A scalar as an i32; out of range ones at the ends."""
+        fact = self.facts.of(value)
+        if fact.number is not None:
+            return fact.number
+        name, dtype = self.env[value].name, value.tile.dtype
+        low, high = -(1 << 31), (1 << 31) - 1
+        if dtype.bits == 64 and dtype.is_signed_int:
+            name = f"(int)min(max({name}, (i64){low}), (i64){high})"
+        elif dtype.bits == 64 or dtype.name == "u32":
+            name = f"(int)min({name}, ({c_type(dtype)}){high})"
+        return Term(name, max(fact.multiple, 1))
+
+    # --- views ---
+
+    def emit_block_view(self, op: Op) -> None:
+        ref, *indices = op.operands
+        source, window = self.views[ref], op.attrs["window"]
+        pending = iter(indices)
+        dims: list[Dim] = []
+        edges = dict(source.edges)
+        offset, starts = source.offset, list(source.starts)
+        for dim, whole in zip(window.dims, source.dims, strict=True):
+            if whole.edge is not None:
+                self.refuse(op, "a window on a block that may hang over its array")
+            index = next(pending)
+            start, low, high = self.block_start(dim, index, whole.size)
+            stop: Number = whole.size
+            if dim.kind == "bounded":
+                end = text_of(plus(start, self.integer(next(pending))))
+                stop, high = Term(f"min({end}, {whole.size})"), whole.size
+            offset = plus(offset, times(start, whole.stride, source.wide))
+            starts[whole.axis] = plus(starts[whole.axis], times(start, whole.step))
+            edge = None
+            if low < 0 or high + dim.size > whole.size:
+                edge = max(edges, default=-1) + 1
+                edges[edge] = Edge(start, stop, low < 0)
+            if dim.kind != "squeezed":
+                dims.append(Dim(dim.size, whole.stride, edge, whole.step, whole.axis))
+        self.views[op.result] = replace(
+            source,
+            offset=offset,
+            dims=tuple(dims),
+            edges=tuple(edges.items()),
+            fill=window.fill,
+            starts=tuple(starts),
+        )
+
+    def block_start(
+        self, dim: BlockDim, index: Value, size: int
+    ) -> tuple[Number, int, int]:
+        """First element of a block, with the least and greatest it can be.
+
+        The index is a valid block number: `place_windows` has clamped it.
+        """
+        fact = self.facts.of(index)
+        low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
+        start = self.integer(index)
+        if dim.kind == "blocked":
+            if high * dim.size >= 1 << 31:
+                low, high = -1, 1 << 31  # it may wrap around: check both ends
+            return times(start, dim.size), low * dim.size, high * dim.size
+        if dim.kind == "element":
+            before = dim.padding[0]
+            return plus(start, -before), low - before, high - before
+        return start, low, high
+
+    def emit_subview(self, op: Op) -> None:
+        access = Access.of(op)
+        view = self.views[access.ref]
+        dims: list[Dim] = []
+        for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
+            assert not isinstance(entry, Gather)
+            start = self.start(entry, operand, dim.size, clamp=True)
+            view = self.shifted(view, dim, start)
+            if isinstance(entry, Span):
+                stride, step = dim.stride * entry.stride, dim.step * entry.stride
+                dims.append(replace(dim, size=entry.size, stride=stride, step=step))
+        self.views[op.result] = replace(view, dims=tuple(dims))
+
+    def shifted(self, view: View, dim: Dim, start: Number) -> View:
+        """The view moved by `start` elements of one of its dimensions."""
+        if start == 0:
+            return view
+        moved = times(start, dim.stride, view.wide)
+        starts = list(view.starts)
+        starts[dim.axis] = plus(starts[dim.axis], times(start, dim.step))
+        view = replace(view, offset=plus(view.offset, moved), starts=tuple(starts))
+        if dim.edge is None:
+            return view
+        edges = dict(view.edges)
+        edge = edges[dim.edge]
+        first = plus(edge.start, times(start, dim.step))
+        edges[dim.edge] = replace(edge, start=first)
+        return replace(view, edges=tuple(edges.items()))
+
+    def emit_transpose_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dims = tuple(view.dims[d] for d in op.attrs["perm"])
+        self.views[op.result] = replace(view, dims=dims)
+
+    # --- where an access goes ---
+
+    def start(
+        self, entry: At | Span, operand: Value | None, size: int, clamp: bool
+    ) -> Number:
+        if operand is None:
+            assert entry.start is not None
+            return entry.start
+        last = size - (entry.extent if isinstance(entry, Span) else 1)
+        start, fact = self.integer(operand), self.facts.of(operand)
+        if isinstance(start, int):
+            return min(max(start, 0), last) if clamp else start
+        text, multiple = start.text, start.multiple
+        if clamp and fact.low < 0:
+            text = f"max({text}, 0)"
+        if clamp and fact.high > last:
+            text, multiple = f"min({text}, {last})", gcd(multiple, last)
+        return Term(text, multiple)
+
+    def place(self, op: Op, access: Access, spread: Spread | None) -> Place:
+        view = self.views[access.ref]
+        clamp, reads = access.mask is None, op.name == "load"
+        entries = access.split_index()
+        axis = next(
+            (len(v.tile.shape) for e, v in entries if isinstance(e, Gather) and v), 0
+        )
+        spots: list[tuple[Dim, int | Tile, int]] = []
+        tests: list[str] = []
+        for dim, (entry, operand) in zip(view.dims, entries, strict=True):
+            if isinstance(entry, Gather):
+                assert operand is not None
+                if not operand.tile.dtype.is_signed_int or operand.tile.dtype.bits > 32:
+                    self.refuse(op, f"an index of type {operand.tile.dtype}")
+                wanted = self.index_spread(spread, operand)
+                index = self.get(operand, wanted, op)
+                spots.append((dim, index, 1))
+                if not reads:
+                    tests.append(f"(u32){{{len(spots) - 1}}} < {dim.size}u")
+                continue
+            first = self.start(entry, operand, dim.size, clamp)
+            view = self.shifted(view, dim, first)
+            is_span = isinstance(entry, Span)
+            if is_span:
+                spots.append((dim, axis, entry.stride))
+                axis += 1
+            if not clamp and operand is not None:
+                at = f" + {{{len(spots) - 1}}}" if is_span else ""
+                tests.append(f"(u32)({text_of(first)}{at}) < {dim.size}u")
+        tests += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
+        return Place(view, spread, tuple(spots), tuple(tests), reads)
+
+    def index_spread(self, spread: Spread | None, index: Value) -> Spread | None:
+        if spread is None or not index.tile.shape:
+            return None
+        gone = range(len(index.tile.shape), len(spread.shape))
+        return spread.without(list(gone))
+
+    def inside_edge(self, key: int, edge: Edge, spots: Sequence) -> str:
+        """A test that an access stays inside the array along one of its dimensions."""
+        terms = [] if edge.start == 0 else [text_of(edge.start)]
+        for number_, (dim, _, _) in enumerate(spots):
+            if dim.edge == key:
+                step = f" * {dim.step}" if dim.step > 1 else ""
+                terms.append(f"{{{number_}}}{step}")
+        position = " + ".join(terms) or "0"
+        test = f"{position} < {text_of(edge.stop)}"
+        return f"{position} >= 0 && {test}" if edge.below else test
+
+    def spot_text(self, place: Place, spot: tuple[Dim, int | Tile, int], i: str) -> str:
+        """The position of an element along a dimension of the view."""
+        dim, axis, stride = spot
+        if isinstance(axis, Tile):
+            kept = None
+            if axis.spread is not None and place.spread is not None:
+                gone = range(len(axis.spread.shape), len(place.spread.shape))
+                kept = place.spread.register_without(list(gone), i)
+            index = axis.held(kept or i)
+            return f"min(max({index}, 0), {dim.size - 1})" if place.reads else index
+        assert place.spread is not None
+        at = self.coordinate(place.spread, axis, i)
+        return at if stride == 1 else f"({at}) * {stride}"
+
+    def vector(self, place: Place, masked: bool) -> int:
+        """How many consecutive elements move at once."""
+        spread, view = place.spread, place.view
+        most = VECTOR_BYTES // view.dtype.bytes
+        if spread is None or masked or not spread.digits or not place.spots:
+            return 1
+        dim, axis, stride = place.spots[-1]
+        last, inner = len(spread.shape) - 1, spread.digits[-1]
+        contiguous = axis == last == inner.dim and inner.stride == stride == 1
+        if not contiguous or dim.stride != 1:
+            return 1
+        known = gcd(most, inner.count, multiple_of(view.offset))
+        known = gcd(known, spread.lane_multiple(last))
+        known = gcd(known, *(d.stride for d in spread.digits[:-1] if d.dim == last))
+        for other, at, step in place.spots[:-1]:
+            if isinstance(at, Tile):
+                return 1
+            known = gcd(known, other.stride * step)
+        if spread.has_padding(last):
+            known = gcd(known, spread.shape[last])
+        for key, edge in view.edges:
+            if dim.edge == key:
+                known = gcd(known, multiple_of(edge.start), multiple_of(edge.stop))
+        return known & -known
+
+    def address(self, place: Place, i: str) -> tuple[str, str]:
+        """The pointer of an element, and the test of what may be touched."""
+        view = place.view
+        spots = [self.spot_text(place, spot, i) for spot in place.spots]
+        terms = []
+        for (dim, _, _), text in zip(place.spots, spots, strict=True):
+            if text != "0" and dim.stride:
+                cast = "(i64)" if view.wide else ""
+                step = f" * {dim.stride}" if dim.stride != 1 or view.wide else ""
+                terms.append(f"{cast}({text}){step}")
+        tests = [test.format(*(f"({t})" for t in spots)) for test in place.tests]
+        if place.spread is not None:
+            dims = range(len(place.spread.shape))
+            tests.insert(0, self.inside(place.spread, dims, i))
+        offset = " + ".join(terms)
+        return offset, " && ".join(t for t in tests if t)
+
+    def based(self, place: Place, op: Op, const: bool) -> str:
+        """A variable that points to the first element of a view."""
+        view = place.view
+        name = self.out.fresh("p")
+        kind = self.type(view.dtype, op)
+        offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
+        qualifier = "const " if const else ""
+        self.out.line(f"{qualifier}{kind}* {name} = {view.pointer}{offset};")
+        return name
+
+    # --- accesses ---
+
+    def emit_load(self, op: Op) -> None:
+        access, tile = Access.of(op), op.result.tile
+        spread = self.spread(op.result, op)
+        place = self.place(op, access, spread)
+        mask = None if access.mask is None else self.get(access.mask, spread, op)
+        other = None if access.other is None else self.get(access.other, spread, op)
+        result = self.declare(tile.dtype, spread, op, "x")
+        pointer = self.based(place, op, const=True)
+        count = self.vector(place, mask is not None)
+        self.env[op.result] = result
+        if count > 1:
+            self.load_vectors(place, pointer, result, count)
+            return
+        outside = self.outside(place.view)
+
+        def element(i: str) -> str:
+            offset, test = self.address(place, i)
+            there = f"{pointer}[{offset or 0}]"
+            spare = outside
+            if mask is not None:
+                test = " && ".join(t for t in (test, mask.held(i)) if t)
+                if other is not None:
+                    filled = place.view.edges and place.view.fill is not None
+                    spare = other.held(i)
+                    spare = (
+                        f"({mask.held(i)} ? {outside} : {spare})" if filled else spare
+                    )
+            return f"{test} ? {there} : {spare}" if test else there
+
+        self.put(result, element)
+
+    def load_vectors(
+        self, place: Place, pointer: str, result: Tile, count: int
+    ) -> None:
+        """Several elements at once; none of them, where they are outside."""
+        words = 2 if result.is_packed else 1
+        offset, test = self.address(place, f"i * {count}")
+        source = f"{pointer} + {offset}" if offset else pointer
+        to = f"{result.name} + i * {count // words}"
+        move = f"get<{count * place.view.dtype.bytes}>({to}, {source});"
+        if test:
+            spare = self.outside(place.view)
+            spare = f"(u32){spare} | (u32){spare} << 16" if words == 2 else spare
+            loop = f'_Pragma("unroll") for (int k = 0; k < {count // words}; ++k)'
+            target = f"{result.name}[i * {count // words} + k]"
+            move = f"if ({test}) {move} else {loop} {target} = {spare};"
+        self.out.line(f"EACH({result.registers // count}) {{ {move} }}")
+
+    def outside(self, view: View) -> str:
+        """What is read outside the array, as it is held."""
+        fill = view.fill if view.edges else None
+        if not fill:
+            return f"({c_type(view.dtype)})0"
+        text = number(fill, view.dtype)
+        return f"to_{view.dtype}({text})" if self.is_narrow(view.dtype) else text
+
+    def emit_store(self, op: Op) -> None:
+        access = Access.of(op)
+        assert access.value is not None
+        value = self.env[access.value]
+        spread = value.spread
+        if spread is None and access.value.tile.shape:
+            value = self.materialised(value, access.value, op)
+            spread = value.spread
+        place = self.place(op, access, spread)
+        mask = None if access.mask is None else self.get(access.mask, spread, op)
+        pointer = self.based(place, op, const=False)
+        count = self.vector(place, mask is not None) if not value.is_computed else 1
+        i = "0" if spread is None else "i" if count == 1 else f"i * {count}"
+        offset, test = self.address(place, i)
+        if count > 1:
+            first = f"{value.name} + i * {count // (2 if value.is_packed else 1)}"
+            to = f"{pointer} + {offset}" if offset else pointer
+            move = f"get<{count * place.view.dtype.bytes}>({to}, {first});"
+        else:
+            move = f"{pointer}[{offset or 0}] = {value.held(i)};"
+        tests = [t for t in (test, mask.held(i) if mask else "") if t]
+        statement = f"if ({' && '.join(tests)}) {move}" if tests else move
+        if spread is not None:
+            statement = f"EACH({spread.registers // count}) {{ {statement} }}"
+        only = self.is_first_copy(spread)
+        is_fenced = place.view.memory in self.fenced
+        if is_fenced:
+            self.sync()
+        self.out.line(f"if ({only}) {statement}" if only else statement)
+        if is_fenced:
+            self.sync()
+
+    def materialised(self, tile: Tile, value: Value, op: Op) -> Tile:
+        """A tile of one number as one with registers."""
+        result = self.declare(tile.dtype, self.default_spread(value), op)
+        self.copy(result, tile)
+        return result
+
+    def default_spread(self, value: Value) -> Spread:
+        raise AssertionError(value)  # emit.py knows the number of threads
+
+
+RULES = {
+    "block_view": Memory.emit_block_view,
+    "subview": Memory.emit_subview,
+    "transpose_view": Memory.emit_transpose_view,
+    "load": Memory.emit_load,
+    "store": Memory.emit_store,
+}

@@ -1,0 +1,142 @@
+"""CUDA C++ text to PTX by NVRTC, and what ptxas says of PTX.
+
+NVRTC is a library of CUDA's that needs no GPU and no CUDA installation: it comes with
+`jax[cuda13]` and as the package nvidia-cuda-nvrtc. It is found where those packages put
+it, and called through ctypes. `stored_ptx` keeps what was compiled on disk
+(`runtime/cache.py`).
+"""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pallasite.errors import CompileError
+from pallasite.runtime import cache as cache_files
+
+_LIBRARIES = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
+_ASSEMBLERS = ("cu*/bin/ptxas", "cuda_nvcc/bin/ptxas")
+_OPTIONS = ("--std=c++17", "-default-device")
+
+
+def is_available() -> bool:
+    return _library_path() is not None
+
+
+def compile_ptx(text: str, arch: str) -> str:
+    """The PTX of CUDA C++ text for an architecture such as "sm_90a".
+
+    Raises:
+        CompileError: NVRTC is not installed, or refuses the text.
+    """
+    nvrtc = _library()
+    program = ctypes.c_void_p()
+    _check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None
+        )
+    )
+    options = [*_OPTIONS, f"--gpu-architecture={arch.replace('sm_', 'compute_')}"]
+    array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    try:
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        if status:
+            log = _string(
+                nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program
+            )
+            raise CompileError(
+                "NVRTC refused the code of a kernel",
+                [("nvrtc", log.strip()[:4000])],
+                fix="this is a bug in Pallasite; please report the kernel",
+            )
+        return _string(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def stored_ptx(text: str, arch: str) -> str:
+    """The same, from disk where it was compiled before."""
+    key = "\n".join(["cuda", version(), arch, text])
+    found = cache_files.load(key)
+    if found is None:
+        found = compile_ptx(text, arch).encode()
+        cache_files.store(key, found)
+    return found.decode()
+
+
+@cache
+def version() -> str:
+    """The release of NVRTC, "none" where there is none."""
+    if not is_available():
+        return "nvrtc none"
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return f"nvrtc {major.value}.{minor.value}"
+
+
+def report(ptx: str, arch: str) -> str:
+    """What ptxas says of registers, memory and spills; says so where it is missing."""
+    path = _find(_ASSEMBLERS)
+    if path is None:
+        return "ptxas is not installed (nvidia-cuda-nvcc): registers are not known\n"
+    with tempfile.TemporaryDirectory(prefix="pallasite-ptxas-") as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [path, f"-arch={arch}", "-v", "-o", "/dev/null", source]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).splitlines()
+    return "".join(re.sub(r"^ptxas \w+ *: *", "", line) + "\n" for line in lines)
+
+
+# --- the library ---
+
+
+def _find(patterns: tuple[str, ...]) -> Path | None:
+    """A file of NVIDIA's Python packages, which share the namespace `nvidia`."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for pattern in patterns:
+            found = [p for p in Path(folder).glob(pattern) if "alt" not in p.name]
+            if found:
+                return max(found)
+    return None
+
+
+@cache
+def _library_path() -> Path | None:
+    return _find(_LIBRARIES)
+
+
+@cache
+def _library() -> Any:
+    path = _library_path()
+    if path is None:
+        raise CompileError(
+            "NVRTC, which compiles for the backend 'cuda', is not installed",
+            fix="pip install 'pallasite[cuda]', or jax[cuda13], which brings it",
+        )
+    # It opens its built-in headers by name: found only if they are loaded already.
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _check(status: int) -> None:
+    if status:
+        raise CompileError(
+            "NVRTC failed", [("error", _library().nvrtcGetErrorString(status).decode())]
+        )
+
+
+def _string(size: Any, get: Any, program: ctypes.c_void_p) -> str:
+    length = ctypes.c_size_t()
+    _check(size(program, ctypes.byref(length)))
+    buffer = ctypes.create_string_buffer(length.value)
+    _check(get(program, buffer))
+    return buffer.value.decode()

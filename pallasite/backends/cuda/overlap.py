@@ -1,0 +1,201 @@
+"""overlap: products that end a loop's step are started in the next step instead.
+
+In: a kernel after `promote`. Out: the same kernel, in which a product that depends on
+another one of the same step (the second of a chain) and is only added to what the loop
+carries is *delayed*: the loop carries the addend and the computed operand, and the next
+step makes the product, beside the first one of its own chain. So a step has two
+independent products, and what is computed between them runs while the delayed one is in
+flight. The first step is before the loop without it, and the last product is after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, clone, inline, map_ops, users_of
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import I32
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.place_windows import note_grid
+
+
+def overlap(kernel: Kernel) -> Kernel:
+    """Delay the last products of chains in all innermost loops."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    facts = Facts()
+    note_grid(facts, pipeline.ids, pipeline.grid)
+    for op in walk(kernel.body):
+        facts.note_op(op)
+        if op.name == "for":
+            facts.note_counter(Loop.of(op))
+    users = users_of(kernel.body)
+
+    def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
+        if op.name != "for" or any(inner.regions for inner in op.regions[0].ops):
+            return None
+        chains = _chains(Loop.of(op), users)
+        return _Delayed(Loop.of(op), chains, facts).emit(builder) if chains else None
+
+    return map_ops(kernel, rewrite)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A product to delay: `add` of `addend` and `dot`, yielded at `place`."""
+
+    dot: Op
+    add: Op
+    addend: Value
+    place: int
+    loading: Block  # index of the loop -> the product's right side
+
+    @property
+    def computed(self) -> Value:
+        return self.dot.operands[0]
+
+
+def _chains(loop: Loop, users: dict[Value, list[Op]]) -> list[Chain]:
+    here = {v: op for op in loop.body.ops for v in op.results}
+    found = []
+    for dot in loop.body.ops:
+        if dot.name != "dot" or not _uses_product(dot.operands[0], here):
+            continue
+        adds = users[dot.result]
+        if len(adds) != 1 or adds[0].name != "add" or here.get(adds[0].result) is None:
+            continue
+        (add,) = adds
+        x, y = add.operands
+        addend = y if x is dot.result else x
+        loading = _loading(dot.operands[1], here, loop)
+        is_yield = add.result in loop.yields and len(users[add.result]) == 1
+        if addend is dot.result or loading is None or not is_yield:
+            continue
+        place = loop.yields.index(add.result)
+        found.append(Chain(dot, add, addend, place, loading))
+    return found
+
+
+def _uses_product(value: Value, here: dict[Value, Op]) -> bool:
+    """Whether a value is computed from a product of the same step."""
+    pending, seen = [value], set[Value]()
+    while pending:
+        op = here.get(pending.pop())
+        if op is None or op.results[0] in seen:
+            continue
+        if op.name == "dot":
+            return True
+        seen.update(op.results)
+        pending += op.operands
+    return False
+
+
+def _loading(value: Value, here: dict[Value, Op], loop: Loop) -> Block | None:
+    """The ops that load an operand, if they depend on the step's number only."""
+    needed: list[Op] = []
+    pending, seen = [value], set[Value]()
+    while pending:
+        each = pending.pop()
+        if each in loop.carried:
+            return None
+        op = here.get(each)
+        if op is None or each in seen:
+            continue
+        if op.name == "dot" or op.regions:
+            return None
+        seen.update(op.results)
+        needed.append(op)
+        pending += op.operands
+    if not any(op.name == "load" for op in needed):
+        return None
+    ops = tuple(op for op in loop.body.ops if op in needed)
+    return Block((loop.index,), ops, (value,))
+
+
+class _Delayed:
+    """A loop being taken apart."""
+
+    def __init__(self, loop: Loop, chains: Sequence[Chain], facts: Facts):
+        self.loop, self.chains = loop, chains
+        self.late = {c.place: c for c in chains}
+        first, limit = facts.of(loop.first), facts.of(loop.limit)
+        self.runs = first.high < limit.low  # at least once
+        gone = {id(op) for c in chains for op in (c.dot, c.add)}
+        ops = tuple(op for op in loop.body.ops if id(op) not in gone)
+        yields = [
+            self.late[n].addend if n in self.late else value
+            for n, value in enumerate(loop.yields)
+        ]
+        yields += [c.computed for c in chains]
+        self.step = Block(loop.body.params, ops, tuple(yields))
+
+    def emit(self, b: Builder) -> Sequence[Value]:
+        if self.runs:
+            return self.unrolled(b)
+        inside = Builder(self.loop.op.loc)
+        results = self.unrolled(inside)
+        some = b.cast(b.lt(self.loop.first, self.loop.limit), I32)
+        none = Block((), (), self.loop.inits)
+        return b.emit("cond", some, regions=(none, inside.block((), results)))
+
+    def unrolled(self, b: Builder) -> Sequence[Value]:
+        loop, count = self.loop, len(self.loop.inits)
+        before = inline(b, self.step, (loop.first, *loop.inits))
+        results = b.emit(
+            "for",
+            b.add(loop.first, loop.step),
+            loop.limit,
+            loop.step,
+            *before,
+            loop.first,
+            regions=(self.body(),),
+        )
+        state, operands, last = results[:count], results[count:-1], results[-1]
+        made = list(state)
+        for chain, computed in zip(self.chains, operands, strict=True):
+            made[chain.place] = self.product(b, chain, state, computed, last)
+        return made
+
+    def product(
+        self,
+        b: Builder,
+        chain: Chain,
+        state: Sequence[Value],
+        computed: Value,
+        number: Value,
+    ) -> Value:
+        """What the step of that number left to do."""
+        (right,) = inline(b, chain.loading, (number,))
+        product = b.op("dot", computed, right, **chain.dot.attrs)
+        return b.op("add", state[chain.place], product)
+
+    def body(self) -> Block:
+        """A step: its own code with the products of the step before it."""
+        loop, count = self.loop, len(self.loop.inits)
+        index = Value(loop.index.type, loop.index.name)
+        carried = [Value(v.type, v.name) for v in self.step.yields]
+        number = Value(loop.index.type, "before")
+        made = {n: Value(carried[n].type) for n in self.late}
+        values = [made.get(n, carried[n]) for n in range(count)]
+        own = clone(
+            Block((), self.step.ops, self.step.yields),
+            dict(zip(loop.body.params, (index, *values), strict=True)),
+        )
+        ops = list(own.ops)
+        place = self.place_for(ops, set(made.values()))
+        b = Builder(loop.op.loc)
+        for chain, computed in zip(self.chains, carried[count:], strict=True):
+            result = self.product(b, chain, carried[:count], computed, number)
+            b.ops[-1] = b.ops[-1].with_(results=(made[chain.place],))
+            assert result is not None
+        ops[place:place] = b.ops
+        return Block((index, *carried, number), tuple(ops), (*own.yields, index))
+
+    def place_for(self, ops: Sequence[Op], needed: set[Value]) -> int:
+        """After the step's own first products, before what the delayed ones give."""
+        first = next(
+            (n for n, op in enumerate(ops) if needed & set(op.operands)), len(ops)
+        )
+        products = [n for n, op in enumerate(ops[:first]) if op.name == "dot"]
+        return products[-1] + 1 if products else first

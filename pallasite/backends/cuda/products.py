@@ -1,0 +1,341 @@
+"""What is known of a kernel's products before it is specialised.
+
+`Plan(program)` finds each `dot`, the addition it can be part of, and the loads of main
+memory that only feed products: these become copies of the copy engine into rings in
+shared memory. What a Hopper warpgroup cannot multiply is refused here, with the reason.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.rewrite import users_of
+from pallasite.ir.roles import Dot
+from pallasite.ir.text import print_op
+from pallasite.ir.types import F32, I32, DType, TileType
+from pallasite.passes.analysis.memory import root_among
+from pallasite.target import Gpu
+
+SWIZZLE = 128  # bytes of a row of a panel in shared memory
+BOX = 256  # most rows of one copy
+K_BYTES = 32  # of each operand's row that one instruction multiplies
+MOST_COLUMNS = 256
+MOST_SUMS = 200  # registers of a thread for one product
+MOST_STAGES = 6
+SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
+STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
+TRANSPOSABLE = ("bf16", "f16")
+MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """An operand of a product: a load that is staged, or a computed tile."""
+
+    value: Value  # the load's result, or the tile
+    load: Op | None
+    contract: int  # which of its two dimensions is summed over
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A dot, and the addition that it is the only other operand of."""
+
+    dot: Op
+    add: Op | None
+    addend: Value | None
+    lhs: Side
+    rhs: Side
+
+    @property
+    def result(self) -> Value:
+        return self.dot.result if self.add is None else self.add.result
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.lhs, self.rhs
+
+    @property
+    def depends_on(self) -> tuple[Value, ...]:
+        added = () if self.addend is None else (self.addend,)
+        return (self.lhs.value, self.rhs.value, *added)
+
+    @property
+    def sums(self) -> DType:
+        return I32 if self.lhs.value.tile.dtype.is_integer else F32
+
+
+@dataclass(eq=False)
+class Ring:
+    """Shared memory that tiles of the same arrays and shapes take turns in."""
+
+    arrays: tuple[Value, ...]
+    tiles: tuple[TileType, ...]
+    stages: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Of one stage."""
+        return sum(t.size * t.dtype.bytes for t in self.tiles)
+
+
+@dataclass(eq=False)
+class Group:
+    """Loads that are copied together into a ring, under one pair of barriers."""
+
+    loads: list[Op]
+    block: Block
+    ring: Ring
+
+
+class Plan:
+    """The products and staged loads of a program."""
+
+    def __init__(self, kernel: Kernel, program: Block, chip: Gpu):
+        self.kernel, self.program, self.chip = kernel, program, chip
+        self.made = {v: op for op in walk(program) for v in op.results}
+        self.users = users_of(program)
+        self.home = dict(_homes(program))
+        self.written = _written_roots(kernel, program, self.made)
+        dots = [op for op in walk(program) if op.name == "dot"]
+        self.products = [self.product(op) for op in dots]
+        self.by_op: dict[int, Product] = {}  # at the op whose place it takes
+        for each in self.products:
+            self.by_op[id(each.dot if each.add is None else each.add)] = each
+        self.rings: list[Ring] = []
+        self.groups = [
+            Group(loads, block, self.ring(loads)) for loads, block in self.together()
+        ]
+        self.group_of = {id(op): g for g in self.groups for op in g.loads}
+        self.choose_stages()
+
+    @cached_property
+    def rows(self) -> int:
+        found = {p.result.tile.shape[0] for p in self.products}
+        if len(found) > 1:
+            self.refuse(
+                self.products[0].dot, f"products of {sorted(found)} rows in one kernel"
+            )
+        return found.pop()
+
+    @cached_property
+    def warpgroups(self) -> int:
+        """How many warpgroups multiply, each with its share of the rows."""
+        rows, dot = self.rows, self.products[0].dot
+        if rows % 64:
+            self.refuse(dot, f"{rows} rows; a warpgroup multiplies 64 at a time")
+        groups = 2 if rows % 128 == 0 else 3 if rows % 192 == 0 else 1
+        for each in self.products:
+            columns = each.result.tile.shape[1]
+            if rows // groups // 64 * (columns // 2) > MOST_SUMS:
+                self.refuse(
+                    each.dot,
+                    f"{rows} x {columns} sums do not fit the registers of "
+                    f"{groups} warpgroups",
+                    "use smaller blocks",
+                )
+        return groups
+
+    def refuse(self, op: Op, why: str, fix: str = "") -> NoReturn:
+        shapes = ", ".join(str(v.type) for v in op.operands)
+        raise UnsupportedError(
+            f"backend 'cuda' does not have {op.name} on {shapes}",
+            [("op", print_op(op, regions=False)), ("why", why)],
+            op.loc,
+            fix or "use backend='triton', or interpret=True for this kernel",
+        )
+
+    # --- products ---
+
+    def product(self, op: Op) -> Product:
+        dot = Dot.of(op)
+        for side in dot.sides:
+            if side.batch or len(side.contract) != 1 or len(side.free) != 1:
+                self.refuse(op, "only matrices are multiplied")
+        lhs, rhs = (self.side(s.value, s.contract[0]) for s in dot.sides)
+        self.check_types(op, lhs, rhs)
+        add, addend = self.addition(op)
+        product = Product(op, add, addend, lhs, rhs)
+        self.check_shape(product)
+        return product
+
+    def side(self, value: Value, contract: int) -> Side:
+        """Through transpositions to the load of an operand."""
+        op = self.made.get(value)
+        while op is not None and op.name == "transpose":
+            contract = op.attrs["perm"][contract]
+            value = op.operands[0]
+            op = self.made.get(value)
+        is_load = op is not None and op.name == "load" and self.is_streamed(op)
+        return Side(value, op if is_load else None, contract)
+
+    def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
+        types = {s.value.tile.dtype.name for s in (lhs, rhs)}
+        if len(types) > 1 or not types <= set(MULTIPLIED):
+            self.refuse(op, f"a product of {' and '.join(sorted(types))}")
+        (name,) = types
+        if name == "f32" and (op.attrs["precision"] or "").lower() != "tf32":
+            self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
+        # Sums of 8-bit floats are kept in fewer bits than f32 has.
+        if name.startswith("f8") and (op.attrs["precision"] or "").lower() == "highest":
+            self.refuse(op, f"sums of {name} are not as exact as asked for")
+        if rhs.load is None:
+            self.refuse(op, "the right side is computed, not loaded")
+        if lhs.load is None and lhs.contract != 1:
+            self.refuse(op, "a computed left side is transposed")
+        if name not in TRANSPOSABLE:
+            for side, word in ((lhs, "left"), (rhs, "right")):
+                if side.load is not None and side.contract != 1:
+                    self.refuse(op, f"the {word} side of {name} is not stored along k")
+        if lhs.load is None and name not in TRANSPOSABLE:
+            self.refuse(op, f"a computed left side of {name}")
+
+    def check_shape(self, product: Product) -> None:
+        op, columns = product.dot, product.result.tile.shape[1]
+        depth = product.rhs.value.tile.shape[product.rhs.contract]
+        step = K_BYTES // product.rhs.value.tile.dtype.bytes
+        if columns > MOST_COLUMNS or columns % 8 or (columns > 32 and columns % 16):
+            self.refuse(op, f"{columns} columns; at most {MOST_COLUMNS}, by 16")
+        if depth % step:
+            self.refuse(op, f"a depth of {depth}, not a multiple of {step}")
+        for side in product.sides:
+            if side.load is not None:
+                self.check_copy(op, side)
+
+    def check_copy(self, op: Op, side: Side) -> None:
+        rows, columns = side.value.tile.shape
+        width = side.value.tile.dtype.bytes
+        if columns * width % SWIZZLE:
+            self.refuse(op, f"rows of {columns * width} bytes, not of {SWIZZLE}")
+        if rows > BOX or rows % 8:
+            self.refuse(op, f"{rows} rows of an operand; at most {BOX}, by 8")
+
+    def addition(self, op: Op) -> tuple[Op | None, Value | None]:
+        """The addition that a product's sum can start from, if that is its only use."""
+        users = self.users[op.result]
+        sums = I32 if op.operands[0].tile.dtype.is_integer else F32
+        if len(users) != 1 or users[0].name != "add" or op.attrs["dtype"] != sums:
+            return None, None
+        (add,) = users
+        if self.home.get(id(add)) is not self.home[id(op)]:
+            return None, None
+        x, y = add.operands
+        addend = y if x is op.result else x
+        return (None, None) if addend is op.result else (add, addend)
+
+    # --- loads ---
+
+    def is_streamed(self, op: Op) -> bool:
+        """Whether the copy engine can load a tile: a box of an array nobody writes."""
+        access = Access.of(op)
+        if access.mask is not None or op.result.tile.rank != 2:
+            return False
+        ref, index = access.ref, access.index
+        while True:
+            if not _is_box(index):
+                return False
+            source = self.made.get(ref)
+            if source is None:
+                break
+            if source.name == "subview":
+                below = Access.of(source)
+                ref, index = below.ref, below.index
+            elif source.name == "block_view":
+                window = source.attrs["window"]
+                kinds = {d.kind for d in window.dims}
+                last = window.dims[-1]
+                if not kinds <= {"blocked", "squeezed", "element"} or window.fill:
+                    return False
+                if last.kind == "squeezed":
+                    return False
+                ref = source.operands[0]
+                if self.made.get(ref) is not None:
+                    return False
+                break
+            else:
+                return False
+        if ref not in self.kernel.inputs or ref in self.written:
+            return False
+        row = ref.ref.shape[-1] * ref.ref.dtype.bytes
+        return 2 <= ref.ref.rank <= 5 and row % 16 == 0
+
+    def together(self) -> list[tuple[list[Op], Block]]:
+        """Loads of one block that the same products use: they wait together."""
+        uses: dict[int, list[int]] = {}
+        loads: dict[int, Op] = {}
+        for number, product in enumerate(self.products):
+            for side in product.sides:
+                if side.load is not None:
+                    uses.setdefault(id(side.load), []).append(number)
+                    loads[id(side.load)] = side.load
+        found: dict[tuple[int, ...], list[Op]] = {}
+        for key, load in loads.items():
+            place = (id(self.home[key]), *uses[key])
+            found.setdefault(place, []).append(load)
+        return [(self.in_order(v), self.home[id(v[0])]) for v in found.values()]
+
+    def in_order(self, loads: list[Op]) -> list[Op]:
+        places = {id(op): n for n, op in enumerate(self.home[id(loads[0])].ops)}
+        return sorted(loads, key=lambda op: places[id(op)])
+
+    def ring(self, loads: Sequence[Op]) -> Ring:
+        """The ring of such loads; a new one where there is none."""
+        arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
+        tiles = tuple(op.result.tile for op in loads)
+        for ring in self.rings:
+            if (ring.arrays, ring.tiles) == (arrays, tiles):
+                return ring
+        self.rings.append(Ring(arrays, tiles))
+        return self.rings[-1]
+
+    def choose_stages(self) -> None:
+        """As deep as shared memory allows where loads repeat; one where they do not."""
+        again = [
+            ring
+            for ring in self.rings
+            if any(g.ring is ring and g.block is not self.program for g in self.groups)
+        ]
+        once = sum(r.bytes for r in self.rings if r not in again)
+        size = sum(r.bytes for r in again)
+        staging = STAGING_BYTES * self.warpgroups
+        left = self.chip.shared.bytes - SPARE_BYTES - staging - once
+        stages = min(MOST_STAGES, left // size) if size else 1
+        if stages < 1 or left < 0:
+            self.refuse(
+                self.products[0].dot,
+                f"its operands take {once + size} bytes of shared memory, "
+                f"of {self.chip.shared.bytes}",
+                "use smaller blocks",
+            )
+        for ring in again:
+            ring.stages = stages
+
+
+def _is_box(index: Sequence) -> bool:
+    if not all(isinstance(e, (At, Span)) for e in index):
+        return False
+    if any(isinstance(e, Span) and e.stride != 1 for e in index):
+        return False
+    return isinstance(index[-1], Span)
+
+
+def _homes(block: Block) -> Iterator[tuple[int, Block]]:
+    """The block that each op is in, by the op's identity."""
+    for op in block.ops:
+        yield id(op), block
+        for region in op.regions:
+            yield from _homes(region)
+
+
+def _written_roots(
+    kernel: Kernel, program: Block, made: Mapping[Value, Op]
+) -> set[Value]:
+    """Arrays that the kernel writes, and operands that share their memory."""
+    stores = ("store", "atomic_rmw", "atomic_cas")
+    found = {
+        root_among(made, op.operands[0]) for op in walk(program) if op.name in stores
+    }
+    return found | {kernel.inputs[i] for i, _ in kernel.aliases}

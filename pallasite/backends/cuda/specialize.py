@@ -1,0 +1,518 @@
+"""specialize: programs with products become roles of warps that run side by side.
+
+In: a kernel after `promote` (programs, loops, values). Out: a persistent grid of as many
+programs as the chip has multiprocessors, in each of which one thread copies operands of
+products into rings in shared memory (role "load") and whole warpgroups multiply and do
+everything else (role "compute"). Both walk the same programs in the same order; full
+and empty barriers with phases pass the slots of a ring from one to the other.
+
+The loading role is the program without everything that no copy needs (`_Loading`). The
+computing role is the program with its loads replaced by waits and its products by
+`wgmma`, which are waited for where their result is first used (`_Computing`). Nothing
+here knows what the products are for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from pallasite.backends.cuda.order import Order
+from pallasite.backends.cuda.products import SWIZZLE, Group, Plan, Product, Ring, Side
+from pallasite.ir.build import Builder
+from pallasite.ir.levels import with_level
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import clone, inline, writes
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import I32, INDEX, Layout, RefType, TileType
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.promote import promote_refs
+from pallasite.passes.unused import drop_unused
+from pallasite.target import Gpu
+
+LOAD, COMPUTE = "load", "compute"
+# Registers of a thread in each role, by the number of computing warpgroups; None: all
+# threads keep what the kernel starts with.
+REGISTERS = {1: None, 2: (40, 232), 3: (32, 160)}
+
+
+def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Roles instead of a program, where it has products."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    if not any(op.name == "dot" for op in walk(pipeline.body)):
+        return kernel
+    plan = Plan(kernel, pipeline.body, chip)
+    memory = _Memory(plan)
+    order = Order.of(pipeline)
+    blocks = min(prod(order.grid), chip.cores)
+    number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
+    inner.ops += memory.ops
+    regions = []
+    for role in (_Loading(plan, memory), _Computing(plan, memory)):
+        alone = _persistent(kernel, pipeline, role, order, blocks)
+        made = Pipeline.of(find_pipeline(drop_unused(promote_refs(alone))))
+        regions.append(clone(Block((), made.body.ops), {made.ids[0]: number}))
+    _check_scalar(plan, regions[0])
+    notes = {
+        "cuda.names": (LOAD, COMPUTE),
+        "cuda.warpgroups": (1, plan.warpgroups),
+        "cuda.registers": REGISTERS[plan.warpgroups],
+    }
+    inner.ops.append(
+        Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
+    )
+    return _with_program(kernel, pipeline, inner.block([number]), blocks)
+
+
+def _check_scalar(plan: Plan, body: Block) -> None:
+    """The loading thread has no tiles."""
+    for op in walk(body):
+        for value in op.results:
+            if isinstance(value.type, TileType) and value.type.shape:
+                plan.refuse(
+                    plan.products[0].dot,
+                    f"where its operands are depends on a computed {value.type}",
+                )
+
+
+# --- the programs of one block of threads, one after another ---
+
+
+def _persistent(
+    kernel: Kernel, pipeline: Pipeline, role: "_Role", order: "Order", blocks: int
+) -> Kernel:
+    """Each block of threads runs its share of the programs."""
+    program = role.block(pipeline.body)
+    turn, block = Value(INDEX, "turn"), Value(INDEX, "block")
+    inside = Builder(pipeline.op.loc)
+    number = order.program(inside, turn, block, blocks)
+    inline(inside, program, order.decoded(inside, number))
+    body = Builder(pipeline.op.loc)
+    body.ops += role.states
+    first, step = body.index(0), body.index(1)
+    limit = order.rounds(body, block, blocks)
+    body.emit("for", first, limit, step, regions=(inside.block([turn]),))
+    return _with_program(kernel, pipeline, body.block([block]), blocks)
+
+
+def _with_program(
+    kernel: Kernel, pipeline: Pipeline, body: Block, blocks: int
+) -> Kernel:
+    outside = Builder(pipeline.op.loc)
+    outside.ops += [op for op in kernel.body.ops if op is not pipeline.op]
+    outside.emit(
+        "pipeline",
+        regions=(body,),
+        grid=(blocks,),
+        windows=(),
+        semantics=("parallel",),
+    )
+    return with_level(kernel.with_(body=outside.block()))
+
+
+# --- rings in shared memory ---
+
+
+class _Memory:
+    """Shared memory and barriers of all rings."""
+
+    def __init__(self, plan: Plan):
+        b = Builder()
+        self.buffers: dict[Ring, tuple[Value, ...]] = {}
+        self.full: dict[Ring, Value] = {}
+        self.empty: dict[Ring, Value] = {}
+        for ring in plan.rings:
+            types = [_swizzled(ring.stages, tile) for tile in ring.tiles]
+            self.buffers[ring] = tuple(_alloc(b, t, "ring") for t in types)
+        for ring in plan.rings:
+            warps = 4 * plan.warpgroups
+            self.full[ring] = _alloc(b, _barriers(ring.stages, 1), "full")
+            self.empty[ring] = _alloc(b, _barriers(ring.stages, warps), "empty")
+        self.ops = b.ops
+
+
+def _alloc(b: Builder, type: RefType, name: str) -> Value:
+    (ref,) = b.emit("alloc", type=type, names=[name])
+    return ref
+
+
+def _swizzled(stages: int, tile: TileType) -> RefType:
+    layout = Layout("swizzle", (SWIZZLE,))
+    return RefType((stages, *tile.shape), tile.dtype, "smem", layout)
+
+
+def _barriers(stages: int, arrivals: int) -> RefType:
+    return RefType((stages,), I32, "mbarrier", Layout("arrivals", (arrivals,)))
+
+
+SCALAR = RefType((), I32, "regs")
+
+
+class _Role:
+    """A program on its way into one role: values replaced, states of rings."""
+
+    def __init__(self, plan: Plan, memory: _Memory):
+        self.plan, self.memory = plan, memory
+        self.new: dict[Value, Value] = {}
+        b = Builder()
+        self.slots = {r: _alloc(b, SCALAR, "slot") for r in plan.rings}
+        self.parities = {r: _alloc(b, SCALAR, "parity") for r in plan.rings}
+        self.states = b.ops
+
+    def block(self, block: Block) -> Block:
+        builder = Builder()
+        for op in block.ops:
+            builder.loc = op.loc
+            self.op(op, builder)
+        return Block(block.params, tuple(builder.ops), self.values(block.yields))
+
+    def op(self, op: Op, builder: Builder) -> None:
+        raise NotImplementedError("each role says what becomes of an op")
+
+    def value(self, value: Value) -> Value:
+        return self.new.get(value, value)
+
+    def values(self, values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(map(self.value, values))
+
+    def kept(self, op: Op, builder: Builder) -> None:
+        regions = tuple(self.block(r) for r in op.regions)
+        operands = self.values(op.operands)
+        builder.ops.append(op.with_(operands=operands, regions=regions))
+
+    def advance(self, ring: Ring, b: Builder) -> tuple[Value, Value]:
+        """The slot and parity of a ring's next use; the state moves on."""
+        slot, parity = b.load(self.slots[ring]), b.load(self.parities[ring])
+        other = b.sub(b.index(1), parity)
+        if ring.stages == 1:
+            b.store(self.parities[ring], other)
+            return b.index(0), parity
+        last = b.eq(slot, b.index(ring.stages - 1))
+        after = b.select(last, b.index(0), b.add(slot, b.index(1)))
+        b.store(self.slots[ring], after)
+        b.store(self.parities[ring], b.select(last, other, parity))
+        return slot, parity
+
+    def barrier(self, b: Builder, barriers: Value, slot: Value) -> Value:
+        return b.subview(barriers, (At(None),), [slot])
+
+    def buffer(self, b: Builder, group: Group, load: Op, slot: Value) -> Value:
+        ref = self.memory.buffers[group.ring][group.loads.index(load)]
+        rows = tuple(Span(0, n) for n in ref.ref.shape[1:])
+        return b.subview(ref, (At(None), *rows), [slot])
+
+
+# --- loading ---
+
+
+class _Loading(_Role):
+    """What one thread does to copy operands: the program without the rest.
+
+    Tiles are no part of it: each is replaced by one that nothing is computed from
+    (`unknown`), and what is left without a use is dropped.
+    """
+
+    def op(self, op: Op, builder: Builder) -> None:
+        group = self.plan.group_of.get(id(op))
+        if group is not None and op is group.loads[-1]:
+            self.copy(group, builder)
+        if group is not None or op.name == "dot":
+            self.new[op.result] = self.unknown(op.result, builder)
+        elif op.name == "for":
+            self.loop(Loop.of(op), builder)
+        elif op.name == "cond":
+            self.branches(op, builder)
+        elif op.regions or not _is_effect(op):
+            self.kept(op, builder)
+
+    def unknown(self, value: Value, b: Builder) -> Value:
+        return b.op("iota", dim=0, type=value.tile)
+
+    def loop(self, loop: Loop, b: Builder) -> None:
+        kept = [n for n, v in enumerate(loop.results) if not _is_tile(v)]
+        for n, result in enumerate(loop.results):
+            if n not in kept:
+                unknown = self.unknown(result, b)
+                self.new[result] = self.new[loop.carried[n]] = unknown
+        body = self.block(loop.body)
+        params = (loop.index, *(loop.carried[n] for n in kept))
+        first, limit, step = self.values(loop.bounds)
+        new = loop.with_(
+            first=first,
+            limit=limit,
+            step=step,
+            inits=tuple(self.value(loop.inits[n]) for n in kept),
+            body=Block(params, body.ops, tuple(body.yields[n] for n in kept)),
+            results=tuple(loop.results[n] for n in kept),
+        )
+        b.ops.append(new.to_op())
+
+    def branches(self, op: Op, b: Builder) -> None:
+        kept = [n for n, v in enumerate(op.results) if not _is_tile(v)]
+        for result in op.results:
+            if _is_tile(result):
+                self.new[result] = self.unknown(result, b)
+        regions = []
+        for region in op.regions:
+            made = self.block(region)
+            yields = tuple(made.yields[n] for n in kept)
+            regions.append(Block((), made.ops, yields))
+        b.ops.append(
+            op.with_(
+                operands=self.values(op.operands),
+                results=tuple(op.results[n] for n in kept),
+                regions=tuple(regions),
+            )
+        )
+
+    def copy(self, group: Group, b: Builder) -> None:
+        ring, memory = group.ring, self.memory
+        slot, parity = self.advance(ring, b)
+        empty = self.barrier(b, memory.empty[ring], slot)
+        full = self.barrier(b, memory.full[ring], slot)
+        b.emit("barrier_wait", empty, b.sub(b.index(1), parity))
+        b.emit("barrier_expect", full, bytes=ring.bytes)
+        for load in group.loads:
+            access = Access.of(load)
+            indices = self.values(access.index_operands)
+            source = b.subview(self.value(access.ref), access.index, indices)
+            target = self.buffer(b, group, load, slot)
+            b.emit("copy_start", source, target, full, priority=0)
+
+
+def _is_tile(value: Value) -> bool:
+    return isinstance(value.type, TileType) and value.type.size > 1
+
+
+def _is_effect(op: Op) -> bool:
+    return op.name != "alloc" and table()[op.name].effect is Effect.WRITE
+
+
+# --- computing ---
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A product in flight, and the slots that are free when it has ended."""
+
+    product: Product
+    result: Value
+    frees: list[tuple[Group, Value]]
+
+
+class _Computing(_Role):
+    """What the warpgroups do: products in flight, waited for at their first use."""
+
+    def __init__(self, plan: Plan, memory: _Memory):
+        super().__init__(plan, memory)
+        self.flights: list[_Flight] = []
+        self.open: dict[Group, Value] = {}  # slots in use
+        self.skipped = {id(p.dot) for p in plan.products if p.add is not None}
+        b = Builder()
+        self.held: dict[Ring, Value] = {}  # the slot not freed yet, or -1
+        for ring in plan.rings:
+            self.held[ring] = _alloc(b, SCALAR, "held")
+            b.store(self.held[ring], b.index(-1))
+        self.states = [*self.states, *b.ops]
+
+    def block(self, block: Block) -> Block:
+        builder = Builder()
+        ordered = self.products_first(block)
+        for number, op in enumerate(ordered):
+            builder.loc = op.loc
+            self.op(op, builder)
+            self.free_after(op, block, ordered[number + 1 :], builder)
+        self.settle_all(builder)
+        return Block(block.params, tuple(builder.ops), self.values(block.yields))
+
+    def op(self, op: Op, builder: Builder) -> None:
+        product = self.plan.by_op.get(id(op))
+        group = self.plan.group_of.get(id(op))
+        if product is not None:
+            self.issue(product, builder)
+        elif id(op) in self.skipped:
+            return
+        elif group is not None:
+            self.arrived(op, group, builder)
+        elif op.name == "for" and self.is_stream(Loop.of(op)):
+            self.stream(Loop.of(op), builder)
+        elif op.regions:
+            self.settle_all(builder)
+            self.kept(op, builder)
+        else:
+            self.settle(op.operands, builder)
+            self.kept(op, builder)
+
+    # --- order ---
+
+    def products_first(self, block: Block) -> list[Op]:
+        """Products that need nothing computed in this block go before the rest."""
+        here = {v: op for op in block.ops for v in op.results}
+        early: set[int] = set()
+        for op in block.ops:
+            product = self.plan.by_op.get(id(op))
+            needed = None if product is None else self.needs(product, here)
+            if needed is not None:
+                early |= needed | {id(op)}
+        last = max((n for n, op in enumerate(block.ops) if id(op) in early), default=-1)
+        if any(writes(op) for op in block.ops[:last] if id(op) not in early):
+            return list(block.ops)
+        moved = [op for op in block.ops if id(op) in early]
+        return moved + [op for op in block.ops if id(op) not in early]
+
+    def needs(self, product: Product, here: dict[Value, Op]) -> set[int] | None:
+        """The ops of a block that a product needs; None: some compute tiles."""
+        found: set[int] = set()
+        pending = [v for v in product.depends_on if v in here]
+        while pending:
+            op = here[pending.pop()]
+            if id(op) in found:
+                continue
+            makes_tiles = any(v.type.shape and not v.is_ref for v in op.results)
+            is_plain = op.name in ("constant", "load", "transpose")
+            if op.regions or (makes_tiles and not is_plain):
+                return None
+            found.add(id(op))
+            pending += [v for v in op.operands if v in here]
+        return found
+
+    # --- operands ---
+
+    def arrived(self, op: Op, group: Group, b: Builder) -> None:
+        """A staged load: the first of its group waits for all of them."""
+        if group not in self.open:
+            slot, parity = self.advance(group.ring, b)
+            full = self.barrier(b, self.memory.full[group.ring], slot)
+            b.emit("barrier_wait", full, parity)
+            self.open[group] = slot
+        if not self.is_multiplied_only(op.result):
+            self.kept(op, b)  # used in another way, too: loaded as any tile
+
+    def is_multiplied_only(self, value: Value) -> bool:
+        return all(
+            user.name == "dot"
+            or (user.name == "transpose" and self.is_multiplied_only(user.result))
+            for user in self.plan.users[value]
+        )
+
+    def operand(self, side: Side, b: Builder) -> Value:
+        if side.load is None:
+            return self.value(side.value)
+        group = self.plan.group_of[id(side.load)]
+        return self.buffer(b, group, side.load, self.open[group])
+
+    def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
+        """Slots whose last use is in `op`: now, or when its product has ended."""
+        for group in [g for g in self.open if g.block is block]:
+            if self.uses(op, group) and not any(self.uses(o, group) for o in rest):
+                slot = self.open.pop(group)
+                if id(op) in self.plan.by_op:
+                    self.flights[-1].frees.append((group, slot))
+                else:
+                    self.free(group, slot, b)
+
+    def uses(self, op: Op, group: Group) -> bool:
+        loads = {id(load) for load in group.loads}
+        for inner in (op, *(o for r in op.regions for o in walk(r))):
+            product = self.plan.by_op.get(id(inner))
+            sides = product.sides if product is not None else ()
+            if id(inner) in loads or any(id(s.load) in loads for s in sides):
+                return True
+        return False
+
+    def free(self, group: Group, slot: Value, b: Builder) -> None:
+        b.emit("barrier_arrive", self.barrier(b, self.memory.empty[group.ring], slot))
+
+    # --- products ---
+
+    def issue(self, product: Product, b: Builder) -> None:
+        computed = [] if product.addend is None else [product.addend]
+        if product.lhs.load is None:
+            computed.append(product.lhs.value)
+        self.settle(computed, b)
+        if product.addend is None:
+            sums = b.constant(0, product.result.tile.with_dtype(product.sums))
+        else:
+            sums = self.value(product.addend)
+        lhs, rhs = (self.operand(side, b) for side in product.sides)
+        contract = tuple((side.contract,) for side in product.sides)
+        (result,) = b.emit("wgmma", sums, lhs, rhs, contract=contract)
+        self.flights.append(_Flight(product, result, []))
+
+    def settle(self, values: Sequence[Value], b: Builder) -> None:
+        """Wait for the products among values, and for those started before them."""
+        wanted = [n for n, f in enumerate(self.flights) if f.product.result in values]
+        if not wanted:
+            return
+        end = wanted[-1] + 1
+        ended, self.flights = self.flights[:end], self.flights[end:]
+        sums = [f.result for f in ended]
+        made = b.emit("wgmma_wait", *sums, pending=len(self.flights))
+        for flight, value in zip(ended, made, strict=True):
+            result = flight.product.result
+            self.new[result] = b.cast(value, result.tile.dtype)
+            for group, slot in flight.frees:
+                self.free(group, slot, b)
+
+    def settle_all(self, b: Builder) -> None:
+        self.settle([f.product.result for f in self.flights], b)
+
+    # --- loops whose sums stay in flight ---
+
+    def is_stream(self, loop: Loop) -> bool:
+        """Whether a loop's sums are only added to, so that nothing waits for them."""
+        found = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
+        products = [p for p in found if p is not None]
+        dots = [op for op in walk(loop.body) if op.name == "dot"]
+        if not products or len(products) != len(dots):
+            return False
+        for product in products:
+            if product.addend not in loop.carried or product.lhs.load is None:
+                return False
+            place = loop.carried.index(product.addend)
+            if loop.yields[place] is not product.result:
+                return False
+            uses = self.plan.users[product.addend], self.plan.users[product.result]
+            if any(len(each) != 1 for each in uses):
+                return False
+        return not any(op.regions for op in loop.body.ops)
+
+    def stream(self, loop: Loop, b: Builder) -> None:
+        """Products of one step end while those of the next are in flight."""
+        self.settle_all(b)
+        inside = Builder(loop.op.loc)
+        for op in self.products_first(loop.body):
+            inside.loc = op.loc
+            self.op(op, inside)
+        started, self.flights = self.flights, []
+        results = {f.product.result: f.result for f in started}
+        inside.emit("wgmma_wait", pending=len(started))
+        groups = [g for g in self.open if g.block is loop.body]
+        for group in groups:
+            self.free_held(group, inside)
+            inside.store(self.held[group.ring], self.open.pop(group))
+        yields = tuple(results.get(v) or self.value(v) for v in loop.yields)
+        first, limit, step = self.values(loop.bounds)
+        new = loop.with_(
+            first=first,
+            limit=limit,
+            step=step,
+            inits=self.values(loop.inits),
+            body=Block(loop.body.params, tuple(inside.ops), yields),
+        )
+        b.ops.append(new.to_op())
+        pairs = zip(loop.results, loop.yields, strict=True)
+        sums = [result for result, value in pairs if value in results]
+        made = b.emit("wgmma_wait", *sums, pending=0)
+        self.new.update(zip(sums, made, strict=True))
+        for group in groups:
+            self.free_held(group, b)
+            b.store(self.held[group.ring], b.index(-1))
+
+    def free_held(self, group: Group, b: Builder) -> None:
+        """Free the slot of the step before, if there was one."""
+        held = b.load(self.held[group.ring])
+        there = b.cast(b.ge(held, b.index(0)), I32)
+        inside = Builder(b.loc)
+        self.free(group, held, inside)
+        b.emit("cond", there, regions=(Block(), inside.block()))

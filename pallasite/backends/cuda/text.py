@@ -1,0 +1,90 @@
+"""CUDA C++ as text: element types, numbers, and the writer.
+
+Tiles are arrays in registers, indexed only by the counters of unrolled loops, so that
+the compiler gives each element a register of its own. 16- and 8-bit floats are held as
+their bits and computed in f32. Nothing here knows our IR ops.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from pallasite.ir.types import DType
+
+# How an element is held, in registers and in memory (`helpers.py` has the typedefs).
+TYPES = {
+    **{n: n for n in ("bool", "i8", "u8", "i16", "u16", "u32", "i64", "u64")},
+    **{n: n for n in ("bf16", "f16", "f8e4m3fn", "f8e5m2")},
+    "i32": "int",
+    "f32": "float",
+    "f64": "double",
+}
+
+
+def c_type(dtype: DType) -> str | None:
+    return TYPES.get(dtype.name)
+
+
+def is_narrow(dtype: DType) -> bool:
+    """Whether it is a float that is computed in f32."""
+    return dtype.is_float and dtype.bits < 32
+
+
+def number(value: float | int | bool, dtype: DType) -> str:
+    """A number as C++ reads it exactly, in the type that `dtype` is computed in."""
+    if dtype.is_bool:
+        return "true" if value else "false"
+    if dtype.is_float:
+        return _float(value, dtype)
+    value = int(value)
+    if dtype.bits == 64:
+        if value == -(1 << 63):
+            return "(-9223372036854775807ll - 1)"
+        return f"{value}ull" if dtype.kind == "uint" else _signed(f"{value}ll")
+    if value == -(1 << 31):
+        return "(-2147483647 - 1)"
+    return f"{value}u" if dtype.name == "u32" else _signed(str(value))
+
+
+def _signed(text: str) -> str:
+    """In parentheses where a sign could meet another."""
+    return f"({text})" if text.startswith("-") else text
+
+
+def _float(value: float, dtype: DType) -> str:
+    value = float(np.asarray(value).astype(dtype.np))
+    wide = dtype.bits == 64
+    if math.isfinite(value):
+        text = repr(value)
+        text = text if "." in text or "e" in text else text + ".0"
+        return _signed(text if wide else text + "f")
+    if wide:
+        bits = np.float64(value).view(np.uint64)
+        return f"__longlong_as_double({bits}ll)"
+    return f"__uint_as_float({hex(np.float32(value).view(np.uint32))}u)"
+
+
+class Writer:
+    """Collects lines and gives names."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.depth = 1
+        self.count = 0
+
+    def fresh(self, hint: str = "v") -> str:
+        self.count += 1
+        return f"{hint}{self.count - 1}"
+
+    def line(self, text: str) -> None:
+        self.lines.append("  " * self.depth + text)
+
+    @contextmanager
+    def block(self, head: str = "", tail: str = "}") -> Iterator[None]:
+        self.line(f"{head} {{" if head else "{")
+        self.depth += 1
+        yield
+        self.depth -= 1
+        self.line(tail)

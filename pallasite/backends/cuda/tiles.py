@@ -1,0 +1,264 @@
+"""Ops on whole tiles: elementwise, constants, shapes and reductions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pallasite.backends.cuda.assign import narrowed as narrowed_spread
+from pallasite.backends.cuda.assign import reshaped
+from pallasite.backends.cuda.core import Core, Tile
+from pallasite.backends.cuda.elementwise import (
+    NATIVE,
+    OF_BITS,
+    choice,
+    computed,
+    infix,
+    narrowed,
+)
+from pallasite.backends.cuda.layouts import WARP, Lane, Spread
+from pallasite.backends.cuda.text import c_type, number
+from pallasite.ir.nodes import Op, Value
+from pallasite.ir.types import BOOL, F32, I32, DType
+from pallasite.ops.neutral import neutral
+
+# Integer ops that cost less than a register for each of their results.
+POSITIONAL = frozenset(
+    ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
+)
+LONGEST_POSITION = 400
+
+
+class Tiles(Core):
+    """Emits ops whose operands and results are tiles."""
+
+    def emit_elementwise(self, op: Op) -> None:
+        tile, row = op.result.tile, NATIVE[op.name]
+        for value in (*op.operands, op.result):
+            self.type(value.tile.dtype, op)
+        if op.name == "bitcast" and op.operands[0].tile.dtype.bits != tile.dtype.bits:
+            self.refuse(op, "the two types differ in width")
+        if tile.dtype.name.startswith("f8") and op.name not in OF_BITS:
+            self.refuse(op, "8-bit floats are loaded and multiplied only")
+        spread = self.spread(op.result, op)
+        operands = [
+            self.get(v, spread if v.type.shape else None, op) for v in op.operands
+        ]
+        as_bits = op.name in OF_BITS
+
+        def element(i: str) -> str:
+            return row(op, *(x.held(i) if as_bits else x.element(i) for x in operands))
+
+        if spread is None:
+            kind, name = self.type(tile.dtype, op), self.out.fresh()
+            text = element("0")
+            text = text if as_bits else narrowed(text, tile.dtype)
+            self.out.line(f"const {kind} {name} = {text};")
+            self.env[op.result] = Tile(name, tile.dtype)
+            return
+        if self.is_position(op, operands):
+            self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
+            return
+        result = self.declare(tile.dtype, spread, op)
+        if as_bits:
+            self.put(result, element)
+        else:
+            self.fill(result, element)
+        self.env[op.result] = result
+
+    def is_position(self, op: Op, operands: Sequence[Tile]) -> bool:
+        """Whether a tile is cheap to compute from positions wherever it is used."""
+        if op.name not in POSITIONAL or not any(x.is_computed for x in operands):
+            return False
+        if any(x.dtype.is_float for x in operands) or op.result.tile.dtype.is_float:
+            return False
+        plain = all(x.is_computed or x.spread is None for x in operands)
+        return plain and sum(len(x.name) for x in operands) < LONGEST_POSITION
+
+    # --- making tiles ---
+
+    def emit_constant(self, op: Op) -> None:
+        tile = op.result.tile
+        self.type(tile.dtype, op)
+        text = number(op.attrs["value"], tile.dtype)
+        self.env[op.result] = self.let(tile.dtype, text, op, "c")
+
+    def emit_iota(self, op: Op) -> None:
+        tile, spread = op.result.tile, self.spread(op.result, op)
+        assert spread is not None
+        kind = c_type(computed(tile.dtype))
+        if not tile.dtype.is_float:
+            at = self.coordinate(spread, op.attrs["dim"], "@")
+            self.env[op.result] = Tile(f"({kind})({at})", tile.dtype, spread, True)
+            return
+        result, dim = self.declare(tile.dtype, spread, op), op.attrs["dim"]
+        self.fill(result, lambda i: f"({kind})({self.coordinate(spread, dim, i)})")
+        self.env[op.result] = result
+
+    # --- shapes ---
+
+    def emit_broadcast_in_dim(self, op: Op) -> None:
+        (value,) = op.operands
+        source = self.env[value]
+        spread = self.spread(op.result, op)
+        if source.spread is None or spread is None:
+            self.env[op.result] = source
+            return
+        part = narrowed_spread(op, spread)
+        source = self.get(value, part, op)
+        x, dims = value.tile, op.attrs["dims"]
+        gone = [
+            d
+            for d in range(len(spread.shape))
+            if d not in dims or x.shape[dims.index(d)] != spread.shape[d]
+        ]
+
+        def element(i: str) -> str:
+            i = i if i.isidentifier() else f"({i})"
+            return source.held(spread.register_without(gone, i))
+
+        if source.is_computed:
+            text = element("@")
+            self.env[op.result] = Tile(text, source.dtype, spread, True)
+            return
+        result = self.declare(source.dtype, spread, op)
+        self.put(result, element)
+        self.env[op.result] = result
+
+    def emit_reshape(self, op: Op) -> None:
+        (value,) = op.operands
+        source = self.env[value]
+        spread = self.spread(op.result, op)
+        if source.spread is None or spread is None:
+            if source.spread is not None:
+                self.scalar_of(op, source)
+                return
+            self.env[op.result] = source
+            return
+        part = reshaped(spread, value.tile.shape)
+        if part is None:
+            self.refuse(op, "only dimensions of size one are added or dropped")
+        source = self.get(value, part, op)
+        self.env[op.result] = replace(source, spread=spread)
+
+    def scalar_of(self, op: Op, source: Tile) -> None:
+        """A tile of one element as a scalar: each thread may need it."""
+        assert source.spread is not None
+        if source.spread.lanes or source.registers != 1:
+            kind = self.type(source.dtype, op)
+            offset = self.reserve(source.dtype.bytes)
+            place = f"*({kind}*)(shared + {offset})"
+            self.sync_before_reuse()
+            self.each_inside(source.spread, f"{place} = {source.held()};")
+            self.sync()
+            self.env[op.result] = self.declare(source.dtype, None, op)
+            self.out.line(f"{self.env[op.result].name} = {place};")
+            return
+        self.env[op.result] = self.declare(source.dtype, None, op)
+        self.out.line(f"{self.env[op.result].name} = {source.held('0')};")
+
+    def emit_transpose(self, op: Op) -> None:
+        (value,) = op.operands
+        spread, perm = self.spread(op.result, op), op.attrs["perm"]
+        if spread is None:
+            self.env[op.result] = self.env[value]
+            return
+        back = [perm.index(d) for d in range(len(perm))]
+        source = self.get(value, spread.permuted(back), op)
+        self.env[op.result] = replace(source, spread=spread)
+
+    # --- reductions ---
+
+    def emit_reduce(self, op: Op) -> None:
+        kind, axes = op.attrs["kind"], op.attrs["axes"]
+        (value,) = op.operands
+        source = self.env[value]
+        if source.spread is None:
+            self.refuse(op, "every element is the same number")
+        spread, dtype = source.spread, value.tile.dtype
+        wide = I32 if dtype == BOOL else computed(dtype)
+        left = spread.without(axes)
+        sums = self.declare(wide, left, op)
+        start = number(neutral(kind, dtype), wide)
+        self.fill(sums, lambda i: start)
+        to = sums.held(spread.register_without(axes))
+        text = self.combined(op, kind, wide, to, source.element())
+        inside = self.inside(spread, axes)
+        test = f"if ({inside}) " if inside else ""
+        self.out.line(f"EACH({source.registers}) {test}{to} = {text};")
+        moving = [lane for lane in spread.lanes if lane.dim in axes]
+        self.across_lanes(op, kind, sums, moving)
+        self.across_warps(op, kind, sums, moving)
+        self.finish_reduce(op, sums, dtype)
+
+    def combined(self, op: Op, kind: str, dtype: DType, x: str, y: str) -> str:
+        if kind in ("max", "min"):
+            typed = op.with_(operands=(Value(op.result.tile.with_dtype(dtype)),))
+            return choice(kind)(typed, x, y)
+        words = {"sum": "+", "prod": "*", "and": "&", "or": "|", "xor": "^"}
+        typed = op.with_(operands=(Value(op.result.tile.with_dtype(dtype)),))
+        return infix(words[kind])(typed, x, y)
+
+    def across_lanes(
+        self, op: Op, kind: str, sums: Tile, moving: Sequence[Lane]
+    ) -> None:
+        for lane in moving:
+            step = lane.unit
+            while step < min(lane.unit * lane.count, WARP):
+                if lane.count & (lane.count - 1):
+                    self.refuse(op, f"{lane.count} threads share a sum")
+                other = f"__shfl_xor_sync(~0u, {sums.held()}, {step})"
+                text = self.combined(op, kind, sums.dtype, sums.held(), other)
+                self.out.line(f"EACH({sums.registers}) {sums.held()} = {text};")
+                step *= 2
+
+    def across_warps(
+        self, op: Op, kind: str, sums: Tile, moving: Sequence[Lane]
+    ) -> None:
+        """Through shared memory, where warps share a sum."""
+        for lane in moving:
+            unit = max(lane.unit, WARP)
+            count = lane.unit * lane.count // unit
+            if count <= 1:
+                continue
+            element = self.type(sums.dtype, op)
+            size = self.threads * sums.registers * sums.dtype.bytes
+            place = self.out.fresh("s")
+            offset = self.reserve(size)
+            self.out.line(f"{element}* {place} = ({element}*)(shared + {offset});")
+            self.sync_before_reuse()
+            at = f"i * {self.threads} + thread"
+            self.out.line(f"EACH({sums.registers}) {place}[{at}] = {sums.held()};")
+            self.sync()
+            first = f"i * {self.threads} + thread - thread / {unit} % {count} * {unit}"
+            each = f"{place}[{first} + w * {unit}]"
+            total = self.combined(op, kind, sums.dtype, "t", each)
+            with self.out.block(f"EACH({sums.registers})"):
+                self.out.line(f"{element} t = {place}[{first}];")
+                self.out.line(
+                    f'_Pragma("unroll") for (int w = 1; w < {count}; ++w) t = {total};'
+                )
+                self.out.line(f"{sums.held()} = t;")
+
+    def finish_reduce(self, op: Op, sums: Tile, dtype: DType) -> None:
+        spread, result = self.spread(op.result, op), sums
+        if spread is None:
+            result = self.declare(dtype, None, op)
+            sums = Tile(f"{sums.name}[0]", sums.dtype)
+        elif sums.dtype != dtype:
+            result = self.declare(dtype, sums.spread, op)
+        if result is not sums:
+            test = " != 0" if dtype == BOOL else ""
+            self.fill(result, lambda i: sums.held(i) + test)
+        if spread is not None and result.spread != spread:
+            result = self.moved(result, spread, op)
+        self.env[op.result] = result
+
+
+RULES = {
+    **dict.fromkeys(NATIVE, Tiles.emit_elementwise),
+    "constant": Tiles.emit_constant,
+    "iota": Tiles.emit_iota,
+    "broadcast_in_dim": Tiles.emit_broadcast_in_dim,
+    "reshape": Tiles.emit_reshape,
+    "transpose": Tiles.emit_transpose,
+    "reduce": Tiles.emit_reduce,
+}

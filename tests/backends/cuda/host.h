@@ -1,0 +1,106 @@
+// What an emitted kernel needs to run on a CPU: a block's threads take turns as
+// coroutines, each running until the next barrier or shuffle.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#undef __restrict__
+#define __restrict__
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct Index { int x; };
+static Index threadIdx, blockIdx, gridDim;
+
+namespace host {
+constexpr size_t STACK = 1 << 17;
+static ucontext_t scheduler;
+static std::vector<ucontext_t> contexts;
+static std::vector<char> stacks;
+static std::vector<char> done;
+static int current;
+static long long events;  // what other threads may wait for
+static unsigned long long exchanged[2048];
+inline void spin() {  // the others go on until what is waited for may have happened
+  swapcontext(&contexts[current], &scheduler);
+  threadIdx.x = current;
+}
+struct Meeting { int arrived, times; };
+static Meeting meetings[256];
+inline void meet(int id, int threads, bool waits = true) {
+  Meeting& m = meetings[id];
+  const int before = m.times;
+  ++events;
+  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
+  while (waits && m.times == before) spin();
+}
+}  // namespace host
+
+static void __syncthreads() { host::meet(0, host::contexts.size()); }
+static void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
+template <class T> T exchange(T x, int from) {
+  memcpy(&host::exchanged[threadIdx.x], &x, sizeof x);
+  __syncwarp();
+  T r;
+  memcpy(&r, &host::exchanged[from], sizeof r);
+  __syncwarp();
+  return r;
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+  return exchange(x, threadIdx.x ^ mask);
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane) {
+  return exchange(x, threadIdx.x / 32 * 32 + lane);
+}
+inline float __uint_as_float(unsigned x) { float r; memcpy(&r, &x, 4); return r; }
+inline unsigned __float_as_uint(float x) { unsigned r; memcpy(&r, &x, 4); return r; }
+inline double __longlong_as_double(long long x) { double r; memcpy(&r, &x, 8); return r; }
+inline int min(int x, int y) { return x < y ? x : y; }
+inline int max(int x, int y) { return x > y ? x : y; }
+inline float __expf(float x) { return expf(x); }
+inline double rsqrt(double x) { return 1 / sqrt(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+template <class I> I saturated(double x) {
+  const double low = (double)(I)((I)-1 < 0 ? (I)1 << (8 * sizeof(I) - 1) : 0);
+  const double past = (I)-1 < 0 ? -low : ldexp(1.0, 8 * sizeof(I));
+  if (x != x) return 0;
+  if (x <= low) return (I)low;
+  return x >= past ? (I)((I)-1 < 0 ? ~((I)1 << (8 * sizeof(I) - 1)) : (I)-1) : (I)x;
+}
+inline int __float2int_rz(float x) { return saturated<int>(x); }
+inline unsigned __float2uint_rz(float x) { return saturated<unsigned>(x); }
+inline long long __float2ll_rz(float x) { return saturated<long long>(x); }
+inline int __double2int_rz(double x) { return saturated<int>(x); }
+
+// Helpers whose CUDA form is an instruction.
+inline unsigned short host_to_bf16(float x) {
+  unsigned u = __float_as_uint(x);
+  if (x != x) return 0x7fff;
+  return (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+inline float host_from_f16(unsigned short h) {
+  const int exponent = h >> 10 & 31, fraction = h & 1023;
+  float x = exponent == 31 ? (fraction ? NAN : INFINITY)
+          : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
+  return h >> 15 ? -x : x;
+}
+inline unsigned short host_to_f16(float x) {
+  const unsigned short sign = __float_as_uint(x) >> 31 << 15;
+  const float size = fabsf(x);
+  if (x != x) return 0x7fff;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent = size < ldexpf(1, -14) ? -14 : ilogbf(size);
+  const int whole = (int)rintf(ldexpf(size, 10 - exponent));  // nearest even
+  return sign | (whole >= 1024 ? (exponent + 14) * 1024 + whole : whole);
+}

@@ -1,0 +1,176 @@
+"""Runs emitted CUDA C++ on the CPU: compiled by g++ against `host.h`.
+
+The text of a kernel is run as it is; only the helpers that are single instructions have
+a form of their own here. What is not written is a pattern of garbage, and blocks run in
+a random order.
+"""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pallasite.backends import base
+from pallasite.backends.cuda import emit, helpers, hopper
+from pallasite.ir.nodes import Kernel
+
+BACKEND = base.get("cuda")
+HERE = Path(__file__).parent
+OWN = {
+    "to_bf16": "DEVICE bf16 to_bf16(float x) { return host_to_bf16(x); }\n",
+    "to_f16": "DEVICE f16 to_f16(float x) { return host_to_f16(x); }\n",
+    "from_f16": "DEVICE float from_f16(f16 x) { return host_from_f16(x); }\n",
+    "pack_bf16": "DEVICE u32 pack_bf16(float x, float y) "
+    "{ return host_to_bf16(x) | (u32)host_to_bf16(y) << 16; }\n",
+    "pack_f16": "DEVICE u32 pack_f16(float x, float y) "
+    "{ return host_to_f16(x) | (u32)host_to_f16(y) << 16; }\n",
+    "max_f32": "DEVICE float max_f32(float x, float y) "
+    "{ return x != x || y != y ? x + y : x > y ? x : y; }\n",
+    "min_f32": "DEVICE float min_f32(float x, float y) "
+    "{ return x != x || y != y ? x + y : x < y ? x : y; }\n",
+    "reciprocal_root": "DEVICE float reciprocal_root(float x) "
+    "{ return (float)(1 / sqrt((double)x)); }\n",
+    "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
+    **dict.fromkeys(hopper.BARRIERS, ""),
+    **dict.fromkeys(hopper.MAPS, ""),
+    **dict.fromkeys(hopper.COPIES, ""),
+    "operand": hopper.BARRIERS["operand"],
+}
+KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
+DRIVER = """
+{text}
+char shared[1 << 18] __attribute__((aligned(1024)));
+static void** arguments;
+static void body() {{
+  {call};
+  host::done[host::current] = 1;
+  swapcontext(&host::contexts[host::current], &host::scheduler);
+}}
+extern "C" int run(void** given, const int* order, int blocks, int threads) {{
+  arguments = given;
+  gridDim.x = blocks;
+  host::contexts.resize(threads);
+  host::stacks.resize(threads * host::STACK);
+  for (int n = 0; n < blocks; ++n) {{
+    memset(shared, 0x7f, sizeof shared);
+    memset(host::meetings, 0, sizeof host::meetings);
+    blockIdx.x = order[n];
+    host::done.assign(threads, 0);
+    for (int t = 0; t < threads; ++t) {{
+      getcontext(&host::contexts[t]);
+      host::contexts[t].uc_stack.ss_sp = &host::stacks[t * host::STACK];
+      host::contexts[t].uc_stack.ss_size = host::STACK;
+      host::contexts[t].uc_link = nullptr;
+      makecontext(&host::contexts[t], body, 0);
+    }}
+    for (bool going = true; going;) {{
+      going = false;
+      const long long before = host::events;
+      for (int t = 0; t < threads; ++t) {{
+        if (host::done[t]) continue;
+        host::current = threadIdx.x = t;
+        swapcontext(&host::scheduler, &host::contexts[t]);
+        going = true;
+        host::events += host::done[t];
+      }}
+      if (going && host::events == before) return 1;  // all wait: a deadlock
+    }}
+  }}
+  return 0;
+}}
+"""
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+def cuda_text(kernel: Kernel, shared: Any = ()) -> str:
+    return base.Compiled(BACKEND, kernel, base.Options(), shared=shared)["cuda"]
+
+
+def run(
+    kernel: Kernel, operands: Sequence[Any], folder: Path, seed: int = 0
+) -> list[np.ndarray]:
+    """The outputs of a kernel."""
+    text = cuda_text(kernel)
+    launched = emit.Launched.of(text)
+    rng = np.random.default_rng(seed)
+    inputs = [np.array(x) for x in operands]
+    results = [np.full(p.ref.shape, 77).astype(p.ref.dtype.np) for p in kernel.outputs]
+    for source, target in kernel.aliases:
+        results[target] = inputs[source]
+    scratch = [np.full(n, 0x7F, np.uint8) for n in launched.scratch]
+    arrays = [*inputs, *results, *scratch]
+    pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+    order = rng.permutation(launched.programs).astype(np.int32)
+    library = ctypes.CDLL(str(_library(text, launched.name, len(arrays), folder)))
+    stuck = library.run(
+        pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
+        launched.threads,
+    )  # fmt: skip
+    assert not stuck, "the threads of a block wait for each other"
+    return results
+
+
+def _library(text: str, name: str, count: int, folder: Path) -> Path:
+    for helper, body in OWN.items():
+        text = text.replace(helpers.HELPERS[helper], body)
+    text = re.sub(
+        r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
+    )
+    text = re.sub(r"\b(copy_in|copy_out)_\d\(", r"\1(", text)
+    # After the typedefs, which the explicit level's functions use.
+    text = text.replace(
+        "\n#define DEVICE", '\n#include "host_explicit.h"\n#define DEVICE'
+    )
+    types = _parameter_types(text, name)
+    given = ", ".join(f"({t})arguments[{n}]" for n, t in enumerate(types))
+    assert len(types) == count
+    source = DRIVER.format(text=text, call=f"{name}({given})")
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    path = folder / f"k{digest}.so"
+    file = folder / f"k{digest}.cpp"
+    file.write_text(f'#include "{HERE / "host.h"}"\n{source}')
+    command = [
+        compiler(),
+        "-O1",
+        "-w",
+        "-std=c++17",
+        "-fPIC",
+        "-shared",
+        f"-I{HERE}",
+        file,
+        "-o",
+        path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[:4000]
+    return path
+
+
+def _own_product(found: re.Match[str]) -> str:
+    """A product's instruction as a call of its host form."""
+    columns, dtype, how, *turned = found[1].split("_")
+    sides = turned[0] if turned else ""
+    left, right = (str(side in sides).lower() for side in "ab")
+    params = "u64 a, u64 b, int more"
+    args, flags = "a, b, more", f"{left}, {right}"
+    if how == "registers":
+        params = "u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int more"
+        args, flags = "a0, a1, a2, a3, b, more", right
+    kind = "int" if dtype == "i8" else "float"
+    call = f"product_{how}<{columns}, {KINDS[dtype]}, {flags}>(d, {args})"
+    return f"DEVICE void product_{found[1]}({kind}* d, {params}) {{ {call}; }}\n"
+
+
+def _parameter_types(text: str, name: str) -> list[str]:
+    head = text[text.index(f"\n{name}(") :]
+    params = head[head.index("(") + 1 : head.index(") {")]
+    return [p.rsplit(" ", 1)[0].replace("__restrict__", "") for p in params.split(",")]
