@@ -240,10 +240,12 @@ def emit_product(
             side = _Side(f, plan, operand, layout, blocks, pointer, False)
         sides.append(side)
     product = _Product(f, plan, sides[0], sides[1], sums, overwrite, begin, factors)
-    if begin is None and f.module.count(product.kind) > WRITTEN_OUT:
-        product.call()
-    else:
-        product.emit()
+    if begin is None:
+        kind = product.kind
+        if f.module.count(kind) > WRITTEN_OUT:
+            product.call(f.module.name_of(kind, "product"))
+            return
+    product.emit()
 
 
 class _Side(NamedTuple):
@@ -338,14 +340,13 @@ class _Product(NamedTuple):
             self.column_block(n, k, j)
         plan.scheme.end(f)
 
-    def call(self) -> None:
-        """Call a function with the code of all products of this kind.
+    def call(self, name: str) -> None:
+        """Call the function `name`, which has the code of all products of this kind.
 
         Hundreds of small ones would take a millisecond each to write, and more in LLVM.
         """
         f = self.f
         variables = [v for v in self.values if not v.is_literal]
-        name = f.module.name_of(self.kind, "product")
         if not f.module.defines(name):
             params = [(v.type, f"x{n}") for n, v in enumerate(variables)]
             shared = Function(f.module, name, params, "void", "internal", "noinline")
