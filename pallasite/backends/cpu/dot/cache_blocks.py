@@ -31,7 +31,7 @@ PART_BYTES = 64 << 10  # packed by one thread at a time where several share a bo
 
 
 @dataclass(frozen=True)
-class Plan:
+class Blocking:
     """Cache blocks of one product."""
 
     scheme: Scheme
@@ -41,14 +41,14 @@ class Plan:
     columns: Blocks
 
     @staticmethod
-    def of(scheme: Scheme, sizes: Sizes) -> "Plan":
+    def of(scheme: Scheme, sizes: Sizes) -> "Blocking":
         row_bytes = scheme.row_dtype.bytes
         column_bytes = scheme.column_dtype.bytes
         depth = depth_blocks(scheme, sizes)
         cache = host().l2_bytes
         most_rows = cache // ROWS_SHARE // (row_bytes * depth.block)
         most_columns = cache // COLUMNS_SHARE // (column_bytes * depth.block)
-        return Plan(
+        return Blocking(
             scheme,
             sizes,
             depth,
@@ -125,7 +125,7 @@ def _rounded_up(f: Function, number: Val, step: int) -> Val:
 
 
 # Finds the address of an operand that is already packed in a layout; None: it is not.
-Ahead = Callable[[PackedLayout], Val | None]
+FindPacked = Callable[[PackedLayout], Val | None]
 
 
 # Stores initial sums: batch, first row and column, address, number of rows and columns.
@@ -167,11 +167,16 @@ class Parts:
 
 
 def emit_packing(
-    f: Function, plan: Plan, operand: Operand, parts: Parts, part: Val, target: Val
+    f: Function,
+    blocking: Blocking,
+    operand: Operand,
+    parts: Parts,
+    part: Val,
+    target: Val,
 ) -> None:
     """Pack one part of an operand to its place in the buffer at `target`."""
     layout, widths, depths = parts.layout, parts.widths, parts.depths
-    side = _Side(f, plan, operand, layout, widths, target, False)
+    side = _Side(f, blocking, operand, layout, widths, target, False)
     rest, k_piece = _split(f, part, depths.count)
     region, number = _split(f, rest, widths.count)
     batch, k_block = _split(f, region, layout.depth.count)
@@ -198,13 +203,13 @@ def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
 
 def emit_product(
     f: Function,
-    plan: Plan,
+    blocking: Blocking,
     lhs: Operand,
     rhs: Operand,
     sums: Sums,
     overwrite: Val,
     allocate: Callable[[int, DType], Val],
-    packed_once: tuple[Ahead | None, Ahead | None] = (None, None),
+    packed_once: tuple[FindPacked | None, FindPacked | None] = (None, None),
     begin: Begin | None = None,
     factors: Val | None = None,
 ) -> None:
@@ -212,7 +217,7 @@ def emit_product(
 
     Args:
       f: the function to write to.
-      plan: cache blocks.
+      blocking: cache blocks of the product.
       lhs: rows.
       rhs: columns.
       sums: where the product goes.
@@ -224,32 +229,34 @@ def emit_product(
         for schemes that `can_scale`, one batch and one block of k.
     """
     sides = []
-    rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
+    rows, columns = (True, lhs, blocking.rows), (False, rhs, blocking.columns)
     for (is_rows, operand, blocks), find in zip(
         (rows, columns), packed_once, strict=True
     ):
-        layout = plan.layout(is_rows)
+        layout = blocking.layout(is_rows)
         packed = find(layout) if find else None
         if packed is not None:
-            side = _Side(f, plan, operand, layout, blocks, packed, True)
+            side = _Side(f, blocking, operand, layout, blocks, packed, True)
         elif layout.apart:
-            side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
+            side = _Side(f, blocking, operand, layout, blocks, operand.pointer, False)
         else:
             pointer = allocate(layout.elements(blocks.block), layout.dtype)
-            side = _Side(f, plan, operand, layout, blocks, pointer, False)
+            side = _Side(f, blocking, operand, layout, blocks, pointer, False)
         sides.append(side)
-    product = _Product(f, plan, sides[0], sides[1], sums, overwrite, begin, factors)
-    plan.scheme.begin(f)
-    with f.nest([plan.sizes.batch, plan.depth.count, plan.columns.count]) as (n, k, j):
+    product = _Product(f, blocking, sides[0], sides[1], sums, overwrite, begin, factors)
+    blocking.scheme.begin(f)
+    with f.nest(
+        [blocking.sizes.batch, blocking.depth.count, blocking.columns.count]
+    ) as (n, k, j):
         product.column_block(n, k, j)
-    plan.scheme.end(f)
+    blocking.scheme.end(f)
 
 
 class _Side(NamedTuple):
     """One operand: its cache blocks, and the address `target` of its packed form."""
 
     f: Function
-    plan: Plan
+    blocking: Blocking
     operand: Operand
     layout: PackedLayout
     blocks: Blocks
@@ -287,7 +294,7 @@ class _Side(NamedTuple):
     ) -> None:
         """Pack one cache block, or `depth` of the `panel_depth` steps of k of one."""
         f, operand, blocks = self.f, self.operand, self.blocks
-        pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
+        pack, is_rows = self.blocking.scheme.pack, self.layout.is_rows
         start, element = self.start(number), scalars.memory(operand.dtype)
         source = self.source(batch, start, k)
         full = blocks.full_panels(f, start)
@@ -306,7 +313,7 @@ class _Side(NamedTuple):
 
 class _Product(NamedTuple):
     f: Function
-    plan: Plan
+    blocking: Blocking
     rows: _Side
     columns: _Side
     sums: Sums
@@ -315,14 +322,14 @@ class _Product(NamedTuple):
     factors: Val | None
 
     def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
-        f, plan = self.f, self.plan
-        k = f.mul(k_block, integer(plan.depth.block))
-        depth = plan.depth.extent(f, k)
+        f, blocking = self.f, self.blocking
+        k = f.mul(k_block, integer(blocking.depth.block))
+        depth = blocking.depth.extent(f, k)
         columns = self.columns.packed(batch, k_block, k, number, depth)
         overwrite = self.overwrite
-        if plan.depth.count > 1 and overwrite != FALSE:
+        if blocking.depth.count > 1 and overwrite != FALSE:
             overwrite = f.both(overwrite, f.compare("icmp eq", k_block, integer(0)))
-        with f.nest([plan.rows.count]) as (row_number,):
+        with f.nest([blocking.rows.count]) as (row_number,):
             rows = self.rows.packed(batch, k_block, k, row_number, depth)
             self.register_blocks(
                 batch, (row_number, rows), (number, columns), k_block, depth, overwrite
@@ -338,17 +345,17 @@ class _Product(NamedTuple):
         overwrite: Val,
     ) -> None:
         """The product of two cache blocks, each its number and where it is packed."""
-        f, plan = self.f, self.plan
+        f, blocking = self.f, self.blocking
         (row_number, packed_rows), (column_number, packed_columns) = rows, columns
-        row = f.mul(row_number, integer(plan.rows.block))
-        column = f.mul(column_number, integer(plan.columns.block))
+        row = f.mul(row_number, integer(blocking.rows.block))
+        column = f.mul(column_number, integer(blocking.columns.block))
         element = scalars.memory(self.sums.dtype)
         start = f.inner([batch, row], [self.sums.batch, self.sums.row])
         sums = vec.offset(f, self.sums.pointer, element, f.add(start, column))
 
         def one(i: Val, j: Val, valid_rows: int, valid_columns: int) -> None:
-            down = f.mul(i, integer(plan.rows.panel))
-            across = f.mul(j, integer(plan.columns.panel))
+            down = f.mul(i, integer(blocking.rows.panel))
+            across = f.mul(j, integer(blocking.columns.panel))
             where = f.add(f.mul(down, self.sums.row), across)
             here = vec.offset(f, sums, element, where)
             if self.begin is not None:
@@ -369,15 +376,15 @@ class _Product(NamedTuple):
                 valid_columns,
                 factors,
             )
-            plan.scheme.multiply(f, call)
+            blocking.scheme.multiply(f, call)
 
         def each_row(body: Callable[[Val, int], None]) -> None:
-            _each_panel(f, plan.rows, row_number, row, body)
+            _each_panel(f, blocking.rows, row_number, row, body)
 
         def each_column(body: Callable[[Val, int], None]) -> None:
-            _each_panel(f, plan.columns, column_number, column, body)
+            _each_panel(f, blocking.columns, column_number, column, body)
 
-        if plan.scheme.rows_stay:
+        if blocking.scheme.rows_stay:
             each_row(lambda i, m: each_column(lambda j, n: one(i, j, m, n)))
         else:
             each_column(lambda j, n: each_row(lambda i, m: one(i, j, m, n)))
