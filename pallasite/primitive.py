@@ -31,7 +31,6 @@ from pallasite.passes.batch import (
     changed_operands,
     maps_a_grid_size,
 )
-from pallasite.passes.run import run
 from pallasite.sharding.custom_call import call_task, lower_partitioned, result_specs
 from pallasite.sharding.rule import Partition
 from pallasite.target import Chip, chip, chip_of_device
@@ -286,11 +285,6 @@ def _check_platform(name: str, platforms: Sequence[str], kernel: Kernel) -> None
             kernel.loc,
             f"leave out backend=, or pass operands that live on {'/'.join(usable)}",
         )
-
-
-def prepared(call: Call) -> Kernel:
-    """The kernel after the passes every backend shares."""
-    return run(call.kernel)
 
 
 def wants_emulation(call: Call) -> bool:
