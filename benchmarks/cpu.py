@@ -52,7 +52,7 @@ class Row:
 def matmul(
     size: int, blocks: tuple[int, int, int], pl: Any = pallasite, **how: Any
 ) -> Callable:
-    """A product of squares; blocks of so many rows, columns, and k at a time."""
+    """A product of squares; `blocks`: rows, columns and steps of k."""
     rows, columns, depth = blocks
 
     def kernel(x_ref, y_ref, o_ref):

@@ -335,13 +335,6 @@ def check_platform(call: Call, platforms: Sequence[str]) -> None:
         )
 
 
-def prepared(call: Call) -> Kernel:
-    """The kernel after the passes every backend shares."""
-    from pallasite.passes.run import run
-
-    return run(call.kernel)
-
-
 def wants_emulation(call: Call) -> bool:
     name = call.backend or config.get("backend")
     return bool(call.interpret) or name == "interpret"

@@ -36,20 +36,21 @@ class Picked:
 
     def to_jax(self, im: Importer, value: Value) -> Value:
         """Move gathered dimensions from the front to where JAX has them."""
-        rank, front = self.gather_rank(), self.gather_position
-        if not rank or not front:
-            return value
-        order = list(range(value.tile.rank))
-        moved = order[rank : rank + front] + order[:rank] + order[rank + front :]
-        return im.builder.op("transpose", value, perm=tuple(moved))
+        return _swapped(im, value, self.gather_rank(), self.gather_position)
 
     def from_jax(self, im: Importer, value: Value) -> Value:
-        rank, front = self.gather_rank(), self.gather_position
-        if not rank or not front:
-            return value
-        order = list(range(value.tile.rank))
-        moved = order[front : front + rank] + order[:front] + order[front + rank :]
-        return im.builder.op("transpose", value, perm=tuple(moved))
+        """Move gathered dimensions from where JAX has them to the front."""
+        return _swapped(im, value, self.gather_position, self.gather_rank())
+
+
+def _swapped(im: Importer, value: Value, first: int, second: int) -> Value:
+    """The value with its `first` leading dimensions after the `second` next ones."""
+    if not first or not second:
+        return value
+    order = list(range(value.tile.rank))
+    both = first + second
+    moved = order[first:both] + order[:first] + order[both:]
+    return im.builder.op("transpose", value, perm=tuple(moved))
 
 
 def _dynamic(index: Index) -> list[At | Span | Gather]:

@@ -3,7 +3,7 @@
 A kernel at level `tile` has operations on whole blocks only. At level `explicit` it may
 also start copies and wait for them, signal semaphores, split into roles that run side
 by side, and say the layouts of tiles and refs: what authors of `pltpu` and `plgpu` code
-write by hand, and what a backend derives. An op's row names the first level with it.
+write themselves, and what a backend derives. An op's row names the first level with it.
 """
 
 from pallasite.ir.nodes import Block, Kernel, walk

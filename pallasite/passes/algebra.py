@@ -221,8 +221,9 @@ def not_equal_zero(op: Op, b: Rewriter) -> Value | None:
 
 
 def reshape(op: Op, b: Rewriter) -> Value | None:
+    """Also of views: `reshape_view` has the same attribute."""
     (x,) = op.operands
-    if x.tile.shape == op.attrs["shape"]:
+    if x.type.shape == op.attrs["shape"]:
         return x
     inner = b.producer(x, op.name)
     return b.op(op.name, inner.operands[0], **op.attrs) if inner else None

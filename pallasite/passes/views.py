@@ -10,7 +10,7 @@ from dataclasses import replace
 from pallasite.ir.build import access_operands
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value, full_index
 from pallasite.ir.rewrite import Pattern, Rewriter
-from pallasite.passes.algebra import constant_of, transpose
+from pallasite.passes.algebra import constant_of, reshape, transpose
 
 Entry = tuple[At | Span | Gather, Value | None]  # an index entry and its operand
 
@@ -102,21 +102,13 @@ def same_dtype(op: Op, b: Rewriter) -> Value | None:
     return ref if ref.ref.dtype == op.attrs["dtype"] else None
 
 
-def reshape_view(op: Op, b: Rewriter) -> Value | None:
-    (ref,) = op.operands
-    if ref.ref.shape == op.attrs["shape"]:
-        return ref
-    inner = b.producer(ref, op.name)
-    return b.op(op.name, inner.operands[0], **op.attrs) if inner else None
-
-
 _ACCESSES = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
 
 PATTERNS: tuple[Pattern, ...] = (
     ("subview", whole_view),
     *((name, static_starts) for name in _ACCESSES),
     *((name, merge_view) for name in _ACCESSES),
-    ("reshape_view", reshape_view),
+    ("reshape_view", reshape),
     ("transpose_view", transpose),
     ("bitcast_view", same_dtype),
 )

@@ -48,7 +48,7 @@ def pick(choices: Choices, options: Sequence[T]) -> T:
 
 
 def chance(choices: Choices, percent: int) -> bool:
-    """Yes in so many percent of cases; no is simpler."""
+    """Yes in `percent` of 100 cases; no is simpler."""
     return choices.integer(0, 99) >= 100 - percent
 
 

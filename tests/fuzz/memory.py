@@ -239,10 +239,10 @@ def _product(w: Writer, dtype: T.DType, shape: tuple[int, ...]) -> Value:
         sides = sides[::-1]
     operands, along = [], []
     for side in sides:
-        turned = w.world.chance(40)
-        dims = (depth, *side) if turned else (*side, depth)
+        transposed = w.world.chance(40)
+        dims = (depth, *side) if transposed else (*side, depth)
         operands.append(w.operand(kind, (*batch, *dims)))
-        along.append((len(batch) + (0 if turned else len(side)),))
+        along.append((len(batch) + (0 if transposed else len(side)),))
     w.world.used.update(operands)
     both = tuple(range(len(batch)))
     attrs = dict(contract=tuple(along), batch=(both, both), precision=None)

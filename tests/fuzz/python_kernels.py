@@ -226,11 +226,11 @@ class RandomCall:
     def in_python(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """The results of running the programs one after another."""
         m, n = self.grid
-        room = (m * ROWS, n * COLUMNS)
-        padding = [(0, a - b) for a, b in zip(room, self.shape, strict=True)]
+        padded_shape = (m * ROWS, n * COLUMNS)
+        padding = [(0, a - b) for a, b in zip(padded_shape, self.shape, strict=True)]
         padded = [np.pad(a, padding, constant_values=0.5) for a in arrays]
-        out = np.full(room, np.nan, np.float32)
-        running = np.full((room[0], COLUMNS), np.nan, np.float32)
+        out = np.full(padded_shape, np.nan, np.float32)
+        running = np.full((padded_shape[0], COLUMNS), np.nan, np.float32)
         scratch = Block(np.full(BLOCK, np.nan, np.float32))
         with jax.disable_jit():
             for i in range(m):

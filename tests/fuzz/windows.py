@@ -112,7 +112,7 @@ def index_emitter(world: World, axes: int, prefetch: Value | None) -> Emit:
 
 
 def inside(w: Writer, sides: Sequence[Side], ids: Ids) -> Value | None:
-    """Which elements of the block lie in the array; None if all do."""
+    """Which elements of the block are in the array; None if all do."""
     b, shape = w.b, tuple(side.dim.size for side in sides if side.kept)
     found, dim = None, -1
     for side in sides:

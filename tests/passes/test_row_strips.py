@@ -95,7 +95,7 @@ LEFT_ALONE = {
         %s: f32[8] = reduce %v {{kind="max", axes=(1,)}}
         %d: f32[8,4] = broadcast_in_dim %s {{shape=(8, 4), dims=(0,)}}
         {STORE}%d""",
-    "rows are turned": f"""
+    "rows are transposed": f"""
         %v: f32[8,4] = load %xb[:, :]
         %s: f32[8] = reduce %v {{kind="max", axes=(1,)}}
         %t: f32[8] = rev %s {{axes=(0,)}}

@@ -22,7 +22,7 @@ from tests.ir import kernels
 SHAPE = (4, 6)
 TILE = TileType(SHAPE, F32)
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5]
-SLOTS = 12  # the last so many tiles are outputs too
+SLOTS = 12  # number of last tiles that are outputs too
 
 
 def outputs(kernel: Kernel, arrays: list[np.ndarray]) -> list[np.ndarray]:
@@ -130,7 +130,7 @@ class Maker:
         return b.add(self.pick(*starts), b.index(self.pick(0, 1)))
 
     def index(self, shape, starts) -> tuple[Index, list[Value]]:
-        """A random index; starts may lie outside and are then clamped."""
+        """A random index; starts may be outside and are then clamped."""
         index, operands = [], []
         for n in shape:
             kind = self.pick("all", "at", "span", "dynamic at", "dynamic span")

@@ -28,7 +28,7 @@ def test_every_source_of_machine_code_enters_the_key():
 
     names = {str(p.relative_to(config.PACKAGE)) for p in compiler.source_files()}
     folders = {name.rpartition("/")[0] for name in names}
-    below = {f"backends/cpu/{room}" for room in ("call", "dot", "llvm", "ops", "tiles")}
+    below = {f"backends/cpu/{name}" for name in ("call", "dot", "llvm", "ops", "tiles")}
     assert folders >= below | {"ir", "ops", "passes", "passes/analysis", "backends/cpu"}
     assert "target/cpu.py" in names and "backends/cpu/dot/microkernel.py" in names
 

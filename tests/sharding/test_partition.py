@@ -34,7 +34,7 @@ def check(got, want, tolerance=1e-5):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-def lies(x, where, *spec):
+def is_sharded(x, where, *spec):
     return x.sharding.is_equivalent_to(NamedSharding(where, P(*spec)), x.ndim)
 
 
@@ -43,7 +43,7 @@ def test_case_of_the_table(case):
     error, found, result = case.run()
     assert error < 1e-4
     assert found == case.collectives
-    assert lies(result, mesh(*case.shape), *case.result)
+    assert is_sharded(result, mesh(*case.shape), *case.result)
 
 
 # --- program ids ---
@@ -119,7 +119,7 @@ def test_eager_calls_are_cut_too():
     where = mesh(4, 2)
     got = matmul(put(X, where, "a"), put(Y, where, None, "b"))
     check(got, X @ Y)
-    assert lies(got, where, "a", "b")
+    assert is_sharded(got, where, "a", "b")
 
 
 def test_scan_and_remat():
@@ -148,7 +148,7 @@ def test_explicit_mesh_types_show_the_result():
 
 
 def test_explicit_mesh_types_of_derivatives():
-    """Tangents and cotangents lie as what they belong to."""
+    """Tangents and cotangents are sharded like what they belong to."""
     loss = lambda f: lambda x, y: jnp.sum(jnp.sin(f(x, y)))
     want = jax.grad(loss(jnp.matmul), argnums=(0, 1))(X, Y)
     with jax.set_mesh(mesh(4, 2, kind=AxisType.Explicit)):
@@ -164,7 +164,7 @@ def test_explicit_mesh_types_of_derivatives():
 
 
 def test_partial_sums_of_a_backward_kernel_do_not_keep_rows_together():
-    """So many rows that the weights' gradient is summed in parts."""
+    """Enough rows that the weights' gradient is summed in parts."""
     x, w = normal(19, 384, 16), normal(20, 1, 16)
     loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w)))
     gradient = jax.grad(loss(rms_norm), argnums=(0, 1))
@@ -344,7 +344,7 @@ def test_partition_rule_limits_the_cuts():
     with pytest.warns(PartitionWarning, match="partition= keeps it whole"):
         got = jax.jit(f)(*operands)
     check(got, X @ Y)
-    assert lies(got, where, "a")
+    assert is_sharded(got, where, "a")
 
 
 def whole_sum(x):

@@ -42,7 +42,7 @@ CASES = (
     "paged_decode",
 )
 IN_FLIGHT = 4  # calls a thread starts before it looks at a result
-NEW_KERNELS = 40  # code is kept for ever, so only so many
+NEW_KERNELS = 40  # code is never freed, so their number is limited
 MOST_GROWTH = 48 << 20  # bytes of memory between warm-up and end
 STUCK = 120.0  # seconds without a result
 

@@ -197,14 +197,21 @@ def _():
 
 @case("tokamax", "gmm_v2")
 def _():
-    m = module("tokamax._src.ops.gmm_v2.gmm_v2")
-    x, w, sizes = normal(100, 128), normal(3, 128, 256, seed=1), jnp.array([33, 0, 67])
+    return gmm_v2(module("tokamax._src.ops.gmm_v2.gmm_v2"), 100)
+
+
+def gmm_v2(m, rows):
+    x, w = normal(rows, 128), normal(3, 128, 256, seed=1)
+    sizes = jnp.array([33, 0, rows - 33])
     return m.gmm_v2(x, w, sizes, maybe_quantize_lhs=False), grouped(x, w, sizes)
 
 
 @case("tokamax", "tgmm_v2")
 def _():
-    m = module("tokamax._src.ops.gmm_v2.tgmm_v2")
+    return tgmm_v2(module("tokamax._src.ops.gmm_v2.tgmm_v2"))
+
+
+def tgmm_v2(m):
     x, y, sizes = normal(104, 128), normal(104, 256, seed=1), jnp.array([33, 0, 71])
     got = m.tgmm_v2(x, y, sizes, 3, preferred_element_type=f32)
     parts = [x[:33].T @ y[:33], jnp.zeros((128, 256)), x[33:].T @ y[33:]]
@@ -697,17 +704,12 @@ def _():
 @case("maxtext", "megablox gmm v2")
 def _():
     m = module("maxtext.kernels.megablox.pallas_mosaic_tpu_v2_gmm_kernel")
-    x, w, sizes = normal(104, 128), normal(3, 128, 256, seed=1), jnp.array([33, 0, 71])
-    return m.gmm_v2(x, w, sizes, maybe_quantize_lhs=False), grouped(x, w, sizes)
+    return gmm_v2(m, 104)
 
 
 @case("maxtext", "megablox tgmm v2")
 def _():
-    m = module("maxtext.kernels.megablox.pallas_mosaic_tpu_v2_tgmm_kernel")
-    x, y, sizes = normal(104, 128), normal(104, 256, seed=1), jnp.array([33, 0, 71])
-    got = m.tgmm_v2(x, y, sizes, 3, preferred_element_type=f32)
-    parts = [x[:33].T @ y[:33], jnp.zeros((128, 256)), x[33:].T @ y[33:]]
-    return got, jnp.stack(parts)
+    return tgmm_v2(module("maxtext.kernels.megablox.pallas_mosaic_tpu_v2_tgmm_kernel"))
 
 
 @case("maxtext", "splash attention")

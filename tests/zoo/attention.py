@@ -466,7 +466,7 @@ def ragged_lengths(lengths, q, k, v, **call):
 def paged_decode_kernel(
     lengths_ref, table_ref, q_ref, k_ref, v_ref, o_ref, *state_refs
 ):
-    """One new token per sequence attends to pages that lie anywhere in a pool."""
+    """One new token per sequence attends to pages anywhere in a pool."""
     page, page_size = pl.program_id(2), k_ref.shape[0]
     length = lengths_ref[pl.program_id(0)]
 

@@ -208,7 +208,7 @@ def gcd_kernel(x_ref, y_ref, o_ref):
     tags="int odd fill while nograd nofloat",
 )
 def gcd_pairs(x, y, **call):
-    """The last block is short: what lies outside is filled, for a loop must end."""
+    """The last block is short: what is outside is filled, for a loop must end."""
     block = pl.BlockSpec((16,), lambda i: (i,))
     filled = pl.BlockSpec((16,), lambda i: (i,), fill=0)
     return pl.pallas_call(

@@ -368,7 +368,7 @@ def alias_partial_update(x, **call):
 
 
 def momentum_kernel(grad_ref, momentum_ref, update_ref, new_momentum_ref):
-    """The momentum is updated where it lies, the update is a new array."""
+    """The momentum is updated in place, the update is a new array."""
     momentum = 0.9 * momentum_ref[...] + grad_ref[...].astype(jnp.float32)
     new_momentum_ref[...] = momentum
     update_ref[...] = (-0.1 * momentum).astype(update_ref.dtype)
@@ -445,7 +445,7 @@ def kv_cache_update(positions, new, cache, **call):
 
 
 def transpose_kernel(x_ref, o_ref):
-    """Turns one tile; the index maps turn the order of the tiles."""
+    """Transposes one tile; the index maps transpose the order of the tiles."""
     o_ref[...] = x_ref[...].T
 
 
@@ -699,7 +699,7 @@ def masked_tile(keep, x, **call):
 
 
 def rotate_kernel(x_ref, o_ref, held_ref):
-    """Swaps each block with the one held back: the output is one block behind."""
+    """Swaps each block with the one held back: the output is delayed by one block."""
 
     @pl.when(pl.program_id(0) == 0)
     def start():
@@ -759,7 +759,7 @@ def concatenate_blocks(first, second, **call):
 
 
 def reverse_kernel(x_ref, o_ref):
-    """Turns a block round; the index map takes the blocks from the end."""
+    """Reverses a block; the index map takes the blocks from the end."""
     o_ref[...] = jnp.flip(x_ref[...], axis=0)
 
 

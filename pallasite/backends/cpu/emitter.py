@@ -227,7 +227,7 @@ class Emitter:
 
     def force(self, tile: Tile) -> Buffer:
         """Evaluate a tile into a buffer of its own."""
-        buffer = self.room_for(tile)
+        buffer = self.buffer_for(tile)
         self.fill(buffer, tile)
         if tile.scope == self.scope.number:
             tile.source = buffer
@@ -249,7 +249,7 @@ class Emitter:
                 return buffer
         return self.result_buffer(op, dtype)
 
-    def room_for(self, tile: Tile) -> Buffer:
+    def buffer_for(self, tile: Tile) -> Buffer:
         """Memory for a tile that lasts as long as it is needed here.
 
         A tile of a block outside is needed by the op being emitted, and where that
@@ -275,7 +275,9 @@ class Emitter:
             self._fill_parts(buffer, tile)
             return
         source, shape = tile.buffer, tile.shape
-        if source and transpose_copy.turn(self.f, tile.dtype, shape, source, buffer):
+        if source and transpose_copy.copy_transposed(
+            self.f, tile.dtype, shape, source, buffer
+        ):
             return
         along = transpose_copy.contiguous_dim(shape, buffer)
         with self.straightened(tile, along):

@@ -2,8 +2,9 @@
 
 `Code` holds the `handler` of one kernel; calling it with arrays gives the results. The
 memory it works in comes from a `Memory`: plain, or `Guarded`, where each operand,
-result and arena lies against a page that no one may touch, so that one element too far
-is a fault. Layouts are those of XLA's C header `xla/ffi/api/c_api.h` (`handler.py`).
+result and arena is placed against a page that no one may touch, so that one element
+too far is a fault. Layouts are those of XLA's C header `xla/ffi/api/c_api.h`
+(`handler.py`).
 """
 
 import ctypes
@@ -52,13 +53,13 @@ class Guarded(Memory):
 
     def place(self, array: np.ndarray) -> np.ndarray:
         array = np.asarray(array)
-        address = self.room(array.nbytes)
+        address = self.allocate(array.nbytes)
         held = (ctypes.c_char * array.nbytes).from_address(address)
         placed = np.frombuffer(held, array.dtype, array.size).reshape(array.shape)
         placed[...] = array
         return placed
 
-    def room(self, size: int) -> Pointer:
+    def allocate(self, size: int) -> Pointer:
         page = mmap.PAGESIZE
         inside = max(1, -(-size // page)) * page
         start = _libc.mmap(None, inside + 2 * page, 0, _PRIVATE, -1, 0)
@@ -72,10 +73,10 @@ class Guarded(Memory):
         """As malloc; what is moved up to a multiple of 64 there fits exactly."""
         wanted = size - handler.ALIGNMENT
         if self.after and wanted % handler.ALIGNMENT == kept_memory.HEADER:
-            return self.room(wanted)
+            return self.allocate(wanted)
         if not self.after or wanted % handler.ALIGNMENT:
-            return self.room(size)
-        address = self.room(wanted)
+            return self.allocate(size)
+        address = self.allocate(wanted)
         self._blocks[address - 1] = self._blocks.pop(address)
         return address - 1
 
@@ -198,7 +199,7 @@ class Code:
         operands = len(self.kernel.params)
         runs = {threads.runs_offset(n) for n in (operands, operands + 1)}
         jobs = {r + n * threads.LINE for r in runs for n in range(2, self._pool + 1)}
-        return self.memory.room(size) if size in jobs else self.memory.arena(size)
+        return self.memory.allocate(size) if size in jobs else self.memory.arena(size)
 
     def __call__(self, *arrays: np.ndarray, pool: int = 1) -> list[np.ndarray]:
         """The results; raises KernelError where the code reports an error."""

@@ -86,9 +86,9 @@ def inner_columns(b: Builder, x: Value, y: Value, o: Value, step: Value) -> None
 def through_a_view(b: Builder, x: Value, y: Value, o: Value, step: Value) -> None:
     """Columns and rows exchanged, and half of what results."""
     from_one(b, x, y, o, step)
-    turned = b.op("transpose_view", o, perm=(1, 0))
-    n, m = turned.ref.shape
-    half = b.subview(turned, (Span(0, n), Span(0, max(m // 2, 1))), [])
+    transposed = b.op("transpose_view", o, perm=(1, 0))
+    n, m = transposed.ref.shape
+    half = b.subview(transposed, (Span(0, n), Span(0, max(m // 2, 1))), [])
     left = b.load(y)
     right = b.load(x, (Span(0, half.ref.shape[1]), Span(0, x.ref.shape[1])))
     new = dot(b, left, right, o.ref.dtype, 0, 1)

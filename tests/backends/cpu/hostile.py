@@ -163,8 +163,8 @@ _FIRST_TWO = dict(starts=(0,), limits=(2,), strides=(1,))
 @template
 def turned_view(h: Hostile) -> None:
     b = h.b
-    turned = b.transpose_view(h.out, perm=(1, 0))
-    flat = b.reshape_view(turned, shape=(3, 21))
+    transposed = b.transpose_view(h.out, perm=(1, 0))
+    flat = b.reshape_view(transposed, shape=(3, 21))
     index = (Span(None, 2), Span(None, 10, 2))
     b.store(flat, b.load(flat, index, h.i[:2]), index, h.i[2:4])
 
@@ -425,7 +425,7 @@ def attack(kernel: Kernel, rng: np.random.Generator, optimise: bool = True) -> N
 
 
 def inner_products(rows: int, columns: int, depth: int) -> Kernel:
-    """Rows times columns that both lie along k."""
+    """Rows times columns that are both contiguous along k."""
 
     def emit(b: Builder, x: Value, y: Value) -> Value:
         along, apart = ((1,), (1,)), ((), ())
@@ -445,7 +445,7 @@ def ordinary() -> Iterator[tuple[str, Kernel, Sequence[np.ndarray]]]:
     for kernel in (
         matmul(30, 20, 24, (16, 16, 8)),
         matmul(70, 45, 130, (33, 45, 65)),
-        # Columns where they lie, of which 1, 2, 4 or 8 are left over after vectors.
+        # Columns read in place, of which 1, 2, 4 or 8 are left over after vectors.
         *(matmul(14, n, 40, (14, n, 40)) for n in (33, 34, 36, 40)),
         matmul(256, 136, 298, (16, 136, 298)),  # by several threads
         *(matmul(3, n, 50, (3, n, 50)) for n in (37, 43, 300)),  # few rows
@@ -469,7 +469,7 @@ MOVED = [(4, 5), (33, 18), (17, 130)]
 
 
 def _moves(b: Builder, *tiles: Value) -> Iterator[Value]:
-    """Whole squares and vectors, and what is left over behind them."""
+    """Whole squares and vectors, and what is left over after them."""
     for x in tiles:
         rows, columns = x.tile.shape
         yield b.transpose(x, perm=(1, 0))

@@ -109,7 +109,7 @@ def test_masked_load_and_store_obey_the_mask_element_by_element():
 
     (got,) = run(with_refs(emit, [x, mask], [tile_type(F32, 10)]), x, mask)
     want = np.ones(10, np.float32)
-    for n in range(5):  # the sixth lies outside and is dropped
+    for n in range(5):  # the sixth is outside and is dropped
         if mask[n]:
             want[5 + n] = x[5 + n]
     np.testing.assert_array_equal(got, want)
@@ -236,8 +236,8 @@ def test_views_of_views():
 
     def emit(b, source, at, out):
         rows = b.subview(source, (Span(None, 3, 2), Span(1, 6)), [b.load(at)])
-        turned = b.op("transpose_view", rows, perm=(1, 0))
-        b.store(out, b.load(turned, (Span(0, 6), Span(0, 3))))
+        transposed = b.op("transpose_view", rows, perm=(1, 0))
+        b.store(out, b.load(transposed, (Span(0, 6), Span(0, 3))))
 
     kernel = with_refs(emit, [x, np.int32(0)], [tile_type(F32, 6, 3)])
     for start in (0, 1, 50):

@@ -1,4 +1,4 @@
-"""Data that only moves: turned, reversed, cut and joined, against numpy."""
+"""Data that only moves: transposed, reversed, cut and joined, against numpy."""
 
 import functools
 import itertools
@@ -51,30 +51,30 @@ def check(function, arrays, want) -> None:
         np.testing.assert_array_equal(one.astype("f8"), other.astype("f8"))
 
 
-# --- turned ---
+# --- transposed ---
 
 SQUARES = [(4, 4), (5, 7), (3, 40), (16, 16), (17, 33), (31, 64), (40, 6), (130, 70)]
 
 
 def test_transposes_of_every_width(host):
-    """Whole squares and what is left over, of each element type in turn."""
+    """Whole squares and what is left over, of each element type in transpose."""
     types = itertools.cycle(DTYPES)
     arrays = [some(*s, dtype=next(types)) for s in SQUARES for _ in DTYPES[:3]]
-    turn = lambda b, *vs: [b.transpose(v, perm=(1, 0)) for v in vs]
-    check(turn, arrays, lambda *xs: [x.T for x in xs])
+    transpose = lambda b, *vs: [b.transpose(v, perm=(1, 0)) for v in vs]
+    check(transpose, arrays, lambda *xs: [x.T for x in xs])
 
 
 def test_permutations(host):
     arrays = [some(9, 10, 11), some(1, 21, 18), some(21, 1, 18)]
     perms = list(itertools.permutations(range(3)))
-    turn = lambda b, *vs: [b.transpose(v, perm=p) for v in vs for p in perms]
-    check(turn, arrays, lambda *xs: [x.transpose(p) for x in xs for p in perms])
+    transpose = lambda b, *vs: [b.transpose(v, perm=p) for v in vs for p in perms]
+    check(transpose, arrays, lambda *xs: [x.transpose(p) for x in xs for p in perms])
 
 
 def test_turning_reads_no_element_alone():
     x = some(64, 64)
     text = llvm_of(tiles_kernel(lambda b, v: b.transpose(v, perm=(1, 0)), [x]))
-    assert "@turn_i32" in text
+    assert "@transpose_i32" in text
     assert "masked.gather" not in text
 
 
@@ -95,10 +95,10 @@ def test_chains_with_turned_operands(host):
     x, y = some(37, 21), some(21, 37)
 
     def emit(b: Builder, x: Value, y: Value):
-        turned = b.transpose(y, perm=(1, 0))
-        total = b.add(x, turned)
+        transposed = b.transpose(y, perm=(1, 0))
+        total = b.add(x, transposed)
         back = b.transpose(b.mul(total, total), perm=(1, 0))
-        return [total, back, b.sub(turned, x), b.add(turned, turned)]
+        return [total, back, b.sub(transposed, x), b.add(transposed, transposed)]
 
     def want(x, y):
         total = x + y.T
@@ -112,19 +112,19 @@ def test_a_turned_tile_used_in_a_loop_and_after_it():
     x, y = some(20, 24), some(24, 20)
 
     def emit(b: Builder, x: Value, y: Value):
-        turned = b.transpose(y, perm=(1, 0))
+        transposed = b.transpose(y, perm=(1, 0))
         i, sum = index_value(), Value(x.tile)
-        body = region((i, sum), lambda c, i, s: c.add(s, turned))
+        body = region((i, sum), lambda c, i, s: c.add(s, transposed))
         bounds = [b.index(n) for n in (0, 3, 1)]
         (looped,) = b.emit("for", *bounds, x, regions=(body,))
-        return [looped, b.mul(turned, x)]
+        return [looped, b.mul(transposed, x)]
 
     add3 = lambda x, y: [x + y.T + y.T + y.T, y.T * x]
     check(emit, [x, y], add3)
 
 
 def test_a_tile_from_outside_a_loop_is_turned_inside():
-    """Its copy lasts until it is used, not only while it is turned."""
+    """Its copy lasts until it is used, not only while it is transposed."""
     x, y = some(20, 24), some(24, 20)
 
     def emit(b: Builder, x_ref: Value, y_ref: Value, out: Value) -> None:
@@ -135,10 +135,10 @@ def test_a_tile_from_outside_a_loop_is_turned_inside():
         )
 
         def step(c: Builder, i: Value, sum: Value) -> Value:
-            turned = c.transpose(part, perm=(1, 0))
+            transposed = c.transpose(part, perm=(1, 0))
             twice = c.concatenate(sum, c.neg(sum), axis=0)
             cut = c.slice(twice, starts=(0, 0), limits=(20, 24), strides=(1, 1))
-            return c.add(c.mul(cut, cut), turned)
+            return c.add(c.mul(cut, cut), transposed)
 
         body = region((index_value(), Value(TileType(x.shape, F32))), step)
         bounds = [b.index(n) for n in (0, 2, 1)]
@@ -192,7 +192,7 @@ def test_turned_iota_needs_no_memory():
     x = some(40, 24)
     mask = np.tril(np.ones((24, 40), bool)).T
     check(emit, [x], lambda x: [np.where(mask, -x, x)])
-    assert "@turn" not in llvm_of(tiles_kernel(emit, [x]))
+    assert "@transpose" not in llvm_of(tiles_kernel(emit, [x]))
 
 
 def test_reductions_of_turned_tiles(host):
@@ -202,15 +202,15 @@ def test_reductions_of_turned_tiles(host):
 
     def emit(b: Builder, x: Value):
         for p in perms:
-            turned = b.transpose(x, perm=p)
-            doubled = b.add(turned, turned)
+            transposed = b.transpose(x, perm=p)
+            doubled = b.add(transposed, transposed)
             for a in axes:
-                yield b.op("reduce", turned, kind="sum", axes=a)
+                yield b.op("reduce", transposed, kind="sum", axes=a)
                 yield b.op("reduce", doubled, kind="max", axes=a)
 
     def want(x):
-        turned = [x.transpose(p) for p in perms]
-        return [r for t in turned for a in axes for r in (t.sum(a), 2 * t.max(a))]
+        transposed = [x.transpose(p) for p in perms]
+        return [r for t in transposed for a in axes for r in (t.sum(a), 2 * t.max(a))]
 
     check(emit, [x], want)
 
@@ -235,8 +235,8 @@ def test_regrouped_after_turning():
 
     def emit(b: Builder, x: Value):
         merged = [((1, 0, 2), (20, 144)), ((0, 2, 1), (6, 480)), ((2, 1, 0), (48, 60))]
-        turned = [b.reshape(b.transpose(x, perm=p), shape=s) for p, s in merged]
-        return [*turned, b.add(turned[1], turned[1])]
+        transposed = [b.reshape(b.transpose(x, perm=p), shape=s) for p, s in merged]
+        return [*transposed, b.add(transposed[1], transposed[1])]
 
     def want(x):
         heads, flat = x.transpose(1, 0, 2).reshape(20, 144), x.swapaxes(1, 2)
@@ -255,16 +255,16 @@ def test_stores_to_turned_views():
         b.store(b.transpose_view(doubled, perm=(1, 0)), b.add(value, value))
 
     kernel = with_refs(emit, [x], [TileType((36, 40), F32)] * 2)
-    turned, doubled = run(kernel, x)
-    np.testing.assert_array_equal(turned, x.T)
+    transposed, doubled = run(kernel, x)
+    np.testing.assert_array_equal(transposed, x.T)
     np.testing.assert_array_equal(doubled, 2 * x.T)
     assert "scatter" not in llvm_of(kernel)
 
 
 def test_turning_in_place():
     x = some(33, 33)
-    turn = lambda b, x, out: b.store(out, b.transpose(b.load(out), perm=(1, 0)))
-    kernel = with_refs(turn, [x], [TileType((33, 33), F32)], [(0, 0)])
+    transpose = lambda b, x, out: b.store(out, b.transpose(b.load(out), perm=(1, 0)))
+    kernel = with_refs(transpose, [x], [TileType((33, 33), F32)], [(0, 0)])
     np.testing.assert_array_equal(run(kernel, x)[0], x.T)
 
 
@@ -354,7 +354,7 @@ def test_padded_tiles(interior):
 
 
 def test_rows_padded_and_used_at_once(host):
-    """Whole rows before and behind: a sum is one loop, and nothing is stored first."""
+    """Whole rows before and after: a sum is one loop, and nothing is stored first."""
     x = some(5, 6, 19)
 
     def padded(b: Builder, x: Value, low: int, high: int, d: int) -> Value:

@@ -35,25 +35,25 @@ def product(
     sizes: tuple[int, int, int],
     block: tuple[int, int, int],
     dtype: DType = F32,
-    turned: bool = False,
+    transposed: bool = False,
     aliases: tuple[tuple[int, int], ...] = (),
     between: Callable[[Builder, Value, Value], None] | None = None,
 ) -> Kernel:
-    """x @ y over a grid; `turned`: x and y are stored transposed.
+    """x @ y over a grid; `transposed`: x and y are stored transposed.
 
     `between` writes ops after the zeroing, given the output and what it held.
     """
     (m, n, k), (bm, bn, bk) = sizes, block
-    shapes = [(k, m), (n, k)] if turned else [(m, k), (k, n)]
-    blocks = [(bk, bm), (bn, bk)] if turned else [(bm, bk), (bk, bn)]
+    shapes = [(k, m), (n, k)] if transposed else [(m, k), (k, n)]
+    blocks = [(bk, bm), (bn, bk)] if transposed else [(bm, bk), (bk, bn)]
     refs = [Value(RefType(s, dtype, "any"), "in") for s in shapes]
     refs.append(Value(RefType((m, n), F32, "any"), "o"))
     windows = [*(blocked("in", *s) for s in blocks), blocked("out", bm, bn)]
     maps = [lambda b, i, j, k: (i, k), lambda b, i, j, k: (k, j)]
-    if turned:
+    if transposed:
         maps = [lambda b, i, j, k: (k, i), lambda b, i, j, k: (j, k)]
     maps.append(lambda b, i, j, k: (i, j))
-    contract = ((0,), (1,)) if turned else ((1,), (0,))
+    contract = ((0,), (1,)) if transposed else ((1,), (0,))
 
     def body(b: Builder, ids: tuple[Value, ...], x: Value, y: Value, o: Value):
         first = b.eq(ids[2], b.index(0))
@@ -69,9 +69,9 @@ def product(
     return Kernel("product", tuple(refs), b.block(), 1, aliases)
 
 
-def check(kernel: Kernel, dtype, turned: bool = False) -> None:
+def check(kernel: Kernel, dtype, transposed: bool = False) -> None:
     x, y = (numbers(n, v.ref.shape, dtype) for n, v in enumerate(kernel.inputs))
-    want = (x.T if turned else x).astype(np.float64) @ (y.T if turned else y)
+    want = (x.T if transposed else x).astype(np.float64) @ (y.T if transposed else y)
     close(run(kernel, x, y)[0], want, x.size // want.shape[0])
 
 
@@ -109,18 +109,18 @@ def test_the_emitter_packs_once_what_is_noted_and_nothing_else():
     assert "@pack_box" not in emit_kernel(kernel.with_(body=body))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["tiles or vectors", "vectors", "avx2", "f32"])
-def test_blocks_seen_at_several_steps_are_packed_once(kind: str, turned: bool):
+def test_blocks_seen_at_several_steps_are_packed_once(kind: str, transposed: bool):
     dtype = F32 if kind == "f32" else BF16
     host = {"vectors": VECTORS, "avx2": target.AVX2}.get(kind, target.host())
     with target.using(host):
-        kernel = product((96, 160, 192), (48, 40, 96), dtype, turned)
+        kernel = product((96, 160, 192), (48, 40, 96), dtype, transposed)
         packed = [each.cut.array for each in find_packed_once(kernel).boxes]
-        all_stay = kind == "f32" and not turned
+        all_stay = kind == "f32" and not transposed
         assert packed == ([] if all_stay else [*kernel.inputs])
         assert ("@pack_box_1" in llvm_of(kernel)) == (not all_stay)
-        check(kernel, np.float32 if kind == "f32" else BF16_NP, turned)
+        check(kernel, np.float32 if kind == "f32" else BF16_NP, transposed)
 
 
 def test_threads_pack_together():
@@ -132,14 +132,14 @@ def test_threads_pack_together():
         check(kernel, np.float32)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_parts_of_a_box_meet_without_touching(turned: bool):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_of_a_box_meet_without_touching(transposed: bool):
     """Panels that are no multiple of the lanes, packed in parts by several threads."""
-    kernel = product((600, 256, 520), (600, 32, 260), F16, turned=turned)
+    kernel = product((600, 256, 520), (600, 32, 260), F16, transposed=transposed)
     rows = find_packed_once(kernel).boxes[0]
     assert rows.layout.is_rows and rows.layout.panel % 8 and rows.parts.count > 8
     for _ in range(4):
-        check(kernel, np.float16, turned)
+        check(kernel, np.float16, transposed)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -151,10 +151,10 @@ def test_parts_cut_the_dimension_that_memory_does_not_run_along(dtype: DType):
     assert parts.widths.count == 1 and parts.depths.count > 4
     assert parts.layout.depth.total % parts.layout.depth.block
     check(kernel, np.float32 if dtype == F32 else BF16_NP)
-    turned = product((128, 520, 2900), (32, 260, 2900), dtype, turned=True)
-    (columns,) = [b for b in find_packed_once(turned).boxes if not b.layout.is_rows]
+    transposed = product((128, 520, 2900), (32, 260, 2900), dtype, transposed=True)
+    (columns,) = [b for b in find_packed_once(transposed).boxes if not b.layout.is_rows]
     assert columns.parts.depths.count == 1 and columns.parts.widths.count > 3
-    check(turned, np.float32 if dtype == F32 else BF16_NP, turned=True)
+    check(transposed, np.float32 if dtype == F32 else BF16_NP, transposed=True)
 
 
 @pytest.mark.parametrize("rows", [6, 13])
@@ -169,15 +169,15 @@ def test_one_panel_of_rows_reads_columns_where_they_are(rows: int):
 
 def test_memory_for_packed_operands_is_used_again():
     small, large = (
-        product((96, 96, 96), (48, 48, 48), turned=True),
-        product((256, 256, 512), (64,) * 3, turned=True),
+        product((96, 96, 96), (48, 48, 48), transposed=True),
+        product((256, 256, 512), (64,) * 3, transposed=True),
     )
     assert all(find_packed_once(kernel).boxes for kernel in (small, large))
-    check(large, np.float32, turned=True)
+    check(large, np.float32, transposed=True)
     kept = kept_memory.slot.value
     assert kept is not None
     for kernel in (small, large):
-        check(kernel, np.float32, turned=True)
+        check(kernel, np.float32, transposed=True)
         assert kept_memory.slot.value == kept
 
 

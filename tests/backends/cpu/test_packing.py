@@ -10,7 +10,7 @@ from pallasite.backends.cpu.dot.packing import Packing, packer
 from pallasite.backends.cpu.llvm.writer import Function, Module
 from pallasite.ir.types import F16, F32
 
-PANELS, ROOM, UNTOUCHED = 2, 48, 777.0
+PANELS, PANEL_DEPTH, UNTOUCHED = 2, 48, 777.0
 
 
 def machine_code(packing: Packing):
@@ -36,7 +36,7 @@ def test_packing(along: str, lanes: int, width: int, valid: int):
     pack, _alive = machine_code(Packing(source, F32, lanes, width, valid, along))
     rng = np.random.default_rng(width)
     for depth in (1, 15, 16, 17, 32, 40):
-        # Other parts of the operand are around it: rows lie a few elements apart.
+        # Other parts of the operand are around it: rows are a few elements apart.
         shape = (PANELS * width, depth + 3)
         rows = rng.normal(size=shape).astype(source.numpy_name)
         if along == "width":
@@ -44,9 +44,9 @@ def test_packing(along: str, lanes: int, width: int, valid: int):
         elif along == "none":
             rows = np.repeat(rows, 2, 1)[:, ::2]
         strides = [s // rows.itemsize for s in rows.strides]
-        packed = np.full(PANELS * ROOM * width, UNTOUCHED, np.float32)
-        pack(rows.ctypes.data, *strides, packed.ctypes.data, PANELS, depth, ROOM)
-        panels = packed.reshape(PANELS, ROOM, width)
+        packed = np.full(PANELS * PANEL_DEPTH * width, UNTOUCHED, np.float32)
+        pack(rows.ctypes.data, *strides, packed.ctypes.data, PANELS, depth, PANEL_DEPTH)
+        panels = packed.reshape(PANELS, PANEL_DEPTH, width)
         want = rows[:, :depth].reshape(PANELS, width, depth).transpose(0, 2, 1)
         np.testing.assert_array_equal(panels[:, :depth, :valid], want[:, :, :valid])
         assert (panels[:, depth:] == UNTOUCHED).all(), depth

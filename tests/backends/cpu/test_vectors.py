@@ -53,19 +53,19 @@ def test_lanes_run_along_the_last_dimension_that_has_elements(width):
 def test_layouts(width):
     """Contiguous, broadcast, strided, reversed and transposed operands in one loop."""
     x, row, column = normal(21, 37), normal(1, 37), normal(21, 1)
-    wide, turned = normal(21, 74), normal(37, 21)
+    wide, transposed = normal(21, 74), normal(37, 21)
 
-    def emit(b, x, row, column, wide, turned):
+    def emit(b, x, row, column, wide, transposed):
         shape, both = (21, 37), (0, 1)
         total = b.add(x, b.broadcast_in_dim(row, shape=shape, dims=both))
         total = b.mul(total, b.broadcast_in_dim(column, shape=shape, dims=both))
         cut = {"starts": (0, 1), "limits": (21, 74), "strides": (1, 2)}
         total = b.add(total, b.op("slice", wide, **cut))
-        total = b.sub(total, b.transpose(turned, perm=(1, 0)))
+        total = b.sub(total, b.transpose(transposed, perm=(1, 0)))
         return b.add(total, b.rev(x, axes=(1,)))
 
-    got = compute(emit, x, row, column, wide, turned)
-    want = (x + row) * column + wide[:, 1::2] - turned.T + x[:, ::-1]
+    got = compute(emit, x, row, column, wide, transposed)
+    want = (x + row) * column + wide[:, 1::2] - transposed.T + x[:, ::-1]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 

@@ -2,7 +2,7 @@
 
 Only what the emitter writes is here, with the meaning the dialects' documents give it.
 Windows behave as Mosaic's: a block is fetched when its index changes, an output block
-is written back when its index changes or the grid ends. What lies outside an array, and
+is written back when its index changes or the grid ends. What is outside an array, and
 memory nobody wrote, holds NaN or an odd number.
 """
 
@@ -191,14 +191,14 @@ class _Window:
             self.array[of_array] = self.block[inside]
 
     def _overlap(self) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """The part of the block that lies on the array, and that part of the array."""
+        """The part of the block inside the array, and that part of the array."""
         assert self.index is not None
         inside, of_array = [], []
         rows = zip(self.index, self.sizes, self.padding, self.array.shape, strict=True)
         for index, size, pad, length in rows:
             start = index - pad if self.by_element else index * size
             low, high = max(start, 0), min(start + size, length)
-            assert low < high, f"block {self.index} lies outside {self.array.shape}"
+            assert low < high, f"block {self.index} is outside {self.array.shape}"
             inside.append(slice(low - start, high - start))
             of_array.append(slice(low, high))
         return tuple(inside), tuple(of_array)

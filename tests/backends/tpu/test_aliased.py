@@ -172,5 +172,5 @@ def test_reading_what_an_earlier_program_stored_through_other_blocks_is_refused(
 
 def test_reading_other_blocks_before_they_are_stored():
     """Each program reads what a later one stores."""
-    ahead = pl.BlockSpec(BLOCK, lambda i: (i + 1, 0))
-    check(call(add_one, 3, lambda i: (i, 0), ahead), X)
+    one_later = pl.BlockSpec(BLOCK, lambda i: (i + 1, 0))
+    check(call(add_one, 3, lambda i: (i, 0), one_later), X)

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from benchmarks import gpu
-from pallasite.primitive import calls_in, prepared
+from pallasite.passes.run import run as run_passes
+from pallasite.primitive import kernels_in
 from tests.backends.triton.harness import compiled
 
 SMALL = gpu.Options(small=True, warps=(None,), stages=(None,))
@@ -21,8 +22,8 @@ def test_our_kernels_are_emitted(name, monkeypatch):
     for contender, make in problem.contenders.items():
         if contender.startswith("ours") and any(x in contender for x in LABELS):
             run, operands = make()
-            for call in calls_in(run, *operands):
-                compiled(prepared(call))
+            for kernel in kernels_in(run, *operands):
+                compiled(run_passes(kernel))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a look at the script")

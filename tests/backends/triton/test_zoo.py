@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallasite import primitive
+from pallasite.passes.run import run
 from tests.backends.cpu import filled
 from tests.backends.triton.harness import simulated
 from tests.fuzz.agreement import run_numpy
@@ -33,11 +34,10 @@ each_case = pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.n
 def simulator(monkeypatch):
     """Kernels called outside jit run on the simulator."""
 
-    def run(*operands, call):
-        kernel = primitive.prepared(call)
-        return [jnp.asarray(x) for x in simulated(kernel, operands)]
+    def simulate(*operands, call):
+        return [jnp.asarray(x) for x in simulated(run(call.kernel), operands)]
 
-    monkeypatch.setattr(primitive.call_p, "impl", run)
+    monkeypatch.setattr(primitive.call_p, "impl", simulate)
 
 
 @each_case

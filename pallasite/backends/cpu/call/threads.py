@@ -58,6 +58,18 @@ def _at(name: str, offset: int, base: str = "%job") -> str:
     return f"%{name} = getelementptr inbounds i8, ptr {base}, i64 {offset}"
 
 
+def _xla_function(name: str, offset: int) -> str:
+    """Loads the call's `%context`, and a function of XLA's table from `%frame`."""
+    return f"""
+        {_at("context.at", FRAME_CONTEXT, "%frame")}
+        %context = load ptr, ptr %context.at
+        {_at("api.at", FRAME_API, "%frame")}
+        %api = load ptr, ptr %api.at
+        {_at(f"{name}.at", offset, "%api")}
+        %{name} = load ptr, ptr %{name}.at
+    """
+
+
 def wait_for(f: Function, counter: Val, count: Val) -> None:
     """Wait until other threads have brought a counter up to `count`."""
     _emit_wait(f.module)
@@ -224,12 +236,7 @@ def _emit_run(module: Module) -> None:
         f"""
         %args = alloca [40 x i8], align 8
         %spoilt = alloca [24 x i8], align 8
-        {_at("context.at", FRAME_CONTEXT, "%frame")}
-        %context = load ptr, ptr %context.at
-        {_at("api.at", FRAME_API, "%frame")}
-        %api = load ptr, ptr %api.at
-        {_at("schedule.at", API_SCHEDULE, "%api")}
-        %schedule = load ptr, ptr %schedule.at
+        {_xla_function("schedule", API_SCHEDULE)}
         {_at("refs", REFS)}
         {_at("done", DONE)}
         {_at("units.at", UNITS)}
@@ -306,12 +313,7 @@ def _emit_count_threads(module: Module) -> None:
         %args = alloca [32 x i8], align 8
         %count = alloca i64, align 8
         %spoilt = alloca [24 x i8], align 8
-        {_at("context.at", FRAME_CONTEXT, "%frame")}
-        %context = load ptr, ptr %context.at
-        {_at("api.at", FRAME_API, "%frame")}
-        %api = load ptr, ptr %api.at
-        {_at("number.at", API_NUM_THREADS, "%api")}
-        %number = load ptr, ptr %number.at
+        {_xla_function("number", API_NUM_THREADS)}
         {_at("args.extension", 8, "%args")}
         {_at("args.context", 16, "%args")}
         {_at("args.count", 24, "%args")}

@@ -32,7 +32,7 @@ WRITTEN_OUT = 4  # products of one kind in a kernel; those after them call a fun
 
 
 @dataclass(frozen=True)
-class Plan:
+class Blocking:
     """Cache blocks of one product."""
 
     scheme: Scheme
@@ -42,14 +42,14 @@ class Plan:
     columns: Blocks
 
     @staticmethod
-    def of(scheme: Scheme, sizes: Sizes) -> "Plan":
+    def of(scheme: Scheme, sizes: Sizes) -> "Blocking":
         row_bytes = scheme.row_dtype.bytes
         column_bytes = scheme.column_dtype.bytes
         depth = depth_blocks(scheme, sizes)
         cache = host().l2_bytes
         most_rows = cache // ROWS_SHARE // (row_bytes * depth.block)
         most_columns = cache // COLUMNS_SHARE // (column_bytes * depth.block)
-        return Plan(
+        return Blocking(
             scheme,
             sizes,
             depth,
@@ -126,7 +126,7 @@ def _rounded_up(f: Function, number: Val, step: int) -> Val:
 
 
 # Finds the address of an operand that is already packed in a layout; None: it is not.
-Ahead = Callable[[PackedLayout], Val | None]
+FindPacked = Callable[[PackedLayout], Val | None]
 
 
 # Stores initial sums: batch, first row and column, address, number of rows and columns.
@@ -168,11 +168,16 @@ class Parts:
 
 
 def emit_packing(
-    f: Function, plan: Plan, operand: Operand, parts: Parts, part: Val, target: Val
+    f: Function,
+    blocking: Blocking,
+    operand: Operand,
+    parts: Parts,
+    part: Val,
+    target: Val,
 ) -> None:
     """Pack one part of an operand to its place in the buffer at `target`."""
     layout, widths, depths = parts.layout, parts.widths, parts.depths
-    side = _Side(f, plan, operand, layout, widths, target, False)
+    side = _Side(f, blocking, operand, layout, widths, target, False)
     rest, k_piece = _split(f, part, depths.count)
     region, number = _split(f, rest, widths.count)
     batch, k_block = _split(f, region, layout.depth.count)
@@ -199,13 +204,13 @@ def _split(f: Function, number: Val, count: int) -> tuple[Val, Val]:
 
 def emit_product(
     f: Function,
-    plan: Plan,
+    blocking: Blocking,
     lhs: Operand,
     rhs: Operand,
     sums: Sums,
     overwrite: Val,
     allocate: Callable[[int, DType], Val],
-    packed_once: tuple[Ahead | None, Ahead | None] = (None, None),
+    packed_once: tuple[FindPacked | None, FindPacked | None] = (None, None),
     begin: Begin | None = None,
     factors: Val | None = None,
 ) -> None:
@@ -213,7 +218,7 @@ def emit_product(
 
     Args:
       f: the function to write to.
-      plan: cache blocks.
+      blocking: cache blocks of the product.
       lhs: rows.
       rhs: columns.
       sums: where the product goes.
@@ -225,21 +230,21 @@ def emit_product(
         for schemes that `can_scale`, one batch and one block of k.
     """
     sides = []
-    rows, columns = (True, lhs, plan.rows), (False, rhs, plan.columns)
+    rows, columns = (True, lhs, blocking.rows), (False, rhs, blocking.columns)
     for (is_rows, operand, blocks), find in zip(
         (rows, columns), packed_once, strict=True
     ):
-        layout = plan.layout(is_rows)
+        layout = blocking.layout(is_rows)
         packed = find(layout) if find else None
         if packed is not None:
-            side = _Side(f, plan, operand, layout, blocks, packed, True)
+            side = _Side(f, blocking, operand, layout, blocks, packed, True)
         elif layout.apart:
-            side = _Side(f, plan, operand, layout, blocks, operand.pointer, False)
+            side = _Side(f, blocking, operand, layout, blocks, operand.pointer, False)
         else:
             pointer = allocate(layout.elements(blocks.block), layout.dtype)
-            side = _Side(f, plan, operand, layout, blocks, pointer, False)
+            side = _Side(f, blocking, operand, layout, blocks, pointer, False)
         sides.append(side)
-    product = _Product(f, plan, sides[0], sides[1], sums, overwrite, begin, factors)
+    product = _Product(f, blocking, sides[0], sides[1], sums, overwrite, begin, factors)
     if begin is None:
         kind = product.kind
         if f.module.count(kind) > WRITTEN_OUT:
@@ -252,7 +257,7 @@ class _Side(NamedTuple):
     """One operand: its cache blocks, and the address `target` of its packed form."""
 
     f: Function
-    plan: Plan
+    blocking: Blocking
     operand: Operand
     layout: PackedLayout
     blocks: Blocks
@@ -303,7 +308,7 @@ class _Side(NamedTuple):
     ) -> None:
         """Pack one cache block, or `depth` of the `panel_depth` steps of k of one."""
         f, operand, blocks = self.f, self.operand, self.blocks
-        pack, is_rows = self.plan.scheme.pack, self.layout.is_rows
+        pack, is_rows = self.blocking.scheme.pack, self.layout.is_rows
         start, element = self.start(number), scalars.memory(operand.dtype)
         source = self.source(batch, start, k)
         full = blocks.full_panels(f, start)
@@ -324,7 +329,7 @@ class _Product(NamedTuple):
     """A product on its way into a function: `f` and what is known there."""
 
     f: Function
-    plan: Plan
+    blocking: Blocking
     rows: _Side
     columns: _Side
     sums: Sums
@@ -333,12 +338,13 @@ class _Product(NamedTuple):
     factors: Val | None
 
     def emit(self) -> None:
-        f, plan = self.f, self.plan
-        counts = [plan.sizes.batch, plan.depth.count, plan.columns.count]
-        plan.scheme.begin(f)
+        f, blocking = self.f, self.blocking
+        sizes, scheme = blocking.sizes, blocking.scheme
+        counts = [sizes.batch, blocking.depth.count, blocking.columns.count]
+        scheme.begin(f)
         with f.nest(counts) as (n, k, j):
             self.column_block(n, k, j)
-        plan.scheme.end(f)
+        scheme.end(f)
 
     def call(self, name: str) -> None:
         """Call the function `name`, which has the code of all products of this kind.
@@ -361,7 +367,7 @@ class _Product(NamedTuple):
         """What two products must share to be the same code: all but variables."""
         values = tuple(v if v.is_literal else v.type for v in self.values)
         sides, scaled = (self.rows.kind, self.columns.kind), self.factors is not None
-        return self.plan, sides, self.sums.dtype, scaled, values
+        return self.blocking, sides, self.sums.dtype, scaled, values
 
     @property
     def values(self) -> list[Val]:
@@ -384,14 +390,14 @@ class _Product(NamedTuple):
         )
 
     def column_block(self, batch: Val, k_block: Val, number: Val) -> None:
-        f, plan = self.f, self.plan
-        k = f.mul(k_block, integer(plan.depth.block))
-        depth = plan.depth.extent(f, k)
+        f, blocking = self.f, self.blocking
+        k = f.mul(k_block, integer(blocking.depth.block))
+        depth = blocking.depth.extent(f, k)
         columns = self.columns.packed(batch, k_block, k, number, depth)
         overwrite = self.overwrite
-        if plan.depth.count > 1 and overwrite != FALSE:
+        if blocking.depth.count > 1 and overwrite != FALSE:
             overwrite = f.both(overwrite, f.compare("icmp eq", k_block, integer(0)))
-        with f.nest([plan.rows.count]) as (row_number,):
+        with f.nest([blocking.rows.count]) as (row_number,):
             rows = self.rows.packed(batch, k_block, k, row_number, depth)
             self.register_blocks(
                 batch, (row_number, rows), (number, columns), k_block, depth, overwrite
@@ -407,17 +413,17 @@ class _Product(NamedTuple):
         overwrite: Val,
     ) -> None:
         """The product of two cache blocks, each its number and where it is packed."""
-        f, plan = self.f, self.plan
+        f, blocking = self.f, self.blocking
         (row_number, packed_rows), (column_number, packed_columns) = rows, columns
-        row = f.mul(row_number, integer(plan.rows.block))
-        column = f.mul(column_number, integer(plan.columns.block))
+        row = f.mul(row_number, integer(blocking.rows.block))
+        column = f.mul(column_number, integer(blocking.columns.block))
         element = scalars.memory(self.sums.dtype)
         start = f.inner([batch, row], [self.sums.batch, self.sums.row])
         sums = vec.offset(f, self.sums.pointer, element, f.add(start, column))
 
         def one(i: Val, j: Val, valid_rows: int, valid_columns: int) -> None:
-            down = f.mul(i, integer(plan.rows.panel))
-            across = f.mul(j, integer(plan.columns.panel))
+            down = f.mul(i, integer(blocking.rows.panel))
+            across = f.mul(j, integer(blocking.columns.panel))
             where = f.add(f.mul(down, self.sums.row), across)
             here = vec.offset(f, sums, element, where)
             if self.begin is not None:
@@ -438,15 +444,15 @@ class _Product(NamedTuple):
                 valid_columns,
                 factors,
             )
-            plan.scheme.multiply(f, call)
+            blocking.scheme.multiply(f, call)
 
         def each_row(body: Callable[[Val, int], None]) -> None:
-            _each_panel(f, plan.rows, row_number, row, body)
+            _each_panel(f, blocking.rows, row_number, row, body)
 
         def each_column(body: Callable[[Val, int], None]) -> None:
-            _each_panel(f, plan.columns, column_number, column, body)
+            _each_panel(f, blocking.columns, column_number, column, body)
 
-        if plan.scheme.rows_stay:
+        if blocking.scheme.rows_stay:
             each_row(lambda i, m: each_column(lambda j, n: one(i, j, m, n)))
         else:
             each_column(lambda j, n: each_row(lambda i, m: one(i, j, m, n)))

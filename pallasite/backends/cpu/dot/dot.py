@@ -10,7 +10,7 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-from pallasite.backends.cpu.dot.cache_blocks import Ahead, Plan, emit_product
+from pallasite.backends.cpu.dot.cache_blocks import Blocking, FindPacked, emit_product
 from pallasite.backends.cpu.dot.choose_scheme import (
     Groups,
     groups_of,
@@ -31,7 +31,7 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.roles import Dot, DotStore
 from pallasite.ir.types import DType
 
-Packed = tuple[Ahead | None, Ahead | None]  # of rows and columns
+PackedSides = tuple[FindPacked | None, FindPacked | None]  # of rows and columns
 
 
 def emit_dot(e: Emitter, op: Op) -> None:
@@ -78,7 +78,7 @@ def emit_dot_store(e: Emitter, op: Op) -> None:
         _accumulate(e, op, lhs, rhs, sums, overwrite, start)
         return
     # No strides say where in the ref the product's rows and columns are.
-    buffer = e.force(sums) if addend is None else e.room_for(sums)
+    buffer = e.force(sums) if addend is None else e.buffer_for(sums)
     dense = Tile(sums.shape, sums.dtype, buffer)
     _accumulate(e, op, lhs, rhs, dense, overwrite, addend and Start(addend))
     if box is not None:
@@ -128,12 +128,12 @@ def _accumulate(
     lhs: Tile,
     rhs: Tile,
     sums: Tile,
-    fresh: Val,
+    overwrite: Val,
     start: Start | None = None,
 ) -> None:
     """Add the product to `sums`, which are first set to `start`, if there is one.
 
-    `fresh`: whatever they hold does not count.
+    `overwrite`: whatever they hold does not count.
     """
     sizes, (left, right) = sizes_of(op), groups_of(op)
     flat = tiles.reshape(e.f, sums, sizes[:3])
@@ -141,9 +141,9 @@ def _accumulate(
     if is_small(sizes, _runs_along(rhs, right[1])):
         if start is not None:
             e.fill(flat.buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
-        if fresh != FALSE:
+        if overwrite != FALSE:
             zero = scalars.zero(flat.dtype)
-            with e.f.when(fresh):
+            with e.f.when(overwrite):
                 e.fill(flat.buffer, tiles.splat(flat.shape, flat.dtype, zero))
         a = _canonical(e, lhs, left, in_rows=False)
         b = _canonical(e, rhs, (right[0], right[2], right[1]), in_rows=True)
@@ -153,14 +153,14 @@ def _accumulate(
         _operand(e, _canonical(e, tile, groups, in_rows=False))
         for tile, groups in ((lhs, left), (rhs, right))
     )
-    ahead = (
-        _ahead(e, op.operands[0], left, lhs),
-        _ahead(e, op.operands[1], right, rhs),
+    packed_once = (
+        _finder(e, op.operands[0], left, lhs),
+        _finder(e, op.operands[1], right, rhs),
     )
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, fresh, ahead, start)
+    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, overwrite, packed_once, start)
 
 
-def _ahead(e: Emitter, value: Value, groups: Groups, tile: Tile) -> Ahead:
+def _finder(e: Emitter, value: Value, groups: Groups, tile: Tile) -> FindPacked:
     return partial(find_packed, e, value, groups, tile)
 
 
@@ -171,38 +171,49 @@ def _blocked(
     rhs: Operand,
     dtype: DType,
     buffer: Buffer,
-    fresh: Val,
-    ahead: Packed,
+    overwrite: Val,
+    packed_once: PackedSides,
     start: Start | None,
 ) -> None:
     batch, row, column = buffer.strides
-    turned = _is_turned(sizes, row, column)
-    if start is not None and (turned or column.constant != 1):
+    transposed = _is_transposed(sizes, row, column)
+    if start is not None and (transposed or column.constant != 1):
         e.fill(buffer, tiles.reshape(e.f, start.tile, sizes[:3]))
         start = None
-    if turned:
+    if transposed:
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
-        ahead = (None, None)
+        packed_once = (None, None)
     through = None
     if column.constant != 1:
         shape = sizes[:3]
         through = e.temporary(shape, dtype)
-        fresh_here, (batch_here, row_here, _) = TRUE, through.strides
+        overwrite_here, (batch_here, row_here, _) = TRUE, through.strides
         sums = Sums(dtype, through.pointer, batch_here, row_here)
     else:
-        fresh_here, sums = fresh, Sums(dtype, buffer.pointer, batch, row)
-    lies = [MemoryLayout.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
-    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *lies)
-    room = lambda count, kind: e.temporary((count,), kind).pointer
-    plan = Plan.of(scheme, sizes)
+        overwrite_here, sums = overwrite, Sums(dtype, buffer.pointer, batch, row)
+    layouts = [MemoryLayout.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *layouts)
+    allocate = lambda count, kind: e.temporary((count,), kind).pointer
+    blocking = Blocking.of(scheme, sizes)
     factors = begin = None
     if start is not None:
-        factors = _factors(e, plan, start)
+        factors = _factors(e, blocking, start)
         addend = tiles.reshape(e.f, start.tile, sizes[:3])
         begin = None if factors else partial(_begin, e, addend, sums)
-    emit_product(e.f, plan, lhs, rhs, sums, fresh_here, room, ahead, begin, factors)
+    emit_product(
+        e.f,
+        blocking,
+        lhs,
+        rhs,
+        sums,
+        overwrite_here,
+        allocate,
+        packed_once,
+        begin,
+        factors,
+    )
     if through is not None:
         _add_into(
             e,
@@ -210,16 +221,16 @@ def _blocked(
             through,
             sizes,
             dtype,
-            fresh,
+            overwrite,
         )
 
 
-def _factors(e: Emitter, plan: Plan, start: Start) -> Val | None:
-    """Where the factors of the rows lie, if the product is to apply them itself."""
-    once = plan.sizes.batch == plan.depth.count == 1
-    if start.factors is None or not plan.scheme.can_scale or not once:
+def _factors(e: Emitter, blocking: Blocking, start: Start) -> Val | None:
+    """The address of the rows' factors, if the product is to apply them itself."""
+    once = blocking.sizes.batch == blocking.depth.count == 1
+    if start.factors is None or not blocking.scheme.can_scale or not once:
         return None
-    column = e.stored(tiles.reshape(e.f, start.factors, [plan.sizes.rows])).buffer
+    column = e.stored(tiles.reshape(e.f, start.factors, [blocking.sizes.rows])).buffer
     if column is None or column.strides[0].constant != 1:
         return None
     return column.pointer
@@ -246,20 +257,20 @@ def _add_into(
     source: Buffer,
     sizes: Sizes,
     dtype: DType,
-    fresh: Val,
+    overwrite: Val,
 ) -> None:
     f = e.f
     with f.nest(sizes[:3]) as indices:
         value = scalars.load(f, dtype, source.address(f, dtype, indices))
         place = target.address(f, dtype, indices)
-        if fresh != TRUE:
+        if overwrite != TRUE:
             plus = "fadd" if dtype.is_float else "add"
             total = f.binary(plus, scalars.load(f, dtype, place), value)
-            value = f.select(fresh, value, total)
+            value = f.select(overwrite, value, total)
         scalars.store(f, dtype, value, place)
 
 
-def _is_turned(sizes: Sizes, row: Val, column: Val) -> bool:
+def _is_transposed(sizes: Sizes, row: Val, column: Val) -> bool:
     """Are rows, not columns, the neighbours in memory?"""
     return row.constant == 1 and (column.constant != 1 or sizes.columns == 1)
 
@@ -284,19 +295,19 @@ def _canonical(e: Emitter, tile: Tile, groups: Groups, in_rows: bool) -> Tile:
     `in_rows`: the last dimension must be the one that is contiguous in memory.
     """
     order = [d for group in groups for d in group]
-    turned = tiles.transpose(e.f, tile, order)
+    transposed = tiles.transpose(e.f, tile, order)
     shape = [prod(tile.shape[d] for d in group) for group in groups]
     if not in_rows and tile.buffer is None and not tile.is_free:
-        # In its own order it is computed fastest; packing turns it.
-        turned = tiles.transpose(e.f, e.stored(tile), order)
-    buffer = turned.buffer
+        # In its own order it is computed fastest; packing transposes it.
+        transposed = tiles.transpose(e.f, e.stored(tile), order)
+    buffer = transposed.buffer
     if buffer is not None and order:
-        strides = tiles.reshape_strides(e.f, turned.shape, buffer.strides, shape)
+        strides = tiles.reshape_strides(e.f, transposed.shape, buffer.strides, shape)
         if strides is not None and (not in_rows or strides[-1].constant == 1):
-            return tiles.reshape(e.f, turned, shape)
-    if not turned.is_free:
-        turned = Tile(turned.shape, turned.dtype, e.force(turned))
-    return tiles.reshape(e.f, turned, shape)
+            return tiles.reshape(e.f, transposed, shape)
+    if not transposed.is_free:
+        transposed = Tile(transposed.shape, transposed.dtype, e.force(transposed))
+    return tiles.reshape(e.f, transposed, shape)
 
 
 def _multiply(f: Function, a: Tile, b: Tile, sums: Tile, depth: int) -> None:

@@ -85,7 +85,7 @@ def product_function(module: Module, name: str, *more: tuple[str, str]) -> Funct
         ("ptr noalias", "sums"),
         ("i64", "depth"),
         ("i64", "stride"),
-        ("i1", "fresh"),
+        ("i1", "overwrite"),
         *more,
     ]
     attributes = "noinline nounwind"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import NamedTuple
 
-from pallasite.backends.cpu.dot.cache_blocks import PackedLayout, Parts, Plan
+from pallasite.backends.cpu.dot.cache_blocks import Blocking, PackedLayout, Parts
 from pallasite.backends.cpu.dot.choose_scheme import (
     Groups,
     groups_of,
@@ -113,7 +113,7 @@ class Boxes:
     cut: Cut
     groups: Groups
     layout: PackedLayout
-    plan: Plan = field(compare=False)  # of the first product that uses them
+    blocking: Blocking = field(compare=False)  # of the first product that uses them
     # Offsets in the shared memory of their counters and of the packed boxes.
     counters_at: int = 0
     packed_at: int = 0
@@ -321,5 +321,5 @@ def _boxes(dot: Op, side: int, cut: Cut) -> Boxes | None:
     other = sizes.columns if is_rows else sizes.rows
     if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None
-    plan = Plan.of(scheme, sizes)
-    return Boxes(cut, groups, plan.layout(is_rows), plan)
+    blocking = Blocking.of(scheme, sizes)
+    return Boxes(cut, groups, blocking.layout(is_rows), blocking)

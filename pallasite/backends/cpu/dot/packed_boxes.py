@@ -19,7 +19,7 @@ from pallasite.ir.nodes import Value
 def find_packed(
     e: Emitter, value: Value, groups: Groups, tile: Tile, layout: PackedLayout
 ) -> Val | None:
-    """Where the box that a dot reads lies packed, once it is; None if it is not."""
+    """The address of the packed box that a dot reads; None if it is not packed once."""
     number = e.packed_once.roles.get(Role(value, groups, layout))
     if number is None or tile.buffer is None:
         return None
@@ -70,7 +70,7 @@ def _packer(module: Module, boxes: Boxes, number: int) -> str:
     f.branch_if(f.compare("icmp ult", part, count), pack, leave)
     f.label(pack)
     operand = Operand(boxes.cut.array.ref.dtype, source, *boxes.operand_strides)
-    emit_packing(f, boxes.plan, operand, parts, part, target)
+    emit_packing(f, boxes.blocking, operand, parts, part, target)
     if parts.count == 1:
         # A plain store, unlike an atomic addition, need not wait for those before it.
         f.line(f"store atomic i64 1, {done} release, align 8")

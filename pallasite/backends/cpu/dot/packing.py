@@ -62,7 +62,7 @@ def packing_function(module: Module, name: str) -> Function:
         ("ptr noalias", "target"),
         ("i64", "panels"),
         ("i64", "depth"),
-        ("i64", "room"),
+        ("i64", "panel_depth"),
     ]
     attributes = "noinline nounwind"
     return Function(module, name, params, linkage="internal", attributes=attributes)

@@ -127,7 +127,7 @@ class _Reduction:
         self.axes, self.along = axes, vector_loops.vector_dim(tile.shape)
         self.kept = [d for d in range(len(tile.shape)) if d not in axes]
         self.side_by_side = 4 if tile.depth <= 3 else 2
-        self.copy = e.room_for(tile) if tile.keep and tile.buffer is None else None
+        self.copy = e.buffer_for(tile) if tile.keep and tile.buffer is None else None
 
     def finish(self) -> None:
         if self.copy is not None:

@@ -209,7 +209,7 @@ def _writes(op: Op) -> bool:
 
 
 def flattened_refs(block: Block) -> set[Value]:
-    """The refs some view regroups, so that they should lie in memory without gaps."""
+    """Refs that some view reshapes: their memory should have no gaps."""
     views = (op for op in walk(block) if op.name == "reshape_view")
     # Not through windows: a block that is regrouped is copied, its array is not.
     return Roots(block, windows=False).reached(op.operands[0] for op in views)

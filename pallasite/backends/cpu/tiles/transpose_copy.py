@@ -31,7 +31,7 @@ def runs_across(shape: Sequence[int], buffer: Buffer, along: int | None) -> int 
     return next((d for d in long if buffer.strides[d].constant == 1), None)
 
 
-def turn(
+def copy_transposed(
     f: Function, dtype: DType, shape: Sequence[int], source: Buffer, target: Buffer
 ) -> bool:
     """Copy all elements by squares if that is faster; gives whether it did."""
@@ -77,7 +77,7 @@ def _transposer(module: Module, bits: int, side: int) -> str:
     It takes the source and its row stride, the target and its column stride, and the
     numbers of rows and columns: at least `side`.
     """
-    name = f"turn_i{bits}_{side}"
+    name = f"transpose_i{bits}_{side}"
     if not module.defines(name):
         _emit(module, name, f"i{bits}", side)
     return name
