@@ -9,7 +9,7 @@ from pallasite.errors import SpecError
 @pytest.mark.parametrize("row", target.CHIPS.values(), ids=lambda row: row.name)
 def test_rows_are_whole(row: target.Chip):
     assert row.cores > 0 and row.rates and row.device_kinds
-    assert row.main.bytes > 1 << 33 and (row.main.bytes_per_second or 0) > 5e11
+    assert row.main.bytes > 1 << 33 and (row.main.bytes_per_second or 0) > 1e11
     assert (row.rate("bf16") or 0) > 1e14 and row.rate("complex64") is None
     assert target.chip(row.name) is row
     assert all(target.chip_of_device(kind) is row for kind in row.device_kinds)
@@ -19,12 +19,13 @@ def test_tpus_have_what_their_compiler_needs():
     for row in target.TPUS.values():
         assert row.vmem.bytes >= 16 << 20 and row.topology
         assert row.sublanes_of(32) == 8 and row.sublanes_of(8) == 32
-    assert [row.sublanes_of(16) for row in target.TPUS.values()] == [8, 8, 8, 8, 16]
+    known = {"v4": 8, "v5e": 8, "v5p": 8, "v6e": 8, "7x": 16}
+    assert {name: target.TPUS[name].sublanes_of(16) for name in known} == known
 
 
 def test_gpus_have_what_their_compiler_needs():
     for row in target.GPUS.values():
-        assert row.arch.startswith("sm_") and 100 << 10 < row.shared.bytes < 228 << 10
+        assert row.arch.startswith("sm_") and 48 << 10 <= row.shared.bytes < 228 << 10
 
 
 @pytest.mark.parametrize(

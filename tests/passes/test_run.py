@@ -25,8 +25,7 @@ def test_passes_run_in_order_and_are_timed():
     assert new.name == "vector_add_2_2"
     assert [(s.name, s.changed) for s in steps] == [
         ("rename", True),
-        ("drop_rules", False),
-        ("canonicalize", False),
+        *((shared.name, False) for shared in SHARED),
         ("again", True),
     ]
     assert all(s.seconds > 0 for s in steps)
@@ -55,11 +54,11 @@ def test_dumps_are_numbered_and_can_be_read_back(tmp_path):
     (folder,) = tmp_path.iterdir()
     assert folder.name.startswith("matmul-")
     files = sorted(folder.iterdir())
-    names = ["00-import.txt", "01-drop_rules.txt", "02-canonicalize.txt"]
-    assert [f.name for f in files] == names
+    names = ["import", *(shared.name for shared in SHARED)]
+    assert [f.name for f in files] == [f"{n:02}-{m}.txt" for n, m in enumerate(names)]
     assert parse_kernel(files[0].read_text()) == kernel
-    text = files[2].read_text()
-    assert text.startswith("// canonicalize: ")
+    text = files[-1].read_text()
+    assert text.startswith(f"// {names[-1]}: ")
     assert parse_kernel(text) == new
 
 

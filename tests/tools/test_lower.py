@@ -8,6 +8,7 @@ import pallasite as pl
 from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import SpecError
+from pallasite.passes.run import SHARED
 
 
 def double(x_ref, o_ref):
@@ -26,7 +27,7 @@ def test_stages_for_cpu():
     lowered = pl.lower(twice)(SHAPE)
     assert [kernel.name for kernel in lowered.kernels] == ["double", "double"]
     stages = lowered.stages(backend="cpu")
-    shared = ["drop_rules", "canonicalize"]
+    shared = [step.name for step in SHARED]
     own = [step.name for step in base.get("cpu").passes(base.Options())]
     own.remove("canonicalize")  # nothing was merged
     assert list(stages) == ["import", *shared, *own, "scheduled", "llvm", "asm"]
