@@ -25,6 +25,7 @@ from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
+from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.primitive import Checked
 from tests.backends.cpu.direct import Guarded, Memory
 from tests.backends.tpu import harness as tpu
@@ -89,6 +90,7 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
         "place_windows": place_windows,
+        "unmasked_steps": partial(unmasked_steps, least=2, needed=None),
         "merge_k_steps": partial(
             merge_k_steps, deepest=deepest, most_bytes=size() * 64
         ),

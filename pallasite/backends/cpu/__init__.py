@@ -29,9 +29,11 @@ from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
+from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.target import Host
 
 DEEPEST = 1024  # most steps of k between reading and writing sums
+LEAST_MASK = 1024  # elements of a mask that is worth a branch
 
 
 def passes_for(host: Host) -> tuple[Pass, ...]:
@@ -45,6 +47,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("guard_bounds", guard_bounds),
+        Pass("unmasked_steps", partial(unmasked_steps, least=LEAST_MASK)),
         Pass(
             "merge_k_steps",
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),

@@ -18,7 +18,7 @@ from pallasite.passes.analysis.intervals import Facts
 
 Producers = Mapping[Value, Op]
 
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "ne": "eq", "eq": "ne"}
+OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "ne": "eq", "eq": "ne"}
 _MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq"}
 
 
@@ -55,15 +55,16 @@ def guard_of(op: Op, producers: Producers) -> Guard | None:
     idle, taken = cond.branches if truth else cond.branches[::-1]
     if idle.ops:
         return None
-    return Guard(op, tuple(_parts(test, truth, producers)), taken, idle)
+    return Guard(op, tuple(parts_of(test, truth, producers)), taken, idle)
 
 
-def _parts(test: Value, truth: bool, producers: Producers) -> list[Part]:
+def parts_of(test: Value, truth: bool, producers: Producers) -> list[Part]:
+    """What must hold for a bool, or all elements of a tile of them, to be `truth`."""
     op = producers.get(test)
     if op is not None and op.name == "not":
-        return _parts(op.operands[0], not truth, producers)
+        return parts_of(op.operands[0], not truth, producers)
     if op is not None and op.name == ("and" if truth else "or"):
-        return [p for v in op.operands for p in _parts(v, truth, producers)]
+        return [p for v in op.operands for p in parts_of(v, truth, producers)]
     return [Part(test, truth)]
 
 
@@ -159,9 +160,9 @@ class Solver:
             test = self._at_first(part.value, b)
             return Bounds(needed=(test if part.truth else b.not_(test),))
         op = self.inside.get(part.value)
-        if op is None or op.name not in _OPPOSITE:
+        if op is None or op.name not in OPPOSITE:
             return None
-        kind = op.name if part.truth else _OPPOSITE[op.name]
+        kind = op.name if part.truth else OPPOSITE[op.name]
         x, y = op.operands
         if kind == "ne" or x.tile.shape or x.tile.dtype.is_float:
             return None

@@ -1,0 +1,243 @@
+"""Steps in which a mask is all true run without it.
+
+A step of a loop or of a grid that masks a tile by positions (`rows >= columns` in
+causal attention, `columns < length`, the edge of an array) needs the mask in few steps.
+Where one comparison of scalars says that every element is let through, the step comes
+twice: without its masks if that holds, with them otherwise. For backends where a branch
+is cheap and a mask is not; others leave this pass out.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import clone, substitute, with_regions
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.types import I32, TileType, scalar
+from pallasite.passes.analysis.guards import OPPOSITE, parts_of
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.place_windows import note_grid
+
+
+def unmasked_steps(kernel: Kernel, least: int, needed: str | None = "dot") -> Kernel:
+    """Run steps without masks that let everything through.
+
+    Args:
+        kernel: what to rewrite.
+        least: elements of a mask from which a branch pays.
+        needed: an op that a step must have; most others wait for memory, and a mask
+            costs them nothing. None: any step.
+    """
+    body = _Walk(least, needed).block(kernel.body)
+    if body is kernel.body:
+        return kernel
+    return canonicalize(kernel.with_(body=body))  # of masks that nothing uses now
+
+
+class _Walk:
+    """Walks a kernel with what is known of its integers so far."""
+
+    def __init__(self, least: int, needed: str | None):
+        self.least, self.needed, self.facts = least, needed, Facts()
+        self.makers: dict[Value, Op] = {}
+
+    def block(self, block: Block) -> Block:
+        ops = [self.op(op) for op in block.ops]
+        if any(new is not old for new, old in zip(ops, block.ops, strict=True)):
+            block = Block(block.params, tuple(ops), block.yields)
+        return self.versions(block)
+
+    def op(self, op: Op) -> Op:
+        self.facts.note_op(op)
+        self.makers.update(dict.fromkeys(op.results, op))
+        if op.name == "for":
+            self.facts.note_counter(Loop.of(op))
+        elif op.name == "pipeline":
+            pipeline = Pipeline.of(op)
+            note_grid(self.facts, pipeline.ids, pipeline.grid)
+            body = self.block(pipeline.body)
+            return with_regions(op, [*pipeline.maps, body])
+        return with_regions(op, [self.block(region) for region in op.regions])
+
+    def versions(self, block: Block) -> Block:
+        """The block with its step twice, if a mask in it may be all true."""
+        before, step, after = _step(block)
+        if self.needed is not None and all(op.name != self.needed for op in step):
+            return block
+        own = {v: op for op in step for v in op.results}
+        used = {v for op in walk(Block((), after)) for v in op.operands}
+        used |= {
+            v for op in walk(Block((), after)) for r in op.regions for v in r.yields
+        }
+        results = [v for v in own if v in used or v in block.yields]
+        if any(v.is_ref for v in results):
+            return block
+        test = _Test(self.facts, self.makers, own)
+        chosen: dict[Value, Value] = {}
+        for op in step:
+            if op.name == "select_n" and op.operands[0].type.size >= self.least:
+                chosen |= test.case(op, chosen)
+        if not chosen:
+            return block
+        b = Builder(step[0].loc)
+        b.ops += [*before, *test.b.ops]
+        regions = (
+            _version(step, results, {}),
+            _version(step, results, chosen),
+        )
+        which = b.cast(test.result(b), I32)
+        made = b.emit("cond", which, regions=regions, names=[v.name for v in results])
+        rest = Block(block.params, after, block.yields)
+        rest = substitute(rest, dict(zip(results, made, strict=True)))
+        return Block(block.params, (*b.ops, *rest.ops), rest.yields)
+
+
+Ops = tuple[Op, ...]
+
+
+def _version(step: Ops, results: list[Value], chosen: dict[Value, Value]) -> Block:
+    """A copy of a step in which some values are others."""
+    block = substitute(Block((), step, tuple(results)), chosen)
+    return clone(block)
+
+
+def _step(block: Block) -> tuple[Ops, Ops, Ops]:
+    """Its ops on tiles, and what comes before and after them, which is done once."""
+    heavy = [n for n, op in enumerate(block.ops) if not _is_light(op)]
+    start, stop = (heavy[0], heavy[-1] + 1) if heavy else (0, 0)
+    return block.ops[:start], block.ops[start:stop], block.ops[stop:]
+
+
+def _is_light(op: Op) -> bool:
+    scalars = all(not v.is_ref and not v.tile.shape for v in op.results)
+    return bool(op.regions) or (bool(op.results) and scalars) or op.name == "alloc"
+
+
+class _Spread(NamedTuple):
+    """A tile whose elements are all from `base + low` to `base + high`."""
+
+    base: Value | None  # None: 0
+    low: int
+    high: int
+
+
+class _Test:
+    """Collects comparisons of scalars that say that masks let everything through.
+
+    Args:
+        facts: what is known of the integers; nothing counted here may wrap around.
+        makers: the op of each value.
+        own: likewise, of the values of the step: they are not there before it.
+    """
+
+    def __init__(self, facts: Facts, makers: dict[Value, Op], own: dict[Value, Op]):
+        self.facts, self.makers, self.own = facts, makers, own
+        self.b = Builder(watch=facts.note_op)
+        self.made: dict[Value, Value] = {}
+        self.tests: list[Value] = []
+
+    def result(self, b: Builder) -> Value:
+        result = self.tests[0]
+        for test in self.tests[1:]:
+            result = b.and_(result, test)
+        return result
+
+    def case(self, op: Op, chosen: Mapping[Value, Value]) -> dict[Value, Value]:
+        """What a select gives where its mask is the same everywhere."""
+        mask, on_false, on_true = op.operands
+        if not mask.tile.dtype.is_bool or not mask.tile.shape:
+            return {}
+        maker = self.makers.get(on_true)
+        truth = maker is None or maker.name != "constant"
+        tests = [
+            self.comparison(part.value, part.truth)
+            for part in parts_of(mask, truth, self.makers)
+        ]
+        found = [test for test in tests if test is not None]
+        if len(found) < len(tests):
+            return {}
+        self.tests += found
+        case = on_true if truth else on_false
+        return {op.result: chosen.get(case, case)}
+
+    def comparison(self, value: Value, truth: bool) -> Value | None:
+        """A scalar test that all elements of a tile of bools are `truth`."""
+        op = self.makers.get(value)
+        if op is None or op.name not in OPPOSITE:
+            return None
+        kind = op.name if truth else OPPOSITE[op.name]
+        if kind in ("eq", "ne") or op.operands[0].tile.dtype.is_float:
+            return None
+        x, y = (self.spread(v) for v in op.operands)
+        if x is None or y is None:
+            return None
+        type_ = scalar(op.operands[0].tile.dtype)
+        if kind in ("lt", "le"):
+            sides = self.end(x, x.high, type_), self.end(y, y.low, type_)
+        else:
+            sides = self.end(x, x.low, type_), self.end(y, y.high, type_)
+        if sides[0] is None or sides[1] is None:
+            return None
+        return self.b.op(kind, *sides)
+
+    def end(self, spread: _Spread, number: int, type_: TileType) -> Value | None:
+        low, high = type_.dtype.limits
+        if not low <= number <= high:
+            return None
+        value = self.b.constant(number, type_)
+        return value if spread.base is None else self.exact("add", spread.base, value)
+
+    def exact(self, name: str, *operands: Value) -> Value | None:
+        result = self.b.op(name, *operands)
+        return result if self.facts.is_exact(self.b.ops[-1]) else None
+
+    def before(self, value: Value) -> Value | None:
+        """A scalar of the step, computed before it."""
+        op = self.own.get(value)
+        if op is None or value in self.made:
+            return self.made.get(value, value)
+        if op.regions or table()[op.name].effect is not Effect.PURE:
+            return None
+        operands = [self.before(v) for v in op.operands]
+        known = [v for v in operands if v is not None]
+        if len(known) < len(operands):
+            return None
+        self.made[value] = self.b.op(op.name, *known, **op.attrs)
+        return self.made[value]
+
+    def spread(self, value: Value) -> _Spread | None:
+        """What is known of the elements of an integer tile."""
+        op = self.makers.get(value)
+        if not value.tile.shape:
+            base = self.before(value)
+            return None if base is None else _Spread(base, 0, 0)
+        if op is None:
+            return None
+        if op.name == "constant":
+            number = int(op.attrs["value"])
+            return _Spread(None, number, number)
+        if op.name == "iota":
+            return _Spread(None, 0, max(value.tile.shape[op.attrs["dim"]] - 1, 0))
+        if op.name in ("broadcast_in_dim", "reshape", "transpose", "slice"):
+            return self.spread(op.operands[0])
+        if op.name not in ("add", "sub") or not self.facts.is_exact(op):
+            return None
+        x, y = (self.spread(v) for v in op.operands)
+        return None if x is None or y is None else self.combined(op.name, x, y)
+
+    def combined(self, name: str, x: _Spread, y: _Spread) -> _Spread | None:
+        low, high = (y.low, y.high) if name == "add" else (-y.high, -y.low)
+        base = x.base
+        if y.base is not None:
+            if base is None and name == "add":
+                base = y.base
+            elif base is None:
+                base = self.exact("neg", y.base)
+            else:
+                base = self.exact(name, base, y.base)
+            if base is None:
+                return None
+        return _Spread(base, x.low + low, x.high + high)
