@@ -12,6 +12,7 @@ from functools import cached_property
 from math import ceil, prod
 
 from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.loop_over_k import loop_over_k
@@ -107,7 +108,8 @@ class Blocks:
 
 
 def blocks_of(kernel: Kernel) -> Blocks | None:
-    found = loop_dims(kernel)
+    # Dimensions that only unused code joins would come apart with the first rewrite.
+    found = loop_dims(dead_code(kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
     return Blocks(found)

@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
@@ -84,6 +85,9 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
+        "choose_blocks": partial(
+            for_threads, threads=pick(choices, (2, 64)), nanoseconds=lambda _: 1e9
+        ),
         "place_windows": place_windows,
         "merge_k_steps": partial(
             merge_k_steps, deepest=deepest, most_bytes=size() * 64
