@@ -137,13 +137,14 @@ def for_threads(
         threads: how many there are.
         nanoseconds: what one thread takes for all of a kernel, by estimate.
     """
-    blocks = blocks_of(kernel) if threads > 1 else None
+    if threads < 2:
+        return kernel
+    blocks = blocks_of(kernel)
     if blocks is None or blocks.is_sized_at_run_time:
         return kernel
-    programs = blocks.programs({})
-    if _used(programs, threads) >= EVEN:
-        return kernel
     most = nanoseconds(kernel) // LEAST_PART_NS
+    if most < 2 or _used(blocks.programs({}), threads) >= EVEN:
+        return kernel
     sizes: dict[LoopDim, int] = {}
     for dim in sorted(blocks.free, key=lambda d: (is_last(blocks, d), -d.size)):
         least = LEAST_ROW if is_last(blocks, dim) else LEAST_ROWS
