@@ -12,6 +12,7 @@ from functools import cached_property
 from math import ceil, prod
 
 from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
 from pallasite.passes.loop_over_k import loop_over_k
@@ -107,7 +108,8 @@ class Blocks:
 
 
 def blocks_of(kernel: Kernel) -> Blocks | None:
-    found = loop_dims(kernel)
+    # Dimensions that only unused code joins would come apart with the first rewrite.
+    found = loop_dims(dead_code(kernel))
     if found is None or found.refused or 0 in found.pipeline.grid:
         return None
     return Blocks(found)
@@ -135,13 +137,14 @@ def for_threads(
         threads: how many there are.
         nanoseconds: what one thread takes for all of a kernel, by estimate.
     """
-    blocks = blocks_of(kernel) if threads > 1 else None
+    if threads < 2:
+        return kernel
+    blocks = blocks_of(kernel)
     if blocks is None or blocks.is_sized_at_run_time:
         return kernel
-    programs = blocks.programs({})
-    if _used(programs, threads) >= EVEN:
-        return kernel
     most = nanoseconds(kernel) // LEAST_PART_NS
+    if most < 2 or _used(blocks.programs({}), threads) >= EVEN:
+        return kernel
     sizes: dict[LoopDim, int] = {}
     for dim in sorted(blocks.free, key=lambda d: (is_last(blocks, d), -d.size)):
         least = LEAST_ROW if is_last(blocks, dim) else LEAST_ROWS

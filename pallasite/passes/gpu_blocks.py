@@ -34,6 +34,8 @@ LEAST_SECONDS = 5e-6  # what a launch takes: not worth looking at
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before it is multiplied
 SHORT_TILE = 64  # rows below which Hopper's large matrix instructions are not used
 TILE_ELEMENTS = 8192  # of the largest tile in code without products
+TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
+PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
 def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
@@ -236,20 +238,29 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
 
 
 def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
-    """Tiles that are not larger than what a program has registers for."""
+    """Tiles that are not larger than what a program has registers for, nor tiny."""
     sizes: dict[LoopDim, int] = {}
 
-    def elements() -> int:
+    def elements(sizes: Sizes) -> int:
         return max((_physical(blocks.shape(v, sizes)) for v in blocks.tiles), default=0)
 
-    if elements() <= 2 * TILE_ELEMENTS or tuned:
-        return blocks.kernel
     # Rows first: elements that are next to each other stay together.
     rows = [d for d in blocks.free if not is_last(blocks, d)]
     lines = [d for d in blocks.free if is_last(blocks, d)]
-    for dims, least in ((rows, 1), (lines, LEAST_ROW)):
-        for dim in dims:
-            for n in blocks.parts(dim, least):
-                if elements() > TILE_ELEMENTS:
-                    sizes[dim] = n
-    return blocks.rewritten(sizes)
+    own = elements(sizes)
+    if tuned:
+        return blocks.kernel
+    if own > 2 * TILE_ELEMENTS:
+        for dims, least in ((rows, 1), (lines, LEAST_ROW)):
+            for dim in dims:
+                for n in blocks.parts(dim, least):
+                    if elements(sizes) > TILE_ELEMENTS:
+                        sizes[dim] = n
+    elif 0 < own < TINY_TILE:
+        for dim in (*lines, *rows):
+            for n in blocks.multiples(dim, SMALL_TILE):
+                new = {**sizes, dim: n}
+                enough = blocks.programs(new) >= PROGRAMS_PER_CORE * chip.cores
+                if enough and elements(new) <= SMALL_TILE:
+                    sizes = new
+    return blocks.rewritten(sizes) if sizes else blocks.kernel

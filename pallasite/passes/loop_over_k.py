@@ -91,7 +91,7 @@ class _Rounds:
             operands = tuple(self.replaced.get(v, v) for v in op.operands)
             op_here = op.with_(operands=operands) if operands != op.operands else op
             dot = self.sums.get(op)
-            if dot is op or (dot is not None and dot in here):
+            if dot is not None and (dot is op or dot in here):
                 self._loop(b, op, dot, op_here)
             elif op in self.dim.products:
                 if not any(d is op and total in here for total, d in self.sums.items()):

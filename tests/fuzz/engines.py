@@ -15,6 +15,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
@@ -89,6 +90,9 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
     size = lambda: pick(choices, (1 << 20, 16, 64, 256, 4))
     deepest = pick(choices, (1024, 2, 4, 8))
     return {
+        "choose_blocks": partial(
+            for_threads, threads=pick(choices, (2, 64)), nanoseconds=lambda _: 1e9
+        ),
         "place_windows": place_windows,
         "unmasked_steps": partial(unmasked_steps, least=2, needed=None),
         "merge_k_steps": partial(

@@ -1,19 +1,26 @@
 """Random kernels mean the same with any blocks that they may have instead."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import hypothesis
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
+from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.loop_dims import LoopDim, loop_dims
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.choose_blocks import for_threads
+from pallasite.passes.gpu_blocks import for_gpu
 from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import cut, grow
 from pallasite.passes.resized_code import CannotReblock
+from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.target import GPUS, TPUS, Memory
 from tests.fuzz.agreement import expected, mismatch, run_numpy, same
 from tests.fuzz.blocks import block_kernel
 from tests.fuzz.choices import Seeded, Stream, pick
@@ -87,6 +94,43 @@ def test_most_kernels_over_rows_can_be_rewritten():
         choices = Seeded(seed)
         counts.append(check_blocks(block_kernel(choices), choices))
     assert sum(n > 0 for n in counts) > 30, counts
+
+
+TINY_GPU = replace(
+    GPUS["h100"],
+    memories={**GPUS["h100"].memories, "shared": Memory(512)},
+    registers=64,
+)
+CHOICES = {
+    "gpu": lambda kernel: for_gpu(kernel, TINY_GPU),
+    "tpu": lambda kernel: for_tpu(kernel, TPUS["v5e"]),
+    "threads": lambda kernel: for_threads(kernel, 64, lambda _: 1e9),
+}
+
+
+@pytest.mark.parametrize("chip", CHOICES)
+def test_what_is_chosen_means_the_same(chip: str, monkeypatch):
+    """For chips on which nothing fits, or nothing is large enough."""
+    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROWS", 1)
+    monkeypatch.setattr("pallasite.passes.choose_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.gpu_blocks.LEAST_ROW", 1)
+    monkeypatch.setattr("pallasite.passes.gpu_blocks.LEAST_SIDE", 1)
+    monkeypatch.setattr("pallasite.passes.gpu_blocks.TILE_ELEMENTS", 2)
+    changed = 0
+    for seed in range(40):
+        case = block_kernel(Seeded(seed))
+        kernel = canonicalize(case.kernel) if seed % 2 else case.kernel
+        try:
+            new = CHOICES[chip](kernel)
+        except ResourceError:
+            continue
+        verify(new)
+        changed += new is not kernel
+        wanted = run_numpy(case.kernel, case.arrays)
+        for got, want in zip(run_numpy(new, case.arrays), wanted, strict=True):
+            right = same(got, want) | np.isnan(want)
+            assert right.all(), f"{got}\nnot {want}\n{case!r}\n{new.text}"
+    assert changed > 5
 
 
 @families

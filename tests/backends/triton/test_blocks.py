@@ -132,6 +132,15 @@ def test_too_large_a_block_without_products_is_cut():
     assert "tensor<8192xf32>" in text and config["grid_x"] == 256
 
 
+def test_many_tiny_programs_become_fewer():
+    text, config = launched(vector_add(1 << 22, 64))
+    assert "tensor<2048xf32>" in text and config["grid_x"] == 2048
+    text, config = launched(vector_add(1 << 17, 64))  # the fewer, the smaller
+    assert "tensor<128xf32>" in text and config["grid_x"] == 1024
+    text, _ = launched(vector_add(1 << 22, 1024))
+    assert "tensor<1024xf32>" in text
+
+
 def test_what_cannot_be_cut_says_how_much_it_needs():
     tile = TileType((2048, 2048), BF16)
 
