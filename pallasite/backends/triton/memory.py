@@ -50,6 +50,7 @@ class View:
     edges: tuple[tuple[int, Edge], ...] = ()
     fill: float | int | bool | None = None
     wide: bool = False  # offsets need 64 bits
+    is_even: bool = True  # the first element is known to be at an even place
     memory: Value | None = None  # the kernel parameter it is a part of
 
 
@@ -108,7 +109,7 @@ class Memory(Dots):
         pending = iter(indices)
         dims: list[Dim] = []
         edges = dict(source.edges)
-        offset = source.offset
+        offset, is_even = source.offset, source.is_even
         for dim, whole in zip(window.dims, source.dims, strict=True):
             if whole.edge is not None:
                 self.refuse(op, "a window on a block that may hang over its array")
@@ -120,6 +121,12 @@ class Memory(Dots):
                 high = whole.size
             moved = self.times(start, whole.stride, source.wide)
             offset = self.plus(offset, moved, source.wide)
+            multiple = self.facts.of(index).multiple
+            if dim.kind == "blocked":
+                multiple *= dim.size
+            elif dim.kind == "element" and dim.padding[0] % 2:
+                multiple = 1
+            is_even = is_even and multiple * whole.stride % 2 == 0
             edge = None
             if low < 0 or high + dim.size > whole.size:
                 edge = max(edges, default=-1) + 1
@@ -132,6 +139,7 @@ class Memory(Dots):
             dims=tuple(dims),
             edges=tuple(edges.items()),
             fill=window.fill,
+            is_even=is_even,
         )
 
     def block_start(
@@ -177,7 +185,12 @@ class Memory(Dots):
         if start == 0:
             return view
         moved = self.times(start, dim.stride, view.wide)
-        view = replace(view, offset=self.plus(view.offset, moved, view.wide))
+        step = start * dim.stride if isinstance(start, int) else dim.stride
+        view = replace(
+            view,
+            offset=self.plus(view.offset, moved, view.wide),
+            is_even=view.is_even and step % 2 == 0,
+        )
         if dim.edge is None:
             return view
         edges = dict(view.edges)
@@ -270,7 +283,7 @@ class Memory(Dots):
                 masks.append(self.in_range(first, spot, dim.size))
         masks += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
         pointers = self.pointers(view, spots, shape)
-        return Place(pointers, self.both(*masks), shape, view)
+        return Place(pointers, self.both(*masks), shape, view, tuple(spots))
 
     def gathered(
         self, operand: Value, size: int, rank: int, reads: bool
@@ -514,6 +527,7 @@ class Place:
     mask: Val | None
     shape: tuple[int, ...]
     view: View
+    spots: tuple[tuple[Dim, Val], ...]  # positions along dimensions that are tiles
 
 
 _ATOMICS = {
