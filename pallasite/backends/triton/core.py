@@ -122,6 +122,13 @@ class Core:
         text = f"tt.extern_elementwise {names} {attrs} : ({types}) -> {to}"
         return self.let(text, first.shape, elem)
 
+    def four_bits(self, x: Val, dtype: DType) -> Val:
+        """The lower half of each byte, extended to the whole."""
+        if not dtype.is_signed_int:
+            return self.apply("arith.andi", x, self.like(15, x))
+        high = self.apply("arith.shli", x, self.like(4, x))
+        return self.apply("arith.shrsi", high, self.like(4, high))
+
     # --- floats of other widths ---
 
     def to_float(self, x: Val, elem: str) -> Val:

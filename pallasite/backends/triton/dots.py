@@ -158,6 +158,9 @@ class Dots(Tiles):
 
     def common_type(self, op: Op) -> DType:
         x, y = (v.tile.dtype for v in op.operands)
+        small = all(d.is_integer and (d.bits == 4 or d.name == "i8") for d in (x, y))
+        if small and op.attrs["dtype"].name == "i32":
+            return DTYPES["i8"]  # holds all numbers of 4 bits
         if x == y:
             return DTYPES["i32"] if x.is_bool else x
         if x.is_float and y.is_float:

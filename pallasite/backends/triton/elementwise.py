@@ -389,9 +389,11 @@ def cast_value(e: Elementwise, op: Op, x: Val, old: DType, new: DType) -> Val:
         if elem in ("f16", "f32", "f64"):
             return e.convert(name, x, elem)
         return e.to_float(e.convert(name, x, "f32"), elem)
+    old_bits = 1 if old.is_bool else old.bits
+    if new.bits == 4 and old_bits >= 4:
+        return e.four_bits(e.convert("arith.trunci", x, elem), new)
     if x.elem == elem:
         return x
-    old_bits = 1 if old.is_bool else old.bits
     if old_bits > new.bits:
         return e.convert("arith.trunci", x, elem)
     return e.convert("arith.extsi" if old.is_signed_int else "arith.extui", x, elem)
@@ -411,7 +413,7 @@ def _float_to_int(e: Elementwise, x: Val, new: DType) -> Val:
     outside = e.apply("arith.ori", outside, e.compare("uno", x, x))
     safe = e.select(outside, e.like(0.0, x), x)
     name = "arith.fptosi" if signed else "arith.fptoui"
-    result = e.convert(name, safe, f"i{new.bits}")
+    result = e.convert(name, safe, f"i{max(new.bits, 8)}")
     result = e.select(too_small, e.like(low, result), result)
     return e.select(too_large, e.like(past - 1, result), result)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.triton import dots, memory, tiles
+from pallasite.backends.triton import dots, four_bits, memory, tiles
 from pallasite.backends.triton.elementwise import NATIVE
+from pallasite.backends.triton.four_bits import FourBits
 from pallasite.backends.triton.launch import GROUP, STAGES
-from pallasite.backends.triton.memory import Memory
 from pallasite.backends.triton.rounding import rounded_away
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
@@ -65,7 +65,7 @@ def emit(kernel: Kernel) -> str:
     return Emitter(kernel).module()
 
 
-class Emitter(Memory):
+class Emitter(FourBits):
     """Walks a kernel and writes its module."""
 
     def __init__(self, kernel: Kernel):
@@ -366,6 +366,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **dots.RULES,
     **memory.RULES,
+    **four_bits.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,
     "for": Emitter.emit_for,

@@ -53,6 +53,7 @@ class View:
     edges: tuple[tuple[int, Edge], ...] = ()
     fill: float | int | bool | None = None
     wide: bool = False  # offsets need 64 bits
+    is_even: bool = True  # the first element is known to be at an even place
     memory: Value | None = None  # the kernel parameter it is a part of
 
 
@@ -111,7 +112,7 @@ class Memory(Dots):
         pending = iter(indices)
         dims: list[Dim] = []
         edges = dict(source.edges)
-        offset = source.offset
+        offset, is_even = source.offset, source.is_even
         for dim, whole in zip(window.dims, source.dims, strict=True):
             if whole.edge is not None:
                 self.refuse(op, "a window on a block that may hang over its array")
@@ -123,6 +124,12 @@ class Memory(Dots):
                 high = whole.size
             moved = self.times(start, whole.stride, source.wide)
             offset = self.plus(offset, moved, source.wide)
+            multiple = self.facts.of(index).multiple
+            if dim.kind == "blocked":
+                multiple *= dim.size
+            elif dim.kind == "element" and dim.padding[0] % 2:
+                multiple = 1
+            is_even = is_even and multiple * whole.stride % 2 == 0
             edge = None
             if low < 0 or high + dim.size > whole.size:
                 edge = max(edges, default=-1) + 1
@@ -135,6 +142,7 @@ class Memory(Dots):
             dims=tuple(dims),
             edges=tuple(edges.items()),
             fill=window.fill,
+            is_even=is_even,
         )
 
     def block_start(
@@ -183,7 +191,12 @@ class Memory(Dots):
         if start == 0:
             return view
         moved = self.times(start, dim.stride, view.wide)
-        view = replace(view, offset=self.plus(view.offset, moved, view.wide))
+        step = start * dim.stride if isinstance(start, int) else dim.stride
+        view = replace(
+            view,
+            offset=self.plus(view.offset, moved, view.wide),
+            is_even=view.is_even and step % 2 == 0,
+        )
         if dim.edge is None:
             return view
         edges = dict(view.edges)
@@ -298,7 +311,7 @@ class Memory(Dots):
         if any(dim.size == 0 for dim in view.dims):
             masks.append(self.const(False, "i1"))  # there is no nearest element
         pointers = self.pointers(view, spots, shape)
-        return Place(pointers, self.both(*masks), shape, view)
+        return Place(pointers, self.both(*masks), shape, view, tuple(spots))
 
     def index_tile(self, operand: Value, rank: int) -> Val:
         """Element numbers from an index array, with the rank of the result."""
@@ -545,6 +558,7 @@ class Place:
     mask: Val | None
     shape: tuple[int, ...]
     view: View
+    spots: tuple[tuple[Dim, Val], ...]  # positions along dimensions that are tiles
 
 
 _ATOMICS = {

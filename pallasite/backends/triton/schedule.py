@@ -11,6 +11,10 @@ from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.types import I32, RefType
 
+# What four bits in a byte go through as they are; the rest computes in 32 bits.
+_KEEPS_FOUR_BITS = {"load", "store", "cast", "constant", "dot", "select_n"}
+_KEEPS_FOUR_BITS |= {"broadcast_in_dim", "reshape", "transpose", "slice", "debug_print"}
+
 
 def is_native(native: frozenset[str], op: Op) -> bool:
     """Whether `emit.py` has an op natively with these operands."""
@@ -21,7 +25,14 @@ def is_native(native: frozenset[str], op: Op) -> bool:
         return False
     if op.name == "scan" and op.attrs["kind"] == "logsumexp":
         return False
+    if _has_four_bits(op) and not op.regions and op.name not in _KEEPS_FOUR_BITS:
+        return False
     return op.name in native
+
+
+def _has_four_bits(op: Op) -> bool:
+    tiles = (v.tile.dtype for v in (*op.operands, *op.results) if not v.is_ref)
+    return any(dtype.bits == 4 for dtype in tiles)
 
 
 def plain_copies(kernel: Kernel) -> Kernel:

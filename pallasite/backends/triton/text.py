@@ -21,6 +21,8 @@ ELEMENTS = {
     "u16": "i16",
     "u32": "i32",
     "u64": "i64",
+    "i4": "i8",
+    "u4": "i8",
     "f8e4m3fn": "f8E4M3FN",
     "f8e5m2": "f8E5M2",
     **{n: n for n in ("i8", "i16", "i32", "i64", "bf16", "f16", "f32", "f64")},
@@ -28,12 +30,15 @@ ELEMENTS = {
 
 
 def element(dtype: DType) -> str | None:
-    """How a value of `dtype` is spelled in registers; None if Triton has none."""
+    """How a value of `dtype` is spelled in registers; None if Triton has none.
+
+    A number of 4 bits is kept in 8, extended.
+    """
     return ELEMENTS.get(dtype.name)
 
 
 def memory_element(dtype: DType) -> str | None:
-    """The same in main memory, where a bool takes a byte."""
+    """The same in main memory: a bool takes a byte, two numbers of 4 bits share one."""
     return "i8" if dtype.is_bool else ELEMENTS.get(dtype.name)
 
 

@@ -123,12 +123,35 @@ def run(text: str, arrays: Sequence[np.ndarray], programs: int, seed: int = 0) -
     (function,) = module.body.operations
     body = _Reader().body(function.regions[0])
     order = np.random.default_rng(seed).permutation(programs)
-    buffers = [a.reshape(-1) for a in arrays]
+    flat = [a.reshape(-1) for a in arrays]
+    buffers = [_packed(a) if _shares_bytes(a) else a for a in flat]
     buffers = [b.view(np.int8) if b.dtype == bool else b for b in buffers]
     buffers = [_signed(b) for b in buffers]
     for program in order:
         pointers = [Pointer(b, np.int64(0)) for b in buffers]
         _Machine(int(program), seed).block(body, pointers)
+    for array, buffer in zip(flat, buffers, strict=True):
+        if _shares_bytes(array):
+            array[...] = _unpacked(buffer, array)
+
+
+def _shares_bytes(x: np.ndarray) -> bool:
+    return x.dtype.name in ("int4", "uint4")
+
+
+def _packed(x: np.ndarray) -> np.ndarray:
+    """Two numbers in each byte, the first in its lower half."""
+    halves = np.zeros(x.size + x.size % 2, np.uint8)
+    halves[: x.size] = x.astype(np.int8).view(np.uint8) & 15
+    return (halves[::2] | halves[1::2] << 4).view(np.int8)
+
+
+def _unpacked(buffer: np.ndarray, like: np.ndarray) -> np.ndarray:
+    both = buffer.view(np.uint8)
+    halves = np.stack([both & 15, both >> 4], 1).reshape(-1)[: like.size]
+    if like.dtype.name == "int4":
+        halves = (halves ^ 8).astype(np.int8) - 8
+    return halves.astype(like.dtype)
 
 
 def _signed(x: np.ndarray) -> np.ndarray:
@@ -211,6 +234,12 @@ class _Machine:
         if isinstance(x, Pointer):
             return Pointer(x.buffer, how(x.offset, shape))
         return how(x, shape)
+
+    def do_tt_join(self, op: Node, x: Any, y: Any) -> Any:
+        return [np.stack([x, y], -1)]
+
+    def do_tt_split(self, op: Node, x: Any) -> Any:
+        return [x[..., 0], x[..., 1]]
 
     def do_tt_trans(self, op: Node, x: Any) -> Any:
         return [np.transpose(x, op.attributes["order"])]

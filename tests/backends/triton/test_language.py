@@ -330,3 +330,175 @@ def test_assembly_of_different_shapes():
 def test_assembly_on_the_gpu():
     (got,) = jax.jit(average_call())(X, Y)
     np.testing.assert_allclose(got, (X + Y) / 2, rtol=1e-6)
+
+
+# --- integers of 4 bits ---
+
+FOUR_BITS = [jnp.int4, jnp.uint4]
+each_four_bits = pytest.mark.parametrize("dtype", FOUR_BITS, ids=["int4", "uint4"])
+
+
+def four_bit_numbers(seed, sizes, dtype):
+    low = -8 if dtype == jnp.int4 else 0
+    return np.random.default_rng(seed).integers(low, low + 16, sizes).astype(dtype)
+
+
+def wrapped(x, dtype):
+    """Integers modulo 16, as the type has them."""
+    x = np.asarray(x).astype(np.int64) & 15
+    return np.where((x > 7) & (dtype == jnp.int4), x - 16, x).astype(dtype)
+
+
+@each_four_bits
+def test_four_bits_are_loaded_by_the_byte_and_stored_again(dtype):
+    def kernel(x_ref, o_ref, wide_ref):
+        o_ref[...] = x_ref[...]
+        wide_ref[...] = x_ref[...].astype(jnp.int32)
+
+    rows = pl.BlockSpec((8, 64), lambda i, j: (i, j))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[shape((16, 128), dtype), shape((16, 128), jnp.int32)],
+        grid=(2, 2),
+        in_specs=[rows],
+        out_specs=[rows, rows],
+    )
+    x = four_bit_numbers(0, (16, 128), dtype)
+    kernel = only_kernel(call, x)
+    text, _ = compiled(kernel)
+    assert "tt.join" in text and "tt.split" in text
+    same, wide = simulated(kernel, [x])
+    np.testing.assert_array_equal(same.astype(np.int32), x.astype(np.int32))
+    np.testing.assert_array_equal(wide, x.astype(np.int32))
+
+
+@each_four_bits
+@pytest.mark.parametrize("sizes", [(5, 7), (3, 9), (1, 1)], ids=str)
+def test_four_bits_at_odd_places(dtype, sizes):
+    def kernel(x_ref, o_ref, corner_ref):
+        o_ref[...] = x_ref[...].astype(jnp.int32)
+        corner_ref[0] = x_ref[sizes[0] - 1, sizes[1] - 1].astype(jnp.int32)
+
+    call = whole(kernel, (sizes, jnp.int32), ((1,), jnp.int32))
+    x = four_bit_numbers(1, sizes, dtype)
+    kernel = only_kernel(call, x)
+    compiled(kernel)
+    got, corner = simulated(kernel, [x])
+    np.testing.assert_array_equal(got, x.astype(np.int32))
+    assert corner[0] == int(x[-1, -1])
+
+
+@each_four_bits
+def test_four_bits_of_an_overhanging_block_and_a_mask(dtype):
+    def kernel(x_ref, o_ref, masked_ref):
+        x = x_ref[...]
+        o_ref[...] = x.astype(jnp.int32)
+        mask = jax.lax.broadcasted_iota(jnp.int32, (4, 6), 1) < 3
+        some = pl.load(x_ref, (slice(None), slice(None)), mask=mask, other=dtype(5))
+        masked_ref[...] = some.astype(jnp.int32)
+
+    block = pl.BlockSpec((4, 6), lambda i: (0, i), fill=3)
+    out = pl.BlockSpec((4, 6), lambda i: (0, i))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[shape((4, 12), jnp.int32)] * 2,
+        grid=2,
+        in_specs=[block],
+        out_specs=[out, out],
+    )
+    x = four_bit_numbers(2, (4, 9), dtype)
+    (got, masked) = simulated(only_kernel(call, x), [x])
+    padded = np.pad(x.astype(np.int32), [(0, 0), (0, 3)], constant_values=3)
+    np.testing.assert_array_equal(got, padded)
+    want = padded.reshape(4, 2, 6).copy()
+    want[:, :, 3:] = 5
+    np.testing.assert_array_equal(masked, want.reshape(4, 12))
+
+
+ARITHMETIC = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "and": lambda x, y: x & y,
+    "xor": lambda x, y: x ^ y,
+    "invert": lambda x, y: ~x,
+    "shift": lambda x, y: x << (y & 3),
+    "select": lambda x, y: jnp.where(x < y, x, y),
+}
+
+
+@each_four_bits
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_of_four_bits(name, dtype):
+    body = ARITHMETIC[name]
+
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = body(x_ref[...], y_ref[...]).astype(dtype).astype(jnp.int32)
+
+    call = whole(kernel, ((8, 32), jnp.int32))
+    x, y = (four_bit_numbers(s, (8, 32), dtype) for s in (3, 4))
+    kernel = only_kernel(call, x, y)
+    compiled(kernel)
+    wide = [jnp.asarray(a.astype(np.int32)) for a in (x, y)]
+    want = wrapped(body(*wide), dtype).astype(np.int32)
+    np.testing.assert_array_equal(simulated(kernel, [x, y])[0], want)
+
+
+@each_four_bits
+def test_conversions_to_four_bits(dtype):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].astype(dtype).astype(jnp.float32)
+
+    x = np.array([-100, -8.7, -1, -0.0, 3.9, 7, 8, 15.5, 16, 1e9, np.inf, np.nan])
+    x = np.resize(x, (16,)).astype(np.float32)
+    (got,) = simulated(only_kernel(whole(kernel, ((16,),)), x), [x])
+    low, high = (-8, 7) if dtype == jnp.int4 else (0, 15)
+    want = np.clip(np.trunc(np.nan_to_num(x)), low, high)
+    np.testing.assert_array_equal(got, want)
+
+
+@each_four_bits
+@pytest.mark.parametrize("other", [jnp.bfloat16, jnp.int8])
+def test_product_with_weights_of_four_bits(other, dtype):
+    sums = jnp.int32 if other == jnp.int8 else jnp.float32
+
+    def kernel(x_ref, w_ref, o_ref):
+        w = w_ref[...].astype(x_ref.dtype)
+        o_ref[...] = jnp.dot(x_ref[...], w, preferred_element_type=sums)
+
+    x = np.random.default_rng(5).integers(-9, 10, (32, 64)).astype(other)
+    w = four_bit_numbers(6, (64, 32), dtype)
+    kernel = only_kernel(whole(kernel, ((32, 32), sums)), x, w)
+    text, _ = compiled(kernel)
+    assert "tt.dot" in text and "tt.join" in text
+    want = x.astype(np.int32) @ w.astype(np.int32)
+    np.testing.assert_array_equal(simulated(kernel, [x, w])[0], want)
+
+
+def test_a_half_byte_is_not_stored():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    x = four_bit_numbers(7, (3, 5), jnp.int4)
+    with pytest.raises(UnsupportedError, match="two numbers share a byte") as refusal:
+        compiled(only_kernel(whole(kernel, ((3, 5), jnp.int4)), x))
+    assert "even length" in str(refusal.value)
+
+
+@pytest.mark.gpu
+@each_four_bits
+def test_four_bits_on_the_gpu(dtype):
+    def kernel(x_ref, o_ref, wide_ref):
+        o_ref[...] = x_ref[...] + jnp.ones_like(x_ref)
+        wide_ref[...] = x_ref[...].astype(jnp.int32)
+
+    call = whole(kernel, ((16, 64), dtype), ((16, 64), jnp.int32), backend="triton")
+    x = four_bit_numbers(0, (16, 64), dtype)
+    one, wide = jax.jit(call)(jnp.asarray(x))
+    np.testing.assert_array_equal(wide, x.astype(np.int32))
+    want = wrapped(x.astype(np.int32) + 1, dtype)
+    np.testing.assert_array_equal(
+        np.asarray(one).astype(np.int32), want.astype(np.int32)
+    )
