@@ -1,8 +1,8 @@
 """What the operands, attributes and regions of a structured op are for, by name.
 
-`Pipeline.of(op)`, `Loop.of(op)`, `While.of(op)`, `Cond.of(op)` and `Dot.of(op)` take an
-op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it together
-again. The layouts they know are those that the type rules in `ops/` state.
+`Pipeline.of(op)`, `Loop.of(op)`, `While.of(op)`, `Cond.of(op)`, `Dot.of(op)` and so on
+take an op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it
+together again. The layouts they know are those that the type rules in `ops/` state.
 """
 
 from collections.abc import Iterable, Sequence
@@ -217,6 +217,22 @@ class Dot:
     def depth(self) -> int:
         """How many products are added up for each element of the result."""
         return prod(self.lhs.sizes(self.lhs.contract))
+
+
+@dataclass(frozen=True, eq=False)
+class Wgmma:
+    """A wgmma taken apart: what is added to, both sides, the dimension of each that
+    is summed over."""
+
+    sums: Value
+    lhs: Value
+    rhs: Value
+    contract: tuple[int, int]
+
+    @staticmethod
+    def of(op: Op) -> "Wgmma":
+        (left,), (right,) = op.attrs["contract"]
+        return Wgmma(*op.operands, (left, right))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 of a warpgroup that are in flight, copies by the copy engine.
 
 No author writes these yet; `backends/cuda/specialize.py` makes them. A copy with a
-barrier (`copy_start`) adds its bytes to what the barrier's phase has received. A `wgmma`
-is a group of its own: its result is *pending*, to be used by another wgmma or by
-`wgmma_wait` only, until one that leaves fewer groups pending.
+barrier (`copy_start`) adds its bytes to what the barrier's phase has received. A
+`wgmma` is a group of its own: its result is *pending*, to be used by another wgmma or
+by `wgmma_wait` only, until one that leaves fewer groups pending.
 """
 
 from typing import Any
@@ -94,8 +94,6 @@ _row(
     unit=Unit.CONTROL,
     doc="waits until at most `pending` products are in flight; gives the same tiles",
 )
-_row("fence_async", _nothing, 0, (), doc="stores to shared memory before copies of it")
-_row("bulk_wait", _nothing, 0, (), doc="started stores have read shared memory")
 _row(
     "named_barrier",
     _nothing,

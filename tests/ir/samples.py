@@ -17,11 +17,13 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.opdef import OpDef, table
 from pallasite.ir.types import (
+    BF16,
     BOOL,
     F32,
     I32,
     INDEX,
     DType,
+    Layout,
     RefType,
     TileType,
     scalar,
@@ -68,6 +70,15 @@ def elementwise(b: Builder, row: OpDef) -> None:
 
 def number(b: Builder, dtype: DType, *shape: int) -> Value:
     return b.constant(1, TileType(shape or TILE, dtype))
+
+
+def mbarrier(b: Builder) -> Value:
+    layout = Layout("arrivals", (4,))
+    return b.op("alloc", type=RefType((), I32, "mbarrier", layout))
+
+
+def swizzled(b: Builder, *shape: int) -> Value:
+    return b.op("alloc", type=RefType(shape, BF16, "smem", Layout("swizzle", (128,))))
 
 
 def tile(b: Builder, *shape: int, dtype: DType = F32) -> Value:
@@ -288,6 +299,20 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "sem_signal_core": lambda b, x: b.emit(
         "sem_signal_core", semaphore(b), b.index(1), b.index(0)
     ),
+    "barrier_expect": lambda b, x: b.emit("barrier_expect", mbarrier(b), bytes=512),
+    "barrier_arrive": lambda b, x: b.emit("barrier_arrive", mbarrier(b)),
+    "barrier_wait": lambda b, x: b.emit("barrier_wait", mbarrier(b), b.index(0)),
+    "named_barrier": lambda b, x: b.emit(
+        "named_barrier", id=1, threads=128, arrive_only=True
+    ),
+    "wgmma": lambda b, x: b.op(
+        "wgmma",
+        tile(b, 64, 8),
+        swizzled(b, 64, 64),
+        swizzled(b, 64, 8),
+        contract=((1,), (0,)),
+    ),
+    "wgmma_wait": lambda b, x: b.emit("wgmma_wait", tile(b), tile(b, 4), pending=1),
     "roles": _roles,
     "barrier": _roles,
     "debug_print": lambda b, x: b.emit(

@@ -35,7 +35,9 @@ def test_every_row_has_a_level():
     assert table()["dot"].level == "tile"
     names = {name for name, row in table().items() if row.level == EXPLICIT}
     waits = {"copy_start", "copy_wait", "sem_signal", "sem_wait", "sem_read"}
-    assert names == {*waits, "sem_signal_core", "roles", "barrier"}
+    of_gpus = {"barrier_expect", "barrier_arrive", "barrier_wait", "named_barrier"}
+    of_gpus |= {"wgmma", "wgmma_wait"}
+    assert names == {*waits, *of_gpus, "sem_signal_core", "roles", "barrier"}
 
 
 def test_a_tile_kernel_has_no_explicit_ops():

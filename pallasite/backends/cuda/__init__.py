@@ -25,7 +25,8 @@ from pallasite.passes.run import Pass
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
-NATIVE_OPS = frozenset(emit.RULES)
+# `specialize` takes products apart.
+NATIVE_OPS = frozenset({*emit.RULES, "dot"})
 # The name under which code may use what only this generation of chips has.
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
@@ -49,7 +50,7 @@ def _is_native(op) -> bool:
         return False
     if op.name == "integer_pow" and integers and op.attrs["y"] < 0:
         return False
-    return op.name in NATIVE_OPS or op.name == "dot"
+    return op.name in NATIVE_OPS
 
 
 class CudaBackend:

@@ -201,16 +201,16 @@ class Emitter(Explicit):
         """Scratch that stays in memory is shared memory."""
         ref = op.result.ref
         if ref.space == "mbarrier":
-            return self.alloc_barriers(op)
-        if ref.layout is not None and ref.layout.kind == "swizzle":
-            return self.alloc_ring(op)
-        if ref.is_semaphore:
+            self.alloc_barriers(op)
+        elif ref.layout is not None and ref.layout.kind == "swizzle":
+            self.alloc_ring(op)
+        elif ref.is_semaphore:
             self.refuse(op)
-        kind = self.type(ref.dtype, op)
-        offset = self.reserve(ref.size * ref.dtype.bytes)
-        name = self.out.fresh("m")
-        self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
-        self.views[op.result] = self.array(ref, name, op.result)
+        else:
+            kind, name = self.type(ref.dtype, op), self.out.fresh("m")
+            offset = self.reserve(ref.size * ref.dtype.bytes)
+            self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
+            self.views[op.result] = self.array(ref, name, op.result)
 
     # --- control flow ---
 

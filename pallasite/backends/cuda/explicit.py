@@ -15,6 +15,7 @@ from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
 from pallasite.backends.cuda.memory import Memory, Number, Term, View, plus, text_of
 from pallasite.ir.nodes import Access, At, Op, Value
+from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.carried import covers_whole
 
@@ -340,14 +341,15 @@ class Explicit(Memory):
     # --- products ---
 
     def emit_wgmma(self, op: Op) -> None:
-        sums, lhs, rhs = op.operands
+        parts = Wgmma.of(op)
+        sums, lhs, rhs = parts.sums, parts.lhs, parts.rhs
         spread = self.spread(op.result, op)
         assert spread is not None
         result = self.declare(op.result.tile.dtype, spread, op, "d")
         start = self.get(sums, spread, op)
         self.copy(result, start)
         anew = start.spread is None  # a tile of one number, which is 0
-        (left,), (right,) = op.attrs["contract"]
+        left, right = parts.contract
         ring = self.rings[rhs]
         step = 32 // ring.dtype.bytes  # elements along k of one instruction
         steps = ring.shape[right] // step

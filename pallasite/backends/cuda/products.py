@@ -169,8 +169,7 @@ class Plan:
             contract = op.attrs["perm"][contract]
             value = op.operands[0]
             op = self.made.get(value)
-        is_load = op is not None and op.name == "load" and self.is_streamed(op)
-        return Side(value, op if is_load else None, contract)
+        return Side(value, None if self.not_streamed(op) else op, contract)
 
     def check_types(self, op: Op, lhs: Side, rhs: Side) -> None:
         types = {s.value.tile.dtype.name for s in (lhs, rhs)}
@@ -183,7 +182,8 @@ class Plan:
         if name.startswith("f8") and (op.attrs["precision"] or "").lower() == "highest":
             self.refuse(op, f"sums of {name} are not as exact as asked for")
         if rhs.load is None:
-            self.refuse(op, "the right side is computed, not loaded")
+            why = self.not_streamed(self.made.get(rhs.value))
+            self.refuse(op, f"the copy engine does not load the right side: {why}")
         if lhs.load is None and lhs.contract != 1:
             self.refuse(op, "a computed left side is transposed")
         if name not in TRANSPOSABLE:
@@ -228,39 +228,37 @@ class Plan:
 
     # --- loads ---
 
-    def is_streamed(self, op: Op) -> bool:
-        """Whether the copy engine can load a tile: a box of an array nobody writes."""
+    def not_streamed(self, op: Op | None) -> str:
+        """Why the copy engine cannot load a tile; empty: it can.
+
+        It loads boxes of arrays that nobody writes.
+        """
+        if op is None or op.name != "load":
+            return "it is computed"
         access = Access.of(op)
         if access.mask is not None or op.result.tile.rank != 2:
-            return False
+            return "it is not a plain load of a matrix"
         ref, index = access.ref, access.index
-        while True:
-            if not _is_box(index):
-                return False
+        source = self.made.get(ref)
+        while source is not None and source.name == "subview" and _is_box(index):
+            below = Access.of(source)
+            ref, index = below.ref, below.index
             source = self.made.get(ref)
-            if source is None:
-                break
-            if source.name == "subview":
-                below = Access.of(source)
-                ref, index = below.ref, below.index
-            elif source.name == "block_view":
-                window = source.attrs["window"]
-                kinds = {d.kind for d in window.dims}
-                last = window.dims[-1]
-                if not kinds <= {"blocked", "squeezed", "element"} or window.fill:
-                    return False
-                if last.kind == "squeezed":
-                    return False
-                ref = source.operands[0]
-                if self.made.get(ref) is not None:
-                    return False
-                break
-            else:
-                return False
+        if not _is_box(index):
+            return "it is not a box of an array"
+        if source is not None and source.name == "block_view":
+            dims, fill = source.attrs["window"].dims, source.attrs["window"].fill
+            if any(d.kind == "bounded" for d in dims) or dims[-1].kind == "squeezed":
+                return "its window is not a box of an array"
+            if fill:
+                return f"it is filled with {fill} outside the array"
+            ref = source.operands[0]
         if ref not in self.kernel.inputs or ref in self.written:
-            return False
+            return "it is not of an operand that is only read"
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
-        return 2 <= ref.ref.rank <= 5 and row % 16 == 0
+        if row % 16:
+            return f"the array has rows of {row} bytes, not of 16"
+        return "" if 2 <= ref.ref.rank <= 5 else f"the array has rank {ref.ref.rank}"
 
     def together(self) -> list[tuple[list[Op], Block]]:
         """Loads of one block that the same products use: they wait together."""

@@ -14,10 +14,10 @@ from pallasite.backends.cuda.elementwise import (
     infix,
     narrowed,
 )
-from pallasite.backends.cuda.layouts import WARP, Lane, Spread
+from pallasite.backends.cuda.layouts import WARP, Lane
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import BOOL, F32, I32, DType
+from pallasite.ir.types import BOOL, I32, DType
 from pallasite.ops.neutral import neutral
 
 # Integer ops that cost less than a register for each of their results.

@@ -1,0 +1,263 @@
+"""What the cuda backend writes: texts, launches, custom calls, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.backends import base
+from pallasite.backends.cuda import BACKEND, emit, fits, nvrtc
+from pallasite.ir.nodes import Kernel
+from pallasite.target import GPUS
+from tests.backends.cuda import kernels
+from tests.backends.cuda.kernels import bf16, f32
+
+needs_nvrtc = pytest.mark.skipif(
+    not nvrtc.is_available(), reason="NVRTC is not installed (nvidia-cuda-nvrtc)"
+)
+
+
+def kernel_of(function, *shapes) -> Kernel:
+    arrays = [jax.ShapeDtypeStruct(s, d) for s, d in shapes]
+    (kernel,) = pl.lower(function)(*arrays).kernels
+    return kernel
+
+
+def softmax(rows=1, columns=1000, count=300, dtype=bf16) -> Kernel:
+    run = lambda x: kernels.rows(kernels.softmax_kernel, x, (rows, columns))
+    return kernel_of(run, ((count, columns), dtype))
+
+
+def matmul(m, n, k, dtype=bf16, left="mk", right="kn", **options) -> Kernel:
+    sizes = {"m": m, "n": n, "k": k}
+    run = lambda x, y: kernels.matmul(x, y, left=left, right=right, **options)
+    shapes = [tuple(sizes[d] for d in dims) for dims in (left, right)]
+    return kernel_of(run, *((s, dtype) for s in shapes))
+
+
+def attention(heads=2, length=512, width=128, **options) -> Kernel:
+    run = lambda q, k, v: kernels.attention(q, k, v, **options)
+    return kernel_of(run, *[((heads, length, width), bf16)] * 3)
+
+
+def text_of(kernel: Kernel, **options) -> str:
+    return base.Compiled(BACKEND, kernel, base.Options(**options))["cuda"]
+
+
+def body_of(text: str) -> str:
+    return text[text.index('extern "C"') :]
+
+
+def test_vector_add_is_this_text():
+    def run(x, y):
+        spec = pl.BlockSpec((512,), lambda i: (i,))
+        return pl.pallas_call(
+            kernels.add_kernel,
+            out_shape=kernels.shape(x),
+            grid=(2,),
+            in_specs=[spec, spec],
+            out_specs=spec,
+        )(x, y)
+
+    text = text_of(kernel_of(run, ((1024,), f32), ((1024,), f32)))
+    assert body_of(text).splitlines() == [
+        'extern "C" __global__ void __launch_bounds__(32)',
+        "add_kernel(const float* __restrict__ a0, const float* __restrict__ a1, "
+        "float* a2) {",
+        "  const u32 thread = threadIdx.x;",
+        "  const int b0 = (int)(thread % 32 * 4);",
+        "  const int program0 = (int)blockIdx.x;",
+        "  __align__(16) float x1[16];",
+        "  const float* p2 = a0 + ((program0) * 512);",
+        "  EACH(4) { get<16>(x1 + i * 4, p2 + (b0 + (i * 4) / 4 * 128 + (i * 4) % 4)); "
+        "}",
+        "  __align__(16) float x3[16];",
+        "  const float* p4 = a1 + ((program0) * 512);",
+        "  EACH(4) { get<16>(x3 + i * 4, p4 + (b0 + (i * 4) / 4 * 128 + (i * 4) % 4)); "
+        "}",
+        "  __align__(16) float v5[16];",
+        "  EACH(16) v5[i] = x1[i] + x3[i];",
+        "  float* p6 = a2 + ((program0) * 512);",
+        "  EACH(4) { get<16>(p6 + (b0 + (i * 4) / 4 * 128 + (i * 4) % 4), v5 + i * 4); "
+        "}",
+        "}",
+    ]
+    launched = emit.Launched.of(text)
+    assert (launched.programs, launched.threads, launched.shared_bytes) == (2, 32, 0)
+    assert emit.Launched.of(launched.line()) == launched
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "bytes"),
+    [(1000, bf16, 16), (1004, bf16, 8), (1001, bf16, 2), (1002, f32, 8)],
+)
+def test_vectors_are_as_long_as_rows_are_aligned(columns, dtype, bytes):
+    text = body_of(text_of(softmax(4, columns, 16, dtype)))
+    assert (f"get<{bytes}>" in text) == (bytes > 2)
+    assert "#include" not in text
+
+
+def test_blocks_that_hang_over_are_masked():
+    text = body_of(text_of(softmax(8, 128, 300)))
+    loads = [line for line in text.splitlines() if "get<16>" in line]
+    assert len(loads) == 2 and all("< 300" in line for line in loads)
+    assert "< 304" not in body_of(text_of(softmax(8, 128, 304)))
+
+
+def test_no_address_is_computed_in_32_bits_where_an_array_is_larger():
+    text = body_of(text_of(softmax(1, 1 << 10, 1 << 21, f32)))
+    assert "(i64)(program0) * 1024" in text
+
+
+def test_positions_take_no_registers():
+    def kernel(x_ref, o_ref):
+        row = jax.lax.broadcasted_iota(jnp.int32, x_ref.shape, 0)
+        column = jax.lax.broadcasted_iota(jnp.int32, x_ref.shape, 1)
+        o_ref[...] = jnp.where(row >= column, x_ref[...], 0)
+
+    def run(x):
+        return pl.pallas_call(kernel, out_shape=kernels.shape(x))(x)
+
+    text = body_of(text_of(kernel_of(run, ((64, 64), f32))))
+    assert "int v" not in text and "bool v" not in text
+
+
+# --- launches ---
+
+
+@needs_nvrtc
+def test_the_call_carries_ptx_and_launch():
+    x = jax.ShapeDtypeStruct((300, 1000), bf16)
+    run = lambda x: kernels.rows(kernels.softmax_kernel, x, (1, 1000))
+    traced = jax.jit(run).trace(x)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.custom_call @__gpu$xla.gpu.ptx" in text
+    assert "api_version = 3 : i32" in text
+    for part in ("grid_x = 300 : i32", "block_x = 64 : i32", ".target sm_90a"):
+        assert part in text
+
+
+@needs_nvrtc
+def test_products_get_scratch_for_descriptions_of_arrays():
+    compiled = base.Compiled(BACKEND, matmul(256, 256, 256), base.Options())
+    launch = BACKEND.launch(compiled)
+    # Two programs; descriptions of both operands and of the result, 128 bytes each.
+    assert launch.scratch_results == (((2 * 3 * 128,), "uint8"),)
+    assert "shared_mem_bytes = " in launch.config
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("chip", ["a100", "h100", "b200"])
+def test_row_kernels_compile_for_every_chip(chip: str):
+    compiled = base.Compiled(BACKEND, softmax(), base.Options(chip=GPUS[chip]))
+    assert f".target {GPUS[chip].arch}" in compiled["ptx"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda: matmul(1000, 520, 328),
+        lambda: matmul(512, 512, 512, right="nk", left="km", block=(128, 128, 64)),
+        lambda: matmul(512, 512, 512, jnp.int8, right="nk", block=(64, 128, 128)),
+        lambda: matmul(
+            512, 512, 512, jnp.float8_e4m3fn, right="nk", out=f32, block=(192, 64, 128)
+        ),
+        lambda: attention(style="grid"),
+        lambda: attention(style="loop", causal=True, width=64),
+    ],
+)
+def test_products_compile_without_spills(kernel):
+    compiled = base.Compiled(BACKEND, kernel(), base.Options())
+    assert ".target sm_90a" in compiled["ptx"]
+    report = compiled["ptxas"]
+    assert "is not installed" in report or "0 bytes spill stores" in report
+    assert "arning" not in report
+
+
+# --- refusals ---
+
+
+REFUSED = {
+    "sort": (
+        lambda: kernel_of(
+            lambda x: pl.pallas_call(
+                lambda x_ref, o_ref: o_ref.__setitem__(..., jnp.cumsum(x_ref[...])),
+                out_shape=kernels.shape(x),
+            )(x),
+            ((64,), f32),
+        ),
+        "backend 'cuda' cannot run scan",
+    ),
+    "f32": (lambda: matmul(512, 512, 512, f32), "multiplied in 19 bits (tf32) only if"),
+    "rows": (
+        lambda: matmul(512, 512, 512, block=(32, 64, 64)),
+        "32 rows; a warpgroup multiplies 64 at a time",
+    ),
+    "large": (
+        lambda: matmul(512, 512, 512, block=(256, 256, 64)),
+        "256 x 256 sums do not fit the registers of 2 warpgroups",
+    ),
+    "memory": (
+        lambda: attention(width=256, block=(128, 256)),
+        "its operands take 327680 bytes of shared memory",
+    ),
+    "narrow": (
+        lambda: matmul(512, 512, 512, block=(128, 128, 32)),
+        "rows of 64 bytes, not of 128",
+    ),
+    "unaligned": (lambda: matmul(512, 511, 512), "rows of 1022 bytes, not of 16"),
+    "int8 by k": (
+        lambda: matmul(512, 512, 512, jnp.int8, block=(128, 128, 128)),
+        "the right side of i8 is not stored along k",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_with_the_reason(name: str):
+    make, reason = REFUSED[name]
+    said = fits(make())
+    assert said is not None and reason in said, said
+
+
+def test_what_it_can_do_fits():
+    assert fits(softmax()) is None
+    assert fits(matmul(512, 512, 512)) is None
+    assert fits(attention()) is None
+    # A left side that the copy engine cannot load goes through registers.
+    assert fits(matmul(512, 512, 511)) is None
+
+
+def test_writing_to_an_operand_is_refused():
+    def kernel(x_ref, o_ref):
+        x_ref[...] = x_ref[...] + 1
+        o_ref[...] = x_ref[...]
+
+    def run(x):
+        return pl.pallas_call(kernel, out_shape=kernels.shape(x))(x)
+
+    said = fits(kernel_of(run, ((64,), f32)))
+    assert said is not None and "cannot write to the operand 'x_ref'" in said
+
+
+def test_missing_nvrtc_is_said(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_library_path", lambda: None)
+    nvrtc._library.cache_clear()
+    with pytest.raises(Exception, match="NVRTC, which compiles for the backend 'cuda'"):
+        nvrtc.compile_ptx("", "sm_90a")
+    nvrtc._library.cache_clear()
+
+
+def test_numbers_are_exact():
+    from pallasite.backends.cuda.text import number
+    from pallasite.ir.types import BF16, F32, F64, I32, I64
+
+    assert number(-1, I32) == "(-1)" and number(-(1 << 31), I32).startswith("(-2147483")
+    assert number(0.1, F32) == "0.10000000149011612f"
+    assert number(0.1, BF16) == "0.10009765625f"
+    assert number(float("-inf"), F32) == "__uint_as_float(0xff800000u)"
+    assert number(1e300, F64) == "1e+300"
+    assert number(1 << 40, I64) == "1099511627776ll"
+    assert np.isfinite(float(number(1e-45, F32)[:-1]))

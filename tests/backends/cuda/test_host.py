@@ -1,0 +1,118 @@
+"""Emitted kernels run on the CPU (`host.py`): rows, products and attention."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.backends import cuda
+from pallasite.primitive import calls_in
+from pallasite.target import GPUS
+from tests.backends.cuda import host, kernels
+from tests.backends.cuda.kernels import bf16, f32
+from tests.zoo import all_cases
+from tests.zoo.test_zoo import arguments
+
+pytestmark = pytest.mark.skipif(
+    host.compiler() is None, reason="g++, which compiles the emitted text, is missing"
+)
+
+
+def run(function, *operands, folder: Path) -> list[np.ndarray]:
+    """The results of the one kernel that a function calls with its own operands."""
+    (kernel,) = pl.lower(function)(*operands).kernels
+    return host.run(kernel, [np.asarray(x) for x in operands], folder)
+
+
+ROWS = [
+    ((30, 1000), (1, 1000), bf16),
+    ((13, 201), (4, 201), f32),
+    ((20, 128), (16, 128), jnp.float16),
+    ((5, 7), (3, 7), f32),
+]
+
+
+@pytest.mark.parametrize(("size", "block", "dtype"), ROWS)
+@pytest.mark.parametrize(
+    ("kernel", "reference"),
+    [
+        (kernels.softmax_kernel, kernels.softmax_reference),
+        (kernels.layernorm_kernel, kernels.layernorm_reference),
+    ],
+)
+def test_rows(kernel, reference, size, block, dtype, tmp_path):
+    x = kernels.normal(*size, dtype=dtype)
+    function = lambda x: kernels.rows(kernel, x, block)
+    (got,) = run(function, x, folder=tmp_path)
+    limit = 1e-2 if dtype == bf16 else 2e-3 if dtype == jnp.float16 else 1e-5
+    assert kernels.error(got, reference(x)) < limit
+
+
+ZOO = ["two_pass_softmax", "mandelbrot", "loop_with_when", "gcd_pairs", "collatz"]
+ZOO += ["residual_rms_norm", "no_grid_two_outputs", "four_dimensional_blocks"]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name, tmp_path):
+    (case,) = [case for case in all_cases() if case.name == name]
+    args = arguments(case, 0)
+    (call,) = calls_in(partial(case.run, interpret=False, backend="cuda"), *args)
+    assert cuda.fits(call.kernel) is None
+    if len(jax.tree.leaves(args)) != len(call.kernel.inputs):
+        pytest.skip("its operands are computed before the call")
+    got = host.run(call.kernel, [np.asarray(x) for x in args], tmp_path)
+    want = jax.tree.leaves(case.reference(*args))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(g, np.float64).reshape(w.shape),
+            np.asarray(w, np.float64),
+            rtol=max(case.rtol, 1e-4),
+            atol=max(case.atol, 1e-4),
+        )
+
+
+@pytest.fixture
+def small_chip(monkeypatch):
+    """A chip of three multiprocessors, so that each runs several programs."""
+    from dataclasses import replace
+
+    chip = replace(GPUS["h100"], cores=3)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+
+
+PRODUCTS = {
+    "kn": dict(m=128, n=128, k=256, block=(128, 128, 64)),
+    "odd": dict(m=200, n=136, k=136, block=(64, 64, 64)),
+    "turned": dict(m=128, n=136, k=136, left="km", right="nk", out=bf16),
+    "i8": dict(m=128, n=64, k=256, dtype=jnp.int8, right="nk", block=(64, 64, 128)),
+    "unaligned": dict(m=64, n=64, k=71, block=(64, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name, tmp_path, small_chip):
+    how = {"left": "mk", "right": "kn", "dtype": bf16, "out": f32, **PRODUCTS[name]}
+    sizes = {d: how.pop(d) for d in "mnk"}
+    dtype = how.pop("dtype")
+    how["out"] = jnp.int32 if dtype == jnp.int8 else how["out"]
+    how.setdefault("block", (128, 128, 64))
+    x, y = (
+        kernels.operand(sizes, how[side], dtype, n)
+        for n, side in enumerate(("left", "right"))
+    )
+    (got,) = run(partial(kernels.matmul, **how), x, y, folder=tmp_path)
+    want = kernels.reference(x, y, how["left"], how["right"], how["out"])
+    assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("style", ["grid", "loop"])
+def test_attention(style, causal, tmp_path, small_chip):
+    q, k, v = (kernels.normal(2, 192, 64, dtype=bf16, seed=n) for n in range(3))
+    how = dict(style=style, causal=causal, block=(64, 64))
+    (got,) = run(partial(kernels.attention, **how), q, k, v, folder=tmp_path)
+    assert kernels.error(got, kernels.attention_reference(q, k, v, causal)) < 2e-2
