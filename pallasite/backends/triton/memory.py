@@ -453,9 +453,10 @@ class Memory(Dots):
         pointer_type = type_text(place.shape, place.view.pointer.elem)
         types = f"({pointer_type}, {value.type}, {mask.type}) -> {value.type}"
         text = f"tt.atomic_rmw {kind}, acq_rel, gpu, {place.pointers}, {value}, {mask}"
-        self.env[op.result] = self.let(
-            f"{text} : {types}", value.shape, value.elem, shared=False
-        )
+        old = self.let(f"{text} : {types}", value.shape, value.elem, shared=False)
+        if place.view.edges and place.view.fill is not None and place.mask is not None:
+            old = self.select(place.mask, old, self.like(place.view.fill, old))
+        self.env[op.result] = old
 
     def emit_atomic_cas(self, op: Op) -> None:
         access = Access.of(op)
