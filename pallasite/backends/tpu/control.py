@@ -16,6 +16,9 @@ from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import I32, TileType
 
+# A slice of no elements is not written, and these leave it out.
+TAKE_NOTHING = ("slice", "concatenate", "pad")
+
 
 class Control(Memory):
     """Writes blocks."""
@@ -47,6 +50,13 @@ class Control(Memory):
         if rule is None:
             self.refuse(
                 f"Mosaic has no {op.name}", fix="use another backend, or interpret=True"
+            )
+        if op.name not in TAKE_NOTHING and any(
+            map(_is_empty, (*op.operands, *op.results))
+        ):
+            self.refuse(
+                "Mosaic has no vectors of no elements",
+                fix="use another backend, or interpret=True",
             )
         return rule(self, op)
 
@@ -187,6 +197,10 @@ class Control(Memory):
 
     def emit_delay(self, op: Op) -> None:
         self.out.line(f"tpu.delay {self.name(op.operands[0])}")
+
+
+def _is_empty(value: Value) -> bool:
+    return isinstance(value.type, TileType) and not value.type.size
 
 
 RULES: dict[str, Callable[[Any, Op], str | tuple[str, ...] | None]] = {

@@ -17,6 +17,7 @@ from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
     by_element,
+    check_left_once,
     check_window,
     hangs_over,
     is_whole,
@@ -157,8 +158,20 @@ class _Module:
         self._check_windowed()
         loc = plan.pipeline.op.loc if plan.pipeline else kernel.loc
         for ref, (_, window) in plan.windows.items():
+            if 0 in memref_shape(window):
+                raise UnsupportedError(
+                    "backend 'tpu' takes no blocks without elements",
+                    [
+                        ("operand", f"{operand_name(kernel, ref)}, {ref.ref.tile}"),
+                        ("block", window.block_shape),
+                    ],
+                    at=loc or kernel.loc,
+                    fix="leave the operand out of the call, or use interpret=True",
+                )
             if not plan.is_called_once:
                 check_window(kernel, ref, window, loc or kernel.loc)
+        if plan.pipeline is not None:
+            check_left_once(kernel, plan.pipeline)
 
     def _check_windowed(self) -> None:
         """Each window shows a parameter of its own."""

@@ -7,9 +7,12 @@ with the operand's name and a shape that works.
 from collections.abc import Sequence
 
 from pallasite.backends.tpu.views import LANES, SUBLANES
-from pallasite.errors import SpecError
+from pallasite.errors import SpecError, UnsupportedError
 from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import RefType
+from pallasite.passes.analysis.carried import carried_from, is_overwritten
+from pallasite.passes.analysis.grid import WindowMoves, analyze
 from pallasite.passes.analysis.intervals import Fact
 
 
@@ -62,6 +65,66 @@ def check_window(
         at=loc,
         fix=f"use a block of {_fitting(ref, window, tiles)}",
     )
+
+
+def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
+    """Refuse an output whose blocks are entered again and would have to be kept.
+
+    Mosaic writes a block back when the next step has another one, and the block that a
+    step enters starts out as rubbish. That is seen unless steps fill what they enter.
+    """
+    aliased = {kernel.outputs[result] for _, result in kernel.aliases}
+    moves = analyze(kernel).windows
+    for shown, move in zip(pipeline.shown, moves, strict=True):
+        if shown.array not in kernel.outputs or shown.array in aliased:
+            continue
+        found = _entered_again(pipeline.grid, move)
+        if found is None or _fills(pipeline, shown.block, move):
+            continue
+        outer, inner = found
+        name = operand_name(kernel, shown.array)
+        raise UnsupportedError(
+            f"backend 'tpu' cannot return to a block of {name}",
+            [
+                ("kernel", kernel.name),
+                ("grid", pipeline.grid),
+                (
+                    "block",
+                    f"moves along axis {inner}, again in each step of axis {outer}",
+                ),
+                ("why", "a block that was left starts out uninitialised"),
+            ],
+            at=pipeline.op.loc or kernel.loc,
+            fix=f"make axis {outer} the last axis of the grid, or write the whole block"
+            " at each visit",
+        )
+
+
+def _entered_again(
+    grid: Sequence[int | None], moves: WindowMoves
+) -> tuple[int, int] | None:
+    """An axis along which the window stays, and one inside it along which it moves."""
+    several = [a for a, n in enumerate(grid) if n is not None and n > 1]
+    for outer in several:
+        for inner in several:
+            if outer < inner and outer not in moves.axes and inner in moves.apart:
+                return outer, inner
+    return None
+
+
+def _fills(pipeline: Pipeline, block: Value, moves: WindowMoves) -> bool:
+    """Whether each visit of a block, or the last of them alone, overwrites it all."""
+    ids, grid = pipeline.ids, pipeline.grid
+    last = max(moves.axes)
+    first = {i: 0 for a, i in enumerate(ids) if a > last or grid[a] == 1}
+    if is_overwritten(pipeline.body.ops, block, first):
+        return True
+    at_end = dict(first)
+    for axis, (index, size) in enumerate(zip(ids, grid, strict=True)):
+        if size is not None and axis < last and axis not in moves.axes:
+            at_end[index] = size - 1
+    reads_old = carried_from(pipeline.body, block, ids, grid) < len(ids)
+    return not reads_old and is_overwritten(pipeline.body.ops, block, at_end)
 
 
 def operand_name(kernel: Kernel, operand: Value) -> str:

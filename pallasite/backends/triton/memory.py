@@ -478,6 +478,8 @@ class Memory(Dots):
         else:
             assert name is not None
             old = self.atomic(name, place.pointers, value, mask)
+        if place.view.edges and place.view.fill is not None and place.mask is not None:
+            old = self.select(place.mask, old, self.like(place.view.fill, old))
         self.env[op.result] = old
 
     def atomic(self, name: str, pointers: Val, value: Val, mask: Val) -> Val:

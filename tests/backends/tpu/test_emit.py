@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallasite as pl
@@ -13,7 +14,13 @@ from pallasite.backends.tpu.emit import emit_module
 from pallasite.errors import PallasError, SpecError, UnsupportedError
 from pallasite.ir.nodes import Kernel, Loc
 from pallasite.primitive import kernels_in
-from tests.backends.tpu.harness import kernel_of, mosaic
+from tests.backends.tpu.harness import (
+    emulated,
+    kernel_of,
+    mosaic,
+    random_arrays,
+    simulated,
+)
 from tests.backends.tpu.kernels import CASES, array
 from tests.ir import kernels as by_hand
 
@@ -261,3 +268,82 @@ def test_a_line_is_kept_through_the_stages():
     with pytest.raises(SpecError) as caught:
         emit_module(made)
     assert "at       user.py:12 in main" in str(caught.value)
+
+
+# --- blocks that a grid leaves and enters again ---
+
+
+def sums(steps: tuple[int, int], body) -> Kernel:
+    """Output blocks along the last axis; `body(first axis, x_ref, o_ref)`."""
+    rows, columns = (array(8 * n, 128) for n in steps)
+    call = pl.pallas_call(
+        lambda x_ref, o_ref: body(pl.program_id(0), x_ref, o_ref),
+        out_shape=columns,
+        grid=steps,
+        in_specs=[pl.BlockSpec((8, 128), lambda i, j: (i, 0))],
+        out_specs=pl.BlockSpec((8, 128), lambda i, j: (j, 0)),
+    )
+    return kernel(call, rows)
+
+
+def add_to_kept(i, x_ref, o_ref):
+    @pl.when(i == 0)
+    def _():
+        o_ref[...] = jnp.zeros_like(o_ref)
+
+    o_ref[...] += x_ref[...]
+
+
+def store_once(i, x_ref, o_ref):
+    @pl.when(i == 0)
+    def _():
+        o_ref[...] = x_ref[...]
+
+
+def store_at_last(i, x_ref, o_ref):
+    @pl.when(i == 1)
+    def _():
+        o_ref[...] = x_ref[...]
+
+
+def overwrite(i, x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+@pytest.mark.parametrize("body", [add_to_kept, store_once])
+def test_a_block_that_has_to_be_kept_until_it_is_entered_again_is_refused(body):
+    text = refusal(sums((2, 3), body))
+    assert "cannot return to a block of output 0 ('o_ref')" in text
+    assert "moves along axis 1, again in each step of axis 0" in text
+    assert "fix     make axis 0 the last axis of the grid" in text
+    verify(mosaic(sums((2, 1), body)))
+
+
+@pytest.mark.parametrize("body", [store_at_last, overwrite])
+def test_a_block_that_is_filled_whenever_it_matters_is_not(body):
+    made = sums((2, 3), body)
+    (x,) = random_arrays(made)
+    (found,), (wanted,) = simulated(made, [x]), emulated(made, [x])
+    np.testing.assert_array_equal(found, wanted)
+
+
+# --- tiles and blocks of no elements ---
+
+
+def test_blocks_of_no_elements_are_refused():
+    def copy(x_ref, e_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    call = pl.pallas_call(copy, out_shape=array(8, 128))
+    text = refusal(kernel(call, array(8, 128), array(0, 128)))
+    assert "takes no blocks without elements" in text and "input 1 ('e_ref')" in text
+
+
+def test_ops_on_no_elements_are_refused():
+    def largest(x_ref, o_ref):
+        none = x_ref[...][:0]
+        o_ref[...] = x_ref[...] + jnp.sum(none, axis=0)
+
+    call = pl.pallas_call(largest, out_shape=array(8, 128))
+    text = refusal(kernel(call, array(8, 128)))
+    assert "Mosaic has no vectors of no elements" in text

@@ -7,7 +7,7 @@ import pytest
 
 import pallasite as pl
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import At, Gather, Kernel, Span, Value
+from pallasite.ir.nodes import At, BlockDim, Gather, Kernel, Span, Value, Window
 from pallasite.ir.types import BOOL, I8, I32, I64, TileType
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
@@ -123,6 +123,26 @@ def test_an_atomic_drops_what_is_out_of_range(start: int):
     places = np.arange(8) - start
     wanted = np.where((places >= 0) & (places < 4), 6, 5)
     np.testing.assert_array_equal(agree(kernel, number(start)), wanted)
+
+
+def test_an_atomic_outside_the_array_gives_the_fill():
+    """The second element of the block is past the array's end."""
+    x, o = main_ref("x", 5, dtype=I32), main_ref("o", 2, dtype=I32)
+
+    def body(b: Builder, ids, block: Value, out: Value) -> None:
+        b.store(block, b.constant(5, TileType((4,), I32)))
+        ones = b.constant(1, TileType((2,), I32))
+        attrs = dict(kind="add", index=(Span(0, 2),), mask=False)
+        b.store(out, b.op("atomic_rmw", block, ones, **attrs))
+
+    windows = (Window((BlockDim(4),), "out", fill=-7), blocked("out", 2))
+    maps = (lambda b: (b.index(1),), lambda b: (b.index(0),))
+    b = Builder()
+    emit_pipeline(b, (x, o), windows, maps, (), body)
+    kernel = Kernel("k", (x, o), b.block(), 2)
+    (_, wanted), (_, found) = run_numpy(kernel, []), simulated(kernel, [])
+    np.testing.assert_array_equal(wanted, [5, -7])
+    np.testing.assert_array_equal(found, wanted)
 
 
 # --- masks that say where positions are ---
