@@ -6,6 +6,7 @@ round of programs (one per core) the fewest bytes, then all of the second axis, 
 next group. The order among parallel axes is free; what is read from main memory is not.
 """
 
+from collections.abc import Sequence
 from math import prod, sqrt
 
 from pallasite.ir.build import Builder
@@ -72,20 +73,20 @@ def _grouped(pipeline: Pipeline, axis: int, group: int) -> Op:
     grid.insert(axis + 2, group)
     semantics.insert(axis + 2, semantics[axis])
 
-    def regrouped(block: Block) -> Block:
-        b, count = Builder(), len(pipeline.grid)
-        ids = [Value(INDEX, p.name) for p in block.params[:count]]
+    def regrouped(block: Block, refs: Sequence[Value] = ()) -> Block:
+        """An index map or, with its blocks, the body."""
+        b = Builder()
+        ids = [Value(INDEX, i.name) for i in pipeline.ids]
         within = Value(INDEX, f"{ids[axis].name or 'i'}_in_group")
-        old = [*ids]
+        old, new = [*ids], [Value(r.type, r.name) for r in refs]
         old[axis] = b.add(b.mul(ids[axis], b.index(group)), within)
-        refs = [Value(p.type, p.name) for p in block.params[count:]]
-        yields = inline(b, block, [*old, *refs])
+        yields = inline(b, block, [*old, *new])
         ids.insert(axis + 2, within)
-        return b.block((*ids, *refs), yields)
+        return b.block((*ids, *new), yields)
 
     return pipeline.with_(
         grid=tuple(grid),
         semantics=tuple(semantics),
         maps=tuple(map(regrouped, pipeline.maps)),
-        body=regrouped(pipeline.body),
+        body=regrouped(pipeline.body, pipeline.blocks),
     ).to_op()
