@@ -105,7 +105,7 @@ def _backends() -> tuple[str, ...]:
 # --- our kernels ---
 
 
-def matmul(blocks: tuple[int, int, int], out: Any, finish: Any = None) -> Callable:
+def matmul(blocks: tuple[int, ...], out: Any, finish: Any = None) -> Callable:
     """A product that accumulates over the third grid axis into scratch."""
     rows, columns, depth = blocks
 

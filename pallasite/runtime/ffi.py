@@ -6,6 +6,7 @@ the custom call with the launch's configuration, aliases and scratch results.
 """
 
 import ctypes
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,11 +39,18 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     if launch.handler is not None:
         _register(launch)
     results = len(ctx.avals_out)
-    if launch.scratch_results:
-        scratch = [
-            jax.core.ShapedArray(shape, np.dtype(dtype))
-            for shape, dtype in launch.scratch_results
-        ]
+    aliases = dict(launch.aliases)
+    scratch = [
+        jax.core.ShapedArray(shape, np.dtype(dtype))
+        for shape, dtype in launch.scratch_results
+    ]
+    if launch.log_words:
+        log = jax.core.ShapedArray((launch.log_words,), np.dtype(np.int32))
+        aliases[len(operands)] = results + len(scratch)
+        operands = (*operands, *_run(ctx, lambda: jax.numpy.zeros_like(log), [], [log]))
+        ctx = ctx.replace(avals_in=[*ctx.avals_in, log])
+        scratch.append(log)
+    if scratch:
         ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
     packed, values = ctx, list(operands)
     if launch.handler is not None:
@@ -53,13 +61,24 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
         backend_config=None if typed else launch.config,
         api_version=launch.api_version,
         has_side_effect=launch.has_side_effect,
-        operand_output_aliases=dict(launch.aliases) or None,
+        operand_output_aliases=aliases or None,
         extra_attributes=_note_for_export(launch, ctx),
     )
     attributes = dict(launch.config) if typed else {}
-    found = list(rule(ctx, *values, **attributes))[:results]
+    made = list(rule(ctx, *values, **attributes))
+    if launch.log_words:
+        read = functools.partial(jax.debug.callback, launch.read_log)
+        _run(ctx, lambda log: read(log) or [], scratch[-1:], [], made[-1])
+    found = made[:results]
     pairs = zip(found, ctx.avals_out, packed.avals_out, strict=False)
     return [_converted(ctx, *each) for each in pairs]
+
+
+def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[Any]:
+    """Code of a JAX function in the middle of a lowering rule."""
+    inner = ctx.replace(avals_in=list(avals), avals_out=list(out))
+    many = len(out) != 1
+    return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
 
 
 def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ import numpy as np
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
+from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.schedule import is_native, plain_copies
-from pallasite.ir.nodes import walk
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
@@ -89,16 +89,16 @@ class TritonBackend:
             "grid_z": np.int32(1),
             "debug": bool(options.debug),
         }
-        scratch = emit.scratch_of(scheduled)
+        scratch, sites = emit.scratch_of(scheduled), sites_of(scheduled)
         return Launch(
             TARGET,
             config,
             api_version=4,
             aliases=scheduled.aliases,
-            has_side_effect=any(
-                op.name == "debug_print" for op in walk(scheduled.body)
-            ),
+            has_side_effect=bool(sites),
             scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),
+            log_words=WORDS if sites else 0,
+            read_log=reader(sites) if sites else None,
             is_versioned=True,
         )
 

@@ -5,17 +5,17 @@ is meant). Out: an MLIR module as text, and what a launch needs to know. The op 
 are in the classes this one inherits; `RULES` says what emits which op.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.triton import dots, four_bits, memory, tiles
+from pallasite.backends.triton import dots, four_bits, memory, prints, tiles
 from pallasite.backends.triton.elementwise import NATIVE
-from pallasite.backends.triton.four_bits import FourBits
 from pallasite.backends.triton.launch import GROUP, STAGES
+from pallasite.backends.triton.memory import Number
+from pallasite.backends.triton.prints import Prints, print_ops
 from pallasite.backends.triton.rounding import rounded_away
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
@@ -65,7 +65,7 @@ def emit(kernel: Kernel) -> str:
     return Emitter(kernel).module()
 
 
-class Emitter(FourBits):
+class Emitter(Prints):
     """Walks a kernel and writes its module."""
 
     def __init__(self, kernel: Kernel):
@@ -75,18 +75,23 @@ class Emitter(FourBits):
         _check_inputs_are_kept(kernel, accesses)
         self.fenced = _written_and_read(accesses)
         self.rounded_away = rounded_away(kernel)
+        self.print_numbers = {op: n for n, op in enumerate(print_ops(kernel))}
 
     def module(self) -> str:
         kernel = self.kernel
         same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
         params: list[str] = []
-        for number, param in enumerate(kernel.params):
-            pointer = self.parameter(param, number, params)
-            self.views[param] = self.array(param.ref, pointer, same.get(param, param))
+        for param in kernel.inputs:
+            self.argument(param, same.get(param, param), params)
+        if self.print_numbers:  # what the log starts as; it is the log itself
+            _pointer("i32", params)
+        for param in kernel.outputs:
+            self.argument(param, param, params)
         self.scratch = {
-            op.result: self.parameter(op.result, len(kernel.params) + n, params)
-            for n, op in enumerate(_allocs(kernel))
+            op.result: self.parameter(op.result, params) for op in _allocs(kernel)
         }
+        if self.print_numbers:
+            self.log = _pointer("i32", params)
         self.out.depth = 2
         self.block(kernel.body)
         self.out.line("tt.return")
@@ -101,7 +106,12 @@ class Emitter(FourBits):
         ]
         return "\n".join(lines)
 
-    def parameter(self, ref: Value, number: int, params: list[str]) -> Val:
+    def argument(self, param: Value, memory: Value, params: list[str]) -> None:
+        pointer = self.parameter(param, params)
+        self.views[param] = self.array(param.ref, pointer, memory)
+
+    def parameter(self, ref: Value, params: list[str]) -> Val:
+        number = len(params)
         elem = memory_element(ref.ref.dtype)
         if elem is None or ref.ref.is_semaphore:
             raise UnsupportedError(
@@ -110,9 +120,7 @@ class Emitter(FourBits):
                 self.kernel.loc,
                 "use another dtype, or interpret=True",
             )
-        kind = f"!tt.ptr<{elem}>"
-        params.append(f"%arg{number}: {kind} {{tt.divisibility = 16 : i32}}")
-        return Val(f"%arg{number}", (), kind)
+        return _pointer(elem, params)
 
     # --- walking ---
 
@@ -192,7 +200,17 @@ class Emitter(FourBits):
             else:
                 self.env[value] = self.scaled("arith.remsi", rest, size)
                 rest = self.scaled("arith.divsi", rest, size)
+        if self.print_numbers:
+            self.program_number = self.in_grid_order(pipeline)
         self.block(pipeline.body)
+
+    def in_grid_order(self, pipeline: Pipeline) -> Val:
+        """The number of this program, whatever order programs are launched in."""
+        number: Number = 0
+        for value, size in zip(pipeline.ids, pipeline.grid, strict=True):
+            assert size is not None
+            number = self.plus(self.times(number, size), self.env[value])
+        return self.scalar(number)
 
     def grouped_ids(self, pipeline: Pipeline, number: Val, group: int) -> None:
         """The last two axes: `group` rows at a time, column by column."""
@@ -348,18 +366,6 @@ class Emitter(FourBits):
     def emit_debug_check(self, op: Op) -> None:
         """Checked by the emulation; a device assertion would stop the whole process."""
 
-    def emit_debug_print(self, op: Op) -> None:
-        values = [self.env[v] for v in op.operands]
-        text = json.dumps(f" {op.attrs['format'].replace('!s', '')}: ")
-        if not values:
-            self.out.line(f"tt.print {text} {{hex = false, isSigned = array<i32>}}")
-            return
-        signed = ", ".join(str(int(v.tile.dtype.is_signed_int)) for v in op.operands)
-        names = ", ".join(map(str, values))
-        types = ", ".join(v.type for v in values)
-        attrs = f"{{hex = false, isSigned = array<i32: {signed}>}}"
-        self.out.line(f"tt.print {text} {attrs} : {names} : {types}")
-
 
 RULES: dict[str, Callable[[Any, Op], None]] = {
     **dict.fromkeys(NATIVE, Emitter.emit_elementwise),
@@ -367,6 +373,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **dots.RULES,
     **memory.RULES,
     **four_bits.RULES,
+    **prints.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,
     "for": Emitter.emit_for,
@@ -375,8 +382,14 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     "assume_multiple": Emitter.emit_assume_multiple,
     "delay": Emitter.emit_delay,
     "debug_check": Emitter.emit_debug_check,
-    "debug_print": Emitter.emit_debug_print,
 }
+
+
+def _pointer(elem: str, params: list[str]) -> Val:
+    """One more parameter of the function."""
+    name, kind = f"%arg{len(params)}", f"!tt.ptr<{elem}>"
+    params.append(f"{name}: {kind} {{tt.divisibility = 16 : i32}}")
+    return Val(name, (), kind)
 
 
 def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:

@@ -39,7 +39,12 @@ def simulated(
         results[target] = inputs[source]
     scratch = [np.full(shape, 77).astype(d) for shape, d in launch.scratch_results]
     programs = int(launch.config["grid_x"])  # type: ignore[index,call-overload]
-    simulate.run(outputs["ttir"], [*inputs, *results, *scratch], programs, seed)
+    # What a log starts as and the log are one array.
+    log = [np.zeros(launch.log_words, np.int32)] if launch.log_words else []
+    arrays = [*inputs, *log, *results, *scratch, *log]
+    simulate.run(outputs["ttir"], arrays, programs, seed)
+    if launch.read_log is not None:
+        launch.read_log(log[0])
     return results
 
 

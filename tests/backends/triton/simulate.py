@@ -299,9 +299,6 @@ class _Machine:
     def do_gpu_barrier(self, op: Node) -> Any:
         return []
 
-    def do_tt_print(self, op: Node, *values: Any) -> Any:
-        return []
-
     # --- numbers ---
 
     def do_arith_cmpi(self, op: Node, x: Any, y: Any) -> Any:

@@ -3,12 +3,13 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu
 from pallasite.passes.run import run as run_passes
-from pallasite.primitive import kernels_in
-from tests.backends.triton.harness import compiled
+from pallasite.primitive import call_p, kernels_in
+from tests.backends.triton.harness import compiled, simulated
 
 SMALL = gpu.Options(small=True, warps=(None,), stages=(None,))
 PROBLEMS = {problem.name: problem for problem in gpu.problems(SMALL)}
@@ -24,6 +25,26 @@ def test_our_kernels_are_emitted(name, monkeypatch):
             run, operands = make()
             for kernel in kernels_in(run, *operands):
                 compiled(run_passes(kernel))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_our_kernels_are_right_on_the_simulator(name, monkeypatch):
+    """Forward and backward: every kernel of a call, in a random order of programs."""
+    if name in ("matmul bfloat16 8192", "attention d128 causal long"):
+        pytest.skip("the same kernels as others, for other sizes")
+
+    def run(*operands, call):
+        return [jnp.asarray(x) for x in simulated(run_passes(call.kernel), operands)]
+
+    monkeypatch.setattr(gpu, "_backends", lambda: ("triton",))
+    (problem,) = (p for p in gpu.problems(SMALL) if p.name == name)
+    plain, operands = problem.contenders[problem.reference]()
+    want = plain(*operands)
+    monkeypatch.setattr(call_p, "impl", run)
+    for contender, make in problem.contenders.items():
+        if contender.startswith("ours") and any(x in contender for x in LABELS):
+            ours, operands = make()
+            assert gpu.distance(ours(*operands), want) <= problem.allowed
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a look at the script")

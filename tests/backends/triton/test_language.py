@@ -502,3 +502,112 @@ def test_four_bits_on_the_gpu(dtype):
     np.testing.assert_array_equal(
         np.asarray(one).astype(np.int32), want.astype(np.int32)
     )
+
+
+# --- prints ---
+
+
+def printing(**options):
+    def kernel(x_ref, o_ref):
+        i, j = pl.program_id(0), pl.program_id(1)
+        x = x_ref[...]
+        pl.debug_print("program {} {}: sum {:.2f}", i, j, x.sum())
+
+        @pl.when((i + j) % 2 == 0)
+        def _():
+            pl.debug_print("x[0] = {0}, i = {1:03d}, again {1}", x[0, :3], i)
+            for value in (x.astype(jnp.bfloat16)[0, 0], x[0, 0] > 0, x[0, 0] * 1000):
+                pl.debug_print("value", value)
+
+        o_ref[...] = x
+
+    block = pl.BlockSpec((4, 5), lambda i, j: (i, j))
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape((8, 15)),
+        grid=(2, 3),
+        in_specs=[block],
+        out_specs=block,
+        **options,
+    )
+
+
+@pytest.fixture
+def as_on_a_cpu(capfd):
+    """What the same call prints through checked mode, in the order of the grid."""
+
+    def text(call, *operands):
+        call(*operands)
+        jax.effects_barrier()
+        return capfd.readouterr().out
+
+    return text
+
+
+def test_prints_are_formatted_as_everywhere_else(as_on_a_cpu, capfd):
+    x = np.random.default_rng(0).normal(size=(8, 15)).astype(np.float32)
+    want = as_on_a_cpu(printing(interpret=pl.Checked(orders=("early",))), x)
+    kernel = only_kernel(printing(), x)
+    compiled(kernel)
+    (got,) = simulated(kernel, [x])
+    np.testing.assert_array_equal(got, x)
+    assert capfd.readouterr().out == want and want.count("\n") == 6 + 3 * 4
+
+
+@pytest.mark.parametrize("name", ["int64", "uint64", "float64", "int16", "float16"])
+def test_prints_of_other_widths(name, wide_types, as_on_a_cpu, capfd):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+        pl.debug_print("{} and {}", x_ref[...], x_ref[1])
+
+    x = np.array([0, 1, 123]).astype(name) * np.array(91).astype(name)
+    options = dict(interpret=pl.Checked(orders=("early",)))
+    want = as_on_a_cpu(whole(kernel, ((3,), x.dtype), **options), x)
+    simulated(only_kernel(whole(kernel, ((3,), x.dtype)), x), [x])
+    assert capfd.readouterr().out == want
+
+
+def test_prints_beyond_the_log_are_counted(capfd):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+        pl.debug_print("short")
+        pl.debug_print("row {}", x_ref[...])
+
+    row = pl.BlockSpec((1, 1 << 14), lambda i: (i, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape((20, 1 << 14)),
+        grid=20,
+        in_specs=[row],
+        out_specs=row,
+    )
+    x = np.zeros((20, 1 << 14), np.float32)
+    simulated(only_kernel(call, x), [x])
+    out = capfd.readouterr().out
+    assert out.count("row") == 15 and out.count("short") == 16
+    # Five rows, and what three programs say before theirs.
+    assert f"{4 * (5 * (2 + (1 << 14)) + 4 * 2)} bytes are lost" in out
+
+
+def test_the_log_goes_in_as_zeros_and_out_to_the_host(monkeypatch):
+    """The callback itself can only be lowered where there is a GPU."""
+    read = []
+    monkeypatch.setattr(jax.debug, "callback", lambda f, log: read.append((f, log)))
+    traced = jax.jit(printing()).trace(np.zeros((8, 15), np.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    ((_, log),) = read
+    assert log.shape == (1 << 18,) and log.dtype == jnp.int32
+    call = next(line for line in text.splitlines() if "xla.gpu.triton" in line)
+    assert "has_side_effect = true" in call
+    assert "output_tuple_indices = [1]" in call and "operand_index = 1" in call
+    types = "(tensor<8x15xf32>, tensor<262144xi32>)"
+    assert f"{types} -> {types}" in call
+
+
+@pytest.mark.gpu
+def test_prints_on_the_gpu(as_on_a_cpu, capfd):
+    x = np.random.default_rng(0).normal(size=(8, 15)).astype(np.float32)
+    want = as_on_a_cpu(printing(interpret=pl.Checked(orders=("early",))), x)
+    np.testing.assert_array_equal(jax.jit(printing(backend="triton"))(x), x)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == want
