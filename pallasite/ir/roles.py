@@ -1,8 +1,8 @@
 """What the operands, attributes and regions of a structured op are for, by name.
 
 `Pipeline.of(op)`, `Loop.of(op)`, `While.of(op)`, `Cond.of(op)`, `Dot.of(op)` and so on
-take an op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it together
-again. The layouts they know are those that the type rules in `ops/` state.
+take an op apart as `Access.of` (in `nodes.py`) does for memory ops; `to_op()` puts it
+together again. The layouts they know are those that the type rules in `ops/` state.
 """
 
 from collections.abc import Iterable, Sequence

@@ -306,7 +306,10 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         "named_barrier", id=1, threads=128, arrive_only=True
     ),
     "wgmma": lambda b, x: b.op(
-        "wgmma", tile(b, 64, 8), swizzled(b, 64, 64), swizzled(b, 64, 8),
+        "wgmma",
+        tile(b, 64, 8),
+        swizzled(b, 64, 64),
+        swizzled(b, 64, 8),
         contract=((1,), (0,)),
     ),
     "wgmma_wait": lambda b, x: b.emit("wgmma_wait", tile(b), tile(b, 4), pending=1),

@@ -9,7 +9,7 @@ inherits; `RULES` says what emits which op.
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -221,13 +221,17 @@ class Emitter(Explicit):
         spread = self.spread(value, op)
         if value.type.shape and spread is None:
             self.refuse(op, f"{value.type} has no layout")
-        return self.declare(value.tile.dtype, spread, op)
+        lanes = self.assignment.partial.get(value, ())
+        return replace(self.declare(value.tile.dtype, spread, op), lanes=lanes)
 
     def hand_over(self, targets: list[Tile], values: tuple[Value, ...], op: Op) -> None:
         """Assign several variables at once: none of them changes before it is read."""
         sources = []
         for target, value in zip(targets, values, strict=True):
-            source = self.get(value, target.spread, op)
+            if target.lanes:
+                source = self.part(value, target.lanes, target.spread, op)
+            else:
+                source = self.get(value, target.spread, op)
             if source in targets and source != target:
                 kept = self.declare(source.dtype, source.spread, op)
                 self.copy(kept, source)
