@@ -16,7 +16,7 @@ from pallasite.backends.cuda.elementwise import narrowed, widened
 from pallasite.backends.cuda.layouts import Lane, Spread
 from pallasite.backends.cuda.text import Writer, c_type, is_narrow, number
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Op, Value
+from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.text import print_op
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.intervals import Facts
@@ -274,6 +274,10 @@ class Core:
         offset = -(-self.shared_bytes // alignment) * alignment
         self.shared_bytes = offset + size
         return offset
+
+    def block(self, block: Block) -> None:
+        """Emit the ops of a block."""
+        raise NotImplementedError("emit.py knows which rule emits which op")
 
     def sync(self) -> None:
         """All threads of the program have done what is above."""

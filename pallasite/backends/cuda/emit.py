@@ -30,7 +30,6 @@ from pallasite.passes.analysis.memory import VIEWS, Roots
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
-MOST_SHARED = 227 << 10
 ELEMENTS = 16  # of the largest tile that a thread gets, if threads suffice
 
 
@@ -60,17 +59,17 @@ def function_name(kernel: Kernel) -> str:
     return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
 
 
-def emit(kernel: Kernel) -> str:
-    """The CUDA C++ of a promoted kernel."""
-    return Emitter(kernel).text()
+def emit(kernel: Kernel, shared_bytes: int) -> str:
+    """The CUDA C++ of a promoted kernel; `shared_bytes`: what a program may have."""
+    return Emitter(kernel, shared_bytes).text()
 
 
 class Emitter(Explicit):
     """Walks a kernel and writes its function."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: Kernel, shared_bytes: int):
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.most_shared = kernel, shared_bytes
         self.program = Pipeline.of(find_pipeline(kernel))
         accesses = _accesses(kernel)
         _check_inputs_are_kept(kernel, accesses)
@@ -108,10 +107,10 @@ class Emitter(Explicit):
             params.append(self.parameter(param, f"a{number}", root))
             self.views[param] = self.array(param.ref, f"a{number}", root)
         self.block(kernel.body)
-        if self.shared_bytes > MOST_SHARED:
+        if self.shared_bytes > self.most_shared:
             raise UnsupportedError(
                 f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory for "
-                f"a program, and has {MOST_SHARED}",
+                f"a program, of {self.most_shared}",
                 [("kernel", kernel.name)],
                 kernel.loc,
                 "use smaller blocks, or backend='triton'",
