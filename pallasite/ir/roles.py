@@ -231,8 +231,9 @@ class Wgmma:
 
     @staticmethod
     def of(op: Op) -> "Wgmma":
+        sums, lhs, rhs = op.operands
         (left,), (right,) = op.attrs["contract"]
-        return Wgmma(*op.operands, (left, right))
+        return Wgmma(sums, lhs, rhs, (left, right))
 
 
 @dataclass(frozen=True)

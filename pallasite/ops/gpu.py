@@ -39,7 +39,8 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     sums, lhs, rhs = types
     if not isinstance(sums, TileType) or not isinstance(rhs, RefType):
         raise TypeRuleError("adds to a tile; the right side is in shared memory")
-    (left,), (right,) = attrs["contract"]
+    contract: tuple[tuple[int], tuple[int]] = attrs["contract"]
+    (left,), (right,) = contract
     shape = (lhs.shape[1 - left], rhs.shape[1 - right])
     if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
         raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")

@@ -33,8 +33,8 @@ class Lowered:
         """What each stage makes of one kernel, by the stage's name.
 
         Args:
-            backend: "cpu", "triton" or "tpu"; by default the call's own, else the
-                one for the platform JAX uses.
+            backend: "cpu", "triton", "cuda" or "tpu"; by default the call's own, else
+                the one for the platform JAX uses.
             kernel: which of `kernels`.
 
         Returns:

@@ -15,7 +15,7 @@ from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
@@ -44,7 +44,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     )
 
 
-def _is_native(op) -> bool:
+def _is_native(op: Op) -> bool:
     integers = op.operands and not op.operands[0].type.dtype.is_float
     if op.name == "pow" and integers:
         return False
@@ -56,17 +56,18 @@ def _is_native(op) -> bool:
 class CudaBackend:
     """See `backends/base.py` for what the members mean."""
 
-    name = "cuda"
-    platforms = ("cuda",)
-    native = NATIVE_OPS
+    name: str = "cuda"
+    platforms: tuple[str, ...] = ("cuda",)
+    native: frozenset[str] = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:
         return passes_for(_chip(options))
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        arch = _arch(_chip(options))
+        chip = _chip(options)
+        arch = _arch(chip)
         return (
-            Stage("cuda", make_cuda),
+            Stage("cuda", partial(make_cuda, shared_bytes=chip.shared.bytes)),
             Stage("ptx", partial(nvrtc.stored_ptx, arch=arch)),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
@@ -131,9 +132,9 @@ def _quoted(text: str) -> str:
     return '"' + kept.replace("\n", "\\0A").replace("\t", "\\09") + '"'
 
 
-def make_cuda(scheduled: str) -> str:
+def make_cuda(scheduled: str, shared_bytes: int) -> str:
     """The CUDA C++ of a scheduled kernel."""
-    return emit.emit(parse_kernel(scheduled))
+    return emit.emit(parse_kernel(scheduled), shared_bytes)
 
 
 BACKEND = CudaBackend()

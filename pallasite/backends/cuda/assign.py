@@ -8,9 +8,10 @@ the emitter moves them through shared memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pallasite.backends.cuda.layouts import Spread, striped
+from pallasite.backends.cuda.layouts import Lane, Spread, striped
+from pallasite.backends.cuda.unfinished_sums import partial_sums
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Cond, Loop, While
@@ -22,10 +23,11 @@ Relation = tuple[Value, Value, Change | None, Change | None]  # both directions
 
 @dataclass(frozen=True)
 class Assignment:
-    """The spread of each tile, and the tiles that are one number."""
+    """The spread of each tile, and which tiles are one number or parts of sums."""
 
     spreads: Mapping[Value, Spread]
     uniform: frozenset[Value]
+    partial: Mapping[Value, tuple[Lane, ...]] = field(default_factory=dict)
 
 
 def assign(
@@ -67,7 +69,7 @@ def assign(
     for value in sorted(tiles, key=lambda v: -v.tile.size):
         if value not in spreads:
             spread_from(value, striped(value.tile.shape, threads, vector))
-    return Assignment(spreads, frozenset(uniform))
+    return Assignment(spreads, frozenset(uniform), partial_sums(body, spreads))
 
 
 def is_spread(value: Value) -> bool:

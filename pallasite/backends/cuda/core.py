@@ -7,16 +7,16 @@ number and a scalar are a variable. The op families are the mixins next to this 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.assign import Assignment
 from pallasite.backends.cuda.elementwise import narrowed, widened
-from pallasite.backends.cuda.layouts import Spread
+from pallasite.backends.cuda.layouts import Lane, Spread
 from pallasite.backends.cuda.text import Writer, c_type, is_narrow, number
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Op, Value
+from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.text import print_op
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.intervals import Facts
@@ -39,6 +39,7 @@ class Tile:
     dtype: DType
     spread: Spread | None = None
     is_computed: bool = False
+    lanes: tuple[Lane, ...] = ()  # that its elements are still to be summed over
 
     def held(self, register: str = "i") -> str:
         """One element as it is held."""
@@ -156,12 +157,41 @@ class Core:
 
     def get(self, value: Value, spread: Spread | None, op: Op) -> Tile:
         """An operand in a given spread, moved there if need be."""
-        tile = self.env[value]
+        tile = self.whole(value, op)
         if tile.spread is None or tile.spread == spread:
             return tile
         if spread is None:
             self.refuse(op, f"{value.type} is used as one number")
         return self.moved(tile, spread, op)
+
+    def whole(self, value: Value, op: Op) -> Tile:
+        """A tile whose sums are finished."""
+        tile = self.env[value]
+        if not tile.lanes:
+            return tile
+        result = self.declare(tile.dtype, tile.spread, op)
+        self.copy(result, tile)
+        for lane in tile.lanes:
+            step = lane.unit
+            while step < lane.unit * lane.count:
+                other = f"__shfl_xor_sync(~0u, {result.held()}, {step})"
+                self.out.line(f"EACH({result.registers}) {result.held()} += {other};")
+                step *= 2
+        return result
+
+    def part(
+        self, value: Value, lanes: tuple[Lane, ...], spread: Spread | None, op: Op
+    ) -> Tile:
+        """A tile as parts of sums: the whole in one of the threads that share it."""
+        tile = self.env[value]
+        if tile.lanes == lanes:
+            return tile
+        tile = self.get(value, spread, op)
+        result = replace(self.declare(tile.dtype, spread, op), lanes=lanes)
+        mine = " && ".join(f"thread / {p.unit} % {p.count} == 0" for p in lanes)
+        zero = number(0, tile.dtype)
+        self.put(result, lambda i: f"{mine} ? {tile.held(i)} : {zero}")
+        return result
 
     def moved(self, tile: Tile, spread: Spread, op: Op) -> Tile:
         """Through shared memory into another spread."""
@@ -244,6 +274,10 @@ class Core:
         offset = -(-self.shared_bytes // alignment) * alignment
         self.shared_bytes = offset + size
         return offset
+
+    def block(self, block: Block) -> None:
+        """Emit the ops of a block."""
+        raise NotImplementedError("emit.py knows which rule emits which op")
 
     def sync(self) -> None:
         """All threads of the program have done what is above."""

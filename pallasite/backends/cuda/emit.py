@@ -9,7 +9,7 @@ inherits; `RULES` says what emits which op.
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -30,7 +30,6 @@ from pallasite.passes.analysis.memory import VIEWS, Roots
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
-MOST_SHARED = 227 << 10
 ELEMENTS = 16  # of the largest tile that a thread gets, if threads suffice
 
 
@@ -60,17 +59,17 @@ def function_name(kernel: Kernel) -> str:
     return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
 
 
-def emit(kernel: Kernel) -> str:
-    """The CUDA C++ of a promoted kernel."""
-    return Emitter(kernel).text()
+def emit(kernel: Kernel, shared_bytes: int) -> str:
+    """The CUDA C++ of a promoted kernel; `shared_bytes`: what a program may have."""
+    return Emitter(kernel, shared_bytes).text()
 
 
 class Emitter(Explicit):
     """Walks a kernel and writes its function."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: Kernel, shared_bytes: int):
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.most_shared = kernel, shared_bytes
         self.program = Pipeline.of(find_pipeline(kernel))
         accesses = _accesses(kernel)
         _check_inputs_are_kept(kernel, accesses)
@@ -108,10 +107,10 @@ class Emitter(Explicit):
             params.append(self.parameter(param, f"a{number}", root))
             self.views[param] = self.array(param.ref, f"a{number}", root)
         self.block(kernel.body)
-        if self.shared_bytes > MOST_SHARED:
+        if self.shared_bytes > self.most_shared:
             raise UnsupportedError(
                 f"backend 'cuda' needs {self.shared_bytes} bytes of shared memory for "
-                f"a program, and has {MOST_SHARED}",
+                f"a program, of {self.most_shared}",
                 [("kernel", kernel.name)],
                 kernel.loc,
                 "use smaller blocks, or backend='triton'",
@@ -221,13 +220,17 @@ class Emitter(Explicit):
         spread = self.spread(value, op)
         if value.type.shape and spread is None:
             self.refuse(op, f"{value.type} has no layout")
-        return self.declare(value.tile.dtype, spread, op)
+        lanes = self.assignment.partial.get(value, ())
+        return replace(self.declare(value.tile.dtype, spread, op), lanes=lanes)
 
     def hand_over(self, targets: list[Tile], values: tuple[Value, ...], op: Op) -> None:
         """Assign several variables at once: none of them changes before it is read."""
         sources = []
         for target, value in zip(targets, values, strict=True):
-            source = self.get(value, target.spread, op)
+            if target.lanes:
+                source = self.part(value, target.lanes, target.spread, op)
+            else:
+                source = self.get(value, target.spread, op)
             if source in targets and source != target:
                 kept = self.declare(source.dtype, source.spread, op)
                 self.copy(kept, source)

@@ -234,7 +234,12 @@ class Explicit(Memory):
         assert access.value is not None
         tile, view = self.env[access.value], self.views[access.ref]
         root = view.memory
-        if tile.spread is None or tile.is_computed or access.mask is not None:
+        if (
+            tile.spread is None
+            or tile.lanes
+            or tile.is_computed
+            or access.mask is not None
+        ):
             return False
         if len(view.dims) != 2 or root is None or root in self.fenced:
             return False

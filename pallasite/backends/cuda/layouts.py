@@ -96,6 +96,17 @@ class Spread:
                 weights[n], unit = unit, unit * self.digits[n].count
         return self._sum(weights, register)
 
+    def corners(self) -> list[int]:
+        """The registers at the corners of a thread's part of a tile."""
+        found = [0]
+        for dim in range(len(self.shape)):
+            unit, last = 1, 0
+            for digit in reversed(self.digits):
+                last += unit * (digit.count - 1) if digit.dim == dim else 0
+                unit *= digit.count
+            found += [number + last for number in found]
+        return sorted(set(found))
+
     # --- spreads of related tiles ---
 
     def without(self, dims: Sequence[int]) -> "Spread":

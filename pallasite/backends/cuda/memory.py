@@ -420,7 +420,7 @@ class Memory(Tiles):
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
         assert access.value is not None
-        value = self.env[access.value]
+        value = self.whole(access.value, op)
         spread = value.spread
         if spread is None and access.value.tile.shape:
             value = self.materialised(value, access.value, op)

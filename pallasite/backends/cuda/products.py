@@ -101,6 +101,8 @@ class Plan:
         self.home = dict(_homes(program))
         self.written = _written_roots(kernel, program, self.made)
         dots = [op for op in walk(program) if op.name == "dot"]
+        if chip.arch != "sm_90":
+            self.refuse(dots[0], f"its products are of sm_90, the chip is {chip.arch}")
         self.products = [self.product(op) for op in dots]
         self.by_op: dict[int, Product] = {}  # at the op whose place it takes
         for each in self.products:

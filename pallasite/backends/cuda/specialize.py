@@ -4,8 +4,8 @@ In: a kernel after `promote` (programs, loops, values). Out: a persistent grid o
 many programs as the chip has multiprocessors, in each of which one thread copies
 operands of products into rings in shared memory (role "load") and whole warpgroups
 multiply and do everything else (role "compute"). Both walk the same programs in the
-same order; full and empty barriers with phases pass the slots of a ring from one to the
-other.
+same order; full and empty barriers with phases pass the slots of a ring from one to
+the other.
 
 The loading role is the program without everything that no copy needs (`_Loading`). The
 computing role is the program with its loads replaced by waits and its products by

@@ -14,7 +14,7 @@ from pallasite.backends.cuda.elementwise import (
     infix,
     narrowed,
 )
-from pallasite.backends.cuda.layouts import WARP, Lane
+from pallasite.backends.cuda.layouts import WARP, Lane, Spread
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, I32, DType
@@ -25,6 +25,7 @@ POSITIONAL = frozenset(
     ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not")
 )
 LONGEST_POSITION = 400
+LINEAR = ("iota", "add", "sub", "mul", "broadcast_in_dim")
 
 
 class Tiles(Core):
@@ -39,9 +40,8 @@ class Tiles(Core):
         if tile.dtype.name.startswith("f8") and op.name not in OF_BITS:
             self.refuse(op, "8-bit floats are loaded and multiplied only")
         spread = self.spread(op.result, op)
-        operands = [
-            self.get(v, spread if v.type.shape else None, op) for v in op.operands
-        ]
+        lanes = self.assignment.partial.get(op.result, ())
+        operands = [self.operand_of(op, v, spread, lanes) for v in op.operands]
         as_bits = op.name in OF_BITS
 
         def element(i: str) -> str:
@@ -57,12 +57,23 @@ class Tiles(Core):
         if self.is_position(op, operands):
             self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
             return
-        result = self.declare(tile.dtype, spread, op)
-        if as_bits:
+        result = replace(self.declare(tile.dtype, spread, op), lanes=lanes)
+        if op.name == "select_n" and self.is_mask(op, operands):
+            self.masked(op, result, operands)
+        elif as_bits:
             self.put(result, element)
         else:
             self.fill(result, element)
         self.env[op.result] = result
+
+    def operand_of(
+        self, op: Op, value: Value, spread: Spread | None, lanes: tuple[Lane, ...]
+    ) -> Tile:
+        """An operand of an elementwise op, whose result may be parts of sums."""
+        is_part = op.name == "add" or value in self.assignment.partial
+        if lanes and is_part and value.type.shape:
+            return self.part(value, lanes, spread, op)
+        return self.get(value, spread if value.type.shape else None, op)
 
     def is_position(self, op: Op, operands: Sequence[Tile]) -> bool:
         """Whether a tile is cheap to compute from positions wherever it is used."""
@@ -72,6 +83,50 @@ class Tiles(Core):
             return False
         plain = all(x.is_computed or x.spread is None for x in operands)
         return plain and sum(len(x.name) for x in operands) < LONGEST_POSITION
+
+    # --- masks ---
+
+    def is_mask(self, op: Op, operands: Sequence[Tile]) -> bool:
+        """Whether a choice by position is often the same for all of a thread's part."""
+        which, *cases = operands
+        tiles = len(cases) == 2 and cases[1].spread is not None
+        convex = which.is_computed and self.is_convex(op.operands[0])
+        return tiles and convex and not cases[1].is_computed and which.registers > 8
+
+    def is_convex(self, value: Value) -> bool:
+        """Whether a bool that is true at the corners of a box is true inside, too."""
+        op = self.producers.get(value)
+        if op is None:
+            return False
+        if op.name == "and":
+            return all(map(self.is_convex, op.operands))
+        return op.name in ("lt", "le", "gt", "ge") and all(
+            map(self.is_linear, op.operands)
+        )
+
+    def is_linear(self, value: Value) -> bool:
+        """Whether an integer is a sum of multiples of positions."""
+        if not self.env[value].is_computed:
+            return self.env[value].spread is None
+        op, fact = self.producers.get(value), self.facts.of(value)
+        if op is None or op.name not in LINEAR:
+            return False
+        if (fact.low, fact.high) == value.tile.dtype.limits:
+            return False  # it may wrap around
+        if op.name == "mul" and all(self.env[v].is_computed for v in op.operands):
+            return False
+        return all(map(self.is_linear, op.operands))
+
+    def masked(self, op: Op, result: Tile, operands: Sequence[Tile]) -> None:
+        """Elements are tested one by one only where a corner is not kept."""
+        which, other, kept = operands
+        assert which.spread is not None
+        corners = [which.held(str(n)) for n in which.spread.corners()]
+        self.copy(result, kept)
+        test = " && ".join(dict.fromkeys(corners))
+        with self.out.block(f"if (!__all_sync(~0u, {test}))"):
+            cases = lambda i: f"{kept.held(i)} : {other.held(i)}"
+            self.put(result, lambda i: f"{which.held(i)} ? {cases(i)}")
 
     # --- making tiles ---
 
@@ -102,7 +157,11 @@ class Tiles(Core):
         if source.spread is None or spread is None:
             self.env[op.result] = source
             return
-        part = narrowed_spread(op, spread)
+        part, lanes = narrowed_spread(op, spread), self.assignment.partial
+        if op.result in lanes:
+            source = self.part(value, lanes[op.result], part, op)
+            self.env[op.result] = replace(source, spread=spread)
+            return
         source = self.get(value, part, op)
         x, dims = value.tile, op.attrs["dims"]
         gone = [
@@ -133,10 +192,13 @@ class Tiles(Core):
                 return
             self.env[op.result] = source
             return
-        part = reshaped(spread, value.tile.shape)
+        part, lanes = reshaped(spread, value.tile.shape), self.assignment.partial
         if part is None:
             self.refuse(op, "only dimensions of size one are added or dropped")
-        source = self.get(value, part, op)
+        if op.result in lanes:
+            source = self.part(value, lanes[op.result], part, op)
+        else:
+            source = self.get(value, part, op)
         self.env[op.result] = replace(source, spread=spread)
 
     def scalar_of(self, op: Op, source: Tile) -> None:
@@ -170,7 +232,7 @@ class Tiles(Core):
     def emit_reduce(self, op: Op) -> None:
         kind, axes = op.attrs["kind"], op.attrs["axes"]
         (value,) = op.operands
-        source = self.env[value]
+        source = self.whole(value, op)
         if source.spread is None:
             self.refuse(op, "every element is the same number")
         spread, dtype = source.spread, value.tile.dtype
@@ -184,6 +246,10 @@ class Tiles(Core):
         inside = self.inside(spread, axes)
         test = f"if ({inside}) " if inside else ""
         self.out.line(f"EACH({source.registers}) {test}{to} = {text};")
+        lanes = self.assignment.partial.get(op.result)
+        if lanes is not None:
+            self.env[op.result] = replace(sums, lanes=lanes)
+            return
         moving = [lane for lane in spread.lanes if lane.dim in axes]
         self.across_lanes(op, kind, sums, moving)
         self.across_warps(op, kind, sums, moving)

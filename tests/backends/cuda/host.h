@@ -62,6 +62,11 @@ template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
 template <class T> T __shfl_sync(unsigned, T x, int lane) {
   return exchange(x, threadIdx.x / 32 * 32 + lane);
 }
+inline bool __all_sync(unsigned, bool x) {
+  bool all = true;
+  for (int lane = 0; lane < 32; ++lane) all = __shfl_sync(~0u, x, lane) && all;
+  return all;
+}
 inline float __uint_as_float(unsigned x) { float r; memcpy(&r, &x, 4); return r; }
 inline unsigned __float_as_uint(float x) { unsigned r; memcpy(&r, &x, 4); return r; }
 inline double __longlong_as_double(long long x) { double r; memcpy(&r, &x, 8); return r; }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.backends import base
 from pallasite.backends.cuda import BACKEND, emit, fits, nvrtc
 from pallasite.ir.nodes import Kernel
@@ -220,6 +221,29 @@ def test_what_it_cannot_do_is_refused_with_the_reason(name: str):
     make, reason = REFUSED[name]
     said = fits(make())
     assert said is not None and reason in said, said
+
+
+@pytest.mark.parametrize("chip", ["a100", "b200"])
+def test_products_are_for_one_generation_of_chips(chip: str):
+    said = fits(matmul(512, 512, 512), base.Options(chip=GPUS[chip]))
+    assert said is not None and f"the chip is {GPUS[chip].arch}" in said
+
+
+def test_shared_memory_is_limited_by_the_chip():
+    def kernel(x_ref, o_ref, scratch):
+        scratch[...] = x_ref[...]
+        o_ref[...] = scratch[1:2, :] + x_ref[...]
+
+    def run(x):
+        memory = pltpu.VMEM(x.shape, x.dtype)
+        return pl.pallas_call(
+            kernel, out_shape=kernels.shape(x), scratch_shapes=[memory]
+        )(x)
+
+    large = kernel_of(run, ((200, 256), f32))
+    assert fits(large, base.Options(chip=GPUS["h100"])) is None
+    said = fits(large, base.Options(chip=GPUS["a100"]))
+    assert said is not None and "204800 bytes of shared memory for a program" in said
 
 
 def test_what_it_can_do_fits():

@@ -86,6 +86,12 @@ def test_without_a_dimension_registers_are_found_again():
         assert coordinate(left, 0, 70, number) == coordinate(spread, 0, 70, register)
 
 
+def test_corners_are_the_ends_of_a_threads_part():
+    spread = accumulator(128, 32, 1)
+    at = {tuple(coordinate(spread, d, 0, r) for d in (0, 1)) for r in spread.corners()}
+    assert at == {(0, 0), (0, 25), (72, 0), (72, 25)}
+
+
 def test_permuted_and_with_units():
     spread = striped((4, 32), 32, 4)
     turned = spread.permuted((1, 0))

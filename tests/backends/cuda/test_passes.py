@@ -1,0 +1,210 @@
+"""The backend's passes on kernels: text in, text out, the same meaning."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.backends.cuda import passes_for
+from pallasite.backends.cuda.order import Order
+from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.specialize import specialize
+from pallasite.emulation.emulate import emulate
+from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.roles import Pipeline
+from pallasite.ir.text import parse_kernel, print_kernel
+from pallasite.ir.types import INDEX
+from pallasite.ir.verify import verify
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.run import run
+from pallasite.target import GPUS
+from tests.backends.cuda import kernels
+from tests.backends.cuda.kernels import bf16
+
+GOLDEN = Path(__file__).parent / "golden"
+CHIP = replace(GPUS["h100"], cores=4)
+
+MATMUL = """
+kernel @matmul(%x: ref<bf16[512,256] any>, %y: ref<bf16[256,512] any>, %o: ref<f32[512,512] any>) outputs 1 {
+  pipeline {grid=(4, 4), windows=(), semantics=("parallel", "parallel")}
+    body (%i: i32, %j: i32) {
+      %zero: f32[128,128] = constant {value=0.0}
+      %first: i32 = constant {value=0}
+      %limit: i32 = constant {value=4}
+      %step: i32 = constant {value=1}
+      %ob: ref<f32[128,128] block> = block_view %o, %i, %j {window=out[128, 128]}
+      %sums: f32[128,128] = for %first, %limit, %step, %zero
+        body (%k: i32, %acc: f32[128,128]) {
+          %xb: ref<bf16[128,64] block> = block_view %x, %i, %k {window=in[128, 64]}
+          %yb: ref<bf16[64,128] block> = block_view %y, %k, %j {window=in[64, 128]}
+          %a: bf16[128,64] = load %xb[:, :]
+          %b: bf16[64,128] = load %yb[:, :]
+          %c: f32[128,128] = dot %a, %b {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+          %d: f32[128,128] = add %acc, %c
+          yield %d
+        }
+      store %ob[:, :] = %sums
+    }
+}
+"""  # noqa: E501
+
+CHAIN = """
+kernel @chain(%x: ref<bf16[128,64] any>, %y: ref<bf16[256,64] any>, %z: ref<bf16[256,64] any>, %o: ref<f32[128,64] any>) outputs 1 {
+  pipeline {grid=(2,), windows=(), semantics=("parallel",)}
+    body (%i: i32) {
+      %zero: f32[64,64] = constant {value=0.0}
+      %first: i32 = constant {value=0}
+      %step: i32 = constant {value=1}
+      LIMIT
+      %ob: ref<f32[64,64] block> = block_view %o, %i, %first {window=out[64, 64]}
+      %xb: ref<bf16[64,64] block> = block_view %x, %i, %first {window=in[64, 64]}
+      %q: bf16[64,64] = load %xb[:, :]
+      %sums: f32[64,64] = for %first, %limit, %step, %zero
+        body (%n: i32, %acc: f32[64,64]) {
+          %yb: ref<bf16[64,64] block> = block_view %y, %n, %first {window=in[64, 64]}
+          %zb: ref<bf16[64,64] block> = block_view %z, %n, %first {window=in[64, 64]}
+          %k: bf16[64,64] = load %yb[:, :]
+          %v: bf16[64,64] = load %zb[:, :]
+          %s: f32[64,64] = dot %q, %k {contract=((1,), (1,)), batch=((), ()), dtype=f32, precision=None}
+          %t: f32[64,64] = tanh %s
+          %p: bf16[64,64] = cast %t {dtype=bf16}
+          %half: f32[64,64] = constant {value=0.5}
+          %old: f32[64,64] = mul %acc, %half
+          %c: f32[64,64] = dot %p, %v {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+          %d: f32[64,64] = add %old, %c
+          yield %d
+        }
+      store %ob[:, :] = %sums
+    }
+}
+"""  # noqa: E501
+KNOWN = CHAIN.replace("LIMIT", "%limit: i32 = constant {value=4}")
+UNKNOWN = CHAIN.replace(
+    "LIMIT",
+    "%three: i32 = constant {value=3}\n      %limit: i32 = mul %i, %three",
+)
+
+
+def kernel(text: str) -> Kernel:
+    made = parse_kernel(text)
+    verify(made)
+    return made
+
+
+def check_golden(name: str, made: Kernel) -> None:
+    """Compare with a file; where that was removed it is written anew."""
+    verify(made)
+    text = print_kernel(made)
+    assert print_kernel(parse_kernel(text)) == text
+    path = GOLDEN / name
+    if not path.exists():
+        path.write_text(text)
+        pytest.fail(f"{path.name} was missing and is written now: read it")
+    assert text == path.read_text()
+
+
+def test_a_product_becomes_roles():
+    check_golden("specialized_matmul.txt", specialize(kernel(MATMUL), CHIP))
+
+
+def test_the_second_of_two_products_is_delayed():
+    made = canonicalize(overlap(kernel(KNOWN)))
+    check_golden("overlapped_chain.txt", made)
+    check_golden("specialized_chain.txt", specialize(made, CHIP))
+
+
+def test_a_kernel_without_products_is_left_alone():
+    plain = kernel(re.sub(r"%c: .*", "%c: f32[128,128] = mul %acc, %acc", MATMUL))
+    assert specialize(plain, CHIP) is plain
+    assert overlap(plain) is plain
+
+
+@pytest.mark.parametrize("text", [KNOWN, UNKNOWN])
+def test_overlap_keeps_the_meaning(text: str):
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(n, 64)).astype(bf16) for n in (128, 256, 256)]
+    before = kernel(text)
+    after = canonicalize(overlap(before))
+    assert after is not before
+    for a, b in zip(*(emulate(k)(*arrays) for k in (before, after)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_that_may_not_run_is_guarded():
+    assert not any(op.name == "cond" for op in walk(overlap(kernel(KNOWN)).body))
+    assert any(op.name == "cond" for op in walk(overlap(kernel(UNKNOWN)).body))
+
+
+def test_both_roles_use_each_ring_as_often():
+    made = specialize(canonicalize(overlap(kernel(KNOWN))), CHIP)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    loading, computing = roles.regions
+    count = lambda role, name: sum(op.name == name for op in walk(role))
+    assert count(loading, "copy_start") == count(computing, "barrier_wait")
+    assert count(loading, "barrier_wait") == count(computing, "barrier_arrive")
+    assert count(computing, "wgmma") == 4  # first step, two in the loop, after it
+
+
+def test_the_loading_role_has_no_tiles():
+    made = specialize(kernel(MATMUL), CHIP)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    values = [v for op in walk(roles.regions[0]) for v in op.results if not v.is_ref]
+    assert values and all(not v.type.shape for v in values)
+
+
+# --- order ---
+
+
+def scheduled(causal: bool, **options) -> Kernel:
+    shapes = [jax.ShapeDtypeStruct((3, 512, 64), bf16)] * 3
+    call = lambda q, k, v: kernels.attention(
+        q, k, v, style="loop", causal=causal, **options
+    )
+    (made,) = pl.lower(call)(*shapes).kernels
+    passes = [p for p in passes_for(CHIP) if p.name != "specialize"]
+    return run(run(made), passes)
+
+
+def programs(order: Order, blocks: int) -> list[list[tuple[int, ...]]]:
+    """The grid indices that each block of threads runs, by the pass's own code."""
+    from pallasite.ir.build import Builder
+    from pallasite.passes.analysis.block_table import evaluate_map
+
+    b = Builder()
+    turn, block = Value(INDEX), Value(INDEX)
+    ids = order.decoded(b, order.program(b, turn, block, blocks))
+    limit = order.rounds(b, block, blocks)
+    code = b.block([turn, block], [*ids, limit])
+    found = []
+    for number in range(blocks):
+        steps = np.array([[t, number] for t in range(64)], np.int32).T
+        *indices, limits = evaluate_map(code, steps)
+        found.append([tuple(int(x[t]) for x in indices) for t in range(limits[0])])
+    return found
+
+
+@pytest.mark.parametrize(("grid", "blocks"), [((3, 5), 4), ((20, 7), 13), ((6,), 4)])
+@pytest.mark.parametrize("equal", [True, False])
+def test_every_program_runs_once(grid, blocks, equal):
+    found = programs(Order(grid, frozenset(), equal), blocks)
+    assert sorted(i for each in found for i in each) == sorted(np.ndindex(*grid))
+
+
+def test_longer_programs_run_first_and_work_is_shared_evenly():
+    made = scheduled(causal=True, block=(64, 64))
+    order = Order.of(Pipeline.of(find_pipeline(made)))
+    assert order == Order((3, 8), frozenset({1}), False)
+    found = programs(order, 4)
+    assert [ids[0][1] for ids in found] == [7, 7, 7, 6]
+    work = [sum(1 + row for _, row in ids) for ids in found]
+    assert max(work) - min(work) <= 4 and sum(work) == 3 * 36
+
+
+def test_equal_programs_run_in_groups_of_rows():
+    made = scheduled(causal=False, block=(64, 64))
+    assert Order.of(Pipeline.of(find_pipeline(made))) == Order((3, 8))
