@@ -78,8 +78,7 @@ class _WithProducts:
             return self.blocks.kernel
         found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
         if not found:
-            self.refuse()
-            return self.blocks.kernel
+            return self._smallest()
         best, sizes = min(found, key=lambda pair: pair[0])
         if not sizes or (own is not None and own < GAIN * best):
             return self.blocks.kernel
@@ -202,12 +201,18 @@ class _WithProducts:
         short = 1.5 if m < SHORT_TILE else 1.0
         return batch * m * n * depth * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * short
 
-    def refuse(self) -> None:
-        """Raise if what a product needs at once is surely more than there is."""
+    def _smallest(self) -> Kernel:
+        """The smallest blocks, where none are known to fit.
+
+        Raises:
+            ResourceError: what a product needs at once is surely more than there is.
+        """
         blocks, available = self.blocks, self.chip.shared.bytes
-        smallest = {d: n[-1] for d, n in self._deep.items()}
+        smallest = {d: n[-1] for d, n in self._deep.items() if n[-1] != d.size}
         for dim in filter(self._is_side, blocks.free):
-            smallest[dim] = min([dim.size, *blocks.parts(dim, LEAST_SIDE)])
+            parts = blocks.parts(dim, LEAST_SIDE)
+            if parts:
+                smallest[dim] = parts[-1]
         for dot in blocks.dots:
             value = dot.rhs.value
             shape = blocks.shape(value, smallest)
@@ -225,6 +230,7 @@ class _WithProducts:
                     dot.op.loc or blocks.kernel.loc,
                     "smaller blocks along the dimensions that are kept whole",
                 )
+        return blocks.rewritten(smallest)
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:

@@ -2,19 +2,24 @@
 
 A TPU runs one program after another and pays for each: blocks grow along dimensions
 that programs are independent along, and steps along k are merged, while the estimate
-falls and everything fits. Kernels for which that gains little stay as they are.
+falls and everything fits. Kernels for which that gains little stay as they are, and
+blocks for which there is no room are cut.
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 
+from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.grid import WindowMoves
+from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.choose_blocks import Blocks, blocks_of
-from pallasite.passes.merge_k_steps import merge_k_steps
-from pallasite.passes.reblock import axis_of, grow
+from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
+from pallasite.passes.reblock import axis_of, cut, grow
 from pallasite.passes.resized_code import CannotReblock
 from pallasite.target import Tpu
 
@@ -35,19 +40,92 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
         chip: the TPU.
         vmem_bytes: of on-chip memory that a kernel may have; None: what XLA allows it.
     """
-    limit = VMEM_SHARE * (chip.scoped_vmem if vmem_bytes is None else vmem_bytes)
-    start = best = _Estimate.of(kernel, chip)
-    if start is None or best is None or start.overhead < (1 - 1 / GAIN) * start.seconds:
+    allowed = chip.scoped_vmem if vmem_bytes is None else vmem_bytes
+    limit = VMEM_SHARE * allowed
+    start = _Estimate.of(kernel, chip)
+    if start is None:
         return kernel
+    fits = start.named_vmem <= allowed
+    if fits and start.overhead < (1 - 1 / GAIN) * start.seconds:
+        return kernel
+    best = _grown(start if fits else _cut_to_fit(start, limit), limit)
+    gains = not fits or start.seconds > GAIN * best.seconds
+    return best.blocks.kernel if gains else kernel
+
+
+def _grown(best: "_Estimate", limit: float) -> "_Estimate":
+    """Larger blocks, as long as they fit and the estimate falls."""
     while True:
-        larger = [_Estimate.of(k, chip) for k in _larger(best.blocks, chip)]
+        larger = [_Estimate.of(k, best.chip) for k in _larger(best.blocks, best.chip)]
         fits = [e for e in larger if e is not None and e.vmem <= limit]
         new = min(fits, key=lambda e: e.seconds, default=best)
         if new.seconds >= best.seconds:
-            break
+            return best
         best = new
-    gains = start.seconds > GAIN * best.seconds
-    return best.blocks.kernel if gains else kernel
+
+
+def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
+    """Smaller blocks, for kernels whose windows and scratch alone have no room.
+
+    Raises:
+        ResourceError: they are more than there is, and cannot be cut.
+    """
+    while best.vmem > limit:
+        smaller = [_Estimate.of(k, best.chip) for k in _smaller(best.blocks, best.chip)]
+        less = [e for e in smaller if e is not None and e.vmem < best.vmem]
+        if not less:
+            break
+        best = min(less, key=lambda e: (e.vmem > limit, e.seconds))
+    kernel, available = best.blocks.kernel, best.chip.vmem.bytes
+    if best.named_vmem > available:
+        raise ResourceError(
+            f"the blocks of a program do not fit a core of {best.chip.name}",
+            [
+                ("kernel", kernel.name),
+                ("needed", f"{best.named_vmem} bytes"),
+                ("available", f"{available} bytes"),
+                *_reasons(best.blocks.found),
+            ],
+            kernel.loc,
+            "smaller blocks along the dimensions that are kept whole",
+        )
+    return best
+
+
+def _reasons(found: LoopDims) -> Iterator[tuple[str, str]]:
+    for dim in found.dims:
+        reason = found.why_not_free(dim)
+        if reason is not None:
+            number, d = dim.windows[0]
+            name = found.pipeline.arrays[number].name or f"window {number}"
+            yield f"{name}, dimension {d}", reason
+
+
+def _smaller(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
+    """The kernel with blocks of half the size, in one way each."""
+    for dim in blocks.found.dims:
+        half = dim.size // 2
+        if dim.size % 2 or half % _granule(blocks, dim, chip):
+            continue
+        try:
+            if dim.products:
+                yield split_k_steps(blocks.kernel, half)
+            else:
+                yield cut(blocks.kernel, dim.windows[0], 2)
+        except CannotReblock:
+            continue
+
+
+def _granule(blocks: Blocks, dim: LoopDim, chip: Tpu) -> int:
+    """What divides the size of a block along a dimension: whole vector registers."""
+    granule = 1
+    for number, d in dim.windows:
+        ref = blocks.found.pipeline.arrays[number].ref
+        if d == ref.rank - 1:
+            granule = max(granule, chip.lanes)
+        elif d == ref.rank - 2:
+            granule = max(granule, chip.sublanes_of(max(ref.dtype.bits, 8)))
+    return granule
 
 
 def _larger(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
@@ -83,7 +161,6 @@ class _Estimate:
         self.grid = [n for n in grid if n is not None]
         self.overhead = STEP_SECONDS * prod(self.grid)
         self.seconds = self.overhead + max(self._copied(), self._computed())
-        self.vmem = self._vmem()
 
     @staticmethod
     def of(kernel: Kernel, chip: Tpu) -> "_Estimate | None":
@@ -98,11 +175,14 @@ class _Estimate:
         found, total = self.blocks.found, 0
         pairs = zip(found.pipeline.shown, found.info.windows, strict=True)
         for shown, moves in pairs:
-            axes = [a for a in moves.axes if self.grid[a] != 1]
+            axes = self._moved_along(moves)
             visits = prod(self.grid[: max(axes, default=-1) + 1])
             total += visits * self._bytes(shown.block.ref)
         bandwidth = self.chip.main.bytes_per_second
         return 0.0 if bandwidth is None else total / bandwidth
+
+    def _moved_along(self, moves: WindowMoves) -> list[int]:
+        return [a for a in moves.axes if self.grid[a] != 1]
 
     def _computed(self) -> float:
         """Seconds of the matrix units, or of the vector unit."""
@@ -122,21 +202,26 @@ class _Estimate:
         known = [rate for rate in rates if rate is not None]
         return min(known, default=self.chip.rates["bf16"] / 4)
 
-    def _vmem(self) -> int:
-        """Bytes of on-chip memory: windows, scratch and tiles in between."""
+    @cached_property
+    def named_vmem(self) -> int:
+        """Bytes of on-chip memory for what the author names: windows and scratch."""
         found = self.blocks.found
+        pairs = zip(found.pipeline.shown, found.info.windows, strict=True)
         windows = sum(
-            (each.window.buffers or BUFFERS) * self._bytes(each.block.ref)
-            for each in found.pipeline.shown
+            (each.window.buffers or (BUFFERS if self._moved_along(moves) else 1))
+            * self._bytes(each.block.ref)
+            for each, moves in pairs
             if each.window.space in ("block", "vmem")
         )
-        scratch = sum(
-            self._bytes(op.result.ref)
-            for op in walk(self.blocks.kernel.body)
-            if op.name == "alloc"
-        )
+        ops = walk(self.blocks.kernel.body)
+        scratch = [op.result.ref for op in ops if op.name == "alloc"]
+        return windows + sum(map(self._bytes, scratch))
+
+    @cached_property
+    def vmem(self) -> int:
+        """Bytes of on-chip memory, tiles in between among them."""
         tiles = (self._bytes(v.tile) for v in self._computed_tiles())
-        return windows + scratch + COPIES * max(tiles, default=0)
+        return self.named_vmem + COPIES * max(tiles, default=0)
 
     def _computed_tiles(self) -> Iterator[Value]:
         for op in walk(self.blocks.body):

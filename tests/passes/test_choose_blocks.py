@@ -1,10 +1,24 @@
 """Which blocks a chip gets: only where they do not fit, or gain much."""
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import pytest
 
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.verify import verify
 from pallasite.passes.choose_blocks import for_threads
+from pallasite.passes.gpu_blocks import for_gpu
+from pallasite.passes.run import run
+from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.primitive import calls_in
+from pallasite.target import GPUS, TPUS, Memory
 from tests.backends.triton.test_blocks import matmul
 from tests.passes.test_reblock import COPY, OWN, head, parsed, rows
+from tests.passes.test_same_meaning import outputs
+from tests.zoo import all_cases
+from tests.zoo.test_zoo import arguments
 
 MANY_NS = 1e9
 COLUMNS = """
@@ -63,3 +77,64 @@ def test_a_grid_sized_at_run_time_stays():
     text = text.replace("pipeline %x", "%count: i32 = load %n[0] pipeline %count, %x")
     kernel = parsed(text)
     assert for_threads(kernel, 64, lambda _: MANY_NS) is kernel
+
+
+TINY_GPU = replace(
+    GPUS["h100"],
+    memories={**GPUS["h100"].memories, "shared": Memory(4096)},
+    registers=512,
+)
+ONE_CORE = replace(GPUS["h100"], cores=1)
+CHIPS = {
+    "tiny": lambda kernel: for_gpu(kernel, TINY_GPU),
+    "one": lambda kernel: for_gpu(kernel, ONE_CORE),
+    "tpu": lambda kernel: for_tpu(kernel, TPUS["v6e"]),
+    "threads": lambda kernel: for_threads(kernel, 7, lambda _: MANY_NS),
+}
+NO_LIMITS = {
+    "gpu_blocks": dict(
+        LEAST_ROW=1,
+        LEAST_SIDE=2,
+        SHORT_TILE=2,
+        TILE_ELEMENTS=16,
+        LEAST_SECONDS=0,
+        GAIN=1,
+    ),
+    "choose_blocks": dict(LEAST_ROW=1, LEAST_ROWS=1),
+    "tpu_blocks": dict(STEP_SECONDS=1.0),
+}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_whole_kernels_mean_the_same(chip: str, monkeypatch):
+    """Each chip gets other kernels of the zoo, and limits that change most."""
+    for module, limits in NO_LIMITS.items():
+        for name, number in limits.items():
+            monkeypatch.setattr(f"pallasite.passes.{module}.{name}", number)
+    changed = 0
+    first = list(CHIPS).index(chip)
+    for case in all_cases()[first :: len(CHIPS)]:
+        for call in calls_in(partial(case.run, interpret=False), *arguments(case, 0)):
+            kernel = run(call.kernel)
+            new = CHIPS[chip](kernel)
+            if new is kernel or kernel.level != "tile":
+                continue
+            verify(new)
+            changed += 1
+            arrays = random_arrays(kernel)
+            pairs = zip(outputs(new, arrays), outputs(kernel, arrays), strict=True)
+            for got, want in pairs:
+                got, want = (x.astype(np.float64) for x in (got, want))
+                np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
+    assert changed > 5
+
+
+def random_arrays(kernel: Kernel) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    arrays = []
+    for ref in (p.ref for p in kernel.inputs):
+        draw = rng.normal(size=ref.shape)
+        if not ref.dtype.is_float:
+            draw = rng.integers(0, 2 if ref.dtype.is_bool else 3, ref.shape)
+        arrays.append(draw.astype(ref.dtype.np))
+    return arrays

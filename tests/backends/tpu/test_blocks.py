@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from pallasite.backends.base import Compiled, Options, get
+from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.tpu_blocks import _Estimate, for_tpu
 from pallasite.target import TPUS, Memory
@@ -49,6 +51,36 @@ def test_a_limit_on_memory_holds():
 def test_large_blocks_stay(block):
     kernel = matmul(4096, *block)
     assert for_tpu(kernel, TPUS["v5e"]) is kernel
+
+
+def test_blocks_without_room_are_cut():
+    new = for_tpu(matmul(8192, 4096, 4096, 4096), TPUS["v5e"])
+    verify(new)
+    estimate = _Estimate.of(new, TPUS["v5e"])
+    assert estimate is not None
+    assert 4 << 20 < estimate.vmem <= TPUS["v5e"].scoped_vmem
+    sizes = [d.size for w in estimate.blocks.found.pipeline.windows for d in w.dims]
+    assert all(n % 128 == 0 for n in sizes)
+
+
+def test_blocks_for_which_there_is_no_room_say_how_much_they_need():
+    scan = '%b: f32[8,4] = scan %a {kind="sum", axis=0, reverse=False}'
+    body = f"%a: f32[8,4] = load %xb[:, :] {scan} store %ob[:, :] = %b"
+    text = rows(body, n=1 << 20, grid="(1,)").text
+    text = text.replace("[8,4]", "[1048576,4]").replace("[8, 4]", "[1048576, 4]")
+    with pytest.raises(ResourceError) as error:
+        for_tpu(parse_kernel(text), TPUS["v5e"])
+    assert str(error.value) == "\n".join(
+        [
+            "the blocks of a program do not fit a core of v5e",
+            "  kernel          k",
+            "  needed          1073741824 bytes",
+            "  available       134217728 bytes",
+            "  x, dimension 0  'scan' goes along it",
+            "  o, dimension 0  'scan' goes along it",
+            "  fix             smaller blocks along the dimensions that are kept whole",
+        ]
+    )
 
 
 def test_every_core_keeps_a_program():
