@@ -16,6 +16,7 @@ from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
+from pallasite.ir.opdef import TILE, table
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
@@ -25,8 +26,11 @@ from pallasite.passes.run import Pass
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
-# `specialize` takes products apart.
-NATIVE_OPS = frozenset({*emit.RULES, "dot"})
+# What kernels may have; `specialize` takes products apart, into ops of the explicit
+# level that only its own results have.
+NATIVE_OPS = frozenset(
+    {"dot", *(name for name in emit.RULES if table()[name].level == TILE)}
+)
 # The name under which code may use what only this generation of chips has.
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 

@@ -74,6 +74,7 @@ class Ring:
 
     arrays: tuple[Value, ...]
     tiles: tuple[TileType, ...]
+    is_shared: bool  # by all loads of these arrays and shapes
     stages: int = 1
 
     @property
@@ -282,13 +283,23 @@ class Plan:
         return sorted(loads, key=lambda op: places[id(op)])
 
     def ring(self, loads: Sequence[Op]) -> Ring:
-        """The ring of such loads; a new one where there is none."""
+        """The ring of such loads; a new one where there is none.
+
+        A slot that is in use while other code of the block runs would be in the way of
+        those after it, so such loads have a ring of their own.
+        """
         arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
         tiles = tuple(op.result.tile for op in loads)
-        for ring in self.rings:
-            if (ring.arrays, ring.tiles) == (arrays, tiles):
+        is_shared = all(
+            self.home[id(product.dot)] is self.home[id(side.load)]
+            for product in self.products
+            for side in product.sides
+            if side.load is not None and side.load in loads
+        )
+        for ring in self.rings if is_shared else ():
+            if ring.is_shared and (ring.arrays, ring.tiles) == (arrays, tiles):
                 return ring
-        self.rings.append(Ring(arrays, tiles))
+        self.rings.append(Ring(arrays, tiles, is_shared))
         return self.rings[-1]
 
     def choose_stages(self) -> None:
@@ -312,6 +323,16 @@ class Plan:
             )
         for ring in again:
             ring.stages = stages
+        for ring in self.rings:
+            blocks = [id(g.block) for g in self.groups if g.ring is ring]
+            at_once = max(map(blocks.count, blocks))
+            if at_once > ring.stages:
+                self.refuse(
+                    self.products[0].dot,
+                    f"{at_once} blocks of an operand are needed at once, and "
+                    f"{ring.stages} fit into shared memory",
+                    "use smaller blocks",
+                )
 
 
 def _is_box(index: Sequence) -> bool:

@@ -476,6 +476,10 @@ class _Computing(_Role):
             uses = self.plan.users[product.addend], self.plan.users[product.result]
             if any(len(each) != 1 for each in uses):
                 return False
+        # The slots of two steps are in use at once.
+        groups = [g for g in self.plan.groups if g.block is loop.body]
+        if any(group.ring.stages < 2 for group in groups):
+            return False
         return not any(op.regions for op in loop.body.ops)
 
     def stream(self, loop: Loop, b: Builder) -> None:

@@ -95,6 +95,10 @@ def cuda_text(kernel: Kernel, shared: Any = ()) -> str:
     return base.Compiled(BACKEND, kernel, base.Options(), shared=shared)["cuda"]
 
 
+def scheduled_text(kernel: Kernel) -> str:
+    return base.Compiled(BACKEND, kernel, base.Options())["scheduled"]
+
+
 def run(
     kernel: Kernel, operands: Sequence[Any], folder: Path, seed: int = 0
 ) -> list[np.ndarray]:

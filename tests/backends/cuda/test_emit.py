@@ -254,6 +254,23 @@ def test_what_it_can_do_fits():
     assert fits(matmul(512, 512, 511)) is None
 
 
+def test_an_authors_own_copies_are_refused():
+    def kernel(x_ref, o_ref, semaphore):
+        copy = pltpu.make_async_copy(x_ref, o_ref, semaphore)
+        copy.start()
+        copy.wait()
+
+    def run(x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=kernels.shape(x),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        )(x)
+
+    said = fits(kernel_of(run, ((64,), f32)))
+    assert said is not None and "backend 'cuda' cannot run" in said
+
+
 def test_writing_to_an_operand_is_refused():
     def kernel(x_ref, o_ref):
         x_ref[...] = x_ref[...] + 1

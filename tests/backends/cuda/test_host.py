@@ -1,5 +1,6 @@
 """Emitted kernels run on the CPU (`host.py`): rows, products and attention."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pallasite as pl
 from pallasite.backends import cuda
 from pallasite.primitive import calls_in
 from pallasite.target import GPUS
+from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
 from tests.zoo import all_cases
@@ -78,8 +80,6 @@ def test_zoo(name, tmp_path):
 @pytest.fixture
 def small_chip(monkeypatch):
     """A chip of three multiprocessors, so that each runs several programs."""
-    from dataclasses import replace
-
     chip = replace(GPUS["h100"], cores=3)
     monkeypatch.setattr(cuda, "_chip", lambda options: chip)
 
@@ -107,6 +107,51 @@ def test_products(name, tmp_path, small_chip):
     (got,) = run(partial(kernels.matmul, **how), x, y, folder=tmp_path)
     want = kernels.reference(x, y, how["left"], how["right"], how["out"])
     assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
+
+
+def test_one_stage_is_enough(tmp_path, monkeypatch):
+    """Where shared memory has room for no more."""
+    memories = {**GPUS["h100"].memories, "shared": Memory(60 << 10)}
+    chip = replace(GPUS["h100"], cores=2, memories=memories)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    x, y = (kernels.normal(256, 256, dtype=bf16, seed=n) for n in range(2))
+    how = dict(block=(64, 128, 64), out=f32)
+    function = partial(kernels.matmul, **how)
+    (kernel,) = pl.lower(function)(x, y).kernels
+    assert "bf16[1,64,64] smem" in host.scheduled_text(kernel)
+    (got,) = host.run(kernel, [np.asarray(x), np.asarray(y)], tmp_path)
+    assert kernels.error(got, kernels.reference(x, y, "mk", "kn", f32)) < 1e-5
+
+
+def gram_kernel(x_ref, o_ref):
+    """Products of one block of rows with all blocks of the same array."""
+    rows, width = o_ref.shape
+    here = x_ref[pl.ds(pl.program_id(0) * rows, rows), :]
+
+    def step(n, sums):
+        there = x_ref[pl.ds(n * rows, rows), :]
+        dims = (((1,), (1,)), ((), ()))
+        return sums + jax.lax.dot_general(here, there, dims, preferred_element_type=f32)
+
+    steps = x_ref.shape[0] // rows
+    o_ref[...] = jax.lax.fori_loop(0, steps, step, jnp.zeros((rows, width), f32))
+
+
+def test_an_operand_that_stays_is_not_in_the_way_of_the_next(tmp_path, small_chip):
+    x = kernels.normal(512, 64, dtype=bf16)
+
+    def function(x):
+        return pl.pallas_call(
+            gram_kernel,
+            out_shape=jax.ShapeDtypeStruct((512, 64), f32),
+            grid=(8,),
+            out_specs=pl.BlockSpec((64, 64), lambda i: (i, 0)),
+        )(x)
+
+    (got,) = run(function, x, folder=tmp_path)
+    parts = x.astype(f32).reshape(8, 64, 64).sum(axis=0)
+    want = jnp.dot(x.astype(f32), parts.T, precision="highest")
+    assert kernels.error(got, want) < 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
