@@ -38,6 +38,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite import triton as plt
 from pallasite.backends import base
+from pallasite.primitive import calls_in
 from pallasite.target import chip_of_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -430,6 +431,12 @@ def attention_problem(options, name, shape, causal, backward) -> Problem:
             return differentiated(f), arrays()
         return f, arrays()[:3]
 
+    def our_entry(f) -> tuple[Callable, Sequence[Any]]:
+        run, arrays = entry(f, operands)
+        if backward and len(calls_in(run, *arrays)) < 2:
+            raise RuntimeError("its gradient is no kernel (pl.explain_grad says why)")
+        return run, arrays
+
     def library(implementation):
         return functools.partial(
             jax.nn.dot_product_attention,
@@ -444,7 +451,7 @@ def attention_problem(options, name, shape, causal, backward) -> Problem:
         for block in ((128, 128), (64, 64)):
             call = maker(block, causal)
             make = lambda call=call, **how: (
-                lambda: entry(functools.partial(call, **how), operands)
+                lambda: our_entry(functools.partial(call, **how))
             )
             contenders |= ours(options, f"{style} {block[0]}x{block[1]}", make)
     contenders["Pallas Triton"] = lambda: entry(

@@ -21,6 +21,7 @@ from typing import Any
 from pallasite.backends.triton.text import physical, power_of_two
 from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
+from pallasite.ir.opdef import table
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -99,7 +100,7 @@ class Need:
     narrowest: int  # bytes of the narrowest element that memory accesses move
     loaded: int  # bytes of all loads that are in no loop, or of one step of a loop
     rows: int  # of the largest product; 0: there is none
-    is_narrow: bool  # tensor cores, which take operands of 16 bits from shared memory
+    largest: int  # bytes of the operands of one product that tensor cores compute
     once: int  # bytes of shared memory for operands of products, kept for all steps
     per_step: int  # the same, which a pipelined loop has once per stage
     reads_own_writes: bool = False  # in a loop, where loading ahead would be too early
@@ -136,6 +137,7 @@ class _Count:
         self.producers = {v: op for op in self.ops for v in op.results}
         self.dots = [Dot.of(op) for op in self.ops if op.name == "dot"]
         self.used = _users(self.ops)
+        self.varying = _varying(self.ops)
         self.same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
         self.roots = Roots(kernel)
         refs = [ref for op in self.ops for ref in written_refs(op)]
@@ -162,7 +164,7 @@ class _Count:
             narrowest=min(self.widths(), default=4),
             loaded=max(outside, inside),
             rows=max((_rows(dot) for dot in self.dots), default=0),
-            is_narrow=any(dot.lhs.value.tile.dtype.bits <= 16 for dot in self.dots),
+            largest=max(map(self.operand_bytes, self.dots), default=0),
             once=self.kept(fed - in_loops),
             per_step=max((self.step_bytes(loop, fed) for loop in loops), default=0),
             reads_own_writes=self.reads_own_writes(loops),
@@ -204,6 +206,12 @@ class _Count:
         tiles = chain((op.result for op in loads), computed)
         return sum(map(_bytes, tiles))
 
+    def operand_bytes(self, dot: Dot) -> int:
+        """What must be in shared memory at once; wider types need not be there."""
+        tiles = [side.value for side in dot.sides if side.value.tile.dtype.bits <= 16]
+        left, right = (side.value for side in dot.sides)
+        return sum(_bytes(v) for v in tiles if v is right or self.is_loaded(left))
+
     def is_added(self, product: Value) -> bool:
         return [user.name for user in self.used.get(product, [])] == ["add"]
 
@@ -239,22 +247,32 @@ class _Count:
     # --- registers ---
 
     def peak(self, block: Block, after: set[Value]) -> int:
-        """Most words live at once in a block, with what is needed after it."""
-        live = after | {self.held(v) for v in block.yields}
+        """Most words live at once in a block, with what is needed after it.
+
+        Elementwise code and stores run element by element, so only what is live across
+        other ops takes registers as a whole.
+        """
+        live = after | set(block.yields)
         most = total = sum(map(self.words, live))
         for op in reversed(block.ops):
+            if not self.is_elementwise(op):
+                most = max(most, total)
             gone = live.intersection(op.results)
             live -= gone
             total -= sum(map(self.words, gone))
             for region in op.regions:
                 most = max(most, self.peak(region, live | self.captured(region)))
-            uses = {self.held(v) for v in op.operands}
-            uses |= set().union(*map(self.captured, op.regions))
+            uses = set(op.operands).union(*map(self.captured, op.regions))
             new = uses - live
             live |= new
             total += sum(map(self.words, new))
-            most = max(most, total)
+            if op.name == "dot":  # its operands are whole tiles
+                most = max(most, total)
         return most
+
+    def is_elementwise(self, op: Op) -> bool:
+        spread = ("store", "broadcast_in_dim", "reshape", "constant", "iota")
+        return op.name in spread or table()[op.name].elementwise
 
     def captured(self, region: Block) -> set[Value]:
         """Values from outside that a region uses."""
@@ -266,15 +284,7 @@ class _Count:
                 inside.update(inner.params)
                 uses += inner.yields
             uses += op.operands
-        return {self.held(v) for v in uses} - inside
-
-    def held(self, value: Value) -> Value:
-        """The value whose registers these are: a spread tile takes those it spreads."""
-        op = self.producers.get(value)
-        while op is not None and op.name in ("broadcast_in_dim", "reshape"):
-            value = op.operands[0]
-            op = self.producers.get(value)
-        return value
+        return set(uses) - inside
 
     def words(self, value: Value) -> int:
         if value.is_ref or not value.tile.shape:
@@ -287,7 +297,41 @@ class _Count:
         if op is not None and op.name == "dot" and self.is_added(value):
             return 0  # in the registers of the sum
         bits = 8 if value.tile.dtype.is_bool else value.tile.dtype.bits
-        return _elements(value) * bits // 32
+        if op is not None and op.name == "cast":  # converted again where it is used
+            bits = min(bits, op.operands[0].tile.dtype.bits)
+        shape = self.varying.get(value, value.tile.shape)
+        return prod(physical(shape)) * bits // 32
+
+
+def _varying(ops: Sequence[Op]) -> dict[Value, tuple[int, ...]]:
+    """The shape of the different elements of each tile: 1 along an axis where all are
+    equal, since equal elements share a register."""
+    rows, found = table(), dict[Value, tuple[int, ...]]()
+
+    def shape(value: Value) -> tuple[int, ...]:
+        return found.get(value, value.tile.shape)
+
+    for op in ops:
+        for result in op.results:
+            if result.is_ref:
+                continue
+            full = result.tile.shape
+            if op.name == "constant":
+                found[result] = (1,) * len(full)
+            elif op.name == "iota":
+                along = op.attrs["dim"]
+                found[result] = tuple(
+                    n if d == along else 1 for d, n in enumerate(full)
+                )
+            elif op.name == "broadcast_in_dim":
+                old = dict(zip(op.attrs["dims"], shape(op.operands[0]), strict=True))
+                found[result] = tuple(old.get(d, 1) for d in range(len(full)))
+            elif rows[op.name].elementwise:
+                shapes = [shape(v) for v in op.operands if v.tile.rank == len(full)]
+                found[result] = tuple(map(max, zip(*shapes, strict=True)))
+            else:
+                found[result] = full
+    return found
 
 
 def _users(ops: Sequence[Op]) -> dict[Value, list[Op]]:
@@ -338,9 +382,10 @@ def _stream_warps(need: Need, chip: Gpu) -> int:
 
 
 def _busy(need: Need, warps: int, chip: Gpu) -> float:
-    """The share of the memory's rate that programs can ask for, as far as known."""
+    """The share of the memory's rate that programs can ask for; negative: tiles that do
+    not fit into registers."""
     if need.registers(warps) > chip.registers_per_thread:
-        return 0.0  # tiles would go to memory and back
+        return -float(need.registers(warps))  # tiles would go to memory and back
     programs = need.resident(warps, chip)
     wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
@@ -351,11 +396,11 @@ def _stages(need: Need, warps: int, chip: Gpu) -> int:
     """As many buffers as fit beside as many programs as registers allow."""
     if not need.rows:
         return 1
-    size, most = need.once + need.per_step, chip.shared.bytes
-    if size > most and need.is_narrow:
+    most = chip.shared.bytes
+    if need.largest > most:
         raise ResourceError(
             "the operands of a product do not fit into shared memory",
-            [("needed", f"{size} bytes"), (chip.name, f"{most} bytes")],
+            [("needed", f"{need.largest} bytes"), (chip.name, f"{most} bytes")],
             fix="use smaller blocks",
         )
     if not need.per_step or need.reads_own_writes:

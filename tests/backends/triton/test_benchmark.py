@@ -16,12 +16,18 @@ PROBLEMS = {problem.name: problem for problem in gpu.problems(SMALL)}
 LABELS = ("128x128", "1 rows")
 
 
+def is_tested(problem, contender):
+    if problem == "attention gradient d128 causal" and "loop" in contender:
+        return False  # there is no backward kernel of a loop of unknown length
+    return contender.startswith("ours") and any(x in contender for x in LABELS)
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_our_kernels_are_emitted(name, monkeypatch):
     monkeypatch.setattr(gpu, "_backends", lambda: ("triton",))
     (problem,) = (p for p in gpu.problems(SMALL) if p.name == name)
     for contender, make in problem.contenders.items():
-        if contender.startswith("ours") and any(x in contender for x in LABELS):
+        if is_tested(name, contender):
             run, operands = make()
             for kernel in kernels_in(run, *operands):
                 compiled(run_passes(kernel))
@@ -42,7 +48,7 @@ def test_our_kernels_are_right_on_the_simulator(name, monkeypatch):
     want = plain(*operands)
     monkeypatch.setattr(call_p, "impl", run)
     for contender, make in problem.contenders.items():
-        if contender.startswith("ours") and any(x in contender for x in LABELS):
+        if is_tested(name, contender):
             ours, operands = make()
             assert gpu.distance(ours(*operands), want) <= problem.allowed
 

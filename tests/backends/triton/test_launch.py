@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from benchmarks import gpu
 from pallasite import tpu as pltpu
 from pallasite.backends import base
 from pallasite.backends.triton import PASSES
@@ -168,6 +169,16 @@ def test_attention(blocks, want):
     assert GROUP not in found  # programs of one head follow one another already
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("maker", [gpu.grid_attention, gpu.loop_attention])
+def test_masks_of_attention_take_no_registers(maker, causal):
+    """Row and column numbers are spread over a tile: equal elements are one."""
+    heads = shape(64, 4096, 128)
+    for blocks, want in (((128, 128), 8), ((64, 64), 4)):
+        call = maker(blocks, causal)
+        assert warps_and_stages(call, heads, heads, heads)[0] == want
+
+
 # --- rows ---
 
 
@@ -224,7 +235,7 @@ def test_backward_of_softmax_keeps_its_tiles_in_registers():
     x = shape(16384, 8192)
     kernel = kernels_in(backward, x, x)[-1]
     made = base.Compiled(base.get("triton"), kernel, base.Options(chip=H200))
-    assert find_pipeline(made.scheduled).attrs[WARPS] == 16
+    assert find_pipeline(made.scheduled).attrs[WARPS] == 8  # with 4 they would spill
 
 
 def test_the_cache_keeps_what_all_programs_read():
