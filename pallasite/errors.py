@@ -84,6 +84,13 @@ class ResourceError(PallasError):
     """A kernel needs more memory, or more programs, than the target has."""
 
 
+class ChipMemoryError(ResourceError):
+    """Blocks need more of a chip's own memory (shared memory, VMEM) than it has.
+
+    Where no backend is named, the platform's next one is asked: it may do with less.
+    """
+
+
 class CompileError(PallasError, RuntimeError):
     """The compiler that a backend uses refused generated code; its output is kept."""
 

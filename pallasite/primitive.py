@@ -19,9 +19,9 @@ from pallasite import config, jaxcompat
 from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.backends import base
 from pallasite.errors import (
+    ChipMemoryError,
     CheckError,
     FallbackWarning,
-    ResourceError,
     SpecError,
     UnknownBackendError,
     UnsupportedError,
@@ -286,7 +286,7 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
             continue
         try:
             return Choice(name, tuple(refusals), _launch(name, call))
-        except (UnsupportedError, ResourceError, ImportError) as error:
+        except (UnsupportedError, ChipMemoryError, ImportError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
-from pallasite.errors import ResourceError
+from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Kernel, Value
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
@@ -47,7 +47,7 @@ def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
         tuned: the author chose stages or warps for these blocks: they stay if they fit.
 
     Raises:
-        ResourceError: blocks do not fit, and cannot be cut.
+        ChipMemoryError: blocks do not fit, and cannot be cut.
     """
     blocks = blocks_of(kernel)
     if blocks is None:
@@ -205,7 +205,7 @@ class _WithProducts:
         """The smallest blocks, where none are known to fit.
 
         Raises:
-            ResourceError: what a product needs at once is surely more than there is.
+            ChipMemoryError: what a product needs at once is surely more than there is.
         """
         blocks, available = self.blocks, self.chip.shared.bytes
         smallest = {d: n[-1] for d, n in self._deep.items() if n[-1] != d.size}
@@ -218,7 +218,7 @@ class _WithProducts:
             shape = blocks.shape(value, smallest)
             needed = _physical(shape) * value.tile.dtype.bytes
             if needed > available:
-                raise ResourceError(
+                raise ChipMemoryError(
                     f"a block needs more shared memory than {self.chip.name} has",
                     [
                         ("kernel", blocks.kernel.name),

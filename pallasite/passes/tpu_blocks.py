@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
-from pallasite.errors import ResourceError
+from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import RefType, TileType
@@ -68,7 +68,7 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
     """Smaller blocks, for kernels whose windows and scratch alone have no room.
 
     Raises:
-        ResourceError: they are more than there is, and cannot be cut.
+        ChipMemoryError: they are more than there is, and cannot be cut.
     """
     while best.vmem > limit:
         smaller = [_Estimate.of(k, best.chip) for k in _smaller(best.blocks, best.chip)]
@@ -78,7 +78,7 @@ def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
         best = min(less, key=lambda e: (e.vmem > limit, e.seconds))
     kernel, available = best.blocks.kernel, best.chip.vmem.bytes
     if best.named_vmem > available:
-        raise ResourceError(
+        raise ChipMemoryError(
             f"the blocks of a program do not fit a core of {best.chip.name}",
             [
                 ("kernel", kernel.name),

@@ -192,7 +192,7 @@ class _Test:
 
     def exact(self, name: str, *operands: Value) -> Value | None:
         result = self.b.op(name, *operands)
-        return result if self.facts.is_exact(self.b.ops[-1]) else None
+        return None if self.facts.may_wrap(self.b.ops[-1]) else result
 
     def before(self, value: Value) -> Value | None:
         """A scalar of the step, computed before it."""
@@ -223,7 +223,7 @@ class _Test:
             return _Spread(None, 0, max(value.tile.shape[op.attrs["dim"]] - 1, 0))
         if op.name in ("broadcast_in_dim", "reshape", "transpose", "slice"):
             return self.spread(op.operands[0])
-        if op.name not in ("add", "sub") or not self.facts.is_exact(op):
+        if op.name not in ("add", "sub") or self.facts.may_wrap(op):
             return None
         x, y = (self.spread(v) for v in op.operands)
         return None if x is None or y is None else self.combined(op.name, x, y)

@@ -7,13 +7,12 @@ one family, so that workers share them out. `make fuzz` draws more.
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
-from tests.fuzz.agreement import run_numpy, same
+from tests.fuzz.agreement import expected, mismatch, run_numpy
 from tests.fuzz.batches import SHARE, check_batches
 from tests.fuzz.choices import Seeded
 from tests.fuzz.generate import FAMILIES, Case, random_kernel
@@ -80,7 +79,8 @@ def keeps_meaning(case: Case) -> None:
     assert parsed.text == kernel.text
     new = canonicalize(parsed)
     verify(new)
-    results = run_numpy(kernel, case.arrays)
-    for a, b in zip(results, run_numpy(new, case.arrays), strict=True):
-        wrong = np.flatnonzero(~same(a, b))
-        assert not wrong.size, f"canonicalize: {a.flat[wrong[0]]}, {b.flat[wrong[0]]}"
+    found, exact = run_numpy(new, case.arrays), [None] * len(kernel.outputs)
+    wrong = mismatch(found, run_numpy(kernel, case.arrays), exact)
+    if wrong is not None:  # numpy may have another pow for one number than for many
+        wrong = mismatch(found, *expected(case))
+    assert wrong is None, f"canonicalize: {wrong}"

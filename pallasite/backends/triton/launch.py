@@ -19,7 +19,7 @@ from math import isqrt, prod
 from typing import Any
 
 from pallasite.backends.triton.text import physical, power_of_two
-from pallasite.errors import ResourceError
+from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Dot, Pipeline
@@ -45,7 +45,7 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """Note the launch on the grid and its loops.
 
     Raises:
-        ResourceError: the operands of a product do not fit into shared memory.
+        ChipMemoryError: the operands of a product do not fit into shared memory.
     """
     need = Need.of(kernel)
     warps = params.get("num_warps") or _warps(need, chip)
@@ -398,7 +398,7 @@ def _stages(need: Need, warps: int, chip: Gpu) -> int:
         return 1
     most = chip.shared.bytes
     if need.largest > most:
-        raise ResourceError(
+        raise ChipMemoryError(
             "the operands of a product do not fit into shared memory",
             [("needed", f"{need.largest} bytes"), (chip.name, f"{most} bytes")],
             fix="use smaller blocks",
