@@ -7,7 +7,7 @@ views, decides known branches and loops, shares equal code and drops dead code.
 
 from collections.abc import Sequence
 
-from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import (
     Pattern,
     Rewriter,
@@ -15,6 +15,7 @@ from pallasite.ir.rewrite import (
     common_subexpressions,
     dead_code,
     inline,
+    substitute,
 )
 from pallasite.ir.roles import Cond, Loop
 from pallasite.passes import algebra, views
@@ -52,9 +53,56 @@ def known_loop(op: Op, b: Rewriter) -> Sequence[Value] | None:
     return None
 
 
+def own_counter(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """A carried number that counts as its loop does is the loop's index."""
+    loop = Loop.of(op)
+    if constant_of(b, loop.step) != 1:
+        return None
+    counters = [_counts_along(loop, n, b) for n in range(len(loop.inits))]
+    if not any(counters):
+        return None
+    kept = [n for n, counts in enumerate(counters) if not counts]
+    dropped = [n for n, counts in enumerate(counters) if counts]
+    mapping = dict.fromkeys(_picked(loop.carried, dropped), loop.index)
+    body = Block(
+        (loop.index, *_picked(loop.carried, kept)),
+        loop.body.ops,
+        _picked(loop.yields, kept),
+    )
+    new = loop.with_(
+        inits=_picked(loop.inits, kept),
+        body=substitute(body, mapping),
+        results=_picked(loop.results, kept),
+    )
+    b.ops.append(new.to_op())
+    end = b.max(loop.first, loop.limit)
+    return [
+        end if counts else value
+        for value, counts in zip(loop.results, counters, strict=True)
+    ]
+
+
+def _counts_along(loop: Loop, n: int, b: Rewriter) -> bool:
+    start, param = loop.inits[n], loop.carried[n]
+    number = constant_of(b, start)
+    same = number is not None and number == constant_of(b, loop.first)
+    if param.type != loop.index.type or not (same or start is loop.first):
+        return False
+    add = b.producer(loop.yields[n], "add")
+    if add is None or param not in add.operands:
+        return False
+    x, y = add.operands
+    return constant_of(b, y if x is param else x) == 1
+
+
+def _picked(values: Sequence[Value], kept: Sequence[int]) -> tuple[Value, ...]:
+    return tuple(values[n] for n in kept)
+
+
 PATTERNS: tuple[Pattern, ...] = (
     *algebra.PATTERNS,
     *views.PATTERNS,
     ("cond", known_branch),
     ("for", known_loop),
+    ("for", own_counter),
 )

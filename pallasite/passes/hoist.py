@@ -1,9 +1,9 @@
 """Loop-invariant code motion, and peeling of the first and last step.
 
 Moved out of a `for`: loop invariants (pure ops, and loads of memory the kernel never
-writes); a reset of carried values at the first step, which becomes their initial value;
-and code for the last step only, which goes after the loop. The last two are how kernels
-written for a grid start and end an accumulation.
+writes); a reset of carried values at the first step, which becomes their initial value,
+or of memory, which goes before the loop; and code for the last step only, which goes
+after it. The last two are how kernels written for a grid start and end an accumulation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +117,19 @@ class _HoistedLoop:
         for op in self.body.ops:
             if self.is_step(op, bounds[0]) and op.results:
                 self.move_reset(op)
+        self.move_first_effects(bounds[0])
+
+    def move_first_effects(self, first: int) -> None:
+        """Run what the first step does to memory before all else ahead of the loop."""
+        for op in self.body.ops:
+            if self.is_step(op, first) and not op.results:
+                known = dict(zip(self.loop.carried, self.loop.inits, strict=True))
+                emit = self.cut(op, _Replay(self, first, known))
+                if emit is None:
+                    return
+                emit(self.builder)
+            elif op.regions or not (self.is_pure(op) or self.is_stable(op)):
+                return
 
     def is_step(self, op: Op, number: int) -> bool:
         """A `cond` with one non-empty branch, taken when the index is `number`."""
@@ -167,12 +180,14 @@ class _HoistedLoop:
             return None
         for op in reversed(self.body.ops):
             if self.is_step(op, bounds[1]) and not op.results:
-                return self.cut(op, bounds[1])
+                known = dict(zip(self.body.yields, self.loop.results, strict=True))
+                return self.cut(op, _Replay(self, bounds[1], known))
             if op.regions or not (self.is_pure(op) or self.is_stable(op)):
                 break
         return None
 
-    def cut(self, op: Op, last: int) -> Callable[[Builder], None] | None:
+    def cut(self, op: Op, plan: "_Replay") -> Callable[[Builder], None] | None:
+        """Remove the code of one step; gives what emits it outside the loop."""
         _, branch = Cond.of(op).branches
         defined = {v for inner in walk(branch) for v in inner.results}
         defined |= {
@@ -181,7 +196,6 @@ class _HoistedLoop:
         used = [v for inner in walk(branch) for v in inner.operands]
         used += [v for inner in walk(branch) for r in inner.regions for v in r.yields]
         free = [v for v in dict.fromkeys(used) if v not in defined]
-        plan = _Replay(self, last)
         if not all(map(plan.can, free)):
             return None
         kept = tuple(o for o in self.body.ops if o is not op)
@@ -195,16 +209,18 @@ class _HoistedLoop:
 
 
 class _Replay:
-    """Values of the last step, found again after the loop."""
+    """Values of the first or the last step, found again outside the loop.
 
-    def __init__(self, loop: _HoistedLoop, last: int):
-        self.loop, self.last = loop, last
+    `known` has those that are there already: what is carried in, or out.
+    """
+
+    def __init__(self, loop: _HoistedLoop, number: int, known: dict[Value, Value]):
+        self.loop, self.number, self.known = loop, number, known
         self.inside = loop.inside()
-        self.results = dict(zip(loop.body.yields, loop.loop.results, strict=True))
         self.made: dict[Value, Value] = {}
 
     def can(self, value: Value) -> bool:
-        if value not in self.inside or value in self.results:
+        if value not in self.inside or value in self.known:
             return True
         if value is self.loop.index:
             return True
@@ -216,10 +232,10 @@ class _Replay:
     def value(self, value: Value, builder: Builder) -> Value:
         if value not in self.inside:
             return value
-        if value in self.results:
-            return self.results[value]
+        if value in self.known:
+            return self.known[value]
         if value is self.loop.index:
-            return builder.constant(self.last, value.tile)
+            return builder.constant(self.number, value.tile)
         if value not in self.made:
             op = self.loop.producers[value]
             operands = [self.value(v, builder) for v in op.operands]

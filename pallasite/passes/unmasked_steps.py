@@ -176,12 +176,12 @@ class _Test:
             return None
         type_ = scalar(op.operands[0].tile.dtype)
         if kind in ("lt", "le"):
-            sides = self.end(x, x.high, type_), self.end(y, y.low, type_)
+            left, right = self.end(x, x.high, type_), self.end(y, y.low, type_)
         else:
-            sides = self.end(x, x.low, type_), self.end(y, y.high, type_)
-        if sides[0] is None or sides[1] is None:
+            left, right = self.end(x, x.low, type_), self.end(y, y.high, type_)
+        if left is None or right is None:
             return None
-        return self.b.op(kind, *sides)
+        return self.b.op(kind, left, right)
 
     def end(self, spread: _Spread, number: int, type_: TileType) -> Value | None:
         low, high = type_.dtype.limits

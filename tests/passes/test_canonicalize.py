@@ -345,6 +345,35 @@ LOOP = """
 """
 
 
+def test_numbers_that_count_along_are_the_index():
+    """As fori_loop of a known length has one; after the loop it is the limit."""
+    code = """
+        %c0: i32 = constant {value=0}
+        %c1: i32 = constant {value=1}
+        %zero: i32 = constant {value=0}
+        %limit: i32 = reduce %m {kind="max", axes=(0,)}
+        %a: i32, %b1: i32, %c: i32 = for %c0, %limit, %c1, %zero, %zero, %c1
+          body (%i: i32, %k: i32, %s: i32, %t: i32) {
+            %k1: i32 = add %k, %c1
+            %s1: i32 = add %s, %k
+            %t1: i32 = add %t, %c1
+            yield %k1, %s1, %t1
+          }
+    """
+    assert shows(code, "%a, %b1, %c") == dedent("""\
+        %c0: i32 = constant {value=0}
+        %c1: i32 = constant {value=1}
+        %limit: i32 = reduce %m {kind="max", axes=(0,)}
+        %b1: i32, %c: i32 = for %c0, %limit, %c1, %c0, %c1
+        body (%i: i32, %s: i32, %t: i32) {
+        %s1: i32 = add %s, %i
+        %t1: i32 = add %t, %c1
+        yield %s1, %t1
+        }
+        %0: i32 = max %c0, %limit
+        debug_print %0, %b1, %c {format=""}""")
+
+
 def test_loops_of_no_or_one_trip_go():
     none = shows(LOOP.format(first=3, limit=3, step=1))
     assert none == 'debug_print %m {format=""}'

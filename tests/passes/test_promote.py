@@ -202,6 +202,60 @@ def test_scratch_used_in_part_stays_in_memory():
     assert "%acc: ref<f32[8,8] vmem> = alloc" in text
 
 
+IN_MEMORY = """
+      %c0: i32 = constant {value=0}
+      %first: bool = eq %p, %c0
+      %n: i32 = cast %first {dtype=i32}
+      BEFORE
+      cond %n
+        branch () {}
+        branch () {
+          %zero: f32[8,8] = constant {value=0.0}
+          store %acc[:, :] = %zero
+        }
+      %a: f32[8] = load %acc[0, :]
+      %v: f32[8] = load %xb[1, :]
+      %s: f32[8] = add %a, %v
+      store %acc[0, :] = %s
+      %end: i32 = constant {value=3}
+      %last: bool = eq %p, %end
+      %m: i32 = cast %last {dtype=i32}
+      cond %m
+        branch () {}
+        branch () {
+          %t: f32[8,8] = load %acc[:, :]
+          store %ob[:, :] = %t
+        }
+"""
+
+
+def test_first_step_on_memory_goes_before_the_loop():
+    """Scratch that stays in memory: its start and its end are outside the loop."""
+    text = SCAN.format(rows=8, index="%z1", body=IN_MEMORY.replace("BEFORE", ""))
+    before, rest = promoted(text).split(" for ")
+    loop, after = rest.split("    }\n", 1)
+    assert "store %acc[:, :]" in before
+    assert "cond" not in loop and loop.count("store") == 1
+    assert "store %ob[:, :]" in after
+    x = np.random.default_rng(0).standard_normal((32, 8)).astype("f4")
+    (got,) = Walker(promote(parse_kernel(text)), NumpyNumbers()).run([x])
+    want = np.zeros((8, 8), "f4")
+    for row in x[1::8]:
+        want[0] += row
+    np.testing.assert_array_equal(got, want)
+
+
+def test_first_step_stays_where_something_comes_before_it():
+    """What is loaded before the scratch is set must not see it set."""
+    before = """
+      %old: f32[8] = load %acc[2, :]
+      store %acc[3, :] = %old
+    """
+    text = SCAN.format(rows=8, index="%z1", body=IN_MEMORY.replace("BEFORE", before))
+    loop = promoted(text).split(" for ")[1]
+    assert "store %acc[:, :]" in loop
+
+
 def test_fixed_parts_of_scratch_become_slices_where_asked():
     body = """
       %v: f32[8,8] = load %xb[:, :]
