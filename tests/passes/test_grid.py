@@ -172,10 +172,22 @@ def test_scratch_that_only_the_first_step_fills_is_shared_whatever_semantics_say
     assert info.axes[2].reason == "steps hand values on in the scratch acc"
 
 
-def test_dynamic_axis_is_parallel_where_it_is_the_only_term():
-    text = kernel("yield %i, %j", before="%size: i32 = load %t[0]").text
+def of_unknown_size(out_map: str):
+    """The analysis of a kernel whose first axis has a size known only when it runs."""
+    text = kernel(out_map, before="%size: i32 = load %t[0]").text
     text = text.replace("grid=(2, 3, 4)", "grid=(None, 3, 4)")
-    info = analyze(parse_kernel(text.replace("pipeline %x", "pipeline %size, %x")))
+    return analyze(parse_kernel(text.replace("pipeline %x", "pipeline %size, %x")))
+
+
+def test_an_axis_is_not_parallel_by_the_size_of_another_one():
+    """Where `i` is clamped, `i + j` does not tell which `j` it was."""
+    info = of_unknown_size("%s: i32 = add %i, %j yield %s, %i")
+    assert not info.axes[1].parallel
+    assert info.windows[1].own.isdisjoint({1, 2})
+
+
+def test_dynamic_axis_is_parallel_where_it_is_the_only_term():
+    info = of_unknown_size("yield %i, %j")
     assert info.axes[0].size is None
     assert info.axes[0].most == 8  # blocks of the output: more are clamped
     assert info.parallel == (0, 1)

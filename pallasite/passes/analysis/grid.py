@@ -307,6 +307,13 @@ class _Analysis:
             parts = list(self.block_parts(number, found))
             apart, certain = self.apart_axes(number, parts, moves)
             own = apart | self.own_axes(number, parts)
+            whatever = list(self.block_parts(number, found, any_size=True))
+            if whatever != parts:
+                # Only an axis of unknown size can be told that it is too large.
+                fixed = {a for a, n in enumerate(self.grid) if n is not None}
+                always, _ = self.apart_axes(number, whatever, moves)
+                apart -= fixed - always
+                own -= fixed - always - self.own_axes(number, whatever)
         name = self.refs[number].name or f"window {number}"
         return WindowMoves(name, attr.mode, found, moves, own, written, apart, certain)
 
@@ -334,25 +341,25 @@ class _Analysis:
         inside = self.access_parts(self.blocks[number])
         return recoverable([*parts, *inside], self.grid)
 
-    def block_parts(self, number: int, forms: Sequence[Form]) -> Iterable[Part]:
+    def block_parts(
+        self, number: int, forms: Sequence[Form], any_size: bool = False
+    ) -> Iterable[Part]:
         """What an index map yields, with how far neighbouring blocks overlap.
 
         A number out of range is clamped to the nearest block: then two numbers may name
-        the same block.
+        the same block. `any_size`: axes of unknown size may be so large.
         """
         window, shape = self.window_attrs[number], self.refs[number].ref.shape
         pending = iter(forms)
         for dim, n in zip(window.dims, shape, strict=True):
             overlap = dim.size - 1 if dim.kind in ("element", "bounded") else 0
             affine = next(pending).affine
-            yield (
-                affine if self.never_clamped(affine, last_number(dim, n)) else None,
-                overlap,
-            )
+            fits = self.never_clamped(affine, last_number(dim, n), any_size)
+            yield (affine if fits else None), overlap
             if dim.kind == "bounded":
                 next(pending)
 
-    def never_clamped(self, affine: Affine | None, last: int) -> bool:
+    def never_clamped(self, affine: Affine | None, last: int, any_size: bool) -> bool:
         """Whether all numbers are in [0, last], given the sizes noted in `most`.
 
         An offset known only at run time is assumed to be in range.
@@ -360,7 +367,7 @@ class _Analysis:
         if affine is None or affine.const is None:
             return affine is not None
         dynamic = [a for a, c in enumerate(affine.coeffs) if c and self.grid[a] is None]
-        if len(dynamic) > 1:
+        if len(dynamic) > 1 or (dynamic and any_size):
             return False
         sizes = [1 if n is None else n for n in self.grid]
         low, high = affine.range(sizes)
