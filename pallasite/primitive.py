@@ -19,8 +19,8 @@ from pallasite import config, jaxcompat
 from pallasite import ops as ops  # registers the rows of the op table
 from pallasite.backends import base
 from pallasite.errors import (
-    ChipMemoryError,
     CheckError,
+    ChipMemoryError,
     FallbackWarning,
     SpecError,
     UnknownBackendError,
