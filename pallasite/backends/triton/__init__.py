@@ -26,7 +26,6 @@ from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
-from pallasite.passes.program_order import order_programs
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
 from pallasite.target import GPUS, Gpu
@@ -68,7 +67,6 @@ class TritonBackend:
         return (
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
-            Pass("program_order", partial(order_programs, cores=_chip(options).cores)),
             *PASSES,
             Pass("launch", launch),
         )
