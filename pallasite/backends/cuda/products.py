@@ -325,7 +325,7 @@ class Plan:
             ring.stages = stages
         if left - stages * size >= once:  # the next program's, while this one runs
             for ring in self.rings:
-                ring.stages = max(ring.stages, 2)
+                ring.stages = ring.stages if ring in again else 2
         for ring in self.rings:
             blocks = [id(g.block) for g in self.groups if g.ring is ring]
             at_once = max(map(blocks.count, blocks))
