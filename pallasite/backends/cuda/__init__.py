@@ -12,6 +12,7 @@ from functools import partial
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
@@ -23,6 +24,7 @@ from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
+from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
@@ -42,6 +44,8 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
+        Pass("counters", counters),
+        Pass("drop_unused", drop_unused, if_changed=True),
         Pass("overlap", overlap),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("specialize", partial(specialize, chip=chip)),

@@ -80,7 +80,9 @@ class Order:
         grid = self.grid
         if len(grid) == 2 and grid[0] > 1 and grid[1] > 1:
             rows, columns = grid
-            together = min(TOGETHER, rows)
+            # In order of length all rows go together: turns there and back are as
+            # long only if the lengths fall from the first program to the last.
+            together = min(TOGETHER, rows) if self.is_equal else rows
             size = b.index(together * columns)
             group, rest = b.div(number, size), b.rem(number, size)
             first = b.mul(group, b.index(together))

@@ -303,7 +303,7 @@ class Plan:
         return self.rings[-1]
 
     def choose_stages(self) -> None:
-        """As deep as shared memory allows where loads repeat; one where they do not."""
+        """As deep as shared memory allows where loads repeat; one or two elsewhere."""
         again = [
             ring
             for ring in self.rings
@@ -323,6 +323,9 @@ class Plan:
             )
         for ring in again:
             ring.stages = stages
+        if left - stages * size >= once:  # the next program's, while this one runs
+            for ring in self.rings:
+                ring.stages = ring.stages if ring in again else 2
         for ring in self.rings:
             blocks = [id(g.block) for g in self.groups if g.ring is ring]
             at_once = max(map(blocks.count, blocks))
