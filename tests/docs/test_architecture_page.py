@@ -27,7 +27,9 @@ def test_every_package_is_listed():
     } | ({"ops"} & packages)
 
 
-def test_a_walk_is_short():
-    walk = PAGE[PAGE.index("How `exp`") : PAGE.index("How a matmul")]
-    steps = re.findall(r"^\d+\. ", walk, re.M)
-    assert len(steps) <= 8
+def test_walks_are_short():
+    exp = PAGE[PAGE.index("How `exp`") : PAGE.index("How a matmul")]
+    matmul = PAGE[PAGE.index("How a matmul") : PAGE.index("## The packages")]
+    for walk in (exp, matmul):
+        steps = [int(n) for n in re.findall(r"^(\d+)\. ", walk, re.M)]
+        assert len(steps) >= 6 and max(steps) <= 8
