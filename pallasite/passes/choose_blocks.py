@@ -77,7 +77,7 @@ class Blocks:
         return [d for d in found.dims if found.why_not_free(d) is None]
 
     def parts(self, dim: LoopDim, least: int) -> list[int]:
-        """Sizes of which a dimension can be cut, the author's own first."""
+        """Sizes that a dimension can be cut to, the largest first."""
         counts = (
             n for n in range(2, dim.size // max(least, 1) + 1) if not dim.size % n
         )

@@ -132,6 +132,9 @@ def axis_of(found: LoopDims, dim: LoopDim) -> int | None:
     for axis, steps in enumerate(found.pipeline.grid):
         if steps is None or not found.info.axes[axis].parallel or not written:
             continue
+        # An axis of one step is parallel even where scratch carries along it.
+        if steps == 1 and any(axis in carry.axes for carry in found.info.carries):
+            continue
         if all(m.follows(axis, steps) for m in written):
             return axis
     return None

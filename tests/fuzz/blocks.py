@@ -82,6 +82,8 @@ class _Maker:
             self.add_product()
         if self.chance(40):
             self.add_scratch()
+        if self.chance(25):
+            self.add_counter()
         for _ in range(self.integer(2, 6)):
             self.pool.append(self.line(self.body, self.pool))
         if self.chance(30):
@@ -310,6 +312,20 @@ class _Maker:
         new = self.small(b, b.op(self.pick("add", "max"), old, value))
         b.store(ref, new)
         self.pool += [old, new]
+
+    def add_counter(self) -> None:
+        """A number in scratch without rows, counted from a first step."""
+        b, x = self.body, self.pick(*self.pool)
+        ref = self.outside.op("alloc", type=T.RefType((1,), T.F32, "smem"))
+        then = Builder()
+        then.store(ref, then.constant(0.0, self.tile()), (At(0),))
+        first = b.constant(True, T.TileType((), T.BOOL))
+        for i in self.ids[self.integer(0, len(self.ids)) :]:
+            first = b.and_(first, b.eq(i, b.index(0)))
+        b.emit("cond", b.cast(first, T.I32), regions=(Block(), then.block()))
+        new = b.add(b.load(ref, (At(0),)), b.constant(1.0, self.tile()))
+        b.store(ref, new, (At(0),))
+        self.pool.append(b.add(x, b.broadcast(new, x.tile.shape)))
 
     def add_branch(self) -> None:
         """One of two tiles, by a number that is the same for all rows of a block."""

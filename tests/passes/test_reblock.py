@@ -1,5 +1,6 @@
 """Reblocking: the same kernel with smaller or larger blocks. Text in, text out."""
 
+import numpy as np
 import pytest
 
 from pallasite.ir.nodes import Kernel
@@ -14,6 +15,7 @@ from pallasite.passes.reblock import cut, grow
 from pallasite.passes.resized_code import CannotReblock
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code
+from tests.passes.test_same_meaning import outputs
 
 X, Y, O = 0, 1, 2  # windows of MATMUL
 
@@ -198,6 +200,35 @@ def test_scratch_is_cut_with_what_is_stored_in_it():
     new = cut(parsed(text.replace("pipeline", f"{scratch} pipeline")), (0, 0), 4)
     verify(new)
     assert "%acc: ref<f32[2,4] vmem> = alloc" in new.text
+
+
+def test_parts_do_not_share_what_scratch_carries_along_another_axis():
+    """The second axis has one step and is parallel, but two parts would not be."""
+    kernel = parsed("""
+    kernel @k(%x: ref<f32[8] any>, %o: ref<f32[2,8] any>) outputs 1 {
+      %sum: ref<f32[8] vmem> = alloc {type=ref<f32[8] vmem>}
+      pipeline %x, %o {grid=(2, 1), windows=(in[8], out[squeezed 1, 8]),
+          semantics=("arbitrary", "arbitrary")}
+        map (%i: i32, %j: i32) { yield %j }
+        map (%i1: i32, %j1: i32) { yield %i1, %j1 }
+        body (%s: i32, %t: i32, %xb: ref<f32[8] block>, %ob: ref<f32[8] block>) {
+          %z: i32 = constant {value=0}
+          %f: bool = eq %s, %z
+          %w: i32 = cast %f {dtype=i32}
+          %a: f32[8] = load %xb[:]
+          cond %w
+            branch () {}
+            branch () { store %sum[:] = %a }
+          %b: f32[8] = load %sum[:]
+          %c: f32[8] = add %a, %b
+          store %sum[:] = %c
+          store %ob[:] = %c
+        }
+    }""")
+    new = cut(kernel, (0, 0), 2)
+    assert "grid=(2, 2, 1), windows=(in[4], out[squeezed 1, 4])" in head(new)
+    arrays = [np.arange(8, dtype=np.float32)]
+    np.testing.assert_array_equal(outputs(new, arrays)[0], outputs(kernel, arrays)[0])
 
 
 def test_uneven_parts_are_refused():
