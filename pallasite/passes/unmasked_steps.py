@@ -147,9 +147,10 @@ class _Test:
 
     def case(self, op: Op, chosen: Mapping[Value, Value]) -> dict[Value, Value]:
         """What a select gives where its mask is the same everywhere."""
-        mask, on_false, on_true = op.operands
-        if not mask.tile.dtype.is_bool or not mask.tile.shape:
+        mask, *cases = op.operands
+        if not mask.tile.dtype.is_bool or not mask.tile.shape or len(cases) != 2:
             return {}
+        on_false, on_true = cases
         maker = self.makers.get(on_true)
         truth = maker is None or maker.name != "constant"
         tests = [

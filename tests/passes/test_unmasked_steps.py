@@ -156,6 +156,11 @@ def test_kept(why: str):
     assert unmasked_steps(kernel, least=2, needed=None) is kernel
 
 
+def test_selects_by_number_are_kept():
+    kernel = steps("%m: i32[4,8] = sub %columns, %rows", "select_n %m, %low, %v, %low")
+    assert unmasked_steps(kernel, least=2, needed=None) is kernel
+
+
 def test_small_masks_and_steps_without_products_are_kept():
     kernel = steps(*MASKS["causal"])
     assert unmasked_steps(kernel, least=64, needed=None) is kernel

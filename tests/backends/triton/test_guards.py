@@ -111,8 +111,7 @@ def check_causal(call) -> None:
     (kernel,) = kernels_in(call, *arrays)
     kernel = run(kernel)
     assert_bounded(kernel)
-    want = attention.plain_attention(
-        *map(jnp.asarray, arrays), attention.causal(64, 64)
-    )
+    q, k, v = map(jnp.asarray, arrays)
+    want = attention.plain_attention(q, k, v, attention.causal(64, 64))
     (got,) = simulated(kernel, arrays)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
