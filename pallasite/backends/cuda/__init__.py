@@ -101,6 +101,8 @@ def fits(kernel: Kernel, options: Options | None = None) -> str | None:
         kernel: as imported.
         options: the call's.
     """
+    if not nvrtc.is_available():
+        return nvrtc.MISSING
     try:
         Compiled(BACKEND, kernel, options or Options())["cuda"]
     except UnsupportedError as error:

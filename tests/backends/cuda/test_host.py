@@ -63,7 +63,6 @@ def test_zoo(name, tmp_path):
     (case,) = [case for case in all_cases() if case.name == name]
     args = arguments(case, 0)
     (call,) = calls_in(partial(case.run, interpret=False, backend="cuda"), *args)
-    assert cuda.fits(call.kernel) is None
     if len(jax.tree.leaves(args)) != len(call.kernel.inputs):
         pytest.skip("its operands are computed before the call")
     got = host.run(call.kernel, [np.asarray(x) for x in args], tmp_path)
