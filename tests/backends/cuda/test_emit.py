@@ -113,6 +113,13 @@ def test_blocks_that_hang_over_are_masked():
     assert "< 304" not in body_of(text_of(softmax(8, 128, 304)))
 
 
+def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time():
+    launched = emit.Launched.of(text_of(softmax(8, 8192, 64)))
+    assert (launched.programs, launched.threads) == (8, 512)
+    assert "for (int n" in body_of(text_of(softmax(8, 8192, 64)))
+    assert "for (int n" not in body_of(text_of(softmax(8, 128, 64)))
+
+
 def test_no_address_is_computed_in_32_bits_where_an_array_is_larger():
     text = body_of(text_of(softmax(1, 1 << 10, 1 << 21, f32)))
     assert "(i64)(program0) * 1024" in text

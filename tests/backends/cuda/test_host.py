@@ -35,6 +35,7 @@ ROWS = [
     ((13, 201), (4, 201), f32),
     ((20, 128), (16, 128), jnp.float16),
     ((5, 7), (3, 7), f32),
+    ((14, 4100), (4, 4100), bf16),  # a strip at a time, and the last block hangs over
 ]
 
 
