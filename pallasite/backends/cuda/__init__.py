@@ -23,11 +23,13 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
+from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
 from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
+STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
 # level that only its own results have.
 NATIVE_OPS = frozenset(
@@ -42,6 +44,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     return (
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
+        Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
         Pass("counters", counters),
@@ -101,6 +104,8 @@ def fits(kernel: Kernel, options: Options | None = None) -> str | None:
         kernel: as imported.
         options: the call's.
     """
+    if not nvrtc.is_available():
+        return nvrtc.MISSING
     try:
         Compiled(BACKEND, kernel, options or Options())["cuda"]
     except UnsupportedError as error:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from pallasite.backends.cuda import explicit, helpers, memory, tiles
+from pallasite.backends.cuda import explicit, functions, memory, tiles
 from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
@@ -139,7 +139,7 @@ class Emitter(Explicit):
             ),
         ]
         body = "\n".join([*head, *self.out.lines, "}", ""])
-        return launched.line() + helpers.used(body, self.instructions) + "\n" + body
+        return launched.line() + functions.used(body, self.instructions) + "\n" + body
 
     def parameter(self, param: Value, name: str, root: Value) -> str:
         kind = c_type(param.ref.dtype)

@@ -21,7 +21,7 @@ from pallasite.passes.analysis.carried import covers_whole
 
 ROW_BYTES = 128
 MAP_BYTES = 128
-LEADER = "load"  # the role that one thread runs
+ALONE = "load"  # the role that one thread runs
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class Explicit(Memory):
                 self.bases, self.seen_maps = {}, set()
                 start = len(self.out.lines)
                 self.threads = counts[number] * WARPGROUP
-                self.in_role, self.alone = True, name == LEADER
+                self.in_role, self.alone = True, name == ALONE
                 if self.alone:
                     with self.out.block("if (thread == 0)"):
                         self.block(region)

@@ -2,8 +2,8 @@
 
 NVRTC is a library of CUDA's that needs no GPU and no CUDA installation: it comes with
 `jax[cuda13]` and as the package nvidia-cuda-nvrtc. It is found where those packages put
-it, and called through ctypes. `stored_ptx` keeps what was compiled on disk
-(`runtime/cache.py`).
+it, or else by its name where the system has one, and called through ctypes.
+`stored_ptx` keeps what was compiled on disk (`runtime/cache.py`).
 """
 
 import ctypes
@@ -19,12 +19,16 @@ from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
 
 _LIBRARIES = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 _ASSEMBLERS = ("cu*/bin/ptxas", "cuda_nvcc/bin/ptxas")
 _OPTIONS = ("--std=c++17", "-default-device")
 
 
+MISSING = "NVRTC, which compiles for the backend 'cuda', is not installed"
+
+
 def is_available() -> bool:
-    return _library_path() is not None
+    return _found() is not None
 
 
 def compile_ptx(text: str, arch: str) -> str:
@@ -107,23 +111,27 @@ def _find(patterns: tuple[str, ...]) -> Path | None:
 
 
 @cache
-def _library_path() -> Path | None:
-    return _find(_LIBRARIES)
-
-
-@cache
-def _library() -> Any:
-    path = _library_path()
-    if path is None:
-        raise CompileError(
-            "NVRTC, which compiles for the backend 'cuda', is not installed",
-            fix="pip install 'pallasite[cuda]', or jax[cuda13], which brings it",
-        )
+def _found() -> Any:
+    """The library, loaded; None where there is none."""
+    path = _find(_LIBRARIES)
     # It opens its built-in headers by name: found only if they are loaded already.
-    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*") if path else ():
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(path))
-    library.nvrtcGetErrorString.restype = ctypes.c_char_p
+    for name in (str(path),) if path else _NAMES:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    return None
+
+
+def _library() -> Any:
+    library = _found()
+    if library is None:
+        fix = "pip install 'pallasite[cuda]', or jax[cuda13], which brings it"
+        raise CompileError(MISSING, fix=fix)
     return library
 
 

@@ -330,7 +330,7 @@ class _Computing(_Role):
         product = self.plan.by_op.get(id(op))
         group = self.plan.group_of.get(id(op))
         if product is not None:
-            self.issue(product, builder)
+            self.start(product, builder)
         elif id(op) in self.skipped:
             return
         elif group is not None:
@@ -426,7 +426,7 @@ class _Computing(_Role):
 
     # --- products ---
 
-    def issue(self, product: Product, b: Builder) -> None:
+    def start(self, product: Product, b: Builder) -> None:
         computed = [] if product.addend is None else [product.addend]
         if product.lhs.load is None:
             computed.append(product.lhs.value)

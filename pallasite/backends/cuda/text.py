@@ -13,7 +13,7 @@ import numpy as np
 
 from pallasite.ir.types import DType
 
-# How an element is held, in registers and in memory (`helpers.py` has the typedefs).
+# How an element is held, in registers and in memory (`functions.py` has the typedefs).
 TYPES = {
     **{n: n for n in ("bool", "i8", "u8", "i16", "u16", "u32", "i64", "u64")},
     **{n: n for n in ("bf16", "f16", "f8e4m3fn", "f8e5m2")},

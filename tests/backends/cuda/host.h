@@ -88,7 +88,7 @@ inline unsigned __float2uint_rz(float x) { return saturated<unsigned>(x); }
 inline long long __float2ll_rz(float x) { return saturated<long long>(x); }
 inline int __double2int_rz(double x) { return saturated<int>(x); }
 
-// Helpers whose CUDA form is an instruction.
+// Functions whose CUDA form is an instruction.
 inline unsigned short host_to_bf16(float x) {
   unsigned u = __float_as_uint(x);
   if (x != x) return 0x7fff;

@@ -1,7 +1,7 @@
 """Runs emitted CUDA C++ on the CPU: compiled by g++ against `host.h`.
 
-The text of a kernel is run as it is; only the helpers that are single instructions have
-a form of their own here. What is not written is a pattern of garbage, and blocks run in
+The text of a kernel is run as it is; only functions that are single instructions have a
+form of their own here. What is not written is a pattern of garbage, and blocks run in
 a random order.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends import base
-from pallasite.backends.cuda import emit, helpers, hopper
+from pallasite.backends.cuda import emit, functions, hopper
 from pallasite.ir.nodes import Kernel
 
 BACKEND = base.get("cuda")
@@ -124,8 +124,8 @@ def run(
 
 
 def _library(text: str, name: str, count: int, folder: Path) -> Path:
-    for helper, body in OWN.items():
-        text = text.replace(helpers.HELPERS[helper], body)
+    for own, body in OWN.items():
+        text = text.replace(functions.FUNCTIONS[own], body)
     text = re.sub(
         r"DEVICE void product_(\w+)\(.*?\n}\n", _own_product, text, flags=re.S
     )

@@ -9,6 +9,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends import base
 from pallasite.backends.cuda import BACKEND, emit, fits, nvrtc
+from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel
 from pallasite.target import GPUS
 from tests.backends.cuda import kernels
@@ -17,6 +18,12 @@ from tests.backends.cuda.kernels import bf16, f32
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.is_available(), reason="NVRTC is not installed (nvidia-cuda-nvrtc)"
 )
+
+
+@pytest.fixture(autouse=True)
+def as_if_installed(monkeypatch):
+    """What fits does not depend on what is installed here."""
+    monkeypatch.setattr(nvrtc, "is_available", lambda: True)
 
 
 def kernel_of(function, *shapes) -> Kernel:
@@ -104,6 +111,13 @@ def test_blocks_that_hang_over_are_masked():
     loads = [line for line in text.splitlines() if "get<16>" in line]
     assert len(loads) == 2 and all("< 300" in line for line in loads)
     assert "< 304" not in body_of(text_of(softmax(8, 128, 304)))
+
+
+def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time():
+    launched = emit.Launched.of(text_of(softmax(8, 8192, 64)))
+    assert (launched.programs, launched.threads) == (8, 512)
+    assert "for (int n" in body_of(text_of(softmax(8, 8192, 64)))
+    assert "for (int n" not in body_of(text_of(softmax(8, 128, 64)))
 
 
 def test_no_address_is_computed_in_32_bits_where_an_array_is_larger():
@@ -284,11 +298,28 @@ def test_writing_to_an_operand_is_refused():
 
 
 def test_missing_nvrtc_is_said(monkeypatch):
-    monkeypatch.setattr(nvrtc, "_library_path", lambda: None)
-    nvrtc._library.cache_clear()
-    with pytest.raises(Exception, match="NVRTC, which compiles for the backend 'cuda'"):
+    monkeypatch.undo()
+    monkeypatch.setattr(nvrtc, "_found", lambda: None)
+    with pytest.raises(CompileError, match="NVRTC, which compiles for the backend 'c"):
         nvrtc.compile_ptx("", "sm_90a")
-    nvrtc._library.cache_clear()
+    assert fits(softmax()) == nvrtc.MISSING
+
+
+@needs_nvrtc
+def test_ptx_is_kept_on_disk(monkeypatch, tmp_path):
+    monkeypatch.setenv("PALLASITE_CACHE_DIR", str(tmp_path / "kept"))
+    text = text_of(softmax(1, 96, 8))
+    first = nvrtc.stored_ptx(text, "sm_90a")
+    monkeypatch.setattr(nvrtc, "compile_ptx", None)  # nothing is compiled again
+    assert nvrtc.stored_ptx(text, "sm_90a") == first
+    with pytest.raises(TypeError):
+        nvrtc.stored_ptx(text, "sm_80")
+
+
+@needs_nvrtc
+def test_text_that_nvrtc_refuses_is_an_error_of_ours():
+    with pytest.raises(CompileError, match="NVRTC refused the code of a kernel"):
+        nvrtc.compile_ptx("this is not C++", "sm_90a")
 
 
 def test_numbers_are_exact():

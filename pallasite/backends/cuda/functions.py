@@ -1,6 +1,6 @@
 """The small functions that emitted kernels call: each used one is put before a kernel.
 
-`used(text)` gives typedefs and the helpers whose names occur in a kernel's text, those
+`used(text)` gives typedefs and the functions whose names are in a kernel's text, those
 that they call included. There is no #include: NVRTC has all that is needed built in.
 """
 
@@ -41,7 +41,7 @@ def _from_f8(name: str, kind: str) -> str:
     )
 
 
-HELPERS: dict[str, str] = {
+FUNCTIONS: dict[str, str] = {
     "from_bf16": (
         "DEVICE float from_bf16(bf16 x) { return __uint_as_float((u32)x << 16); }\n"
     ),
@@ -137,8 +137,8 @@ HELPERS: dict[str, str] = {
 
 
 def used(text: str, more: Mapping[str, str]) -> str:
-    """The helpers that a text calls, `more` of its own among them."""
-    known = {**HELPERS, **more}
+    """The functions that a text calls, `more` of its own among them."""
+    known = {**FUNCTIONS, **more}
     found: set[str] = set()
     pending = [text]
     while pending:
