@@ -1,9 +1,45 @@
-"""The names of upstream's `pallas.mosaic_gpu`, as they arrive."""
+"""Upstream's `pallas.mosaic_gpu`: kernels of warpgroups that the author schedules.
+
+`kernel` says what runs them. Names that are not here yet are refused by name.
+"""
 
 import enum
 from typing import Any
 
 from pallasite import missing
+from pallasite.calls.gpu_kernel import kernel as kernel
+from pallasite.calls.gpu_pipeline import BlockSpec as BlockSpec
+from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
+from pallasite.calls.gpu_pipeline import (
+    emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
+)
+from pallasite.language.gpu import Accumulator, SharedMemory
+from pallasite.language.gpu import Barrier as Barrier
+from pallasite.language.gpu import CompilerParams as CompilerParams
+from pallasite.language.gpu import LoweringSemantics as LoweringSemantics
+from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
+from pallasite.language.gpu import SwizzleTransform as SwizzleTransform
+from pallasite.language.gpu import TilingTransform as TilingTransform
+from pallasite.language.gpu import barrier_arrive as barrier_arrive
+from pallasite.language.gpu import barrier_wait as barrier_wait
+from pallasite.language.gpu import broadcasted_iota as broadcasted_iota
+from pallasite.language.gpu import commit_smem as commit_smem
+from pallasite.language.gpu import (
+    commit_smem_to_gmem_group as commit_smem_to_gmem_group,
+)
+from pallasite.language.gpu import copy_gmem_to_smem as copy_gmem_to_smem
+from pallasite.language.gpu import copy_smem_to_gmem as copy_smem_to_gmem
+from pallasite.language.gpu import find_swizzle as find_swizzle
+from pallasite.language.gpu import layout_cast as layout_cast
+from pallasite.language.gpu import load as load
+from pallasite.language.gpu import nd_loop as nd_loop
+from pallasite.language.gpu import planar_snake as planar_snake
+from pallasite.language.gpu import set_max_registers as set_max_registers
+from pallasite.language.gpu import transpose_ref as transpose_ref
+from pallasite.language.gpu import wait_smem_to_gmem as wait_smem_to_gmem
+from pallasite.language.gpu import wgmma as wgmma
+from pallasite.language.gpu import wgmma_accumulator_load as wgmma_accumulator_load
+from pallasite.language.gpu import wgmma_wait as wgmma_wait
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
@@ -11,20 +47,17 @@ from pallasite.language.refs import atomic_max as atomic_max
 from pallasite.language.refs import atomic_min as atomic_min
 from pallasite.language.refs import atomic_or as atomic_or
 from pallasite.language.refs import atomic_xor as atomic_xor
-from pallasite.language.refs import load as load
 from pallasite.language.refs import store as store
 
 GMEM = MemorySpace.GMEM
-SMEM = MemorySpace.SMEM
+SMEM = SharedMemory()
 TMEM = MemorySpace.TMEM
 REGS = MemorySpace.REGS
+ACC = WGMMAAccumulatorRef = Accumulator()
 
 
 class Layout(enum.Enum):
-    """Layouts of a tile across threads, for modules that name one when imported.
-
-    What takes a layout is not available here.
-    """
+    """Layouts of a tile across threads; they change no result."""
 
     WGMMA = "wgmma"
     WGMMA_8BIT = "wgmma_8bit"
@@ -51,28 +84,22 @@ class Layout(enum.Enum):
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "ACC Barrier BlockSpec ClusterBarrier CompilerParams CopyPartition "
-        "InterpretGPUParams LoweringSemantics Mesh NDLoopInfo OOBFillMode "
-        "PeerMemRef PipelinePipeline RefType RefUnion Replicated SemaphoreSignal "
-        "SemaphoreType ShapeDtypeStruct SwizzleTransform TMEMLayout Tiling "
-        "TilingTransform TraceScope Transform TryClusterCancelResult "
-        "WGMMAAccumulatorRef WarpMesh alloc_semaphore as_torch_kernel "
-        "async_copy_scales_to_tmem async_copy_smem_to_tmem "
+        "ClusterBarrier CopyPartition InterpretGPUParams Mesh OOBFillMode "
+        "PeerMemRef PipelinePipeline RefType RefUnion Replicated "
+        "SemaphoreSignal SemaphoreType ShapeDtypeStruct TMEMLayout Tiling "
+        "TraceScope Transform TryClusterCancelResult WarpMesh alloc_semaphore "
+        "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem "
         "async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch "
-        "async_store_smem async_store_tmem barrier_arrive barrier_arrive_and_wait "
-        "barrier_test barrier_wait broadcasted_iota cluster_ref commit_smem "
-        "commit_smem_to_gmem_group commit_tmem copy_gmem_to_smem copy_smem_to_gmem "
-        "dynamic_scheduling_loop emit_pipeline emit_pipeline_warp_specialized "
-        "find_swizzle force_gpu_interpret_mode format_tcgen05_sparse_metadata "
-        "griddepcontrol_launch_dependents griddepcontrol_wait im2col_ref inline_mgpu "
-        "kernel layout_cast max min mma multicast_ref multimem_load_reduce "
-        "multimem_store nd_loop planar_snake print_layout prod query_cluster_cancel "
-        "remote_ref semaphore_signal semaphore_signal_multicast "
-        "semaphore_signal_parallel semaphore_wait set_gpu_interpret_mode "
-        "set_max_registers sum tcgen05_commit_arrive tcgen05_mma try_cluster_cancel "
-        "wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem warp_map wgmma "
-        "wgmma_accumulator_load wgmma_wait GPUCompilerParams GPUMesh "
-        "GPUMemorySpace",
+        "async_store_smem async_store_tmem barrier_arrive_and_wait "
+        "barrier_test cluster_ref commit_tmem dynamic_scheduling_loop "
+        "force_gpu_interpret_mode format_tcgen05_sparse_metadata "
+        "griddepcontrol_launch_dependents griddepcontrol_wait im2col_ref "
+        "inline_mgpu max min mma multicast_ref multimem_load_reduce "
+        "multimem_store print_layout prod query_cluster_cancel remote_ref "
+        "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
+        "semaphore_wait set_gpu_interpret_mode sum tcgen05_commit_arrive "
+        "tcgen05_mma try_cluster_cancel wait_gmem_to_smem wait_load_tmem "
+        "warp_map GPUCompilerParams GPUMesh GPUMemorySpace",
         "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere",
     ),
     decorators=("inline_mgpu",),

@@ -76,6 +76,7 @@ class Request:
     metadata: Mapping[str, str] | None
     axis_names: tuple[str | None, ...] = ()
     partition: Any = None
+    threads: tuple[str | None, int] | None = None  # warpgroups: `plgpu.kernel`
 
 
 _NOT_GIVEN: Any = object()  # None is a pytree: of no results
@@ -102,6 +103,7 @@ def pallas_call(
     scratch_types: Any = None,
     axis_names: tuple[str, ...] = (),
     partition: bool | str | rule.Partition | None = None,
+    _threads: tuple[str | None, int] | None = None,
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel.
 
@@ -195,6 +197,7 @@ def pallas_call(
         params_of(metadata, at, "metadata"),
         axis_names or grid_spec.axis_names,
         partition,
+        _threads,
     )
     cache: dict[Any, Call] = {}
 
@@ -612,6 +615,8 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
+    if request.threads is not None and request.threads[0] is not None:
+        axes = (*axes, request.threads)
     uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
     whole = [b.operand for b in uncut] if grid else []
     return trace(body, full_tree, avals, request.kernel, axes, grid, whole)
@@ -619,8 +624,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
 
 def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kernel:
     """The kernel's IR: scratch allocations and one pipeline."""
-    from pallasite.importer import pipeline_op
+    from pallasite.importer import gpu, pipeline_op
     from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
+    from pallasite.passes.promote import promote_accumulators
 
     grid = request.grid_spec.grid
     size_refs = [
@@ -644,7 +650,12 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
         captured = [im.captured(c) for c in traced.captured]
         for var, value in zip(traced.jaxpr.constvars, captured, strict=True):
             im.env[var] = value
-        im.run(pipeline_op._without_consts(traced.jaxpr), [*prefetch, *refs, *scratch])
+        args = [*prefetch, *refs, *scratch]
+        run = lambda: im.run(pipeline_op._without_consts(traced.jaxpr), args)
+        if request.threads is None:
+            run()
+        else:
+            gpu.import_threads(im, *request.threads, run)
 
     bindings = [*bound.inputs, *bound.outputs]
     pipeline_op.emit_pipeline_op(
@@ -675,7 +686,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
         request.at,
     )
     refuse_endless_waits(kernel)
-    return kernel
+    return kernel if request.threads is None else promote_accumulators(kernel)
 
 
 def _captured_params(im: "Importer") -> list[Value]:

@@ -299,8 +299,22 @@ def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefInde
 
 
 def _load(im: Importer, picked: Picked, mask=None, other=None) -> Value:
+    if picked.ref.ref.space == "regs":
+        return _sums(im, picked)
     loaded = im.builder.load(picked.ref, picked.index, picked.operands, mask, other)
     return picked.to_jax(im, loaded)
+
+
+def _sums(im: Importer, picked: Picked) -> Value:
+    """What an accumulator holds when no product is in flight."""
+    if picked.index != full_index(picked.ref.ref.shape):
+        raise KernelTypeError(
+            "an accumulator is read as a whole",
+            [("kernel", im.kernel_name), ("accumulator", picked.ref.type)],
+            im.where,
+            "acc_ref[...], then slice the value",
+        )
+    return im.builder.op("wgmma_wait", im.builder.load(picked.ref), pending=0)
 
 
 def _store(im: Importer, picked: Picked, value: Value, mask=None) -> None:
@@ -394,12 +408,15 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 
 @RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
-    return allocate(im, eqn.outvars[0].aval)
+    from pallasite.importer import gpu
+
+    found = gpu.allocate(im, eqn.outvars[0], eqn.outvars[0].aval)
+    return allocate(im, eqn.outvars[0].aval) if found is None else found
 
 
 @RULES.rule("new_ref", "ref")
 def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
-    ref = allocate(im, eqn.outvars[0].aval)
+    ref = allocate(im, eqn.outvars[0].aval)  # each warpgroup's own
     im.builder.store(ref, init)
     return ref
 
@@ -413,6 +430,8 @@ def allocate(im: Importer, aval: Any) -> Value:
 
 @RULES.rule("freeze")
 def _freeze(im: Importer, eqn: Any, ref: Value) -> Value:
+    if ref.ref.space == "regs":
+        return _sums(im, Picked(ref, full_index(ref.ref.shape), [], 0))
     return im.builder.load(ref)
 
 

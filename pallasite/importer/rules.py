@@ -5,6 +5,7 @@ Elementwise primitives are not here: the op table names them (`importer.py`).
 
 from pallasite.importer import (
     control,
+    gpu,
     linalg,
     memory,
     random,
@@ -15,6 +16,7 @@ from pallasite.importer import (
 from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
-for _file in (control, linalg, memory, random, reduce_window, seeded_random, tiles):
+_FILES = (control, gpu, linalg, memory, random, reduce_window, seeded_random, tiles)
+for _file in _FILES:
     assert not RULES.keys() & _file.RULES.keys(), _file.__name__
     RULES.update(_file.RULES)

@@ -16,6 +16,7 @@ import numpy as np
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import Copy
+from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
@@ -25,7 +26,6 @@ from pallasite.interpret.schedule import Order
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
 from pallasite.interpret.views import View
-from pallasite.interpret.waits import WaitingWalker
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
 
@@ -58,7 +58,7 @@ def run_checked(
     return results
 
 
-class CheckedWalker(WaitingWalker):
+class CheckedWalker(GpuWalker):
     """One watched run of a kernel."""
 
     def __init__(
@@ -319,7 +319,9 @@ class CheckedWalker(WaitingWalker):
         writer = self.writers.get(root) if how != "reads" else None
         watched = self.copies.flying or self.races.is_watching
         watched = bool(watched) and not self.moving
-        if writer is None and not watched:
+        shared = self.is_gpu and how != "reads" and root.ref.space == "smem"
+        shared = shared and not self.moving
+        if writer is None and not watched and not shared:
             return
         elements = self.touched
         if elements is None:
@@ -327,6 +329,8 @@ class CheckedWalker(WaitingWalker):
             elements = region.elements(value_of(mask))
         if writer is not None:
             self._wrote(root, writer, elements, value)
+        if shared:
+            self.wrote_shared(root, elements)
         if not watched:
             return
         if self.copies.flying:
@@ -372,7 +376,7 @@ class CheckedWalker(WaitingWalker):
         return (value,)
 
     RULES: ClassVar = {
-        **WaitingWalker.RULES,
+        **GpuWalker.RULES,
         "load": do_load,
         "atomic_rmw": do_atomic_rmw,
         "atomic_cas": do_atomic_cas,

@@ -36,12 +36,23 @@ class Clocks:
         # Per semaphore: what came before each signal that was not waited for yet.
         self._signals: dict[Hashable, deque[tuple[int, Times]]] = {}
         self._meetings: dict[Hashable, Times] = {}
+        self._last: dict[int, int] = {}  # per lane: the number of its last access
 
     def known(self, lane: int) -> Times:
         return self._known.setdefault(lane, {})
 
     def _until_now(self, lane: int) -> Times:
         return {**self.known(lane), lane: len(self.accesses) - 1}
+
+    def last(self, lane: int) -> int:
+        """The number of a lane's last access."""
+        return self._last.get(lane, 0)
+
+    def add(self, lane: int, access: Access) -> int:
+        """Number an access."""
+        number = self._last[lane] = len(self.accesses)
+        self.accesses.append(access)
+        return number
 
     def signal(self, lane: int, semaphore: Hashable, amount: int) -> None:
         """What the lane did so far comes before any lane that waits for this amount."""
@@ -66,7 +77,7 @@ class Clocks:
 
     def meet(self, lane: int, barrier: Hashable) -> None:
         """Every lane that meets there has arrived."""
-        _merge(self.known(lane), self._meetings[barrier])
+        _merge(self.known(lane), self._meetings.get(barrier, {}))
 
     def fork(self, lane: int, child: int) -> None:
         _merge(self.known(child), self._until_now(lane))
@@ -118,5 +129,4 @@ class Timed:
         times = self._times[how]
         if lane not in times:
             times[lane] = np.zeros(self.root.ref.shape, np.int64)
-        elements.set(times[lane], len(clocks.accesses))
-        clocks.accesses.append(access)
+        elements.set(times[lane], clocks.add(lane, access))

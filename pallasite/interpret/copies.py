@@ -4,9 +4,9 @@ A copy is in flight from its start until it is waited for; its data moves at any
 between (`waits.py`). Reads of its destination and writes of either end are reported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,7 +36,15 @@ class End:
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that was started."""
+    """A copy that was started.
+
+    `kind`, `ends`, `reads`, `writes` and `is_next` are what all that is in flight has;
+    a product of a GPU is the other kind (`gpu_level.py`).
+    """
+
+    kind: ClassVar[str] = "copy"
+    fix: ClassVar[str] = "wait() for the copy first"
+    is_next: ClassVar[bool] = True  # may move now
 
     op: Op
     source: End
@@ -53,6 +61,18 @@ class Copy:
     def semaphore_key(self) -> Any:
         return None if self.semaphore is None else self.semaphore.key
 
+    @property
+    def reads(self) -> dict[str, End]:
+        return {"source": self.source}
+
+    @property
+    def writes(self) -> dict[str, End]:
+        return {"destination": self.target}
+
+    @property
+    def ends(self) -> list[End]:
+        return [self.source, self.target, self.semaphore or self.source]
+
 
 class Copies:
     """The copies in flight."""
@@ -62,13 +82,15 @@ class Copies:
         self.flying: list[Copy] = []
 
     def start(self, copy: Copy) -> None:
-        self.read(copy.source.root, copy.source.elements)
-        self.written(copy.target.root, copy.target.elements)
+        for end in copy.reads.values():
+            self.read(end.root, end.elements)
+        for end in copy.writes.values():
+            self.written(end.root, end.elements)
         self.flying.append(copy)
 
     def pending(self) -> list[Copy]:
         """Those whose data has not moved yet."""
-        return [c for c in self.flying if not c.moved]
+        return [c for c in self.flying if not c.moved and c.is_next]
 
     def signalling(self, semaphore_key: Any) -> list[Copy]:
         """Those that will signal a semaphore."""
@@ -91,35 +113,35 @@ class Copies:
 
     def read(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            self._meet(copy, copy.target, root, elements, "destination", "read")
+            self._meet(copy, copy.writes, root, elements, "read")
 
     def written(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            self._meet(copy, copy.target, root, elements, "destination", "written")
-            self._meet(copy, copy.source, root, elements, "source", "written")
+            self._meet(copy, {**copy.writes, **copy.reads}, root, elements, "written")
 
     def _meet(
         self,
         copy: Copy,
-        end: End,
+        ends: Mapping[str, End],
         root: Value,
         elements: Elements,
-        which: str,
         done: str,
     ) -> None:
-        if end.root is not root:
-            return
-        place = _common(end.elements, elements, root.ref.shape)
-        if place is None:
-            return
-        facts = [
-            ("ref", self.monitor.describe(end.ref)),
-            ("element", place),
-            ("started at", copy.op.loc),
-            ("started by", copy.program),
-        ]
-        what = f"the {which} of a copy is {done} before the copy is waited for"
-        self.monitor.report("copies", what, facts, "wait() for the copy first")
+        for which, end in ends.items():
+            if end.root is not root:
+                continue
+            place = _common(end.elements, elements, root.ref.shape)
+            if place is None:
+                continue
+            facts = [
+                ("ref", self.monitor.describe(end.ref)),
+                ("element", place),
+                ("started at", copy.op.loc),
+                ("started by", copy.program),
+            ]
+            kind = copy.kind
+            what = f"the {which} of a {kind} is {done} before the {kind} is waited for"
+            self.monitor.report("copies", what, facts, copy.fix)
 
     # --- ends ---
 
@@ -132,9 +154,9 @@ class Copies:
         """The given allocations are gone: report the copies that still use them."""
         left = []
         for copy in self.flying:
-            ends = [copy.source, copy.target, copy.semaphore or copy.source]
-            if any(end.root in roots for end in ends):
-                self._left(copy, "a copy is still in flight when its memory is gone")
+            if any(end.root in roots for end in copy.ends):
+                what = f"a {copy.kind} is still in flight when its memory is gone"
+                self._left(copy, what)
                 left.append(copy)
         return left
 
@@ -142,13 +164,11 @@ class Copies:
         """The kernel ends, or one core of it."""
         for copy in self.flying:
             if core is None or copy.starter is core:
-                self._left(copy, "a copy is never waited for")
+                self._left(copy, f"a {copy.kind} is never waited for")
 
     def _left(self, copy: Copy, what: str) -> None:
-        facts = [
-            ("source", self.monitor.describe(copy.source.ref)),
-            ("destination", self.monitor.describe(copy.target.ref)),
-        ]
+        ends = {**copy.reads, **copy.writes}
+        facts = [(which, self.monitor.describe(e.ref)) for which, e in ends.items()]
         self.monitor.report(
             "copies", what, facts, "wait() for it", copy.op.loc, copy.program
         )

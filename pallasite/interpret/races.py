@@ -106,6 +106,7 @@ class Races:
         self._lanes: dict[Hashable, int] = {}
         self._lane_of_program = [0]
         self._free: dict[int, list[int]] = {}  # lanes of copies that have ended
+        self._ended: list[tuple[int, int]] = []  # those waited for by anyone, and when
 
     @property
     def is_watching(self) -> bool:
@@ -122,6 +123,11 @@ class Races:
     def watch(self, root: Value) -> None:
         """Memory that roles share."""
         self.timed.setdefault(root, Timed(root))
+
+    def renew(self, root: Value) -> None:
+        """Memory that is allocated again: what was there before is gone."""
+        if root in self.timed:
+            self.timed[root] = Timed(root)
 
     def enter_program(self, ids: Sequence[Any]) -> None:
         if self.axes:
@@ -201,9 +207,26 @@ class Races:
         if self.clocks is None:
             return 0
         free = self._free.get(self.lane)
-        lane = free.pop() if free else self._lane("copy", len(self._lanes))
+        lane = free.pop() if free else self._known_end()
+        if not lane:
+            lane = self._lane("copy", len(self._lanes))
         self.clocks.fork(self.lane, lane)
         return lane
+
+    def _known_end(self) -> int:
+        """The lane of a copy that another lane waited for, if this lane knows."""
+        assert self.clocks is not None
+        known = self.clocks.known(self.lane)
+        for n, (lane, end) in enumerate(self._ended):
+            if known.get(lane, 0) >= end:
+                del self._ended[n]
+                return lane
+        return 0
+
+    def retire(self, lane: int) -> None:
+        """A copy has ended; lanes that learn of it may use its lane again."""
+        if self.clocks is not None:
+            self._ended.append((lane, self.clocks.last(lane)))
 
     def end(self, lane: int) -> None:
         """A role or a copy has ended, and this lane knows."""

@@ -24,6 +24,7 @@ from pallasite.interpret.windows import Padding, plan_padding, window_ranges
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
+from pallasite.ops.gpu import product_of
 from pallasite.passes.analysis.memory import Roots
 
 Rule = Callable[[Any, Op], Any]  # (walker, op) -> its results, None if it has none
@@ -303,7 +304,7 @@ class Walker:
         source, target = (self.env[v] for v in op.operands[:2])
         everything = entries_of(full_index(op.operands[1].ref.shape), ())
         self.write(target, everything, self.read(source), None)
-        if len(op.operands) > 2:
+        if len(op.operands) > 2 and op.operands[2].ref.space != "mbarrier":
             self._count(self.env[op.operands[2]], op.operands[2], 1)
 
     def do_copy_wait(self, op: Op) -> None:
@@ -323,6 +324,21 @@ class Walker:
 
     def do_sem_read(self, op: Op) -> tuple[Array]:
         return (self.read(self.env[op.operands[0]]),)
+
+    # --- what GPUs have: a product is done where it starts, too ---
+
+    def do_wgmma(self, op: Op) -> Sequence[Array]:
+        sums, *sides = op.operands
+        tiles = [self.read(self.env[v]) if v.is_ref else self.env[v] for v in sides]
+        if op not in self._blocks:
+            self._blocks[op] = product_of(op)
+        return self.block(self._blocks[op], [self.env[sums], *tiles])
+
+    def do_wgmma_wait(self, op: Op) -> list[Array]:
+        return [self.env[v] for v in op.operands]
+
+    def do_order(self, op: Op) -> None:
+        """Waits, arrivals and fences: one op after another, all is done already."""
 
     def do_refuse(self, op: Op) -> None:
         raise UnsupportedError(
@@ -527,6 +543,15 @@ class Walker:
         "sem_signal": do_sem_signal,
         "sem_wait": do_sem_wait,
         "sem_read": do_sem_read,
+        "wgmma": do_wgmma,
+        "wgmma_wait": do_wgmma_wait,
+        "barrier_expect": do_order,
+        "barrier_arrive": do_order,
+        "barrier_wait": do_order,
+        "fence_async": do_order,
+        "bulk_commit": do_order,
+        "bulk_wait": do_order,
+        "named_barrier": do_refuse,
         "roles": do_refuse,
         "barrier": do_refuse,
         "sem_signal_core": do_refuse,

@@ -237,6 +237,23 @@ class Wgmma:
 
 
 @dataclass(frozen=True)
+class Roles:
+    """What notes on a `roles` op say of each of them.
+
+    Makers of roles for one chip leave them out: then each is one warpgroup.
+    """
+
+    names: tuple[str, ...]
+    warpgroups: tuple[int, ...]
+
+    @staticmethod
+    def of(op: Op) -> "Roles":
+        count = len(op.regions)
+        names = op.attrs.get("cuda.names") or [f"role {n}" for n in range(count)]
+        return Roles(tuple(names), op.attrs.get("cuda.warpgroups") or (1,) * count)
+
+
+@dataclass(frozen=True)
 class DotStore:
     """A dot_store taken apart.
 

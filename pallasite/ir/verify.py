@@ -73,6 +73,18 @@ class _Verifier:
         except _Breach as breach:
             self.fail(str(breach), None)
         self.block(kernel.body, None)
+        if kernel.level == EXPLICIT:
+            self.check_pending()
+
+    def check_pending(self) -> None:
+        """A product in flight is used by what adds to it or waits for it only."""
+        pending = _pending_tiles(self.kernel.body)
+        for op in walk(self.kernel.body) if pending else ():
+            for n, value in enumerate(op.operands):
+                waits = op.name == "wgmma_wait" or (op.name == "wgmma" and n == 0)
+                if value in pending and not waits and op.name not in ("for", "while"):
+                    what = f"{op.name} uses a product in flight ({_named(value)})"
+                    self.fail(f"{what}, which needs a wgmma_wait first", op)
 
     def block(self, block: Block, owner: Op | None) -> None:
         outside = len(self.scope)
@@ -195,6 +207,31 @@ def _check_type(type_: Type, level: str) -> None:
         raise _Breach(f"{type_}: unknown memory space '{type_.space}'")
 
 
+def _pending_tiles(body: Block) -> set[Value]:
+    """Results of wgmma that no wgmma_wait gave, also through loops and branches."""
+    ops = list(walk(body))
+    found = {v for op in ops if op.name == "wgmma" for v in op.results}
+    before = -1
+    while len(found) != before:
+        before = len(found)
+        for op in ops:
+            if op.name in ("for", "while"):
+                *_, inner = op.regions
+                inits = op.operands[len(op.operands) - len(op.results) :]
+                params = inner.params[len(inner.params) - len(op.results) :]
+                for same in zip(inits, params, inner.yields, op.results, strict=True):
+                    init, param, after, result = same
+                    if init in found or after in found:
+                        found |= {param, result}
+            elif op.name == "cond":
+                for same in zip(
+                    op.results, *(r.yields for r in op.regions), strict=True
+                ):
+                    if any(v in found for v in same[1:]):
+                        found.add(same[0])
+    return found
+
+
 # --- rules every row states ---
 
 
@@ -300,6 +337,11 @@ def _check_iota(op: Op) -> None:
 def _check_alloc(op: Op) -> None:
     if not isinstance(op.attrs["type"], RefType):
         raise _Breach(f"alloc: {op.attrs['type']} is not a ref type")
+    layout = op.attrs["type"].layout
+    if op.attrs["type"].space == "mbarrier" and (
+        layout is None or layout.kind != "arrivals" or layout.numbers[0] < 1
+    ):
+        raise _Breach(f"alloc: {op.attrs['type']} needs @arrivals(n), n at least 1")
 
 
 def _check_access(op: Op) -> None:
@@ -316,6 +358,8 @@ def _check_semaphore(op: Op) -> None:
     ref = op.operands[0].type
     if not (isinstance(ref, RefType) and ref.is_semaphore):
         raise _Breach(f"{op.name}: {ref} is not a semaphore")
+    if ref.space == "mbarrier":
+        raise _Breach(f"{op.name}: {ref} is a barrier: barrier_arrive, barrier_wait")
     for amount in op.operands[1:]:
         if amount.type != INDEX:
             raise _Breach(f"{op.name}: the amount is {amount.type}, not i32")
@@ -325,6 +369,19 @@ def _check_copy(op: Op) -> None:
     for value in op.operands[2:]:
         if isinstance(value.type, RefType) and not value.type.is_semaphore:
             raise _Breach(f"{op.name}: {value.type} is not a semaphore")
+        if isinstance(value.type, RefType) and value.type.space == "mbarrier":
+            _check_load(op)
+
+
+def _check_load(op: Op) -> None:
+    """A copy that a barrier counts: by the copy engine, into shared memory."""
+    if op.name == "copy_wait":
+        raise _Breach("copy_wait: a barrier is waited for with barrier_wait")
+    target, barrier = op.operands[1].ref, op.operands[2].ref
+    if target.space != "smem":
+        raise _Breach(f"copy_start: {target} is not in shared memory")
+    if barrier.shape:
+        raise _Breach(f"copy_start: {barrier} is {barrier.size} barriers, not one")
 
 
 def _check_for(op: Op) -> None:

@@ -252,11 +252,21 @@ def run_state(f: Callable[..., None]) -> Callable[..., Any]:
     """
 
     # Staged, for views: JAX's concrete refs have no `.at` before 0.12.
-    @jax.jit
-    def run(tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        refs = [jax.new_ref(jnp.asarray(leaf)) for leaf in leaves]
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(values: Sequence[Any], state: Any) -> Any:
+        structure, spaces = state
+        refs = [
+            jax.new_ref(jnp.asarray(value), memory_space=space)
+            for value, space in zip(values, spaces, strict=True)
+        ]
         f(jax.tree.unflatten(structure, refs))
         return jax.tree.unflatten(structure, [jax.ref.freeze(r) for r in refs])
 
-    return run
+    def call(tree: Any) -> Any:
+        placed = lambda x: hasattr(x, "memory_space") and hasattr(x, "value")
+        leaves, structure = jax.tree.flatten(tree, is_leaf=placed)
+        spaces = tuple(x.memory_space if placed(x) else None for x in leaves)
+        values = [x.value if placed(x) else x for x in leaves]
+        return run(values, (structure, spaces))
+
+    return call

@@ -1,14 +1,18 @@
 """Ops of the explicit level that Hopper GPUs have: barriers in shared memory, products
 of a warpgroup that are in flight, copies by the copy engine.
 
-No author writes these yet; `backends/cuda/specialize.py` makes them. A copy with a
-barrier (`copy_start`) adds its bytes to what the barrier's phase has received. A
-`wgmma` is a group of its own: its result is *pending*, to be used by another wgmma or
-by `wgmma_wait` only, until one that leaves fewer groups pending.
+Authors write them as `plgpu`, `backends/cuda/specialize.py` makes them, and
+`interpret/gpu_level.py` says what they mean. A copy with a barrier (`copy_start`) adds
+its bytes to what the barrier's phase has received; one without, from shared memory, is
+a store in a bulk group. A `wgmma` is a group of its own: its result is *pending*, to
+be used by another wgmma or by `wgmma_wait` only, until one that leaves fewer groups
+pending.
 """
 
 from typing import Any
 
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.opdef import (
     EXPLICIT,
     Attrs,
@@ -39,6 +43,11 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     sums, lhs, rhs = types
     if not isinstance(sums, TileType) or not isinstance(rhs, RefType):
         raise TypeRuleError("adds to a tile; the right side is in shared memory")
+    for side in (lhs, rhs):
+        if isinstance(side, RefType) and side.space != "smem":
+            raise TypeRuleError(f"{side} is not in shared memory")
+    if lhs.rank != 2 or rhs.rank != 2:
+        raise TypeRuleError(f"multiplies matrices, got {lhs} and {rhs}")
     contract: tuple[tuple[int], tuple[int]] = attrs["contract"]
     (left,), (right,) = contract
     shape = (lhs.shape[1 - left], rhs.shape[1 - right])
@@ -49,6 +58,21 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 def _tiles(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return tiles(types)
+
+
+def _bulk_wait(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    if attrs["pending"] < 0:
+        raise TypeRuleError(f"{attrs['pending']} groups cannot be pending")
+    return ()
+
+
+def product_of(op: Op) -> Block:
+    """The sums that a wgmma makes, of tiles: what is added to, left and right side."""
+    sums, *sides = (Value(TileType(v.type.shape, v.type.dtype)) for v in op.operands)
+    b = Builder(op.loc)
+    product = b.op("dot", *sides, contract=op.attrs["contract"], batch=((), ()),
+                   dtype=sums.tile.dtype, precision=None)  # fmt: skip
+    return b.block((sums, *sides), (b.op("add", sums, product),))
 
 
 def _nothing(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -101,4 +125,23 @@ _row(
     0,
     ("id", "threads", "arrive_only"),
     doc="warps meet, or say that they were here",
+)
+_row(
+    "fence_async",
+    _nothing,
+    0,
+    (),
+    doc="stores to shared memory so far are seen by copies and products after it",
+)
+_row(
+    "bulk_commit", _nothing, 0, (), doc="the stores started since the last are a group"
+)
+_row(
+    "bulk_wait",
+    _bulk_wait,
+    0,
+    ("pending", "read"),
+    unit=Unit.CONTROL,
+    doc="waits until at most `pending` groups of stores are in flight, or with `read` "
+    "until the others have read their sources",
 )

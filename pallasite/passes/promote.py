@@ -57,6 +57,13 @@ def promote_refs(
     return kernel.with_(body=body)
 
 
+def promote_accumulators(kernel: Kernel) -> Kernel:
+    """Refs in registers become values: sums that products in flight are added to."""
+    found = _Candidates(kernel, False).result()
+    sums = frozenset(ref for ref in found if ref.ref.space == "regs")
+    return kernel.with_(body=_Promotion(sums, frozenset()).block(kernel.body))
+
+
 class _Candidates:
     """Finds the refs whose every use is a load or store of the whole.
 

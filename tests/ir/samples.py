@@ -305,6 +305,9 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "named_barrier": lambda b, x: b.emit(
         "named_barrier", id=1, threads=128, arrive_only=True
     ),
+    "fence_async": lambda b, x: b.emit("fence_async"),
+    "bulk_commit": lambda b, x: b.emit("bulk_commit"),
+    "bulk_wait": lambda b, x: b.emit("bulk_wait", pending=1, read=True),
     "wgmma": lambda b, x: b.op(
         "wgmma",
         tile(b, 64, 8),

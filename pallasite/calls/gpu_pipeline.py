@@ -1,0 +1,413 @@
+"""`plgpu.emit_pipeline` and its form with a warpgroup that only copies.
+
+Both are plain code over what authors could write themselves: a ring of slots in shared
+memory, copies that a barrier counts, and waits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite import jaxcompat
+from pallasite.errors import SpecError, UnsupportedError
+from pallasite.language import gpu
+from pallasite.language.helpers import when
+from pallasite.language.memory_spaces import MemorySpace
+from pallasite.language.refs import ds, run_scoped
+from pallasite.language.trace import user_location
+
+
+@dataclass(frozen=True, init=False)
+class BlockSpec:
+    """`plgpu.BlockSpec`: a block, where it is, and how long its slot is needed.
+
+    Args:
+        block_shape: ints; None takes one element, without the dimension.
+        index_map: from grid indices to block indices.
+        memory_space: shared memory.
+        transforms: how a chip lays the block out; changes no result.
+        delay_release: for how many more steps a product may read the slot.
+        collective_axes: blocks of a cluster that load together; each loads for itself.
+    """
+
+    block_shape: Any
+    index_map: Any
+    delay_release: int
+
+    def __init__(
+        self,
+        block_shape: Any = None,
+        index_map: Any = None,
+        *,
+        memory_space: Any = None,
+        transforms: Any = (),
+        delay_release: int = 0,
+        collective_axes: Any = (),
+        **more: Any,
+    ):
+        if more:
+            raise UnsupportedError(
+                f"plgpu.BlockSpec({next(iter(more))}=...) is not available",
+                at=user_location(),
+            )
+        del memory_space, transforms, collective_axes
+        object.__setattr__(self, "block_shape", block_shape)
+        object.__setattr__(self, "index_map", index_map)
+        object.__setattr__(self, "delay_release", delay_release)
+
+
+class _Side:
+    """One operand of a pipeline: its spec, its array, its slots."""
+
+    def __init__(self, spec: Any, array: Any, at: Any):
+        shape = spec.block_shape
+        self.map = spec.index_map
+        if shape is None or self.map is None or len(shape) != len(array.shape):
+            raise SpecError(
+                "an operand of a plgpu pipeline needs a block of its rank and an "
+                "index map",
+                [("block", shape), ("array", tuple(array.shape))],
+                at,
+            )
+        self.sizes = tuple(shape)
+        self.array = array
+        self.delay = getattr(spec, "delay_release", 0)
+
+    def memory(self, slots: int) -> Any:
+        shape = (slots, *(n for n in self.sizes if n is not None))
+        return MemorySpace.SMEM(shape, self.array.dtype)
+
+    def block(self, indices: Sequence[Any]) -> Any:
+        """Where a step's block is in the array."""
+        places = self.map(*indices)
+        places = places if isinstance(places, (tuple, list)) else (places,)
+        entries = [
+            place if size is None else ds(place * size, size)
+            for size, place in zip(self.sizes, places, strict=True)
+        ]
+        return self.array.at[tuple(entries)]
+
+
+class _Steps:
+    """The steps of a grid, and slots that they take in turn."""
+
+    def __init__(self, grid: Sequence[Any], most: int):
+        self.grid, self.count = tuple(grid), math.prod(grid)
+        known = isinstance(self.count, int)
+        self.slots = max(1, min(most, self.count)) if known else most
+
+    def indices(self, step: Any) -> tuple[Any, ...]:
+        found, rest = [], jnp.int32(step)
+        for size in reversed(self.grid):
+            found.append(lax.rem(rest, jnp.int32(size)))
+            rest = lax.div(rest, jnp.int32(size))
+        return tuple(reversed(found))
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(jnp.int32(step), jnp.int32(self.slots))
+
+    def run(self, body: Callable[..., Any], carry: Any) -> Any:
+        """Call `body(step, carry)` for each step. Refs in the carry stay the same."""
+        leaves, tree = jax.tree.flatten(carry, is_leaf=jaxcompat.is_ref)
+        is_ref = [jaxcompat.is_ref(leaf) for leaf in leaves]
+        refs = [leaf for leaf, ref in zip(leaves, is_ref, strict=True) if ref]
+
+        def whole(values: Sequence[Any]) -> Any:
+            pools = {True: iter(refs), False: iter(values)}
+            return jax.tree.unflatten(tree, [next(pools[ref]) for ref in is_ref])
+
+        def values_of(carry: Any) -> list[Any]:
+            found = jax.tree.leaves(carry, is_leaf=jaxcompat.is_ref)
+            return [leaf for leaf in found if not jaxcompat.is_ref(leaf)]
+
+        def step(n: Any, values: Sequence[Any]) -> list[Any]:
+            return values_of(body(n, whole(values)))
+
+        return whole(lax.fori_loop(0, self.count, step, values_of(carry)))
+
+
+def _sides(in_specs: Any, out_specs: Any, arrays: Sequence[Any], at: Any) -> Any:
+    ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
+    outs = jax.tree.leaves(out_specs, is_leaf=_is_spec)
+    if len(arrays) != len(ins) + len(outs):
+        raise SpecError(
+            "a plgpu pipeline needs one array per spec",
+            [("arrays", len(arrays)), ("specs", len(ins) + len(outs))],
+            at,
+        )
+    sides = [_Side(s, a, at) for s, a in zip((*ins, *outs), arrays, strict=True)]
+    return sides[: len(ins)], sides[len(ins) :]
+
+
+def _is_spec(x: Any) -> bool:
+    return hasattr(x, "index_map")
+
+
+def _called(body: Callable[..., Any], args: Sequence[Any], carry: Any) -> Any:
+    return body(*args) if carry is None else body(*args, carry)
+
+
+def emit_pipeline(
+    body: Callable[..., Any],
+    *,
+    grid: Sequence[Any],
+    in_specs: Any = (),
+    out_specs: Any = (),
+    max_concurrent_steps: int = 1,
+    init_carry: Any = None,
+) -> Callable[..., Any]:
+    """A loop over blocks in shared memory, copied while others are worked on.
+
+    Args:
+        body: `body(indices, *in_blocks, *out_blocks[, carry])`.
+        grid: the steps, last axis fastest.
+        in_specs, out_specs: one `plgpu.BlockSpec` per array.
+        max_concurrent_steps: slots per operand.
+        init_carry: given to the first step; each step returns the next one's.
+
+    Returns:
+        A function of the arrays, in main memory; it gives the last carry.
+    """
+    at = user_location()
+    steps = _Steps(grid, max_concurrent_steps)
+
+    def run(*arrays: Any) -> Any:
+        ins, outs = _sides(in_specs, out_specs, arrays, at)
+        memory = [s.memory(steps.slots) for s in (*ins, *outs)]
+        barriers = gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots)
+        delay = max((s.delay for s in ins), default=0)
+
+        def scoped(full: Any, *slots: Any) -> Any:
+            def fetch(step: Any, slot: Any) -> None:
+                for side, ring in zip(ins, slots, strict=False):
+                    block = side.block(steps.indices(step))
+                    gpu.copy_gmem_to_smem(block, ring.at[slot], full.at[slot])
+
+            def one(step: Any, carry: Any) -> Any:
+                slot, indices = steps.slot(step), steps.indices(step)
+                if ins:
+                    gpu.barrier_wait(full.at[slot])
+                if outs:
+                    gpu.wait_smem_to_gmem(steps.slots - 1, wait_read_only=True)
+                views = [ring.at[slot] for ring in slots]
+                carry = _called(body, (indices, *views), carry)
+                if outs:
+                    gpu.commit_smem()
+                    for side, ring in zip(outs, slots[len(ins) :], strict=True):
+                        target = side.block(indices)
+                        gpu.copy_smem_to_gmem(ring.at[slot], target, commit_group=False)
+                    gpu.commit_smem_to_gmem_group()
+                ahead = step - delay + steps.slots
+                due = (step >= delay) & (ahead < steps.count)
+                when(due)(lambda: fetch(ahead, steps.slot(ahead)))
+                return carry
+
+            for n in range(steps.slots):
+                when(n < steps.count)(lambda n=n: fetch(n, n))
+            carry = steps.run(one, init_carry)
+            if outs:
+                gpu.wait_smem_to_gmem(0)
+            return carry
+
+        return run_scoped(scoped, barriers, *memory)
+
+    return run
+
+
+@dataclass(frozen=True)
+class WarpSpecializedPipeline:
+    """What `emit_pipeline_warp_specialized` returns: call it with the arrays."""
+
+    body: Callable[..., Any]
+    grid: Sequence[Any]
+    in_specs: Any
+    out_specs: Any
+    max_concurrent_steps: int
+    wg_axis: str
+    num_compute_wgs: int
+    manual_consumed_barriers: bool
+    compute_context: Any
+    memory_thread_idx: int
+    at: Any
+
+    def get_allocations(self, *arrays: Any) -> Any:
+        """The memory that it needs, for `pl.run_scoped`."""
+        steps = _Steps(self.grid, self.max_concurrent_steps)
+        ins, outs = _sides(self.in_specs, self.out_specs, arrays, self.at)
+        compute = self.num_compute_wgs
+        consumed = len(ins) if self.manual_consumed_barriers else 1
+        free = gpu.Barrier(num_arrivals=compute, num_barriers=steps.slots)
+        return (
+            tuple(side.memory(steps.slots) for side in ins),
+            tuple(side.memory(1) for side in outs),
+            gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots),
+            (free,) * consumed,
+            gpu.Barrier(num_arrivals=compute),
+        )
+
+    def __call__(self, *arrays: Any, allocations: Any = None) -> None:
+        if allocations is None:
+            memory = self.get_allocations(*arrays)
+            run = lambda *m: self._run(arrays, m)
+            run_scoped(run, *memory, collective_axes=self.wg_axis)
+        else:
+            self._run(arrays, allocations)
+
+    def _run(self, arrays: Sequence[Any], memory: Any) -> None:
+        steps = _Steps(self.grid, self.max_concurrent_steps)
+        ins, outs = _sides(self.in_specs, self.out_specs, arrays, self.at)
+        rings, results, full, free, stored = memory
+        thread = lax.axis_index(self.wg_axis)
+        when(thread == self.memory_thread_idx)(
+            lambda: self._copy(steps, ins, rings, full, free)
+        )
+
+        def compute() -> None:
+            def pipeline(carry: Any = None) -> Any:
+                one = lambda n, c: self._step(
+                    steps, n, c, (ins, outs), rings, results, full, free, stored
+                )
+                carry = steps.run(one, carry)
+                delay = max((s.delay for s in ins), default=0)
+                if delay and not self.manual_consumed_barriers:
+                    gpu.wgmma_wait(0)
+                    for n in range(delay):
+                        step = steps.count - delay + n
+                        if not isinstance(step, int) or step >= 0:
+                            gpu.barrier_arrive(free[0].at[steps.slot(step)])
+                return carry
+
+            if self.compute_context is None:
+                pipeline()
+            else:
+                self.compute_context(pipeline)
+
+        when(thread != self.memory_thread_idx)(compute)
+
+    def _copy(self, steps: _Steps, ins: Any, rings: Any, full: Any, free: Any) -> None:
+        def one(step: Any, carry: Any) -> Any:
+            slot = steps.slot(step)
+
+            @when(step >= steps.slots)
+            def _() -> None:
+                for barriers in free:
+                    gpu.barrier_wait(barriers.at[slot])
+
+            for side, ring in zip(ins, rings, strict=True):
+                block = side.block(steps.indices(step))
+                gpu.copy_gmem_to_smem(block, ring.at[slot], full.at[slot])
+            return carry
+
+        steps.run(one, ())
+        # All slots are free at the end, so that the memory can be used again.
+        for n in range(steps.slots):
+
+            @when(n < steps.count)
+            def _(n: int = n) -> None:
+                for barriers in free:
+                    gpu.barrier_wait(barriers.at[n])
+
+    def _step(
+        self,
+        steps: _Steps,
+        step: Any,
+        carry: Any,
+        sides: Any,
+        rings: Any,
+        results: Any,
+        full: Any,
+        free: Any,
+        stored: Any,
+    ) -> Any:
+        ins, outs = sides
+        slot, indices = steps.slot(step), steps.indices(step)
+        if ins:
+            gpu.barrier_wait(full.at[slot])
+        views = [ring.at[slot] for ring in rings]
+        views += [result.at[0] for result in results]
+        if self.manual_consumed_barriers:
+            views += [barriers.at[slot] for barriers in free]
+        carry = _called(self.body, (indices, *views), carry)
+        if not self.manual_consumed_barriers:
+            delay = max((s.delay for s in ins), default=0)
+            release = lambda: gpu.barrier_arrive(free[0].at[steps.slot(step - delay)])
+            if delay:
+                when(step >= delay)(release)
+            else:
+                release()
+        if outs:
+            self._store(indices, outs, results, stored)
+        return carry
+
+    def _store(self, indices: Any, outs: Any, results: Any, stored: Any) -> None:
+        """One warpgroup copies what all have stored, and then lets them go on."""
+
+        def meet() -> None:
+            gpu.barrier_arrive(stored)
+            gpu.barrier_wait(stored)
+
+        gpu.commit_smem()
+        meet()
+        first = 1 if self.memory_thread_idx == 0 else 0
+
+        @when(lax.axis_index(self.wg_axis) == first)
+        def _() -> None:
+            for side, result in zip(outs, results, strict=True):
+                gpu.copy_smem_to_gmem(result.at[0], side.block(indices))
+            gpu.wait_smem_to_gmem(0)
+
+        meet()
+
+
+def emit_pipeline_warp_specialized(
+    body: Callable[..., Any],
+    *,
+    grid: Sequence[Any],
+    memory_registers: int,
+    in_specs: Any = (),
+    out_specs: Any = (),
+    max_concurrent_steps: int = 2,
+    wg_axis: str,
+    num_compute_wgs: int,
+    pipeline_state: Any = None,
+    manual_consumed_barriers: bool = False,
+    compute_context: Any = None,
+    memory_thread_idx: int | None = None,
+) -> WarpSpecializedPipeline:
+    """A pipeline in which one warpgroup copies and the others compute.
+
+    Args:
+        body, grid, in_specs, out_specs, max_concurrent_steps: as in `emit_pipeline`.
+        memory_registers: registers of the copying warpgroup; changes no result.
+        wg_axis: name of the axis of warpgroups.
+        num_compute_wgs: how many compute.
+        pipeline_state: not available.
+        manual_consumed_barriers: the body gets one barrier per input, after the
+            blocks, and arrives there when it has read the slot.
+        compute_context: called with the pipeline, a function from the first carry to
+            the last.
+        memory_thread_idx: which warpgroup copies; the last if None.
+    """
+    at = user_location()
+    if pipeline_state is not None:
+        raise UnsupportedError("pipeline_state is not available", at=at)
+    del memory_registers
+    memory = num_compute_wgs if memory_thread_idx is None else memory_thread_idx
+    return WarpSpecializedPipeline(
+        body,
+        grid,
+        in_specs,
+        out_specs,
+        max_concurrent_steps,
+        wg_axis,
+        num_compute_wgs,
+        manual_consumed_barriers,
+        compute_context,
+        memory,
+        at,
+    )

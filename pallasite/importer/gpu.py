@@ -1,0 +1,215 @@
+"""Import rules for `plgpu`: warpgroups become roles, barriers get parities.
+
+A kernel of several warpgroups is imported once per warpgroup, each a region of one
+`roles` op. Shared memory and barriers are those of all of them: allocated once, before
+the roles. Which phase a warpgroup waits for next, it keeps in a number per barrier.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from pallasite.errors import KernelTypeError
+from pallasite.importer.importer import Importer, tile_type
+from pallasite.importer.memory import view
+from pallasite.ir import types as T
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, Op, Value
+from pallasite.ir.rule_table import RuleTable
+
+RULES = RuleTable()
+
+
+@dataclass
+class Threads:
+    """The warpgroups of a kernel while it is imported."""
+
+    shared: Builder  # ops before the roles
+    memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
+    own: Builder = field(default_factory=Builder)  # at the start of the current role
+    parities: dict[Value, Value] = field(default_factory=dict[Value, Value])
+
+    def allocate(self, variable: Any, type_: T.RefType) -> Value:
+        """Memory of all warpgroups: the same for each that gets there."""
+        if variable not in self.memory:
+            (self.memory[variable],) = self.shared.emit("alloc", type=type_)
+        return self.memory[variable]
+
+    def parity(self, barriers: Value) -> Value:
+        """The parities that the current warpgroup waits for, one per barrier."""
+        if barriers not in self.parities:
+            type_ = T.RefType(barriers.ref.shape, T.I32, "regs")
+            (ref,) = self.own.emit("alloc", type=type_, names=["parity"])
+            self.own.store(ref, self.own.constant(0, type_.tile))
+            self.parities[barriers] = ref
+        return self.parities[barriers]
+
+
+def import_threads(
+    im: Importer, name: str | None, count: int, import_body: Callable[[], None]
+) -> None:
+    """Import a body once per warpgroup, as roles that run side by side."""
+    im.threads = threads = Threads(im.builder)
+    regions = []
+    for number in range(count):
+        threads.own, threads.parities = Builder(im.where), {}
+        with im.nested() as builder:
+            if name is not None:
+                im.mesh_axes[name] = builder.index(number)
+            import_body()
+            block = builder.block()
+        regions.append(Block((), (*threads.own.ops, *block.ops)))
+    im.threads = None
+    if count == 1:
+        im.builder.ops += regions[0].ops
+        return
+    names = tuple(f"{name} {number}" for number in range(count))
+    notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
+    im.builder.ops.append(
+        Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)
+    )
+
+
+def _parts(im: Importer, eqn: Any, first: int = 0) -> list[tuple[Value, Any]]:
+    parts = jax.tree.unflatten(eqn.params["tree"], eqn.invars[first:])
+    return [(im.value(ref), transforms) for ref, transforms in parts]
+
+
+def _one(im: Importer, ref: Value, transforms: Any) -> Value:
+    """One element of an array of barriers, or of their parities."""
+    found = view(im, ref, transforms)
+    while found.ref.shape and found.ref.size == 1:
+        found = im.builder.subview(found, (At(0),) * found.ref.rank, [])
+    return found
+
+
+def _barrier(im: Importer, ref: Value, transforms: Any) -> Value:
+    found = _one(im, ref, transforms) if ref.is_ref else ref
+    if not ref.is_ref or ref.ref.space != "mbarrier" or found.ref.shape:
+        raise KernelTypeError(
+            "one barrier is needed here",
+            [("kernel", im.kernel_name), ("got", found.type)],
+            im.where,
+            "allocate plgpu.Barrier(...); of several, pick one: barriers.at[i]",
+        )
+    return found
+
+
+@RULES.rule("pallasite_barrier_arrive")
+def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
+    ((ref, transforms),) = _parts(im, eqn)
+    # One arrival of a warpgroup, not of each warp.
+    im.builder.emit("barrier_expect", _barrier(im, ref, transforms), bytes=0)
+
+
+@RULES.rule("pallasite_barrier_wait")
+def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
+    ((ref, transforms),) = _parts(im, eqn)
+    b, barrier = im.builder, _barrier(im, ref, transforms)
+    assert im.threads is not None
+    kept = _one(im, im.threads.parity(ref), transforms)
+    parity = b.load(kept)
+    b.emit("barrier_wait", barrier, parity)
+    b.store(kept, b.sub(b.index(1), parity))
+
+
+@RULES.rule("pallasite_copy_gmem_to_smem")
+def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
+    source, target, (ref, transforms) = _parts(im, eqn)
+    source, target = _ends(im, source, target)
+    barrier, type_ = _barrier(im, ref, transforms), target.ref
+    size = type_.size * type_.dtype.bits // 8
+    im.builder.emit("barrier_expect", barrier, bytes=size)
+    im.builder.emit("copy_start", source, target, barrier, priority=0)
+
+
+@RULES.rule("pallasite_copy_smem_to_gmem")
+def _store_to_gmem(im: Importer, eqn: Any, *_: Value) -> None:
+    source, target = _ends(im, *_parts(im, eqn))
+    im.builder.emit("copy_start", source, target, priority=0)
+
+
+def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
+    source, target = (view(im, ref, transforms) for ref, transforms in ends)
+    if source.ref.tile != target.ref.tile:
+        raise KernelTypeError(
+            "a copy needs a source and a destination of one shape and dtype",
+            [
+                ("kernel", im.kernel_name),
+                ("source", source.type),
+                ("destination", target.type),
+            ],
+            im.where,
+            "slice both with .at[...]",
+        )
+    return source, target
+
+
+@RULES.rule("pallasite_wait_smem_to_gmem")
+def _wait_stores(im: Importer, eqn: Any) -> None:
+    pending, read = eqn.params["pending"], eqn.params["read"]
+    im.builder.emit("bulk_wait", pending=pending, read=read)
+
+
+@RULES.rule("pallasite_commit_smem_to_gmem_group")
+def _commit_stores(im: Importer, eqn: Any) -> None:
+    im.builder.emit("bulk_commit")
+
+
+@RULES.rule("pallasite_commit_smem")
+def _commit_smem(im: Importer, eqn: Any) -> None:
+    im.builder.emit("fence_async")
+
+
+@RULES.rule("pallasite_wgmma")
+def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
+    is_tile = eqn.params["is_tile"]
+    (acc, at), *rest = _parts(im, eqn, int(is_tile))
+    sums = view(im, acc, at)
+    if sums.ref.space != "regs":
+        raise KernelTypeError(
+            "a wgmma adds to an accumulator",
+            [("kernel", im.kernel_name), ("got", sums.type)],
+            im.where,
+            "allocate plgpu.ACC((m, n), jnp.float32)",
+        )
+    sides = [_side(im, *part) for part in reversed(rest)]
+    if is_tile:
+        sides.insert(0, (flat[0], False))
+    (lhs, left), (rhs, right) = sides
+    contract = ((0 if left else 1,), (1 if right else 0,))
+    b = im.builder
+    result = b.op("wgmma", b.load(sums), lhs, rhs, contract=contract)
+    b.store(sums, result)
+
+
+def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
+    """A side of a product, and whether it is stored the other way round."""
+    last = transforms[-1] if transforms else None
+    turned = type(last).__name__ == "TransposeTransform" and last.permutation == (1, 0)
+    return view(im, ref, transforms[:-1] if turned else transforms), turned
+
+
+@RULES.rule("pallasite_wgmma_wait")
+def _wgmma_wait(im: Importer, eqn: Any) -> None:
+    im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
+
+
+def allocate(im: Importer, variable: Any, aval: Any) -> Value | None:
+    """Memory that is not one warpgroup's alone, or an accumulator; None: plain."""
+    space = aval.memory_space
+    name = getattr(space, "value", None)
+    tile = tile_type(aval.inner_aval, im.where)
+    layout = None
+    if name == "mbarrier":
+        layout = T.Layout("arrivals", (space.arrivals,))
+    type_ = T.RefType(tile.shape, tile.dtype, name or "vmem", layout)
+    if name == "regs":
+        ref = im.builder.op("alloc", type=type_)
+        im.builder.store(ref, im.builder.constant(0, tile))
+        return ref
+    if im.threads is None or name not in ("smem", "mbarrier"):
+        return None
+    return im.threads.allocate(variable, type_)

@@ -1,0 +1,398 @@
+"""What authors of `plgpu` kernels call: barriers, the copy engine, products in flight.
+
+Each function stages a primitive; `importer/gpu.py` makes ops of the explicit level of
+them. A *thread* here is a warpgroup, as in upstream's names.
+"""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
+from pallasite.language import refs
+from pallasite.language.helpers import when
+from pallasite.language.memory_spaces import MemoryRef, MemorySpace
+from pallasite.language.refs import flatten_views, kernel_primitive
+from pallasite.language.trace import user_location
+
+# --- memory ---
+
+
+@dataclass(frozen=True)
+class BarrierSpace:
+    """Where barriers are; how many arrivals complete a phase is part of it."""
+
+    arrivals: int
+    value: str = "mbarrier"
+
+
+def Barrier(
+    *,
+    num_arrivals: int = 1,
+    num_barriers: int | Sequence[int] = 1,
+    orders_tensor_core: bool = False,
+) -> MemoryRef:
+    """Barriers in shared memory: each phase ends after `num_arrivals` arrivals.
+
+    Args:
+        num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
+        num_barriers: how many; `ref.at[i]` is one of them.
+        orders_tensor_core: for chips after Hopper; not available.
+    """
+    if orders_tensor_core:
+        raise UnsupportedError(
+            "Barrier(orders_tensor_core=True) is not available", at=user_location()
+        )
+    if num_arrivals < 1:
+        raise SpecError(
+            f"a barrier needs at least one arrival, got {num_arrivals}",
+            at=user_location(),
+        )
+    shape = (num_barriers,) if isinstance(num_barriers, int) else tuple(num_barriers)
+    return MemoryRef(shape, np.int32, BarrierSpace(num_arrivals))
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """`plgpu.SMEM`: a memory space, and shared memory when called."""
+
+    value: str = "smem"
+
+    def __call__(
+        self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
+    ) -> MemoryRef:
+        """Shared memory of a shape. Transforms say how a chip lays it out, and change
+        no result."""
+        given = sorted(k for k, v in more.items() if v is not None)
+        if given:
+            raise UnsupportedError(
+                f"plgpu.SMEM({given[0]}=...) is not available", at=user_location()
+            )
+        del transforms
+        return MemorySpace.SMEM(shape, dtype)
+
+
+class Accumulator:
+    """`plgpu.ACC((m, n), dtype)`: sums of `wgmma`, zero at first."""
+
+    def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
+        return MemorySpace.REGS(tuple(shape), dtype)
+
+    @staticmethod
+    def init(value: Any) -> "StartedAt":
+        """An accumulator for `pl.run_state` that starts at a value."""
+        return StartedAt(value)
+
+
+@jax.tree_util.register_pytree_node_class
+class StartedAt:
+    """An accumulator's first value."""
+
+    memory_space = MemorySpace.REGS
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self) -> Any:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "StartedAt":
+        return cls(*children)
+
+
+@dataclass(frozen=True)
+class TilingTransform:
+    """How a chip lays out shared memory: in tiles. Changes no result."""
+
+    tiling: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SwizzleTransform:
+    """How a chip lays out shared memory: swizzled. Changes no result."""
+
+    swizzle: int
+
+
+def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
+    """The largest swizzle, in bytes, that fits rows of so many bits."""
+    for swizzle in (128, 64, 32, 16):
+        if minor_dim_bits % (swizzle * 8) == 0:
+            return swizzle
+    raise SpecError(
+        f"no swizzle fits rows of {minor_dim_bits} bits" + f" of {what}" * bool(what),
+        at=user_location(),
+        fix="make the last dimension a multiple of 16 bytes",
+    )
+
+
+# --- primitives ---
+
+_EMPTY: set[Any] = set()
+
+
+def _effect_primitive(name: str) -> jaxcompat.Primitive:
+    primitive = kernel_primitive(name, multiple_results=True)
+    primitive.def_effectful_abstract_eval(
+        lambda *a, **_: ([], refs._ref_effects(a) or {jaxcompat.debug_effect()})
+    )
+    return primitive
+
+
+barrier_arrive_p = _effect_primitive("barrier_arrive")
+barrier_wait_p = _effect_primitive("barrier_wait")
+load_to_smem_p = _effect_primitive("copy_gmem_to_smem")
+store_to_gmem_p = _effect_primitive("copy_smem_to_gmem")
+wait_stores_p = _effect_primitive("wait_smem_to_gmem")
+commit_stores_p = _effect_primitive("commit_smem_to_gmem_group")
+commit_smem_p = _effect_primitive("commit_smem")
+wgmma_p = _effect_primitive("wgmma")
+wgmma_wait_p = _effect_primitive("wgmma_wait")
+
+
+def barrier_arrive(barrier: Any) -> None:
+    """One arrival, of this warpgroup."""
+    flat, tree = flatten_views(barrier)
+    barrier_arrive_p.bind(*flat, tree=tree)
+
+
+def barrier_wait(barrier: Any) -> None:
+    """Wait for the end of the phase after the one this warpgroup waited for last."""
+    flat, tree = flatten_views(barrier)
+    barrier_wait_p.bind(*flat, tree=tree)
+
+
+def copy_gmem_to_smem(
+    src: Any,
+    dst: Any,
+    barrier: Any,
+    *,
+    collective_axes: Any = None,
+    leader_tracked: Any = None,
+    **more: Any,
+) -> None:
+    """Start a copy into shared memory; one arrival of `barrier` when it has landed."""
+    if leader_tracked is not None or any(v is not None for v in more.values()):
+        named = ", ".join(["leader_tracked", *more])
+        raise UnsupportedError(f"copy_gmem_to_smem: {named}: not available",
+                               at=user_location())  # fmt: skip
+    del collective_axes  # each block of a cluster loads for itself
+    flat, tree = flatten_views(src, dst, barrier)
+    load_to_smem_p.bind(*flat, tree=tree)
+
+
+def copy_smem_to_gmem(
+    src: Any,
+    dst: Any,
+    predicate: Any = None,
+    *,
+    commit_group: bool = True,
+    reduction_op: Any = None,
+) -> None:
+    """Start a copy from shared memory, in a group that `wait_smem_to_gmem` counts."""
+    if reduction_op is not None:
+        raise UnsupportedError(
+            "copy_smem_to_gmem(reduction_op=...) is not available", at=user_location()
+        )
+    flat, tree = flatten_views(src, dst)
+    if predicate is None:
+        store_to_gmem_p.bind(*flat, tree=tree)
+    else:
+        when(predicate)(lambda: copy_smem_to_gmem(src, dst, commit_group=False))
+    if commit_group:
+        commit_smem_to_gmem_group()
+
+
+def commit_smem_to_gmem_group() -> None:
+    """What was copied from shared memory since the last group is a group."""
+    commit_stores_p.bind()
+
+
+def wait_smem_to_gmem(n: int, wait_read_only: bool = False) -> None:
+    """Wait until at most `n` groups are in flight (or have not read their source)."""
+    wait_stores_p.bind(pending=int(n), read=bool(wait_read_only))
+
+
+def commit_smem() -> None:
+    """Stores to shared memory so far are seen by copies and products after this."""
+    commit_smem_p.bind()
+
+
+def wgmma(acc: Any, a: Any, b: Any) -> None:
+    """Start adding `a @ b` to an accumulator; `a` is shared memory or a value."""
+    if not jaxcompat.is_ref(b):
+        raise KernelTypeError(
+            "the right side of a wgmma is in shared memory, got a value",
+            at=user_location(),
+            fix="store it to plgpu.SMEM memory and commit_smem() first",
+        )
+    is_tile = not jaxcompat.is_ref(a)
+    views = (acc, b) if is_tile else (acc, b, a)
+    flat, tree = flatten_views(*views)
+    wgmma_p.bind(*([a] if is_tile else []), *flat, tree=tree, is_tile=is_tile)
+
+
+def wgmma_wait(n: int) -> None:
+    """Wait until at most `n` products of this warpgroup are in flight."""
+    wgmma_wait_p.bind(pending=int(n))
+
+
+def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
+    """The sums of an accumulator, after its products have ended."""
+    if wait_n != 0:
+        raise UnsupportedError(
+            f"wgmma_accumulator_load(wait_n={wait_n}) is not available",
+            at=user_location(),
+            fix="wait_n=0, or acc_ref[...]",
+        )
+    return acc[...]
+
+
+# --- what says how a chip does it, and changes no result ---
+
+
+def set_max_registers(n: int, *, action: str) -> None:
+    """How many registers this warpgroup wants; a wish that changes no result."""
+    if action not in ("increase", "decrease"):
+        raise SpecError(
+            f"action is 'increase' or 'decrease', got {action!r}", at=user_location()
+        )
+    del n
+
+
+def layout_cast(x: Any, new_layout: Any) -> Any:
+    """The same value; layouts change no result."""
+    del new_layout
+    return x
+
+
+def broadcasted_iota(
+    dtype: Any, shape: Sequence[int], dimension: int, *, layout: Any = None
+) -> jax.Array:
+    """As `jax.lax.broadcasted_iota`."""
+    del layout
+    return jax.lax.broadcasted_iota(dtype, tuple(shape), dimension)
+
+
+def load(
+    src: Any, idx: Any = (), *, layout: Any = None, optimized: bool = True, **more: Any
+) -> jax.Array:
+    """Read elements of a ref."""
+    del layout, optimized
+    if more:
+        return refs.load(src, None if idx == () else idx, **more)
+    return src[...] if idx == () else src[idx]
+
+
+def transpose_ref(ref: Any, permutation: Sequence[int]) -> Any:
+    """A view of a ref with its dimensions in another order."""
+    return ref.transpose(tuple(permutation))
+
+
+# --- loops over work that blocks of threads share ---
+
+
+@dataclass(frozen=True)
+class NDLoopInfo:
+    """Where a step of `nd_loop` is."""
+
+    index: tuple[Any, ...]
+    local_index: Any
+    num_local_steps: Any
+
+
+def nd_loop(
+    grid: Sequence[Any],
+    *,
+    collective_axes: Any,
+    tiling: Any = None,
+    init_carry: Any = None,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Run a function for each index of `grid`, shared by the programs along axes.
+
+    Args:
+        grid: the sizes.
+        collective_axes: names of the axes whose programs share the work.
+        tiling: not available.
+        init_carry: carried from step to step if given.
+    """
+    if tiling is not None:
+        raise UnsupportedError("nd_loop(tiling=...) is not available",
+                               at=user_location())  # fmt: skip
+    axes = collective_axes
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    first, programs = jnp.int32(0), 1
+    for axis in axes:
+        size = jax.lax.axis_size(axis)
+        first, programs = first * size + jax.lax.axis_index(axis), programs * size
+    total = math.prod(grid)
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        steps = jnp.int32((total - first + programs - 1) // programs)
+
+        def step(n: Any, carry: Any) -> Any:
+            rest, index = first + n * programs, []
+            for size in reversed(grid):
+                index.append(jax.lax.rem(rest, jnp.int32(size)))
+                rest = jax.lax.div(rest, jnp.int32(size))
+            info = NDLoopInfo(tuple(reversed(index)), n, steps)
+            if init_carry is None:
+                body(info)
+                return carry
+            return body(info, carry)
+
+        carry = 0 if init_carry is None else init_carry
+        result = jax.lax.fori_loop(0, steps, step, carry)
+        return None if init_carry is None else result
+
+    return decorate
+
+
+def planar_snake(
+    lin_idx: Any, shape: tuple[Any, Any], minor_dim: int, tile_width: int
+) -> tuple[Any, Any]:
+    """The place of a step in a plane that is walked in strips, there and back.
+
+    Args:
+        lin_idx: number of the step.
+        shape: of the plane.
+        minor_dim: the dimension along which a strip is `tile_width` wide.
+        tile_width: its width; the last strip may be narrower.
+    """
+    minor, major = shape[minor_dim], shape[1 - minor_dim]
+    strip = lin_idx // (tile_width * major)
+    inside = lin_idx - strip * tile_width * major
+    width = jnp.minimum(tile_width, minor - strip * tile_width)
+    row = inside // width
+    column = strip * tile_width + inside - row * width
+    row = jnp.where(strip % 2 == 0, row, major - 1 - row)
+    return (column, row) if minor_dim == 0 else (row, column)
+
+
+class LoweringSemantics(enum.Enum):
+    """How upstream's compiler sees code; nothing here depends on it."""
+
+    Lane = 0
+    Warpgroup = 1
+
+
+@dataclass(frozen=True)
+class CompilerParams:
+    """Settings of upstream's compiler: accepted, and change no result."""
+
+    approx_math: bool = False
+    dimension_semantics: Any = None
+    max_concurrent_steps: int = 1
+    unsafe_no_auto_barriers: bool = False
+    reduction_scratch_bytes: int | None = None
+    profile_space: int = 0
+    profile_dir: str = ""
+    lowering_semantics: LoweringSemantics = LoweringSemantics.Lane
