@@ -94,7 +94,7 @@ def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
     if not before.is_cheap([loop.limit]):
         return None
     b, inside = Builder(op.loc), Builder(op.loc)
-    is_step = inside.op("lt", loop.index, loop.limit)
+    is_step = _is_before(inside, loop.index, loop.limit, program)
     steps = (Block(), Block((), loop.body.ops))
     inside.emit("cond", inside.cast(is_step, INDEX.dtype), regions=steps)
     limit = b.constant(most, loop.limit.tile)
@@ -102,6 +102,23 @@ def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
     new = loop.with_(limit=limit, body=region).to_op()
     ops = [o for old in body.ops for o in ((*b.ops, new) if old is op else (old,))]
     return program.with_body(Block(body.params, tuple(ops))), new
+
+
+def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Value:
+    """Whether an index is below a limit; of a quotient, without the division.
+
+    `i < x // 64` is `(i + 1) * 64 <= x`, which passes can solve for what `x` is made
+    of (`passes/guard_bounds.py`).
+    """
+    op = producers_of(program.body).get(limit)
+    if op is not None and op.name == "div":
+        x, by = op.operands
+        number = _constant(by, program.body)
+        low = facts_of(program.body, program.sizes).of(x).low
+        if number is not None and number > 0 and low >= 0:
+            after = b.add(b.cast(index, x.tile.dtype), b.like(1, x))
+            return b.op("le", b.mul(after, b.like(number, x)), x)
+    return b.op("lt", index, limit)
 
 
 def _moves_with(op: Op, index: Value) -> bool:

@@ -229,6 +229,15 @@ def test_triton_runs_them(style, is_causal):
         np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)
 
 
+@STYLES
+def test_guards_of_causal_steps_are_bounds_of_loops_on_a_gpu(style):
+    run = functools.partial(style, is_causal=True, bq=64, bk=64)
+    made = plan_of(run, heads(64, 2048, 64, jnp.bfloat16), chip("h200"))
+    for step in made.steps:
+        ttir, _ = harness.compiled(step.kernel)
+        assert ttir.count("scf.for") == 1 and "scf.if" not in ttir
+
+
 def test_explain_grad_says_what_each_way_takes(monkeypatch):
     monkeypatch.setenv("PALLASITE_TARGET", "h200")
     run = functools.partial(in_a_loop, is_causal=True, bq=64, bk=64)
