@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import cotangents, plan
-from pallasite.primitive import calls_in
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.primitive import calls_in, chip_for
 
 MASKED = -1e30
 MOST = 4.0  # times the forward kernel that a backward may take
@@ -234,7 +235,8 @@ def backward_of(run: Callable, args: tuple[Any, ...]) -> tuple[Callable, int]:
     (call,) = calls_in(run, *args)
     wanted = [True] * len(args)
     known = (True,) * call.kernel.num_outputs
-    count = len(plan(call.kernel, tuple(wanted), known).steps)
+    machine = Machine.of(chip_for(call.backend))
+    count = len(plan(call.kernel, tuple(wanted), known, machine).steps)
 
     def backward(args, seeds):
         return cotangents(call, args, seeds, wanted)

@@ -33,7 +33,7 @@ from pallasite.passes.batch import (
     maps_a_grid_size,
 )
 from pallasite.sharding.rule import Partition
-from pallasite.target import Chip, chip, chip_of_device
+from pallasite.target import Chip, Host, chip, chip_of_device, host
 
 
 @dataclass(frozen=True)
@@ -319,6 +319,20 @@ def _chip(backend: base.Backend) -> Chip | None:
         except RuntimeError:  # compiled here, to run elsewhere
             continue
     return None
+
+
+def chip_for(backend: str | None) -> Chip | Host:
+    """The chip that a call traced now is most likely for.
+
+    Args:
+        backend: what the call names, if it names one.
+    """
+    named = backend or config.get("backend")
+    if named in base.names():
+        return _chip(base.get(named)) or host()
+    if config.get("target"):
+        return chip(config.get("target"))
+    return chip_of_device(jax.devices()[0].device_kind) or host()
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallasite.autodiff.backward_axes import split_axes
+from pallasite.autodiff.backward_choice import Estimate, Machine, estimate
 from pallasite.autodiff.backward_stages import Stages, split
 from pallasite.autodiff.backward_windows import (
     Built,
@@ -28,12 +29,16 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, main_refs, program_of
+from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_rules import accumulated
+from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
 ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is split into parts
@@ -54,6 +59,16 @@ class BackwardPlan:
     seeds: dict[int, Value]  # the refs of cotangents of results, by their position
     targets: dict[int, Value]  # the refs of wanted cotangents, by operand position
     changing: dict[int, Value]  # refs that start as seeds, by the result's position
+    choices: tuple["Way", ...]  # all ways there are, the chosen one first
+    machine: Machine  # for which it was chosen
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to divide the work among kernels, and what it takes."""
+
+    steps: tuple[Built, ...]
+    estimate: Estimate
 
 
 def cotangents(
@@ -76,7 +91,8 @@ def cotangents(
     known = tuple(c is not None for c in cotangents)
     if not any(known):
         return [None] * len(primals)
-    made = plan(call.kernel, tuple(map(bool, wanted)), known)
+    machine = Machine.of(chip_for(call.backend))
+    made = plan(call.kernel, tuple(map(bool, wanted)), known, machine)
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
     for n, ref in made.changing.items():
@@ -132,7 +148,10 @@ def _run(
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    kernel: Kernel, wanted: tuple[bool, ...], known: tuple[bool, ...]
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+    machine: Machine,
 ) -> BackwardPlan:
     """The backward kernels of a kernel.
 
@@ -140,11 +159,12 @@ def plan(
         kernel: what was called.
         wanted: per operand, whether its cotangent is asked for.
         known: per result, whether it has a cotangent.
+        machine: what is to run them; it decides where there are several ways.
 
     Raises:
         NoBackwardKernel: there are none.
     """
-    program = program_of(kernel)
+    program = step_blocks(program_of(kernel))
     shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
@@ -166,16 +186,22 @@ def plan(
             targets[shared[n]] = ref
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
-    stages = _stages(program, made)
     # Partial sums are for small operands, as the weights of a norm are.
     budget = sum(_bytes(ref) for ref in kernel.inputs)
-    steps: list[Built] = []
-    for stage in stages.programs:
-        refs = [*results, *stages.saved]
-        steps += _kernels(stage, refs, set(changing.values()), budget)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
-    steps = _narrowed(steps, final)
-    return BackwardPlan(tuple(steps), kernel.inputs, seeds, targets, changing)
+    ways: list[Way] = []
+    for stages in _alternatives(program, made, results):
+        steps: list[Built] = []
+        for stage in stages.programs:
+            refs = [*results, *stages.saved]
+            steps += _kernels(stage, refs, set(changing.values()), budget)
+        steps = _narrowed(steps, final)
+        estimated = estimate([step.kernel for step in steps], machine)
+        ways.append(Way(tuple(steps), estimated))
+    ways.sort(key=lambda way: way.estimate.seconds)
+    return BackwardPlan(
+        ways[0].steps, kernel.inputs, seeds, targets, changing, tuple(ways), machine
+    )
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:
@@ -202,18 +228,27 @@ def _reversed(
     seeds: dict[Value, Value],
 ) -> Reversed:
     body, copies = harmless_edges(program.body)
-    return reverse_program(
-        body,
+    sums = plain_sums(body)
+    made = reverse_program(
+        sums.body,
         {kernel.inputs[n]: ref for n, ref in targets.items()},
         seeds,
         program.sizes,
-        copies,
+        copies | sums.scales,
         kernel.inputs,
     )
+    # The reverse is that of plain sums; their values come from the loop as written.
+    return replace(made, body=substitute(made.body, sums.same))
 
 
-def _stages(program: Program, made: Reversed) -> Stages:
-    """Split into stages, unless several would have to change the same memory."""
+def _alternatives(
+    program: Program, made: Reversed, results: Sequence[Value]
+) -> list[Stages]:
+    """Split into stages, unless several would have to change the same memory.
+
+    A loop that adds to several cotangents may be one stage whose kernels each do again
+    what they share; where that means products, staying in one kernel is another way.
+    """
     program = program.simplified()
     for ref in main_refs(program.body):
         if ref in made.lost:
@@ -222,7 +257,30 @@ def _stages(program: Program, made: Reversed) -> Stages:
                 "the reverse needs what a result held before it was overwritten",
                 at=op.loc,
             )
-    return Stages((program,)) if made.changing else split(program)
+    if made.changing:
+        return [Stages((program,))]
+    repeating = False
+
+    def repeats_nothing(stage: Program) -> bool:
+        nonlocal repeating
+        repeats = _repeats_products(stage, results)
+        repeating |= repeats
+        return not repeats
+
+    careful = split(program, repeats_nothing)
+    return [careful, split(program, lambda _: True)] if repeating else [careful]
+
+
+def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
+    """Whether the kernels of a stage would compute some product more than once."""
+    refs = Roots(stage.body).written(stage.body)
+    chains = groups([place(stage, ref) for ref in results if ref in refs])
+    parts = [only(stage, [p.ref for p in chain]) for chain in chains]
+    return sum(map(_products, parts)) > _products(stage.simplified())
+
+
+def _products(stage: Program) -> int:
+    return sum(op.name == "dot" for op in walk(stage.body))
 
 
 def _cotangent_ref(ref: Value, dtype: T.DType, name: str) -> Value:
@@ -243,7 +301,8 @@ def _kernels(
     built = []
     for group in [together(mine)] if changing else groups(mine):
         program = only(stage, [p.ref for p in group])
-        names = "_".join(p.ref.name.removesuffix("_ref") for p in group)
+        names = [p.ref.name.removesuffix("_ref") for p in group]
+        names = "_".join(dict.fromkeys(names))
         order = grid_order(group, len(stage.sizes))
         parts = None
         if not changing:

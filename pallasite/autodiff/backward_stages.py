@@ -7,16 +7,19 @@ visited once (`backward_windows.py`). What such a loop needs of the code before 
 is computed again if that is cheap, and saved to memory by a first stage if not.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.autodiff.per_program import Program, producers_of
-from pallasite.autodiff.reverse_activity import defined, used_values
+from pallasite.autodiff.reverse_activity import defined, facts_of, used_values
+from pallasite.autodiff.sink_sums import sink_sums
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, BlockDim, Op, Value, Window, walk
 from pallasite.ir.rewrite import clone, substitute
 from pallasite.ir.roles import Loop
-from pallasite.ir.types import RefType
+from pallasite.ir.types import INDEX, RefType
+
+MOST_STEPS = 1 << 16  # of a loop whose length is computed, as an axis of a grid
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,95 @@ class Stages:
     saved: tuple[Value, ...] = ()
 
 
-def split(program: Program) -> Stages:
-    """Take out every loop that can be a grid, recursively."""
+def split(program: Program, may_cut: Callable[[Program], bool]) -> Stages:
+    """Take out every loop that can be a grid, recursively.
+
+    Args:
+        program: what to split.
+        may_cut: whether to make a stage of a loop, given as that stage.
+    """
     program = program.simplified()
     for op in program.body.ops:
-        if _can_be_grid(op, program.body):
-            main, loop, saved = _cut(program, op)
-            first, rest = split(main), split(loop)
+        free = _free_loop(program, op)
+        if free is None:
+            continue
+        main, loop, saved = _cut(*free)
+        if may_cut(loop):
+            first, rest = split(main, may_cut), split(loop, may_cut)
             programs = (*first.programs, *rest.programs)
             return Stages(programs, (*saved, *first.saved, *rest.saved))
     is_needed = any(op.name in ("atomic_rmw", "store") for op in walk(program.body))
     return Stages((program,) if is_needed else ())
 
 
-def _can_be_grid(op: Op, body: Block) -> bool:
-    """A loop of known length that carries nothing and adds to blocks it moves over."""
-    if op.name != "for" or op.results or trip_count(op, body) is None:
-        return False
+def _free_loop(program: Program, op: Op) -> tuple[Program, Op] | None:
+    """The program with a loop that can be a grid axis in the place of this one.
+
+    It has a known length, carries nothing and adds to blocks it moves over.
+    """
+    if op.name != "for":
+        return None
     loop = Loop.of(op)
     views = {v.result for v in walk(loop.body) if _moves_with(v, loop.index)}
-    adds = (o for o in loop.body.ops if o.name == "atomic_rmw")
-    return any(o.operands[0] in views for o in adds)
+    adds = (o for o in _outside_loops(loop.body) if o.name == "atomic_rmw")
+    if not any(o.operands[0] in views for o in adds):
+        return None
+    if op.results:
+        sunk = sink_sums(program.body, op)
+        if sunk is None:
+            return None
+        body, op = sunk
+        program = program.with_body(body)
+    return _with_known_length(program, op)
+
+
+def _outside_loops(block: Block) -> Iterable[Op]:
+    """The ops of a block and of its branches."""
+    for op in block.ops:
+        yield op
+        if op.name == "cond":
+            for region in op.regions:
+                yield from _outside_loops(region)
+
+
+def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
+    """Steps past a limit that the program computes do nothing."""
+    body, loop = program.body, Loop.of(op)
+    if trip_count(op, body) is not None:
+        return program, op
+    first, _, step = (_constant(v, body) for v in loop.bounds)
+    before = _Slice(body.ops[: body.ops.index(op)])
+    most = facts_of(body, program.sizes).most_steps(loop)
+    if (first, step) != (0, 1) or not most or most > MOST_STEPS:
+        return None
+    if not before.is_cheap([loop.limit]):
+        return None
+    b, inside = Builder(op.loc), Builder(op.loc)
+    is_step = _is_before(inside, loop.index, loop.limit, program)
+    steps = (Block(), Block((), loop.body.ops))
+    inside.emit("cond", inside.cast(is_step, INDEX.dtype), regions=steps)
+    limit = b.constant(most, loop.limit.tile)
+    region = inside.block((loop.index,))
+    new = loop.with_(limit=limit, body=region).to_op()
+    ops = [o for old in body.ops for o in ((*b.ops, new) if old is op else (old,))]
+    return program.with_body(Block(body.params, tuple(ops))), new
+
+
+def _is_before(b: Builder, index: Value, limit: Value, program: Program) -> Value:
+    """Whether an index is below a limit; of a quotient, without the division.
+
+    `i < x // 64` is `(i + 1) * 64 <= x`, which passes can solve for what `x` is made
+    of (`passes/guard_bounds.py`).
+    """
+    op = producers_of(program.body).get(limit)
+    if op is not None and op.name == "div":
+        x, by = op.operands
+        number = _constant(by, program.body)
+        low = facts_of(program.body, program.sizes).of(x).low
+        if number is not None and number > 0 and low >= 0:
+            after = b.add(b.cast(index, x.tile.dtype), b.like(1, x))
+            return b.op("le", b.mul(after, b.like(number, x)), x)
+    return b.op("lt", index, limit)
 
 
 def _moves_with(op: Op, index: Value) -> bool:
@@ -56,14 +127,15 @@ def _moves_with(op: Op, index: Value) -> bool:
 
 def trip_count(op: Op, body: Block) -> int | None:
     """The number of steps of a loop from 0 by 1, if it is known."""
-    made = producers_of(body)
-    numbers = []
-    for value in Loop.of(op).bounds:
-        producer = made.get(value)
-        if producer is None or producer.name != "constant":
-            return None
-        numbers.append(producer.attrs["value"])
-    return numbers[1] if numbers[0] == 0 and numbers[2] == 1 else None
+    first, limit, step = (_constant(v, body) for v in Loop.of(op).bounds)
+    return limit if (first, step) == (0, 1) else None
+
+
+def _constant(value: Value, body: Block) -> int | None:
+    producer = producers_of(body).get(value)
+    if producer is None or producer.name != "constant":
+        return None
+    return producer.attrs["value"]
 
 
 def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
@@ -74,7 +146,7 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     before = body.ops[: body.ops.index(loop)]
     slicer = _Slice(before)
     needed = _captured(region)
-    costly = [v for v in needed if not v.is_ref and not slicer.is_cheap([v])]
+    costly = slicer.to_save([v for v in needed if not v.is_ref])
     saved = [_saved_ref(v, program.sizes) for v in costly]
 
     main = Builder()
@@ -84,10 +156,10 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     for value, ref in zip(costly, saved, strict=True):
         main.store(_block(main, ref, body.params, value, "out"), value)
         loaded[value] = reload.load(_block(reload, ref, body.params, value, "in"))
-    cheap = slicer.closure([v for v in needed if v not in costly])
-    ops = (*cheap, *reload.ops, *region.ops)
-    moved = Block((*body.params, Loop.of(loop).index), ops)
-    moved = clone(substitute(moved, loaded))
+    ops = (*slicer.closure(needed, costly), *region.ops)
+    moved = substitute(Block((), ops), loaded)
+    params = (*body.params, Loop.of(loop).index)
+    moved = clone(Block(params, (*reload.ops, *moved.ops)))
     sizes = (*program.sizes, count)
     main_program = program.with_body(Block(body.params, tuple(main.ops)))
     return main_program, replace(program, body=moved, sizes=sizes), saved
@@ -106,10 +178,14 @@ class _Slice:
         self.made = {v: op for op in ops for v in op.results}
         self.stored = {op.operands[0] for op in _all(ops) if op.name == "store"}
 
-    def closure(self, values: Iterable[Value]) -> tuple[Op, ...]:
+    def closure(
+        self, values: Iterable[Value], known: Sequence[Value] = ()
+    ) -> tuple[Op, ...]:
+        """The ops that make some values, in order, from those that are known."""
         pending, found = list(values), set[Op]()
         while pending:
-            op = self.made.get(pending.pop())
+            value = pending.pop()
+            op = None if value in known else self.made.get(value)
             if op is not None and op not in found:
                 found.add(op)
                 pending += op.operands
@@ -117,13 +193,56 @@ class _Slice:
         return tuple(op for op in self.ops if op in found)
 
     def is_cheap(self, values: Iterable[Value]) -> bool:
-        """No loops, branches, products or memory that changes."""
-        return not any(
-            (op.regions and op.name != "custom")
+        return not any(map(self.is_costly, self.closure(values)))
+
+    def is_costly(self, op: Op) -> bool:
+        """Loops, branches, products, memory that changes."""
+        return (
+            bool(op.regions and op.name != "custom")
             or op.name in ("alloc", "dot")
             or (op.name == "load" and op.operands[0] in self.stored)
-            for op in self.closure(values)
         )
+
+    def to_save(self, values: Iterable[Value]) -> list[Value]:
+        """What to save such that computing the values again is cheap.
+
+        A value itself, or what it is made of where that takes fewer bytes: a block
+        that is divided by a column is computed again from the column.
+        """
+        saved: dict[Value, None] = {}
+        costly = [v for v in values if not self.is_cheap([v])]
+        for value in sorted(costly, key=_bytes):
+            sources = self.sources(value)
+            more = None
+            if sources is not None:
+                more = sum(_bytes(v) for v in sources if v not in saved)
+            if sources is None or more is None or more >= _bytes(value):
+                sources = [value]
+            saved.update(dict.fromkeys(sources))
+        return [v for v in self.made if v in saved]
+
+    def sources(self, value: Value) -> list[Value] | None:
+        """Results of costly ops from which the rest is cheap; None: not tiles."""
+        found: dict[Value, None] = {}
+        pending, seen = [value], set[Value]()
+        while pending:
+            value = pending.pop()
+            op = self.made.get(value)
+            if op is None or value in seen:
+                continue
+            seen.add(value)
+            if not self.is_costly(op):
+                pending += op.operands
+                pending += [v for region in op.regions for v in used_values(region)]
+            elif value.is_ref:
+                return None
+            else:
+                found[value] = None
+        return list(found)
+
+
+def _bytes(value: Value) -> int:
+    return value.tile.size * value.tile.dtype.bytes
 
 
 def _all(ops: Sequence[Op]) -> Iterable[Op]:
@@ -132,7 +251,8 @@ def _all(ops: Sequence[Op]) -> Iterable[Op]:
 
 def _saved_ref(value: Value, sizes: Sequence[int]) -> Value:
     tile = value.tile
-    return Value(RefType((*sizes, *tile.shape), tile.dtype, "any"), "saved")
+    name = f"saved_{value.name}" if value.name else "saved"
+    return Value(RefType((*sizes, *tile.shape), tile.dtype, "any"), name)
 
 
 def _block(

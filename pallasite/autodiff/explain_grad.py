@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import Kernel
 from pallasite.language.trace import user_location
-from pallasite.primitive import calls_in
+from pallasite.primitive import calls_in, chip_for
 
 if TYPE_CHECKING:
     from pallasite.autodiff.backward import BackwardPlan
+    from pallasite.autodiff.backward_choice import Machine
     from pallasite.autodiff.backward_windows import Built
 
 KERNEL, FUNCTIONAL, NONE = "kernel", "functional", "none"
@@ -40,17 +41,19 @@ class GradReport:
 
     operands: tuple[OperandGrad, ...]
     kernels: tuple[Kernel, ...]
+    ways: tuple[str, ...] = ()  # where there was a choice: each way, the chosen first
 
     def __str__(self) -> str:
         rows = [(o.kernel, o.operand, o.tier, o.why) for o in self.operands]
         rows = [("kernel", "operand", "tier", "why"), *rows]
         widths = [max(len(row[n]) for row in rows) for n in range(3)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 [*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]
             )
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *self.ways])
 
 
 def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
@@ -81,18 +84,20 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
             )
         rows: list[OperandGrad] = []
         kernels: list[Kernel] = []
+        ways: list[str] = []
         for call in calls:
-            rows += explain(call.kernel)
-            kernels += backward_kernels(call.kernel)
-        return GradReport(tuple(rows), tuple(kernels))
+            rows += explain(call.kernel, call.backend)
+            kernels += backward_kernels(call.kernel, call.backend)
+            ways += ways_of(call.kernel, call.backend)
+        return GradReport(tuple(rows), tuple(kernels), tuple(ways))
 
     return explained
 
 
-def explain(kernel: Kernel) -> list[OperandGrad]:
+def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
     """One row per operand of a kernel, every float result having a cotangent."""
     try:
-        made, reason = full_plan(kernel), ""
+        made, reason = full_plan(kernel, backend), ""
     except NoBackwardKernel as error:
         made, reason = None, _one_line(error)
     rows = []
@@ -108,21 +113,50 @@ def explain(kernel: Kernel) -> list[OperandGrad]:
     return rows
 
 
-def backward_kernels(kernel: Kernel) -> list[Kernel]:
+def backward_kernels(kernel: Kernel, backend: str | None = None) -> list[Kernel]:
     """The kernels that compute all cotangents of a kernel; none if there are none."""
     try:
-        return [step.kernel for step in full_plan(kernel).steps]
+        return [step.kernel for step in full_plan(kernel, backend).steps]
     except NoBackwardKernel:
         return []
 
 
-def full_plan(kernel: Kernel) -> "BackwardPlan":
-    """Backward kernels for every float operand and result."""
-    from pallasite.autodiff.backward import plan  # not needed to import the package
+def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
+    """The ways to divide the work among kernels, the chosen one first.
+
+    None where there is no choice.
+    """
+    try:
+        made = full_plan(kernel, backend)
+    except NoBackwardKernel:
+        return []
+    if len(made.choices) < 2:
+        return []
+    lines = []
+    for n, way in enumerate(made.choices):
+        names = ", ".join(step.kernel.name for step in way.steps)
+        lead = f"{kernel.name} on {made.machine.name}:" if n == 0 else "instead of"
+        lines.append(f"{lead} {names}: {way.estimate}")
+    return lines
+
+
+def full_plan(
+    kernel: Kernel, backend: str | None = None, machine: "Machine | None" = None
+) -> "BackwardPlan":
+    """Backward kernels for every float operand and result.
+
+    Args:
+        kernel: what is called.
+        backend: what the call names, if it names one.
+        machine: what is to run them; default: the backend's, else the one JAX sees.
+    """
+    # Not needed to import the package.
+    from pallasite.autodiff.backward import plan
+    from pallasite.autodiff.backward_choice import Machine
 
     wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
     known = tuple(ref.ref.dtype.is_float for ref in kernel.outputs)
-    return plan(kernel, wanted, known)
+    return plan(kernel, wanted, known, machine or Machine.of(chip_for(backend)))
 
 
 def _how(made: "BackwardPlan", operand: int) -> str:

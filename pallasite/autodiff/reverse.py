@@ -369,6 +369,14 @@ class _Reverse:
             self.backward(inner, region.ops, found)
             inside.append((inner, found))
         active = [v for v in captured if any(v in found for _, found in inside)]
+        for value in [*active]:
+            # What every branch hands on unchanged does not depend on the branch.
+            (first, *others) = (found.get(value) for _, found in inside)
+            if first is None or first not in cotangents:
+                continue
+            if all(c is first for c in others):
+                self.add(b, ct, value, first)
+                active.remove(value)
         regions = []
         for inner, found in inside:
             yields = [found.get(v) or inner.like(0, v) for v in active]

@@ -75,7 +75,8 @@ class Activity:
 
     def join(self, targets: Sequence[Value], sources: Sequence[Value]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            if self.depends(source) and is_float(target):
+            is_new = is_float(target) and target not in self.constants
+            if self.depends(source) and is_new:
                 self.varied.add(target)
 
     def captured(self, *regions: Block) -> list[Value]:

@@ -1,0 +1,182 @@
+"""Which way of computing the cotangents a chip does fastest: a small estimate.
+
+Kernels that divide the work among more programs may do some of it twice. Whether that
+pays depends on how many programs run at once, and on what the chip computes and moves
+in the time; `estimate` says how long a kernel takes, roughly, which is enough to
+compare two ways of doing the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute
+from pallasite.ir.roles import Loop, Pipeline, Shown
+from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.intervals import Facts
+from pallasite.passes.analysis.memory import VIEWS
+from pallasite.passes.place_windows import note_grid
+from pallasite.target import Chip, Gpu, Host, Tpu
+
+USED = 0.5  # of a chip's rates, by a kernel that keeps it busy
+START_GPU, START_TPU, START_CPU = 4e-6, 2e-6, 5e-6  # seconds until a kernel runs
+SPECIAL_GPU = 16 * 1.7e9  # exponentials per second and multiprocessor
+TPU_SPECIAL = 1e12
+MOST_STEPS = 1 << 16  # of a loop whose length is computed, for an estimate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What an estimate asks of a chip. Rates are per second, of all its cores."""
+
+    name: str
+    cores: int  # that run programs at once
+    flops: float
+    transcendentals: float
+    bytes: float
+    start: float  # seconds that a kernel takes to start
+    on_chip: int | None = None  # bytes for the blocks of a program; None: any number
+    must_fit: bool = False  # on chip; else larger blocks stay in main memory
+
+    @staticmethod
+    def of(chip: Chip | Host) -> "Machine":
+        if isinstance(chip, Host):
+            n, ns = chip.threads, 1e9
+            return Machine(
+                "cpu",
+                n,
+                n * ns / chip.ns_per_flop,
+                n * ns / chip.ns_per_transcendental,
+                n * ns / chip.ns_per_byte,
+                START_CPU,
+            )
+        flops = USED * (chip.rate("bf16") or max(chip.rates.values()))
+        moved = USED * (chip.main.bytes_per_second or 1e12)
+        if isinstance(chip, Gpu):
+            special = USED * chip.cores * SPECIAL_GPU
+            shared = chip.shared.bytes
+            rates = (flops, special, moved, START_GPU)
+            return Machine(chip.name, chip.cores, *rates, shared)
+        vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
+        # One core runs the programs of a kernel, one after another.
+        return Machine(chip.name, 1, flops, TPU_SPECIAL, moved, START_TPU, vmem, True)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What some kernels take, one after another."""
+
+    programs: tuple[int, ...]  # per kernel: how many may run at once
+    flops: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        programs = " + ".join(map(str, self.programs))
+        time = "does not fit" if self.seconds == inf else _time(self.seconds)
+        numbers = f"{_short(self.flops)}flop, {_short(self.bytes)}B, {time}"
+        return f"{programs} programs, {numbers}"
+
+
+def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
+    """How long a machine takes for the kernels, one after another."""
+    programs, flops, moved, seconds = [], 0, 0, 0.0
+    for kernel in kernels:
+        pipeline = Pipeline.of(find_pipeline(kernel))
+        pairs = zip(pipeline.grid, pipeline.semantics, strict=True)
+        count = prod(n or 1 for n, kind in pairs if kind == "parallel")
+        total = cost(_as_placed(with_most_steps(kernel), machine))
+        rounds = -(-count // machine.cores)
+        # The last round may leave cores idle; so does a single one.
+        idle = rounds * machine.cores / max(count, 1)
+        computing = total.flops / machine.flops
+        computing += total.transcendentals / machine.transcendentals
+        moving = total.bytes_accessed / machine.bytes
+        seconds += max(computing, moving) * idle + machine.start
+        if machine.must_fit and _blocks(pipeline) > (machine.on_chip or inf):
+            seconds = inf
+        programs.append(count)
+        flops += total.flops + total.transcendentals
+        moved += total.bytes_accessed
+    return Estimate(tuple(programs), flops, moved, seconds)
+
+
+def _blocks(pipeline: Pipeline) -> int:
+    """The bytes of the blocks that one step is shown, and of its scratch."""
+    refs = [block.ref for block in pipeline.blocks]
+    refs += [op.result.ref for op in walk(pipeline.body) if op.name == "alloc"]
+    return sum(ref.size * ref.dtype.bytes for ref in refs)
+
+
+def with_most_steps(kernel: Kernel) -> Kernel:
+    """Loops whose length the grid indices decide, as long as they get."""
+    facts = Facts()
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    note_grid(facts, pipeline.ids, pipeline.grid)
+
+    def note(block: Block) -> None:
+        for op in block.ops:
+            facts.note_op(op)
+            if op.name == "for":
+                facts.note_counter(Loop.of(op))
+            for region in op.regions:
+                note(region)
+
+    note(pipeline.body)
+
+    def rewrite(op: Op, b: Rewriter) -> list[Value] | None:
+        if op.name != "for" or b.producer(op.operands[1], "constant") is not None:
+            return None
+        loop = Loop.of(op)
+        steps = facts.most_steps(loop)
+        if steps is None or steps > MOST_STEPS:
+            return None
+        bounds = [b.like(n, loop.first) for n in (0, steps, 1)]
+        return list(b.emit("for", *bounds, *loop.inits, regions=op.regions))
+
+    return map_ops(kernel, rewrite)
+
+
+def _as_placed(kernel: Kernel, machine: Machine) -> Kernel:
+    """Blocks that are larger than what is on chip, in main memory."""
+    if machine.on_chip is None or machine.must_fit:
+        return kernel
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    moved: dict[Value, Value] = {}
+    shown: list[Shown] = []
+    for each in pipeline.shown:
+        ref = each.block.ref
+        if ref.size * ref.dtype.bytes > machine.on_chip // 2:
+            window = replace(each.window, space="any")
+            block = Value(replace(ref, space="any"), each.block.name)
+            moved[each.block] = block
+            each = each._replace(window=window, block=block)
+        shown.append(each)
+    if not moved:
+        return kernel
+
+    def retype(op: Op, b: Rewriter) -> list[Value] | None:
+        if op.name not in VIEWS:
+            return None
+        return list(b.emit(op.name, *op.operands, **op.attrs))
+
+    body = map_ops(substitute(pipeline.body, moved), retype)
+    body = Block((*pipeline.ids, *(each.block for each in shown)), body.ops)
+    new = pipeline.showing(shown, body).to_op()
+    ops = tuple(new if op is pipeline.op else op for op in kernel.body.ops)
+    return kernel.with_(body=Block((), ops))
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000 or unit == "T":
+            break
+        number /= 1000
+    return f"{number:.3g} {unit}"
+
+
+def _time(seconds: float) -> str:
+    micro = seconds * 1e6
+    return f"{micro:.3g} us" if micro < 1000 else f"{micro / 1000:.3g} ms"

@@ -1,0 +1,115 @@
+"""Sums that a loop carries, added to memory by each step instead.
+
+The reverse of a loop adds up the cotangent of what its steps read outside of it, and
+hands on the sum: scaled or cast, it is added to a cotangent in memory after the loop.
+As all of that is linear, every step may add its share there itself. Then the loop
+carries nothing, and its steps can be steps of a grid (`backward_stages.py`).
+"""
+
+from collections.abc import Sequence
+
+from pallasite.autodiff.op_derivative import is_pure
+from pallasite.ir.nodes import Access, Block, Op, Value, walk
+from pallasite.ir.rewrite import clone, users_of
+from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.memory import VIEWS
+
+# Ops that are linear in their first operand, and those linear in either.
+FIRST = ("cast", "neg", "transpose", "reshape", "broadcast_in_dim", "div")
+EITHER = ("mul",)
+
+
+def sink_sums(body: Block, op: Op) -> tuple[Block, Op] | None:
+    """The loop without results, in its program; None: a result is more than a sum.
+
+    Args:
+        body: the code of a program.
+        op: a `for` among its ops.
+    """
+    loop = Loop.of(op)
+    shares = _shares(body, loop)
+    after = body.ops[body.ops.index(op) + 1 :]
+    chain = _chain(after, loop.results) if shares is not None else None
+    if shares is None or chain is None:
+        return None
+    needed = _needed(after, chain)
+    if not all(is_pure(o) or o.name in VIEWS for o in needed):
+        return None
+    sunk = clone(Block((), tuple(chain)), dict(zip(loop.results, shares, strict=True)))
+    early = [o for o in after if o in needed]
+    region = Block((loop.index,), (*loop.body.ops, *sunk.ops))
+    new = loop.with_(inits=(), results=(), body=region).to_op()
+    moved = {*chain, *early, op}
+    ops: list[Op] = []
+    for old in body.ops:
+        if old is op:
+            ops += [*early, new]
+        elif old not in moved:
+            ops.append(old)
+    return Block(body.params, tuple(ops), body.yields), new
+
+
+def _shares(body: Block, loop: Loop) -> list[Value] | None:
+    """What each step adds to the sums, if all the loop carries are sums from zero."""
+    made = {v: op for op in loop.body.ops for v in op.results}
+    users = users_of(loop.body)
+    outside = {v: op for op in body.ops for v in op.results}
+    shares: list[Value] = []
+    for carry, init, total in zip(loop.carried, loop.inits, loop.yields, strict=True):
+        add, start = made.get(total), outside.get(init)
+        if add is None or add.name != "add" or carry not in add.operands:
+            return None
+        if len(users[carry]) != 1 or users.get(total):
+            return None
+        if start is None or start.name != "constant" or start.attrs["value"] != 0:
+            return None
+        x, y = add.operands
+        shares.append(y if x is carry else x)
+    return shares
+
+
+def _chain(after: Sequence[Op], results: Sequence[Value]) -> list[Op] | None:
+    """The ops that hand on the sums; None: one of them is not linear."""
+    sums, found = set(results), list[Op]()
+    for op in after:
+        if not any(v in sums for inner in walk(Block((), (op,))) for v in _used(inner)):
+            continue
+        if op.name == "atomic_rmw":
+            access = Access.of(op)
+            others = [v for v in op.operands if v is not access.value]
+            if op.attrs["kind"] != "add" or any(v in sums for v in others):
+                return None
+        elif not _is_linear(op, sums):
+            return None
+        else:
+            sums.update(op.results)
+        found.append(op)
+    return found
+
+
+def _used(op: Op) -> list[Value]:
+    return [*op.operands, *(v for region in op.regions for v in region.yields)]
+
+
+def _is_linear(op: Op, sums: set[Value]) -> bool:
+    places = [n for n, v in enumerate(op.operands) if v in sums]
+    if op.name in FIRST:
+        return places == [0]
+    if op.name == "reduce":
+        return op.attrs["kind"] == "sum"
+    if op.name == "add":
+        return len(places) == 2
+    return op.name in EITHER and len(places) == 1
+
+
+def _needed(after: Sequence[Op], chain: Sequence[Op]) -> list[Op]:
+    """What the chain uses that comes after the loop, without the chain itself."""
+    made = {v: op for op in after for v in op.results}
+    mine, found = set(chain), list[Op]()
+    pending = [v for op in chain for v in op.operands]
+    while pending:
+        op = made.get(pending.pop())
+        if op is not None and op not in mine and op not in found:
+            found.append(op)
+            pending += op.operands
+    return found

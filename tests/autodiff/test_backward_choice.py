@@ -1,0 +1,386 @@
+"""Which backward kernels a chip gets where there are several ways; all are right."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.autodiff import backward
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.autodiff.explain_grad import full_plan
+from pallasite.ir.nodes import walk
+from pallasite.primitive import calls_in, kernels_in
+from pallasite.target import AVX2, Host, chip
+from tests.backends.triton import harness
+
+MASKED = -1e30
+# Slow cores, so that the start of a kernel does not count.
+MANY_CORES = Host(32, 16, AVX2.features, threads=4096, ns_per_flop=100)
+TWO_CORES = Host(32, 16, AVX2.features, threads=2)
+
+
+def scores_of(q, k, i, j, is_causal):
+    scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32) / math.sqrt(q.shape[1])
+    if is_causal:
+        rows = i * q.shape[0] + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        columns = j * k.shape[0] + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(rows >= columns, scores, MASKED)
+    return scores
+
+
+def absorb(state, scores, v, exp=jnp.exp):
+    highest, total, out = state
+    new = jnp.maximum(highest, scores.max(1, keepdims=True))
+    shrink, weights = exp(highest - new), exp(scores - new)
+    total = total * shrink + weights.sum(1, keepdims=True)
+    weighted = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new, total, out * shrink + weighted
+
+
+def start(rows, width):
+    column = jnp.zeros((rows, 1), jnp.float32)
+    return column + MASKED, column, jnp.zeros((rows, width), jnp.float32)
+
+
+def along_the_grid(q, k, v, is_causal, bq=16, bk=8):
+    """Softmax statistics in scratch, carried along the last grid axis."""
+    heads, length, width = q.shape
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, *state):
+        i, j = pl.program_id(1), pl.program_id(2)
+
+        def write(values):
+            for ref, value in zip(state, values, strict=True):
+                ref[...] = value
+
+        pl.when(j == 0)(lambda: write(start(bq, width)))
+
+        def step():
+            scores = scores_of(q_ref[...], k_ref[...], i, j, is_causal)
+            write(absorb([ref[...] for ref in state], scores, v_ref[...]))
+
+        if is_causal:
+            pl.when(j * bk < (i + 1) * bq)(step)
+        else:
+            step()
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = (state[2][...] / state[1][...]).astype(o_ref.dtype)
+
+    query = pl.BlockSpec((None, bq, width), lambda h, i, j: (h, i, 0))
+    key = pl.BlockSpec((None, bk, width), lambda h, i, j: (h, j, 0))
+    shapes = [(bq, 1), (bq, 1), (bq, width)]
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, length // bq, k.shape[1] // bk),
+        in_specs=[query, key, key],
+        out_specs=query,
+        scratch_shapes=[pltpu.VMEM(s, jnp.float32) for s in shapes],
+    )(q, k, v)
+
+
+def in_a_loop(q, k, v, is_causal, bq=16, bk=8):
+    """All keys in one block, and a loop over them."""
+    heads, length, width = q.shape
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        i, q = pl.program_id(1), q_ref[...]
+
+        def step(j, state):
+            keys = pl.ds(j * bk, bk)
+            return absorb(
+                state, scores_of(q, k_ref[keys, :], i, j, is_causal), v_ref[keys, :]
+            )
+
+        steps = k_ref.shape[0] // bk
+        if is_causal:
+            steps = lax.div((i + 1) * bq + bk - 1, bk)
+        _, total, out = lax.fori_loop(0, steps, step, start(bq, width))
+        o_ref[...] = (out / total).astype(o_ref.dtype)
+
+    query = pl.BlockSpec((None, bq, width), lambda h, i: (h, i, 0))
+    keys = pl.BlockSpec((None, k.shape[1], width), lambda h, i: (h, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, length // bq),
+        in_specs=[query, keys, keys],
+        out_specs=query,
+    )(q, k, v)
+
+
+def attention(q, k, v, is_causal):
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    scores = jnp.einsum("hqd,hkd->hqk", q, k) / math.sqrt(q.shape[-1])
+    if is_causal:
+        allowed = jnp.tri(q.shape[1], k.shape[1], dtype=bool)
+        scores = jnp.where(allowed, scores, MASKED)
+    return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores, -1), v)
+
+
+STYLES = pytest.mark.parametrize("style", [along_the_grid, in_a_loop])
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def plan_of(run, args, target):
+    (kernel,) = kernels_in(run, *args)
+    return full_plan(kernel, machine=Machine.of(target))
+
+
+def heads(count, length, width, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct((count, length, width), dtype)] * 3
+
+
+def products(kernel):
+    return sum(op.name == "dot" for op in walk(kernel.body))
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def check(run, reference, *args, target, monkeypatch, tol=2e-5, kernels=None):
+    """Cotangents as one target computes them are those of plain jnp."""
+    monkeypatch.setattr(backward, "chip_for", lambda _: target)
+    if kernels is not None:
+        assert len(plan_of(run, args, target).steps) == kernels
+    results, pull = jax.vjp(reference, *args)
+    seeds = jax.tree.map(lambda r: normal(7, *r.shape).astype(r.dtype), results)
+    got = jax.jit(lambda args, seeds: jax.vjp(run, *args)[1](seeds))(args, seeds)
+    for x, y in zip(got, pull(seeds), strict=True):
+        np.testing.assert_allclose(x, y, rtol=tol, atol=tol * np.abs(y).max())
+
+
+@STYLES
+@CAUSAL
+def test_a_gpu_gets_kernels_over_queries_and_over_keys(style, is_causal):
+    run = functools.partial(style, is_causal=is_causal, bq=64, bk=64)
+    args = heads(64, 2048, 64, jnp.bfloat16)
+    made = plan_of(run, args, chip("h200"))
+    statistics, over_queries, over_keys = (step.kernel for step in made.steps)
+    # Scores and output; scores, weights' cotangent and dq; those two, dv and dk.
+    assert [products(s.kernel) for s in made.steps] == [2, 3, 4]
+    parallel = 'semantics=("parallel", "parallel", "sequential")'
+    for kernel in (over_queries, over_keys):
+        assert "grid=(64, 32, 32)" in kernel.text and parallel in kernel.text
+    names = [p.name for p in over_keys.outputs]
+    assert sorted(names) == ["d_k_ref", "d_v_ref"]
+    # What is saved is a column per block of queries, not a tile per step.
+    shapes = {p.ref.shape for p in statistics.outputs}
+    assert shapes == {(64, 32, 64, 1)} and len(statistics.outputs) == 3
+    assert made.choices[0].estimate.programs == (2048, 2048, 2048)
+    assert made.choices[1].estimate.programs == (64,)
+
+
+@STYLES
+@CAUSAL
+def test_few_cores_get_one_kernel(style, is_causal):
+    run = functools.partial(style, is_causal=is_causal, bq=64, bk=64)
+    args = heads(64, 512, 64)
+    for target in (TWO_CORES, chip("v5e")):
+        (step,) = plan_of(run, args, target).steps
+        # Nothing of a step is kept for the reverse: it is computed again.
+        assert products(step.kernel) == 7
+        assert all(op.name != "alloc" for op in walk(step.kernel.body))
+    # Two heads keep two of 64 cores busy.
+    many = Host(32, 16, AVX2.features, threads=64)
+    assert len(plan_of(run, heads(2, 512, 64), many).steps) == 3
+
+
+@STYLES
+@CAUSAL
+def test_both_ways_are_right(style, is_causal, monkeypatch):
+    run = functools.partial(style, is_causal=is_causal)
+    reference = functools.partial(attention, is_causal=is_causal)
+    args = [normal(n, 2, 64, 16) for n in range(3)]
+    for target, kernels in ((TWO_CORES, 1), (MANY_CORES, 3)):
+        check(
+            run, reference, *args,
+            target=target, monkeypatch=monkeypatch, kernels=kernels,
+        )  # fmt: skip
+
+
+@STYLES
+@CAUSAL
+def test_triton_runs_them(style, is_causal):
+    run = functools.partial(style, is_causal=is_causal, bq=16, bk=16)
+    args = [normal(n, 1, 32, 16) for n in range(3)]
+    seed = normal(3, 1, 32, 16)
+    (call,) = calls_in(run, *args)
+    made = full_plan(call.kernel, machine=Machine.of(chip("h200")))
+    (cut,) = (way for way in made.choices if len(way.steps) == 3)
+    arrays = dict(zip(made.primals, args, strict=True)) | {made.seeds[0]: seed}
+    for step in cut.steps:
+        operands = [arrays[ref] for ref in step.operands]
+        results = harness.simulated(step.kernel, operands, chip=chip("h200"))
+        arrays |= dict(zip(step.results, results, strict=True))
+    reference = functools.partial(attention, is_causal=is_causal)
+    expected = jax.vjp(reference, *args)[1](seed)
+    for n, x in enumerate(expected):
+        got = arrays[made.targets[n]]
+        np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)
+
+
+@STYLES
+def test_guards_of_causal_steps_are_bounds_of_loops_on_a_gpu(style):
+    run = functools.partial(style, is_causal=True, bq=64, bk=64)
+    made = plan_of(run, heads(64, 2048, 64, jnp.bfloat16), chip("h200"))
+    for step in made.steps:
+        ttir, _ = harness.compiled(step.kernel)
+        assert ttir.count("scf.for") == 1 and "scf.if" not in ttir
+
+
+def test_explain_grad_says_what_each_way_takes(monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    run = functools.partial(in_a_loop, is_causal=True, bq=64, bk=64)
+    report = pl.explain_grad(run)(*heads(16, 1024, 64, jnp.bfloat16))
+    chosen, other = report.ways
+    assert chosen.startswith("kernel on h200: ")
+    assert "256 + 256 + 256 programs" in chosen
+    assert other.startswith("instead of kernel_d_q_d_k_d_v: 16 programs")
+    assert str(report).endswith(other)
+
+
+# --- sums relative to a running maximum ---
+
+
+def rows_in_steps(kernel, out_shapes, x, *more, bk=8):
+    """A kernel over blocks of 8 rows that is shown them whole."""
+    rows = pl.BlockSpec((8, x.shape[1]), lambda i: (i, 0))
+    shared = [pl.BlockSpec(m.shape, lambda i: (0, 0)) for m in more]
+    column = pl.BlockSpec((8, 1), lambda i: (i, 0))
+    shape = jax.ShapeDtypeStruct((x.shape[0], 1), jnp.float32)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[shape] * out_shapes,
+        grid=x.shape[0] // 8,
+        in_specs=[rows, *shared],
+        out_specs=[column] * out_shapes,
+    )(x, *more)
+
+
+def log_sum(x_ref, exp, log, steps, bk):
+    def step(j, state):
+        highest, total = state
+        x = x_ref[:, pl.ds(j * bk, bk)]
+        new = jnp.maximum(highest, x.max(1, keepdims=True))
+        total = total * exp(highest - new) + exp(x - new).sum(1, keepdims=True)
+        return new, total
+
+    column = jnp.zeros((8, 1), jnp.float32)
+    return lax.fori_loop(0, steps, step, (column + MASKED, column))
+
+
+def stacks(run, *args):
+    """How many values of each step a backward kernel keeps."""
+    made = plan_of(run, args, TWO_CORES)
+    ops = (op for step in made.steps for op in walk(step.kernel.body))
+    return sum(op.name == "alloc" for op in ops)
+
+
+@pytest.mark.parametrize("base", ["e", "2"])
+def test_a_logsumexp_keeps_nothing(base, monkeypatch):
+    exp, log = (jnp.exp, jnp.log) if base == "e" else (jnp.exp2, jnp.log2)
+
+    def kernel(x_ref, o_ref):
+        highest, total = log_sum(x_ref, exp, log, 4, 8)
+        o_ref[...] = highest + log(total)
+
+    run = lambda x: rows_in_steps(kernel, 1, x)[0]
+    reference = lambda x: log(exp(x).sum(1, keepdims=True))
+    x = normal(0, 16, 32)
+    assert stacks(run, x) == 0
+    check(run, reference, x, target=TWO_CORES, monkeypatch=monkeypatch)
+
+
+def test_a_maximum_that_is_seen_keeps_its_cotangent(monkeypatch):
+    """The results depend on the maximum itself, so it is no mere scale."""
+
+    def kernel(x_ref, highest_ref, total_ref):
+        highest_ref[...], total_ref[...] = log_sum(x_ref, jnp.exp, jnp.log, 4, 8)
+
+    def reference(x):
+        highest = x.max(1, keepdims=True)
+        return highest, jnp.exp(x - highest).sum(1, keepdims=True)
+
+    run = lambda x: tuple(rows_in_steps(kernel, 2, x))
+    x = normal(0, 16, 32)
+    assert stacks(run, x) > 0
+    check(run, reference, x, target=TWO_CORES, monkeypatch=monkeypatch)
+
+
+def test_a_sum_that_varies_along_the_maximum_is_no_plain_sum(monkeypatch):
+    """Rows are added up, each with a maximum of its own: nothing to factor out."""
+
+    def kernel(x_ref, o_ref):
+        def step(j, state):
+            highest, total = state
+            x = x_ref[:, pl.ds(j * 8, 8)]
+            new = jnp.maximum(highest, x.max(1, keepdims=True))
+            return new, total + jnp.exp(x - new).sum(0, keepdims=True).sum()
+
+        first = jnp.full((8, 1), MASKED, jnp.float32), jnp.float32(0)
+        _, total = lax.fori_loop(0, 4, step, first)
+        o_ref[...] = jnp.full((8, 1), total)
+
+    def reference(x):
+        highest = lax.cummax(x.reshape(2, 8, 4, 8).max(3), axis=2)
+        each = jnp.exp(x.reshape(2, 8, 4, 8) - highest[..., None])
+        return jnp.repeat(each.sum((1, 2, 3)), 8)[:, None]
+
+    run = lambda x: rows_in_steps(kernel, 1, x)[0]
+    x = normal(0, 16, 32)
+    check(run, reference, x, target=TWO_CORES, monkeypatch=monkeypatch, tol=1e-4)
+
+
+def cross_entropy(x, w, labels_of, bk=16):
+    """-log softmax(x @ w)[label], with the classes seen block by block."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        x = x_ref[...]
+        label = labels_of(pl.program_id(0) * 8 + jnp.arange(8))[:, None]
+
+        def step(j, state):
+            highest, total, picked = state
+            logits = jnp.dot(x, w_ref[:, pl.ds(j * bk, bk)])
+            new = jnp.maximum(highest, logits.max(1, keepdims=True))
+            weights = jnp.exp(logits - new)
+            total = total * jnp.exp(highest - new) + weights.sum(1, keepdims=True)
+            column = j * bk + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            mine = jnp.where(column == label, logits, 0)
+            return new, total, picked + mine.sum(1, keepdims=True)
+
+        column = jnp.zeros((8, 1), jnp.float32)
+        state = lax.fori_loop(
+            0, w_ref.shape[1] // bk, step, (column + MASKED, column, column)
+        )
+        highest, total, picked = state
+        o_ref[...] = highest + jnp.log(total) - picked
+
+    return rows_in_steps(kernel, 1, x, w)[0]
+
+
+def test_cross_entropy_over_blocks_of_classes(monkeypatch):
+    labels_of = lambda row: (row * 7) % 64
+
+    def reference(x, w):
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, labels_of(jnp.arange(32))[:, None], 1)
+        return jax.nn.logsumexp(logits, 1, keepdims=True) - picked
+
+    run = functools.partial(cross_entropy, labels_of=labels_of)
+    args = normal(0, 32, 16), normal(1, 16, 64)
+    assert stacks(run, *args) == 0
+    for target in (TWO_CORES, MANY_CORES):
+        check(run, reference, *args, target=target, monkeypatch=monkeypatch)
+    # dx over blocks of rows, dw over blocks of classes.
+    steps = plan_of(run, args, MANY_CORES).steps
+    assert [len(step.results) for step in steps][1:] == [1, 1]
