@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from pallasite.errors import KernelTypeError
-from pallasite.importer.importer import Importer, tile_type
+from pallasite.importer.importer import Importer
 from pallasite.importer.memory import view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
@@ -195,21 +195,3 @@ def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
 @RULES.rule("pallasite_wgmma_wait")
 def _wgmma_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
-
-
-def allocate(im: Importer, variable: Any, aval: Any) -> Value | None:
-    """Memory that is not one warpgroup's alone, or an accumulator; None: plain."""
-    space = aval.memory_space
-    name = getattr(space, "value", None)
-    tile = tile_type(aval.inner_aval, im.where)
-    layout = None
-    if name == "mbarrier":
-        layout = T.Layout("arrivals", (space.arrivals,))
-    type_ = T.RefType(tile.shape, tile.dtype, name or "vmem", layout)
-    if name == "regs":
-        ref = im.builder.op("alloc", type=type_)
-        im.builder.store(ref, im.builder.constant(0, tile))
-        return ref
-    if im.threads is None or name not in ("smem", "mbarrier"):
-        return None
-    return im.threads.allocate(variable, type_)

@@ -408,10 +408,13 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 
 @RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
-    from pallasite.importer import gpu
-
-    found = gpu.allocate(im, eqn.outvars[0], eqn.outvars[0].aval)
-    return allocate(im, eqn.outvars[0].aval) if found is None else found
+    type_ = _ref_type(im, eqn.outvars[0].aval)
+    if im.threads is not None and type_.space in ("smem", "mbarrier"):
+        return im.threads.allocate(eqn.outvars[0], type_)
+    ref = im.builder.op("alloc", type=type_)
+    if type_.space == "regs":  # an accumulator
+        im.builder.store(ref, im.builder.constant(0, type_.tile))
+    return ref
 
 
 @RULES.rule("new_ref", "ref")
@@ -422,10 +425,16 @@ def _new_ref(im: Importer, eqn: Any, init: Value) -> Value:
 
 
 def allocate(im: Importer, aval: Any) -> Value:
+    return im.builder.op("alloc", type=_ref_type(im, aval))
+
+
+def _ref_type(im: Importer, aval: Any) -> T.RefType:
     space = getattr(aval, "memory_space", None)
     name = getattr(space, "value", None) or "vmem"
+    arrivals = getattr(space, "arrivals", None)  # of barriers
+    layout = None if arrivals is None else T.Layout("arrivals", (arrivals,))
     tile = tile_type(aval.inner_aval, im.where)
-    return im.builder.op("alloc", type=T.RefType(tile.shape, tile.dtype, name))
+    return T.RefType(tile.shape, tile.dtype, name, layout)
 
 
 @RULES.rule("freeze")

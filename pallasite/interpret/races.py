@@ -78,7 +78,10 @@ _FIX_BLOCKS = (
     "give each program its own block, or leave the axis out of "
     'dimension_semantics ("arbitrary")'
 )
-_FIX_ORDER = "signal a semaphore after the one and wait for it before the other"
+_FIX_ORDER = (
+    "signal a semaphore, or arrive at a barrier, after the one and wait for it before "
+    "the other"
+)
 
 
 def _what(how: str, earlier: str) -> str:

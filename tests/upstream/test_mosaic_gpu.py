@@ -1,0 +1,104 @@
+"""Upstream's own kernels for Hopper, in checked mode on small shapes.
+
+They run as installed with JAX, under `pallasite.install()`. What they import besides
+(a profiler, test helpers) is left out: it needs a GPU or packages that are not here.
+"""
+
+import textwrap
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("jax.experimental.pallas.ops")
+
+START = """
+    import importlib.util, pathlib, sys, types
+    import jax, jax.numpy as jnp, numpy as np
+    import jax._src
+    import pallasite
+
+    def stub(name, **attributes):
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(attributes)
+        return module
+
+    jax._src.test_util = stub("jax._src.test_util")
+    profiler = stub("jax.experimental.mosaic.gpu.profiler")
+    stub("jax.experimental.mosaic.gpu", profiler=profiler)
+    stub("jax.experimental.mosaic")
+    pallasite.install()
+
+    def load(name):
+        folder = pathlib.Path(jax.__file__).parent / "experimental/pallas/ops/gpu"
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float16)
+
+    def close(got, want, atol):
+        got, want = (np.asarray(a, np.float32) for a in (got, want))
+        np.testing.assert_allclose(got, want, atol=atol, rtol=1e-2)
+"""
+
+MATMUL = """
+    m = load("hopper_matmul_mgpu")
+    m.get_num_sms = lambda: 2
+    a, b, c = normal(256, 192), normal(192, 256), normal(256, 256)
+    want = a.astype(jnp.float32) @ b.astype(jnp.float32)
+    options = dict(tile_m=64, tile_n=64, tile_k=64, max_concurrent_steps=2)
+    for more in (
+        dict(epi_tile_n=32),
+        dict(wg_dimension=m.MatmulDimension.M, grid_tile_width=2),
+        dict(cluster_dimension=m.MatmulDimension.M),
+    ):
+        config = m.TuningConfig(**options, **more)
+        close(m.matmul(a, b, None, config), want, 5e-2)
+    close(m.matmul(a, b, c, config), want + c, 5e-2)
+"""
+
+ATTENTION = """
+    m = load("attention_mgpu")
+    version = lambda: 13000
+    m.cuda_versions = types.SimpleNamespace(cuda_runtime_get_version=version)
+    q, k, v = (normal(1, 256, 2, 64) for _ in range(3))
+    for causal in (False, True):
+        config = m.TuningConfig(64, 64, 2, causal=causal)
+        want = m.attention_reference(q, k, v, causal=causal)
+        close(m.attention(q, k, v, config), want, 5e-3)
+    config = m.TuningConfig(64, 64, 2)
+    want = m.attention_reference(q, k, v)
+    close(m.attention_with_pipeline_emitter(q, k, v, config), want, 5e-3)
+"""
+
+BACKWARD = """
+    m = load("attention_mgpu")
+    m.cuda_versions = types.SimpleNamespace(cuda_runtime_get_version=lambda: 13000)
+    q, k, v = (normal(1, 128, 1, 64) for _ in range(3))
+    blocks = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
+    config = m.TuningConfig(64, 64, 2, **blocks)
+    loss = lambda f: lambda *a: f(*a).astype(jnp.float32).sum()
+    got = jax.grad(loss(lambda *a: m.attention(*a, config)), (0, 1, 2))(q, k, v)
+    want = jax.grad(loss(m.attention_reference), (0, 1, 2))(q, k, v)
+    for one, other in zip(got, want, strict=True):
+        close(one, other, 5e-2)
+"""
+
+RAGGED = """
+    m = load("ragged_dot_mgpu")
+    lhs, rhs = normal(256, 64), normal(2, 64, 128)
+    sizes = jnp.asarray([100, 156], jnp.int32)
+    blocks = dict(block_m=64, block_n=64, block_k=64, grid_block_n=1)
+    got = m.ragged_dot(lhs, rhs, group_sizes=sizes, max_concurrent_steps=2, **blocks)
+    close(got, jax.lax.ragged_dot(lhs, rhs, sizes), 5e-2)
+"""
+
+
+@pytest.mark.parametrize("code", [MATMUL, ATTENTION, BACKWARD, RAGGED])
+def test_upstreams_kernels_are_right(code: str, run_python: Callable[..., str]):
+    run_python("-c", textwrap.dedent(START) + textwrap.dedent(code))
