@@ -49,7 +49,7 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     if lhs.rank != 2 or rhs.rank != 2:
         raise TypeRuleError(f"multiplies matrices, got {lhs} and {rhs}")
     (left,), (right,) = attrs["contract"]
-    shape = (lhs.shape[1 - left], rhs.shape[1 - right])
+    shape: tuple[int, int] = (lhs.shape[1 - left], rhs.shape[1 - right])
     if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
         raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
     return (sums,)
