@@ -47,7 +47,8 @@ def kernel(
         grid, grid_names: blocks, and names for `lax.axis_index`.
         cluster, cluster_names: blocks of a cluster; each works for itself.
         num_threads, thread_name: warpgroups of a block.
-        interpret: a `pl.Checked` that says what to look for.
+        interpret: a `pl.Checked` that says what to look for; True is the emulation,
+            for kernels of one warpgroup.
         name: of the kernel.
         mesh_options: none is available.
 
@@ -98,7 +99,7 @@ def kernel(
                 name=name or getattr(fn, "__name__", None),
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={"dimension_semantics": ("parallel",) * len(axes)},
-                interpret=Checked() if interpret in (None, False, True) else interpret,
+                interpret=interpret or Checked(),
                 _threads=(thread_name, num_threads or 1),
             )(*args)
 

@@ -187,7 +187,7 @@ def _wgmma(im: Importer, eqn: Any, *flat: Value) -> None:
 
 def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
     """A side of a product, and whether it is stored the other way round."""
-    last = transforms[-1] if transforms else None
+    last: Any = transforms[-1] if transforms else None
     turned = type(last).__name__ == "TransposeTransform" and last.permutation == (1, 0)
     return view(im, ref, transforms[:-1] if turned else transforms), turned
 

@@ -316,3 +316,26 @@ def test_refusals_say_what_is_wrong(body, error, message):
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(PallasError, match=message):
         call(lambda o: None, **options)
+
+
+def test_one_warpgroup_runs_in_the_emulation():
+    x, y = operands((32, 32), (32, 32))
+
+    def kernel(x_ref, y_ref, o_ref, a, b, barrier):
+        plgpu.copy_gmem_to_smem(x_ref, a, barrier)
+        plgpu.copy_gmem_to_smem(y_ref, b, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        o_ref[...] = pl.run_scoped(multiply, plgpu.ACC((32, 32), F32))
+
+    memory = [plgpu.SMEM((32, 32), F32)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    got = call(
+        kernel, x, y, out_shape=out(32, 32), scratch_shapes=memory, interpret=True
+    )
+    np.testing.assert_allclose(got, x @ y, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="no 'roles'"):
+        run_ring(interpret=True)
