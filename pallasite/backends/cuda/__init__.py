@@ -20,6 +20,10 @@ from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import TILE, table
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.fold_exp2 import fold_exp2
+from pallasite.passes.gpu_blocks import for_gpu
+from pallasite.passes.guard_bounds import guard_bounds
+from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
@@ -42,11 +46,18 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("choose_blocks", partial(for_gpu, chip=chip)),
+        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
         Pass("row_strips", partial(row_strips, most_bytes=STRIP_BYTES)),
         Pass("canonicalize", canonicalize),
         Pass("promote", promote),
+        Pass("guard_bounds", guard_bounds),
+        # What a guard held in the loop can move out now.
+        Pass("hoist", hoist, if_changed=True),
+        Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("fold_exp2", fold_exp2),
         Pass("counters", counters),
         Pass("drop_unused", drop_unused, if_changed=True),
         Pass("overlap", overlap),
@@ -69,6 +80,7 @@ class CudaBackend:
 
     name: str = "cuda"
     platforms: tuple[str, ...] = ("cuda",)
+    exports = False  # PTX is compiled for the chip that is here
     native: frozenset[str] = NATIVE_OPS
 
     def passes(self, options: Options) -> Sequence[Pass]:

@@ -7,7 +7,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.backends import base
+from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, fits, nvrtc
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel
@@ -113,7 +113,13 @@ def test_blocks_that_hang_over_are_masked():
     assert "< 304" not in body_of(text_of(softmax(8, 128, 304)))
 
 
-def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time():
+@pytest.fixture
+def blocks_as_written(monkeypatch):
+    """Without the pass that cuts and grows blocks."""
+    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, chip: kernel)
+
+
+def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written):
     launched = emit.Launched.of(text_of(softmax(8, 8192, 64)))
     assert (launched.programs, launched.threads) == (8, 512)
     assert "for (int n" in body_of(text_of(softmax(8, 8192, 64)))
@@ -231,7 +237,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_cannot_do_is_refused_with_the_reason(name: str):
+def test_what_it_cannot_do_is_refused_with_the_reason(name: str, blocks_as_written):
     make, reason = REFUSED[name]
     said = fits(make())
     assert said is not None and reason in said, said
@@ -243,7 +249,7 @@ def test_products_are_for_one_generation_of_chips(chip: str):
     assert said is not None and f"the chip is {GPUS[chip].arch}" in said
 
 
-def test_shared_memory_is_limited_by_the_chip():
+def test_shared_memory_is_limited_by_the_chip(blocks_as_written):
     def kernel(x_ref, o_ref, scratch):
         scratch[...] = x_ref[...]
         o_ref[...] = scratch[1:2, :] + x_ref[...]
@@ -258,6 +264,16 @@ def test_shared_memory_is_limited_by_the_chip():
     assert fits(large, base.Options(chip=GPUS["h100"])) is None
     said = fits(large, base.Options(chip=GPUS["a100"]))
     assert said is not None and "204800 bytes of shared memory for a program" in said
+
+
+def test_blocks_are_those_the_chip_wants():
+    def schedule(*block):
+        kernel = matmul(4096, 4096, 4096, block=block)
+        return base.Compiled(BACKEND, kernel, base.Options())["scheduled"]
+
+    wanted = schedule(128, 256, 64)
+    assert "wgmma" in wanted
+    assert all(schedule(*[n] * 3) == wanted for n in (64, 256, 512))
 
 
 def test_what_it_can_do_fits():
