@@ -30,6 +30,8 @@ from tests.ir.kernels import matmul, vector_add
 # `block_view` comes from a pass this backend does not use.
 MISSING = {"arg_reduce", "block_view", "stop_gradient", "custom"}
 MISSING |= {"roles", "barrier", "sem_signal_core", "inline_asm"}
+MISSING |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait"}
+MISSING |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait"}
 
 
 def normal(*shape: int) -> np.ndarray:
