@@ -15,7 +15,7 @@ from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.ir.nodes import walk
-from pallasite.primitive import calls_in, kernels_in
+from pallasite.primitive import calls_in, chip_for, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
 
@@ -246,6 +246,22 @@ def test_guards_of_causal_steps_are_bounds_of_loops_on_a_gpu(style):
     for step in made.steps:
         ttir, _ = harness.compiled(step.kernel)
         assert ttir.count("scf.for") == 1 and "scf.if" not in ttir
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "name"),
+    [
+        (None, "", "cpu"),
+        (None, "v5e", "v5e"),
+        ("cpu", "h200", "cpu"),
+        ("triton", "", "h100"),
+        ("triton", "b200", "b200"),
+        ("interpret", "", "cpu"),
+    ],
+)
+def test_the_chip_is_that_of_the_call_or_the_knob(backend, target, name, monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", target)
+    assert Machine.of(chip_for(backend)).name == name
 
 
 def test_explain_grad_says_what_each_way_takes(monkeypatch):
