@@ -329,10 +329,17 @@ def chip_for(backend: str | None) -> Chip | Host:
     """
     named = backend or config.get("backend")
     if named in base.names():
-        return _chip(base.get(named)) or host()
-    if config.get("target"):
+        platforms = base.get(named).platforms
+        found = None if "cpu" in platforms else _chip(base.get(named))
+    elif config.get("target"):
         return chip(config.get("target"))
-    return chip_of_device(jax.devices()[0].device_kind) or host()
+    else:
+        device = jax.devices()[0]
+        platforms, found = (device.platform,), chip_of_device(device.device_kind)
+    if found is not None or "cpu" in platforms:
+        return found or host()
+    # Compiled here, to run elsewhere, or a chip that the table lacks.
+    return chip("v5e" if "tpu" in platforms else "h100")
 
 
 def check_platform(call: Call, platforms: Sequence[str]) -> None:

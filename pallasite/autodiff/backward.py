@@ -27,6 +27,7 @@ from pallasite.autodiff.backward_windows import (
     place,
 )
 from pallasite.autodiff.edges import harmless_edges
+from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
@@ -228,7 +229,7 @@ def _reversed(
     seeds: dict[Value, Value],
 ) -> Reversed:
     body, copies = harmless_edges(program.body)
-    sums = plain_sums(body)
+    sums = plain_sums(narrow_carries(body))
     made = reverse_program(
         sums.body,
         {kernel.inputs[n]: ref for n, ref in targets.items()},

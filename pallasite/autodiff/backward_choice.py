@@ -105,7 +105,7 @@ def estimate(kernels: Sequence[Kernel], machine: Machine) -> Estimate:
 
 def _blocks(pipeline: Pipeline) -> int:
     """The bytes of the blocks that one step is shown, and of its scratch."""
-    refs = [block.ref for block in pipeline.blocks]
+    refs = [block.ref for block in pipeline.blocks] * 2  # the next step's, too
     refs += [op.result.ref for op in walk(pipeline.body) if op.name == "alloc"]
     return sum(ref.size * ref.dtype.bytes for ref in refs)
 

@@ -15,7 +15,7 @@ from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.ir.nodes import walk
-from pallasite.primitive import calls_in, kernels_in
+from pallasite.primitive import calls_in, chip_for, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
 
@@ -48,7 +48,7 @@ def start(rows, width):
     return column + MASKED, column, jnp.zeros((rows, width), jnp.float32)
 
 
-def along_the_grid(q, k, v, is_causal, bq=16, bk=8):
+def along_the_grid(q, k, v, is_causal, bq=16, bk=8, lanes=1):
     """Softmax statistics in scratch, carried along the last grid axis."""
     heads, length, width = q.shape
 
@@ -57,13 +57,17 @@ def along_the_grid(q, k, v, is_causal, bq=16, bk=8):
 
         def write(values):
             for ref, value in zip(state, values, strict=True):
-                ref[...] = value
+                ref[...] = jnp.broadcast_to(value, ref.shape)
+
+        def read():
+            highest, total, out = state
+            return highest[:, :1], total[:, :1], out[...]
 
         pl.when(j == 0)(lambda: write(start(bq, width)))
 
         def step():
             scores = scores_of(q_ref[...], k_ref[...], i, j, is_causal)
-            write(absorb([ref[...] for ref in state], scores, v_ref[...]))
+            write(absorb(read(), scores, v_ref[...]))
 
         if is_causal:
             pl.when(j * bk < (i + 1) * bq)(step)
@@ -72,11 +76,12 @@ def along_the_grid(q, k, v, is_causal, bq=16, bk=8):
 
         @pl.when(j == pl.num_programs(2) - 1)
         def _():
-            o_ref[...] = (state[2][...] / state[1][...]).astype(o_ref.dtype)
+            _, total, out = read()
+            o_ref[...] = (out / total).astype(o_ref.dtype)
 
     query = pl.BlockSpec((None, bq, width), lambda h, i, j: (h, i, 0))
     key = pl.BlockSpec((None, bk, width), lambda h, i, j: (h, j, 0))
-    shapes = [(bq, 1), (bq, 1), (bq, width)]
+    shapes = [(bq, lanes), (bq, lanes), (bq, width)]
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -85,6 +90,11 @@ def along_the_grid(q, k, v, is_causal, bq=16, bk=8):
         out_specs=query,
         scratch_shapes=[pltpu.VMEM(s, jnp.float32) for s in shapes],
     )(q, k, v)
+
+
+def over_lanes(*args, **options):
+    """A TPU idiom: columns of statistics are as wide as a vector."""
+    return along_the_grid(*args, **options, lanes=128)
 
 
 def in_a_loop(q, k, v, is_causal, bq=16, bk=8):
@@ -126,7 +136,7 @@ def attention(q, k, v, is_causal):
     return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores, -1), v)
 
 
-STYLES = pytest.mark.parametrize("style", [along_the_grid, in_a_loop])
+STYLES = pytest.mark.parametrize("style", [along_the_grid, over_lanes, in_a_loop])
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
 
 
@@ -236,6 +246,22 @@ def test_guards_of_causal_steps_are_bounds_of_loops_on_a_gpu(style):
     for step in made.steps:
         ttir, _ = harness.compiled(step.kernel)
         assert ttir.count("scf.for") == 1 and "scf.if" not in ttir
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "name"),
+    [
+        (None, "", "cpu"),
+        (None, "v5e", "v5e"),
+        ("cpu", "h200", "cpu"),
+        ("triton", "", "h100"),
+        ("triton", "b200", "b200"),
+        ("interpret", "", "cpu"),
+    ],
+)
+def test_the_chip_is_that_of_the_call_or_the_knob(backend, target, name, monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", target)
+    assert Machine.of(chip_for(backend)).name == name
 
 
 def test_explain_grad_says_what_each_way_takes(monkeypatch):
