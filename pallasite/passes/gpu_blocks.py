@@ -110,12 +110,11 @@ class _WithProducts:
         return any(dot.op.result in dim.members for dot in self.blocks.dots)
 
     def _sizes(self, dim: LoopDim) -> list[int]:
-        return [
-            *self.blocks.parts(
-                dim, LEAST_SIDE if self.seconds({}) is None else SHORT_TILE
-            ),
-            *self.blocks.multiples(dim, LARGEST_SIDE),
-        ]
+        least = LEAST_SIDE if self.seconds({}) is None else SHORT_TILE
+        parts = self.blocks.parts(dim, least)
+        sizes = [*parts, *self.blocks.multiples(dim, LARGEST_SIDE)]
+        # Others are padded to a power of two, or are no whole rows of shared memory.
+        return [n for n in sizes if n % SHORT_TILE == 0 or n & (n - 1) == 0]
 
     def _depths(self, sizes: Sizes) -> dict[LoopDim, int]:
         """How deep products may be, so that there is room for all stages."""
