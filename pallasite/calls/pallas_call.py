@@ -619,8 +619,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    if request.threads is not None and request.threads[0] is not None:
-        axes = (*axes, request.threads[:2])
+    thread_axis, count, _ = request.threads or (None, 1, ())
+    if thread_axis is not None:
+        axes = (*axes, (thread_axis, count))
     uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
     whole = [b.operand for b in uncut] if grid else []
     return trace(body, full_tree, avals, request.kernel, axes, grid, whole)

@@ -55,7 +55,7 @@ def import_threads(
     name: str | None,
     count: int,
     scratch: Sequence[str],
-    import_body: Callable[[], None],
+    import_body: Callable[[], object],
 ) -> None:
     """Import a body once per warpgroup, as roles that run side by side."""
     im.threads = threads = Threads(im.builder, iter(scratch))

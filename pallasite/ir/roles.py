@@ -232,7 +232,8 @@ class Wgmma:
     @staticmethod
     def of(op: Op) -> "Wgmma":
         (left,), (right,) = op.attrs["contract"]
-        return Wgmma(*op.operands, (left, right))
+        sums, lhs, rhs = op.operands
+        return Wgmma(sums, lhs, rhs, (left, right))
 
 
 @dataclass(frozen=True)

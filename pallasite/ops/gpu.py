@@ -48,8 +48,9 @@ def _wgmma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
             raise TypeRuleError(f"{side} is not in shared memory")
     if lhs.rank != 2 or rhs.rank != 2:
         raise TypeRuleError(f"multiplies matrices, got {lhs} and {rhs}")
-    (left,), (right,) = attrs["contract"]
-    shape: tuple[int, int] = (lhs.shape[1 - left], rhs.shape[1 - right])
+    left: int = attrs["contract"][0][0]
+    right: int = attrs["contract"][1][0]
+    shape = (lhs.shape[1 - left], rhs.shape[1 - right])
     if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
         raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
     return (sums,)
