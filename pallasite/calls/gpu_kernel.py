@@ -1,5 +1,6 @@
 """`plgpu.kernel`: a kernel of blocks of warpgroups that the author schedules."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,11 +8,16 @@ import jax
 
 from pallasite.calls.pallas_call import pallas_call
 from pallasite.errors import SpecError, UnsupportedError
-from pallasite.language.memory_spaces import MemorySpace
+from pallasite.language.memory_spaces import MemorySpace, as_memory_ref
 from pallasite.language.refs import run_scoped
 from pallasite.language.spec_trees import is_shaped
 from pallasite.language.specs import BlockSpec
-from pallasite.language.trace import user_location
+from pallasite.language.trace import (
+    check_signature,
+    name_of,
+    parameter_names,
+    user_location,
+)
 from pallasite.primitive import Checked
 
 
@@ -80,27 +86,22 @@ def kernel(
     scratch = scratch_shapes if scratch_types is None else scratch_types
 
     def decorate(fn: Callable[..., None]) -> Callable[..., Any]:
-        def with_scratch(*refs: Any) -> None:
-            named = scratch if isinstance(scratch, Mapping) else {}
-            memory = () if named else scratch
-            run_scoped(lambda *m, **n: fn(*refs, *m, **n), *memory, **named)
-
-        with_scratch.__name__ = name or getattr(fn, "__name__", "kernel")
-
         def call(*args: Any) -> Any:
             whole = BlockSpec(memory_space=MemorySpace.GMEM)
             axes = (*grid, *cluster)
+            results = len(out) if isinstance(out, (tuple, list)) else 1
+            body, names = _with_scratch(fn, len(args), results, scratch, at)
             return pallas_call(
-                with_scratch,
+                body,
                 out,
                 grid=axes,
                 in_specs=jax.tree.map(lambda _: whole, list(args)),
                 out_specs=jax.tree.map(lambda _: whole, out, is_leaf=is_shaped),
-                name=name or getattr(fn, "__name__", None),
+                name=name or name_of(fn),
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={"dimension_semantics": ("parallel",) * len(axes)},
                 interpret=interpret or Checked(),
-                _threads=(thread_name, num_threads or 1),
+                _threads=(thread_name, num_threads or 1, names),
             )(*args)
 
         call.__name__ = getattr(fn, "__name__", "kernel")
@@ -108,3 +109,40 @@ def kernel(
         return call
 
     return decorate if body is None else decorate(body)
+
+
+def _with_scratch(
+    fn: Callable[..., None], operands: int, results: int, scratch: Any, at: Any
+) -> tuple[Callable[..., None], tuple[str, ...]]:
+    """The body with its scratch allocated inside it, per block; names of the scratch.
+
+    Barriers begin anew in each block, which scratch of the whole call would not.
+    """
+    named = dict(scratch) if isinstance(scratch, Mapping) else {}
+    memory = () if named else tuple(scratch)
+    refs = operands + results
+    facts = [
+        ("operands", operands),
+        ("results", results),
+        ("scratch", len(memory) + len(named)),
+    ]
+    check_signature(fn, (None,) * (refs + len(memory)), named, facts, at)
+
+    def body(*given: Any) -> None:
+        run_scoped(lambda *m, **n: fn(*given, *m, **n), *memory, **named)
+
+    known = parameter_names(fn, refs + len(memory))
+    each = [*zip(known[refs:], memory, strict=True), *sorted(named.items())]
+    leaves = [
+        name
+        for name, types in each
+        for _ in jax.tree.leaves(types, is_leaf=lambda x: as_memory_ref(x) is not None)
+    ]
+    body.__wrapped__ = fn  # type: ignore[attr-defined]
+    positional = [
+        inspect.Parameter(name or f"ref{n}", inspect.Parameter.POSITIONAL_ONLY)
+        for n, name in enumerate(known[:refs])
+    ]
+    if len({p.name for p in positional}) == refs:
+        body.__signature__ = inspect.Signature(positional)  # type: ignore[attr-defined]
+    return body, tuple(leaves)

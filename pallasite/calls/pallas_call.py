@@ -57,6 +57,10 @@ ref_transforms.register()
 first_derivative.register()
 
 
+# Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch.
+Threads = tuple[str | None, int, tuple[str, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """Everything `pallas_call` was given, once per wrapper."""
@@ -76,7 +80,7 @@ class Request:
     metadata: Mapping[str, str] | None
     axis_names: tuple[str | None, ...] = ()
     partition: Any = None
-    threads: tuple[str | None, int] | None = None  # warpgroups: `plgpu.kernel`
+    threads: Threads | None = None
 
 
 _NOT_GIVEN: Any = object()  # None is a pytree: of no results
@@ -103,7 +107,7 @@ def pallas_call(
     scratch_types: Any = None,
     axis_names: tuple[str, ...] = (),
     partition: bool | str | rule.Partition | None = None,
-    _threads: tuple[str | None, int] | None = None,
+    _threads: Threads | None = None,
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel.
 
@@ -615,8 +619,9 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    if request.threads is not None and request.threads[0] is not None:
-        axes = (*axes, request.threads)
+    thread_axis, count, _ = request.threads or (None, 1, ())
+    if thread_axis is not None:
+        axes = (*axes, (thread_axis, count))
     uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]
     whole = [b.operand for b in uncut] if grid else []
     return trace(body, full_tree, avals, request.kernel, axes, grid, whole)

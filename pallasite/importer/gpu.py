@@ -5,7 +5,7 @@ A kernel of several warpgroups is imported once per warpgroup, each a region of 
 the roles. Which phase a warpgroup waits for next, it keeps in a number per barrier.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class Threads:
     """The warpgroups of a kernel while it is imported."""
 
     shared: Builder  # ops before the roles
+    names: Iterator[str]  # of what is allocated first
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
     own: Builder = field(default_factory=Builder)  # at the start of the current role
     parities: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -34,7 +35,9 @@ class Threads:
     def allocate(self, variable: Any, type_: T.RefType) -> Value:
         """Memory of all warpgroups: the same for each that gets there."""
         if variable not in self.memory:
-            (self.memory[variable],) = self.shared.emit("alloc", type=type_)
+            names = [next(self.names, "")]
+            (ref,) = self.shared.emit("alloc", type=type_, names=names)
+            self.memory[variable] = ref
         return self.memory[variable]
 
     def parity(self, barriers: Value) -> Value:
@@ -48,10 +51,14 @@ class Threads:
 
 
 def import_threads(
-    im: Importer, name: str | None, count: int, import_body: Callable[[], None]
+    im: Importer,
+    name: str | None,
+    count: int,
+    scratch: Sequence[str],
+    import_body: Callable[[], object],
 ) -> None:
     """Import a body once per warpgroup, as roles that run side by side."""
-    im.threads = threads = Threads(im.builder)
+    im.threads = threads = Threads(im.builder, iter(scratch))
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}

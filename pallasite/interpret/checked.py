@@ -4,7 +4,8 @@
 bug. The walker is the same that defines the language;
 here it is watched: `bounds.py` looks at indices, `shadow.py` at undefined values,
 `races.py` at programs that may run at once, `copies.py` at async copies. Cores, roles
-and copies run side by side (`resume.py`, `waits.py`) in several orders (`schedule.py`).
+and copies run side by side (`resume.py`, `waits.py`, `gpu_level.py`) in several orders
+(`schedule.py`).
 """
 
 import contextlib

@@ -7,6 +7,7 @@ from pallasite.emulation import tiles as jax_tiles
 from pallasite.emulation.reversible import ReverseWalker, SmoothWalker
 from pallasite.interpret import numpy_tiles, shadow_tiles
 from pallasite.interpret.checked import CheckedWalker
+from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.resume import ResumableWalker
 from pallasite.interpret.waits import WaitingWalker
 from pallasite.interpret.walker import Walker
@@ -16,9 +17,7 @@ ROWS = table()
 STRUCTURED = {name for name, row in ROWS.items() if not row.elementwise}
 # Elementwise in the op table, but its result may have another shape.
 SHAPED = {"bitcast"}
-OF_GPUS = {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait"}
-OF_GPUS |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait"}
-WALKERS = [Walker, ResumableWalker, WaitingWalker, CheckedWalker]
+WALKERS = [Walker, ResumableWalker, WaitingWalker, GpuWalker, CheckedWalker]
 WALKERS += [SmoothWalker, ReverseWalker]
 
 
@@ -42,7 +41,7 @@ def test_the_emulation_has_the_elementwise_ops():
 def test_ops_that_may_pause_can_be_resumed():
     """Those of the explicit level, and those whose regions may hold one."""
     pausing = {n for n, r in ROWS.items() if r.level == EXPLICIT or r.regions != 0}
-    assert WaitingWalker.RESUMABLE.keys() == pausing - OF_GPUS
+    assert GpuWalker.RESUMABLE.keys() == pausing
     assert CheckedWalker.RESUMABLE.keys() == pausing
 
 

@@ -133,6 +133,7 @@ def test_what_is_left_out_is_found(wrong, message, mark):
     text = str(raised.value)
     assert any(part in text for part in message.split("|")), text
     assert line_of(ring, mark) in text, text
+    assert "unnamed" not in text, text
 
 
 # --- a register operand, a transposed one, sums that start at a value ---
@@ -339,3 +340,8 @@ def test_one_warpgroup_runs_in_the_emulation():
     np.testing.assert_allclose(got, x @ y, rtol=1e-4, atol=1e-4)
     with pytest.raises(UnsupportedError, match="no 'roles'"):
         run_ring(interpret=True)
+
+
+def test_parameters_that_do_not_fit():
+    with pytest.raises(KernelTypeError, match="2 refs for 3 parameters"):
+        call(lambda x, y, o: None, jnp.ones((8, 8)))

@@ -98,7 +98,31 @@ RAGGED = """
     close(got, jax.lax.ragged_dot(lhs, rhs, sizes), 5e-2)
 """
 
+TRANSPOSED_RAGGED = """
+    m = load("transposed_ragged_dot_mgpu")
+    lhs, rhs = normal(128, 64), normal(128, 64)
+    sizes = jnp.asarray([50, 78], jnp.int32)
+    want = m.ref_transposed_ragged_dot(lhs, rhs, sizes)
+    jax.devices = lambda: [types.SimpleNamespace(core_count=2)]
+    blocks = dict(block_m=64, block_n=64, block_k=64, grid_block_n=1)
+    run = m.transposed_ragged_dot
+    got = run(lhs, rhs, group_sizes=sizes, max_concurrent_steps=2, **blocks)
+    close(got, want, 5e-2)
+"""
 
-@pytest.mark.parametrize("code", [MATMUL, ATTENTION, BACKWARD, RAGGED])
+MIXED = """
+    m = load("hopper_mixed_type_matmul_mgpu")
+    device = types.SimpleNamespace(core_count=2)
+    m.backend = types.SimpleNamespace(get_default_device=lambda: device)
+    config = m.TuningConfig(tile_m=64, tile_n=128, tile_k=64, max_concurrent_steps=2)
+    a = jnp.asarray(rng.integers(-5, 5, size=(256, 128)), jnp.int8)
+    b = normal(128, 256).astype(jnp.bfloat16)
+    got = m.mixed_matmul_kernel(a, b, out_dtype=jnp.bfloat16, config=config)
+    close(got, m.reference(a, b, out_dtype=jnp.bfloat16), 5e-1)
+"""
+KERNELS = [MATMUL, ATTENTION, BACKWARD, RAGGED, TRANSPOSED_RAGGED, MIXED]
+
+
+@pytest.mark.parametrize("code", KERNELS)
 def test_upstreams_kernels_are_right(code: str, run_python: Callable[..., str]):
     run_python("-c", textwrap.dedent(START) + textwrap.dedent(code))
