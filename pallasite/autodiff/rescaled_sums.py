@@ -274,7 +274,8 @@ class _Powers:
         x = self.of(op.operands[0])
         if not isinstance(x, Power) or not x.is_factor:
             return UNKNOWN
-        return _power(dict(x.powers), x, is_factor=False)
+        base = LN2 if op.name == "log2" else 1.0
+        return _power({s: p / base for s, p in x.powers}, x, is_factor=False)
 
     def at_integer_pow(self, op: Op) -> Known:
         x = self.of(op.operands[0])
@@ -351,6 +352,7 @@ _RULES = {
     "exp": _Powers.at_exp,
     "exp2": _Powers.at_exp,
     "log": _Powers.at_log,
+    "log2": _Powers.at_log,
     "integer_pow": _Powers.at_integer_pow,
     "max": _Powers.at_max,
     "reduce": _Powers.at_reduce,

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import walk
 from pallasite.ir.verify import verify
 from pallasite.primitive import kernels_in
+from pallasite.target import AVX2, Host
 from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
@@ -73,8 +75,11 @@ def test_an_epilogue_runs_once():
     assert all("tanh" not in names_of(kernel) for kernel in rest)
 
 
-def test_flash_attention_is_one_kernel():
-    (kernel,) = backward_kernels("flash_fori_causal")
+def test_flash_attention_is_one_kernel_on_two_cores():
+    (kernel,) = zoo_kernels("flash_fori_causal")
+    machine = Machine.of(Host(32, 16, AVX2.features, threads=2))
+    (step,) = full_plan(kernel, machine=machine).steps
+    kernel = step.kernel
     names = names_of(kernel)
     # Forward: scores and output; backward: scores again, then four products.
     assert names.count("dot") == 7 and names.count("for") == 2
