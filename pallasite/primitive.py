@@ -281,14 +281,22 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
     if name is not None:
         return Choice(name, launch=_launch(name, call))
     refusals: list[tuple[str, Exception]] = []
-    for name in base.DEFAULTS.get(platform or "", ()):
-        if exporting and not base.get(name).exports:
+    for name in base.defaults(platform, call.kernel):
+        if not base.get(name).exports and (exporting or not _is_here(platform)):
             continue
         try:
             return Choice(name, tuple(refusals), _launch(name, call))
         except (UnsupportedError, ChipMemoryError, ImportError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
+
+
+def _is_here(platform: str | None) -> bool:
+    """Whether what is compiled now runs on a device of this process."""
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
 
 
 def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> None:

@@ -106,7 +106,7 @@ def test_doctor_lists_versions_and_backends(capsys):
     out = capsys.readouterr().out
     for word in ("pallasite", "jax", "interpret", "cpu", "triton", "tpu"):
         assert word in out
-    assert "on cuda      triton, else the emulation" in out
+    assert "on cuda      cuda, else triton, else the emulation" in out
 
 
 def test_doctor_says_what_the_knob_has_changed(capsys):

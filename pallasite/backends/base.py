@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pallasite.errors import UnknownBackendError
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 from pallasite.target import Chip
 
 if TYPE_CHECKING:
@@ -162,9 +162,18 @@ _MODULES = {
 # The backends of calls that name none, by JAX platform, in the order they are asked.
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
-    "cuda": ("triton",),
+    "cuda": ("cuda", "triton"),
     "tpu": (),  # by name only, so far
 }
+
+
+def defaults(platform: str | None, kernel: Kernel) -> tuple[str, ...]:
+    """The backends of a platform in the order they are asked for a kernel."""
+    named = DEFAULTS.get(platform or "", ())
+    if platform == "cuda" and not any(op.name == "dot" for op in walk(kernel.body)):
+        # Without products Triton's code is as fast or faster (benchmarks/gpu.py).
+        return named[::-1]
+    return named
 
 
 def names() -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def _default_backend(call: Call) -> str:
     platform = _own_platform()
     # A backend that is not the default yet can be looked at all the same.
     usable = [name for name in base.names() if platform in base.get(name).platforms]
-    return next(iter((*base.DEFAULTS.get(platform, ()), *usable)), "cpu")
+    return next(iter((*base.defaults(platform, call.kernel), *usable)), "cpu")
 
 
 def _own_platform() -> str:

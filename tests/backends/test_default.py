@@ -10,7 +10,10 @@ import pytest
 
 import pallasite as pl
 from pallasite import config
+from pallasite.backends import base
 from pallasite.errors import FallbackWarning, UnknownBackendError, UnsupportedError
+from tests.zoo import all_cases
+from tests.zoo.test_zoo import arguments, assert_agrees
 
 TRITON = "__gpu$xla.gpu.triton"
 X = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
@@ -53,6 +56,47 @@ def no_fallback():
 
 def test_triton_is_the_default_on_cuda():
     assert TRITON in lowered(double, X)
+
+
+def product(x, y):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...])
+
+    shape = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape)(x, y)
+
+
+def test_products_ask_cuda_first_and_rows_triton():
+    (rows,) = pl.lower(double)(X).kernels
+    square = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    (products,) = pl.lower(product)(square, square).kernels
+    assert base.defaults("cuda", rows) == ("triton", "cuda")
+    assert base.defaults("cuda", products) == ("cuda", "triton")
+    assert base.defaults("cpu", rows) == ("cpu",) and base.defaults("rocm", rows) == ()
+
+
+def test_what_is_compiled_for_a_chip_is_not_the_default_where_there_is_none():
+    square = jnp.ones((64, 64), jnp.bfloat16)
+    if jax.default_backend() == "cpu":
+        assert TRITON in lowered(product, square, square)
+
+
+@pytest.mark.gpu
+def test_products_take_cuda_on_a_machine_with_a_gpu():
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    assert "xla.gpu.ptx" in jax.jit(product).lower(x, x).as_text()
+    np.testing.assert_array_equal(np.asarray(product(x, x)), np.full((128, 128), 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
+def test_zoo_by_default(case):
+    args = arguments(case, 0)
+    # Some cases multiply outside their kernels too, where XLA would take TF32.
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(case.reference)(*args)
+        got = jax.jit(lambda *a: case.run(*a, interpret=False))(*args)
+    assert_agrees(case, jax.tree.map(np.asarray, got), want)
 
 
 def test_machine_code_is_the_default_on_cpu():

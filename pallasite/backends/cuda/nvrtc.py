@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pallasite.errors import CompileError
+from pallasite.errors import CompileError, UnsupportedError
 from pallasite.runtime import cache as cache_files
 
 _LIBRARIES = ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*")
@@ -131,7 +131,7 @@ def _library() -> Any:
     library = _found()
     if library is None:
         fix = "pip install 'pallasite[cuda]', or jax[cuda13], which brings it"
-        raise CompileError(MISSING, fix=fix)
+        raise UnsupportedError(MISSING, fix=fix)
     return library
 
 
