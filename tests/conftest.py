@@ -45,6 +45,7 @@ MACHINE_ONLY = (
     "fuzz/test_cpu.py",
     "fuzz/test_passes.py",
     "fuzz/test_placement.py",
+    "fuzz/test_reblock.py",
 )
 
 
