@@ -58,7 +58,7 @@ def test_the_zoo_on_another_cpu(cpu: Cpu, case: Case, tmp_path):
     args = case.make_args(np.random.default_rng([5, *case.name.encode()]))
     calls: list[Call] = []
 
-    def emulated(call: Call):
+    def emulated(call: Call, _: str | None):
         calls.append(call)
         folder = tmp_path / str(len(calls))
         folder.mkdir()
