@@ -573,6 +573,7 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
                     ("results", len(request.out_shapes)),
                 ],
                 request.at,
+                "count operands and results from 0: {operand: result}",
             )
         x, y = flat[source], request.out_shapes[target]
         if (tuple(x.shape), x.dtype) != (tuple(y.shape), y.dtype):
@@ -580,9 +581,15 @@ def _check_aliases(request: Request, flat: Sequence[Any]) -> None:
                 "an aliased operand and result must have one shape and dtype",
                 [*facts, ("operand", describe(x)), ("result", describe(y))],
                 request.at,
+                "give out_shape the operand's shape and dtype, or do not alias them",
             )
         if target in seen:
-            raise SpecError(f"result {target} is aliased twice", facts, request.at)
+            raise SpecError(
+                f"result {target} is aliased twice",
+                facts,
+                request.at,
+                "name one operand for each result",
+            )
         seen.add(target)
 
 

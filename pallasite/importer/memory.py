@@ -292,6 +292,7 @@ def _outside(im: Importer, ref: Value, d: int, index: Any, size: int) -> RefInde
         f"index {index} is outside dimension {d} of the ref, which has {size} elements",
         [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
         im.where,
+        f"indices go from {-size} to {size - 1}",
     )
 
 

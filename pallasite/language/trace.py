@@ -329,6 +329,7 @@ def explain_trace_failure(
             "a slice reaches outside its ref",
             [*facts, ("slice", text.split(": ", 1)[-1].rstrip("."))],
             at,
+            "start at most dim - size, or give a mask= for what is outside",
         )
     if misused := _used_as_array(error, fn, args, facts, at):
         return misused
