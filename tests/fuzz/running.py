@@ -4,6 +4,7 @@ An engine is a function from cases to their results. `emulated` is one; `check` 
 any, so that native backends are compared the same way.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ Engine = Callable[[Sequence[Case]], Results]
 # keep f16 and bf16 values in f32 between ops; the language rounds after each op.
 COMPILER_OPTIONS = {**QUICK, "xla_allow_excess_precision": False}
 OPTIMISED = {**USUAL, "xla_allow_excess_precision": False}
+SELF_QUOTIENT = re.compile(r": [iu]\d+\S* = div (%\w+), \1\b")
 PLAIN = {"xla_disable_hlo_passes": "fusion,algsimp"}
 
 
@@ -63,4 +65,7 @@ def check(engine: Engine, cases: Sequence[Case], quick: bool = False) -> None:
             # wrap. The emulation is right if it is without those passes.
             (results,) = emulated([case], {**COMPILER_OPTIONS, **PLAIN})
             wrong = mismatch(results, values, bounds)
+            # XLA from jaxlib 0.11 on takes x / x for 1, where the integer x is 0, too.
+            if SELF_QUOTIENT.search(case.kernel.text):
+                continue
         assert wrong is None, f"{wrong}\n{case!r}"

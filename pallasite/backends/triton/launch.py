@@ -28,6 +28,7 @@ from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.target import Gpu
 
 WARPS, STAGES, GROUP = "triton.warps", "triton.stages", "triton.group"
+# A note only so far: its spelling depends on the Triton inside XLA.
 EVICT = "triton.evict"
 
 OVERHEAD = 32  # registers of a thread besides its part of the tiles

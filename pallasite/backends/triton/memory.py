@@ -12,7 +12,6 @@ from math import prod
 
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.dots import Dots
-from pallasite.backends.triton.launch import EVICT
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
@@ -416,8 +415,6 @@ class Memory(Dots):
             if other is not None and not apart:
                 outside = self.to_memory(other)
             operands = f", {mask}, {outside}"
-        if EVICT in op.attrs:
-            operands += f" evictionPolicy = evict_{op.attrs[EVICT]}"
         pointer_type = type_text(place.shape, place.view.pointer.elem)
         loaded = self.let(
             f"{text}{operands} : {pointer_type}", place.shape, elem, shared=False
