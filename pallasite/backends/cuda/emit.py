@@ -26,7 +26,7 @@ from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
@@ -71,8 +71,8 @@ class Emitter(Explicit):
         super().__init__()
         self.kernel, self.most_shared = kernel, shared_bytes
         self.program = Pipeline.of(find_pipeline(kernel))
-        accesses = _accesses(kernel)
-        _check_inputs_are_kept(kernel, accesses)
+        accesses = accesses_of(kernel)
+        check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = _written_and_read(accesses)
         self.written = _written(accesses)
         self.threads, self.vector_elements = _threads(self.program.body)
@@ -335,32 +335,6 @@ def _threads(body: Block) -> tuple[int, int]:
 
 
 # --- rules of memory ---
-
-
-def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:
-    """The ops that use each memory; an operand that is a result is that result."""
-    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
-    roots = Roots(kernel)
-    accesses: dict[Value, list[Op]] = {}
-    for op in walk(kernel.body):
-        for ref in (v for v in op.operands if v.is_ref and op.name not in VIEWS):
-            root = roots.of(ref)
-            accesses.setdefault(same.get(root, root), []).append(op)
-    return accesses
-
-
-def _check_inputs_are_kept(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> None:
-    """XLA's operands must not change; there is no copy of them to write to yet."""
-    for operand in kernel.inputs:
-        for op in accesses.get(operand, ()):
-            if op.name == "store":
-                raise UnsupportedError(
-                    f"backend 'cuda' cannot write to the operand {operand.name!r}",
-                    [("kernel", kernel.name), ("operand", operand.type)],
-                    op.loc or kernel.loc,
-                    "alias it to a result with input_output_aliases, or use "
-                    "interpret=True",
-                )
 
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:

@@ -24,7 +24,7 @@ from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.analysis.memory import VIEWS, Roots
+from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
 
 MAX_PROGRAMS = (1 << 31) - 1
 
@@ -71,8 +71,8 @@ class Emitter(Prints):
     def __init__(self, kernel: Kernel):
         super().__init__()
         self.kernel = kernel
-        accesses = _accesses(kernel)
-        _check_inputs_are_kept(kernel, accesses)
+        accesses = accesses_of(kernel)
+        check_inputs_are_kept(kernel, accesses, "triton")
         self.fenced = _written_and_read(accesses)
         self.rounded_away = rounded_away(kernel)
         self.print_numbers = {op: n for n, op in enumerate(print_ops(kernel))}
@@ -390,32 +390,6 @@ def _pointer(elem: str, params: list[str]) -> Val:
     name, kind = f"%arg{len(params)}", f"!tt.ptr<{elem}>"
     params.append(f"{name}: {kind} {{tt.divisibility = 16 : i32}}")
     return Val(name, (), kind)
-
-
-def _accesses(kernel: Kernel) -> dict[Value, list[Op]]:
-    """The ops that use each memory; an operand that is a result is that result."""
-    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
-    roots = Roots(kernel)
-    accesses: dict[Value, list[Op]] = {}
-    for op in walk(kernel.body):
-        for ref in (v for v in op.operands if v.is_ref and op.name not in VIEWS):
-            root = roots.of(ref)
-            accesses.setdefault(same.get(root, root), []).append(op)
-    return accesses
-
-
-def _check_inputs_are_kept(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> None:
-    """XLA's operands must not change; there is no copy of them to write to yet."""
-    for operand in kernel.inputs:
-        for op in accesses.get(operand, ()):
-            if op.name in ("store", "atomic_rmw", "atomic_cas"):
-                raise UnsupportedError(
-                    f"backend 'triton' cannot write to the operand {operand.name!r}",
-                    [("kernel", kernel.name), ("operand", operand.type)],
-                    op.loc or kernel.loc,
-                    "alias it to a result with input_output_aliases, or use "
-                    "interpret=True",
-                )
 
 
 def _written_and_read(accesses: Mapping[Value, list[Op]]) -> set[Value]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import DotStore, Pipeline
@@ -163,3 +164,31 @@ def _is_short(region: Block) -> bool:
         if op.name in rows and max(sizes, default=0) > _FOLD_ELEMENTS:
             return False
     return True
+
+
+def accesses_of(kernel: Kernel) -> dict[Value, list[Op]]:
+    """The ops that use each memory; an operand that is a result is that result."""
+    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    roots = Roots(kernel)
+    accesses: dict[Value, list[Op]] = {}
+    for op in walk(kernel.body):
+        for ref in (v for v in op.operands if v.is_ref and op.name not in VIEWS):
+            root = roots.of(ref)
+            accesses.setdefault(same.get(root, root), []).append(op)
+    return accesses
+
+
+def check_inputs_are_kept(
+    kernel: Kernel, accesses: Mapping[Value, list[Op]], backend: str
+) -> None:
+    """XLA's operands must not change; there is no copy of them to write to yet."""
+    for operand in kernel.inputs:
+        for op in accesses.get(operand, ()):
+            if op.name in ("store", "atomic_rmw", "atomic_cas"):
+                raise UnsupportedError(
+                    f"backend {backend!r} cannot write to the operand {operand.name!r}",
+                    [("kernel", kernel.name), ("operand", operand.type)],
+                    op.loc or kernel.loc,
+                    "alias it to a result with input_output_aliases, or use "
+                    "interpret=True",
+                )
