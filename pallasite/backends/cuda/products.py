@@ -13,7 +13,7 @@ from typing import NoReturn
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import users_of
-from pallasite.ir.roles import Dot
+from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
 from pallasite.ir.types import F32, I32, DType, TileType
 from pallasite.passes.analysis.memory import root_among
@@ -141,6 +141,31 @@ class Plan:
                     "use smaller blocks",
                 )
         return groups
+
+    @cached_property
+    def register_operands(self) -> set[Value]:
+        """Computed left sides, and what loops and branches make them of."""
+        carried = dict[Value, tuple[Loop, int]]()
+        for op in walk(self.program):
+            if op.name == "for":
+                loop = Loop.of(op)
+                carried |= {v: (loop, n) for n, v in enumerate(loop.carried)}
+        found = set[Value]()
+        pending = [p.lhs.value for p in self.products if p.lhs.load is None]
+        while pending:
+            value = pending.pop()
+            if value in found:
+                continue
+            found.add(value)
+            op = self.made.get(value)
+            if value in carried:
+                loop, n = carried[value]
+                pending += [loop.inits[n], loop.yields[n]]
+            elif op is not None and op.name == "for":
+                pending.append(Loop.of(op).carried[op.results.index(value)])
+            elif op is not None and op.name == "cond":
+                pending += [r.yields[op.results.index(value)] for r in op.regions]
+        return found
 
     def refuse(self, op: Op, why: str, fix: str = "") -> NoReturn:
         shapes = ", ".join(str(v.type) for v in op.operands)

@@ -318,7 +318,7 @@ class _Computing(_Role):
 
     def block(self, block: Block) -> Block:
         builder = Builder()
-        ordered = self.products_first(block)
+        ordered = self.ordered(block)
         for number, op in enumerate(ordered):
             builder.loc = op.loc
             self.op(op, builder)
@@ -341,10 +341,30 @@ class _Computing(_Role):
             self.settle_all(builder)
             self.kept(op, builder)
         else:
+            if any(v in self.plan.register_operands for v in op.results):
+                self.settle_register_operands(builder)
             self.settle(op.operands, builder)
             self.kept(op, builder)
 
     # --- order ---
+
+    def ordered(self, block: Block) -> list[Op]:
+        """First products that can start at once, last the operands of the next ones.
+
+        The registers of a product's left side may not change while it is in flight, so
+        what makes the next one's ends the block: the rest runs beside the product.
+        """
+        ops = self.products_first(block)
+        late = [op for op in ops if self.is_next_operand(op, block)]
+        return [op for op in ops if op not in late] + late
+
+    def is_next_operand(self, op: Op, block: Block) -> bool:
+        """Whether an op makes a left side that only later blocks multiply."""
+        if len(op.results) != 1 or op.result not in self.plan.register_operands:
+            return False
+        is_pure = not op.regions and table()[op.name].effect is Effect.PURE
+        users = self.plan.users[op.result]
+        return is_pure and all(self.plan.home.get(id(u)) is not block for u in users)
 
     def products_first(self, block: Block) -> list[Op]:
         """Products that need nothing computed in this block go before the rest."""
@@ -454,6 +474,11 @@ class _Computing(_Role):
             self.new[result] = b.cast(value, result.tile.dtype)
             for group, slot in flight.frees:
                 self.free(group, slot, b)
+
+    def settle_register_operands(self, b: Builder) -> None:
+        """Wait for the products that read their left side from registers."""
+        reading = [f.product.result for f in self.flights if f.product.lhs.load is None]
+        self.settle(reading, b)
 
     def settle_all(self, b: Builder) -> None:
         self.settle([f.product.result for f in self.flights], b)

@@ -181,6 +181,25 @@ def test_both_roles_use_each_ring_as_often():
     assert count(computing, "wgmma") == 4  # first step, two in the loop, after it
 
 
+def test_the_next_left_side_is_made_when_the_product_in_flight_has_ended():
+    """Its registers are those that the product reads: ptxas would serialise both."""
+    early = KNOWN.replace("%p: bf16[64,64] = cast %t {dtype=bf16}\n", "").replace(
+        "%t: f32[64,64] = tanh %s\n",
+        "%t: f32[64,64] = tanh %s\n          %p: bf16[64,64] = cast %t {dtype=bf16}\n"
+        "          %u: f32[64,64] = exp %t\n",
+    )
+    early = early.replace("mul %acc, %half", "mul %acc, %u")
+    made = specialize(canonicalize(overlap(kernel(early))), CHIP)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    (step,) = [
+        op.regions[0]
+        for op in walk(roles.regions[1])
+        if op.name == "for" and any(o.name == "wgmma" for o in op.regions[0].ops)
+    ]
+    names = [op.name for op in step.ops if op.name in ("exp", "wgmma_wait", "cast")]
+    assert names == ["wgmma_wait", "exp", "wgmma_wait", "cast"]
+
+
 def test_the_loading_role_has_no_tiles():
     made = specialize(kernel(MATMUL), CHIP)
     (roles,) = [op for op in walk(made.body) if op.name == "roles"]
