@@ -175,7 +175,7 @@ class Explicit(Memory):
         if not self.in_role or not self.can_copy_out(access):
             super().emit_store(op)
             return
-        view = self.views[access.ref]
+        view = self.picked(access)
         assert access.value is not None
         tile = self.env[access.value]
         spread, width = tile.spread, view.dtype.bytes
@@ -232,7 +232,9 @@ class Explicit(Memory):
     def can_copy_out(self, access: Access) -> bool:
         """Whether a store is of a whole block in the layout of sums."""
         assert access.value is not None
-        tile, view = self.env[access.value], self.views[access.ref]
+        if not covers_whole(access.ref.ref.shape, access.index):
+            return False
+        tile, view = self.env[access.value], self.picked(access)
         root = view.memory
         if (
             tile.spread is None
@@ -246,7 +248,6 @@ class Explicit(Memory):
         rows, columns = tile.spread.shape
         if rows % (64 * self.warpgroups):
             return False
-        whole = covers_whole(access.ref.ref.shape, access.index)
         is_sums = tile.spread == accumulator(rows, columns, self.warpgroups)
         plain = tile.is_packed or tile.dtype.name == "f32"
         row_bytes = root.ref.shape[-1] * tile.dtype.bytes
@@ -255,7 +256,7 @@ class Explicit(Memory):
         last = across.axis == root.ref.rank - 1 and across.step == 1
         ranked = 2 <= root.ref.rank <= 5 and view.dims[0].step == 1
         bounded = all(e.stop == root_size(view, k) for k, e in view.edges)
-        return all((whole, is_sums, plain, aligned, last, ranked, bounded))
+        return all((is_sums, plain, aligned, last, ranked, bounded))
 
     # --- roles ---
 

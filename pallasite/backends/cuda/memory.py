@@ -192,7 +192,10 @@ class Memory(Tiles):
         return start, low, high
 
     def emit_subview(self, op: Op) -> None:
-        access = Access.of(op)
+        self.views[op.result] = self.picked(Access.of(op))
+
+    def picked(self, access: Access) -> View:
+        """What an index picks of a view: the dimensions of its spans."""
         view = self.views[access.ref]
         dims: list[Dim] = []
         for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
@@ -202,7 +205,7 @@ class Memory(Tiles):
             if isinstance(entry, Span):
                 stride, step = dim.stride * entry.stride, dim.step * entry.stride
                 dims.append(replace(dim, size=entry.size, stride=stride, step=step))
-        self.views[op.result] = replace(view, dims=tuple(dims))
+        return replace(view, dims=tuple(dims))
 
     def shifted(self, view: View, dim: Dim, start: Number) -> View:
         """The view moved by `start` elements of one of its dimensions."""

@@ -278,6 +278,156 @@ def attention(q, k, v, style="grid", block=(128, 128), causal=False, backend="cu
     )(q, k, v)
 
 
+# --- attention as it is usually written: a scale, exp, everything an option ---
+
+
+def plain_step(q, k, v, state, scale, softcap=None, bias=None, keep=None, mask=MASKED):
+    """One block of keys into the running maximum, sum and result."""
+    high, total, out = state
+    scores = jnp.dot(q, k.T, preferred_element_type=f32) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.astype(f32)
+    if keep is not None:
+        scores = jnp.where(keep, scores, mask)
+    new = jnp.maximum(high, scores.max(axis=1, keepdims=True))
+    p, decay = jnp.exp(scores - new), jnp.exp(high - new)
+    total = decay * total + p.sum(axis=1, keepdims=True)
+    product = jnp.dot(p.astype(v.dtype), v, preferred_element_type=f32)
+    return new, total, decay * out + product
+
+
+def both(x, y):
+    return y if x is None else x & y
+
+
+def plain_attention(
+    q, k, v, bias=None, row_ids=None, column_ids=None, *, style="grid",
+    block=(128, 128), causal=False, softcap=None, start=-jnp.inf, mask=MASKED, backend="cuda",
+):  # fmt: skip
+    """q: (heads, length, width); k, v: with as many heads or a fraction of them.
+
+    bias: (heads, length, length); ids: (1, length), equal for what may see each other.
+    start: of the running maximum; mask: of scores that are left out.
+    """
+    heads, length, width = q.shape
+    groups = heads // k.shape[0]
+    rows, columns = block
+    operands = {"q": q, "k": k, "v": v, "bias": bias}
+    operands |= {"rows": row_ids, "columns": column_ids}
+    operands = {name: x for name, x in operands.items() if x is not None}
+
+    def keep(i, j, refs):
+        size, found = (rows, columns), None
+        below = positions(i * rows, size, 0)
+        right = positions(j * columns, size, 1)
+        if causal:
+            found = below >= right
+        if length % columns:
+            found = both(found, right < length)
+        if "rows" in refs:
+            found = both(found, refs["rows"][0][:, None] == refs["columns"][0][None, :])
+        return found
+
+    def step(i, j, refs, keys, state):
+        return plain_step(
+            refs["q"][0], keys["k"], keys["v"], state, width**-0.5, softcap,
+            keys.get("bias"), keep(i, j, refs), mask,
+        )  # fmt: skip
+
+    def first_state():
+        starts = ((1, start), (1, 0.0), (width, 0.0))
+        return [jnp.full((rows, n), x, f32) for n, x in starts]
+
+    def grid_body(*refs):
+        *refs, o_ref, high, total, out = refs
+        refs = dict(zip(operands, refs, strict=True))
+        i, j = pl.program_id(1), pl.program_id(2)
+        state = (high, total, out)
+
+        @pl.when(j == 0)
+        def _():
+            for ref, value in zip(state, first_state(), strict=True):
+                ref[...] = value
+
+        @pl.when(j * columns < (i + 1) * rows if causal else j >= 0)
+        def _():
+            keys = {n: refs[n][0] for n in ("k", "v", "bias") if n in refs}
+            new = step(i, j, refs, keys, [ref[...] for ref in state])
+            for ref, value in zip(state, new, strict=True):
+                ref[...] = value
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _():
+            o_ref[0] = (out[...] / total[...]).astype(o_ref.dtype)
+
+    def loop_body(q_ref, k_ref, v_ref, o_ref):
+        i = pl.program_id(1)
+
+        def move(j, state):
+            at = pl.ds(j * columns, columns)
+            keys = {"k": k_ref[0, at, :], "v": v_ref[0, at, :]}
+            return step(i, j, {"q": q_ref}, keys, state)
+
+        steps = pl.cdiv((i + 1) * rows, columns) if causal else length // columns
+        _, total, out = jax.lax.fori_loop(0, steps, move, tuple(first_state()))
+        o_ref[0] = (out / total).astype(o_ref.dtype)
+
+    row = pl.BlockSpec((1, rows, width), lambda h, i, *_: (h, i, 0))
+    common = dict(out_shape=shape(q), out_specs=row, backend=backend)
+    if style == "loop":
+        whole = pl.BlockSpec((1, length, width), lambda h, i: (h // groups, 0, 0))
+        return pl.pallas_call(
+            loop_body, grid=(heads, length // rows), in_specs=[row, whole, whole],
+            **common,
+        )(q, k, v)  # fmt: skip
+    column = pl.BlockSpec(
+        (1, columns, width), lambda h, i, j: (h // groups, j, 0), fill=0.0
+    )
+    specs = {
+        "q": row, "k": column, "v": column,
+        "bias": pl.BlockSpec((1, rows, columns), lambda h, i, j: (h, i, j)),
+        "rows": pl.BlockSpec((1, rows), lambda h, i, j: (0, i)),
+        "columns": pl.BlockSpec((1, columns), lambda h, i, j: (0, j)),
+    }  # fmt: skip
+    return pl.pallas_call(
+        grid_body,
+        grid=(heads, pl.cdiv(length, rows), pl.cdiv(length, columns)),
+        in_specs=[specs[name] for name in operands],
+        scratch_shapes=[pltpu.VMEM((rows, n), f32) for n in (1, 1, width)],
+        **common,
+    )(*operands.values())
+
+
+def plain_attention_reference(
+    q,
+    k,
+    v,
+    bias=None,
+    row_ids=None,
+    column_ids=None,
+    *,
+    causal=False,
+    softcap=None,
+    **_,
+):
+    groups = q.shape[0] // k.shape[0]
+    k, v = (jnp.repeat(x, groups, axis=0) for x in (k, v))
+    scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=f32)
+    scores *= q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores += bias.astype(f32)
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[1], dtype=bool), scores, MASKED)
+    if row_ids is not None:
+        scores = jnp.where(row_ids[0][:, None] == column_ids[0], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("hqk,hkd->hqd", weights, v.astype(f32)).astype(q.dtype)
+
+
 def attention_reference(q, k, v, causal):
     scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=f32)
     scores *= q.shape[-1] ** -0.5

@@ -49,6 +49,11 @@ def attention(heads=2, length=512, width=128, **options) -> Kernel:
     return kernel_of(run, *[((heads, length, width), bf16)] * 3)
 
 
+def plain_attention(heads=2, length=512, width=128, **options) -> Kernel:
+    run = lambda q, k, v: kernels.plain_attention(q, k, v, **options)
+    return kernel_of(run, *[((heads, length, width), bf16)] * 3)
+
+
 def text_of(kernel: Kernel, **options) -> str:
     return base.Compiled(BACKEND, kernel, base.Options(**options))["cuda"]
 
@@ -187,6 +192,8 @@ def test_row_kernels_compile_for_every_chip(chip: str):
         ),
         lambda: attention(style="grid"),
         lambda: attention(style="loop", causal=True, width=64),
+        lambda: plain_attention(causal=True),
+        lambda: plain_attention(style="loop", width=64),
     ],
 )
 def test_products_compile_without_spills(kernel):
@@ -194,7 +201,11 @@ def test_products_compile_without_spills(kernel):
     assert ".target sm_90a" in compiled["ptx"]
     report = compiled["ptxas"]
     assert "is not installed" in report or "0 bytes spill stores" in report
-    assert "arning" not in report
+    assert "arning" not in report and "serialized" not in report
+
+
+def test_blocks_with_a_dimension_of_one_are_copied_out_by_the_engine():
+    assert "copy_out_3(" in body_of(text_of(plain_attention()))
 
 
 # --- refusals ---

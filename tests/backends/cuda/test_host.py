@@ -161,3 +161,48 @@ def test_attention(style, causal, tmp_path, small_chip):
     how = dict(style=style, causal=causal, block=(64, 64))
     (got,) = run(partial(kernels.attention, **how), q, k, v, folder=tmp_path)
     assert kernels.error(got, kernels.attention_reference(q, k, v, causal)) < 2e-2
+
+
+def attention_operands(heads, length, width, groups=1, bias=False, segments=False):
+    sizes = [(heads, length, width), *[(heads // groups, length, width)] * 2]
+    found = [kernels.normal(*s, dtype=bf16, seed=n) for n, s in enumerate(sizes)]
+    if bias or segments:
+        found.append(kernels.normal(heads, length, length, seed=3) if bias else None)
+    if segments:
+        found += [jnp.asarray(np.arange(length)[None] // 50, jnp.int32)] * 2
+    return found
+
+
+PLAIN = {
+    "grid": (dict(), dict(block=(64, 64))),
+    "grid causal": (dict(), dict(causal=True, block=(64, 64))),
+    "loop": (dict(), dict(style="loop", block=(64, 64))),
+    "loop causal": (dict(), dict(style="loop", causal=True, block=(64, 64))),
+    "two warpgroups": (dict(length=256), dict(causal=True)),
+    "odd length": (dict(length=150), dict(block=(64, 64))),
+    "odd length causal": (dict(length=150), dict(causal=True, block=(64, 64))),
+    "groups of heads": (dict(heads=4, groups=2), dict(block=(64, 64))),
+    "soft cap": (dict(), dict(softcap=20.0, block=(64, 64))),
+    "bias": (dict(bias=True), dict(block=(64, 64))),
+    "segments": (dict(segments=True), dict(block=(64, 64))),
+    "width 192": (dict(width=192), dict(block=(64, 64))),
+    "width 256": (dict(width=256), dict(block=(64, 64))),
+    "mask of -inf": (dict(), dict(causal=True, mask=-jnp.inf, block=(64, 64))),
+    "finite start": (dict(), dict(causal=True, start=-1e30, block=(64, 64))),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_attention(name, tmp_path, small_chip):
+    sizes, how = PLAIN[name]
+    operands = attention_operands(**{"heads": 2, "length": 192, "width": 64, **sizes})
+    given = [x for x in operands if x is not None]
+
+    def function(*given):
+        rest = iter(given)
+        all_ = [None if x is None else next(rest) for x in operands]
+        return kernels.plain_attention(*all_, **how)
+
+    (got,) = run(function, *given, folder=tmp_path)
+    want = kernels.plain_attention_reference(*operands, **how)
+    assert kernels.error(got, want) < 2e-2
