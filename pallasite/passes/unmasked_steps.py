@@ -5,6 +5,10 @@ causal attention, `columns < length`, the edge of an array) needs the mask in fe
 Where one comparison of scalars says that every element is let through, the step comes
 twice: without its masks if that holds, with them otherwise. For backends where a branch
 is cheap and a mask is not; others leave this pass out.
+
+Where such steps of a loop are next to each other, `unmasked_loops` gives them a loop of
+their own instead: for backends that keep work in flight from step to step, which a
+branch would interrupt.
 """
 
 from collections.abc import Mapping
@@ -16,7 +20,7 @@ from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import clone, substitute, with_regions
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import I32, TileType, scalar
-from pallasite.passes.analysis.guards import OPPOSITE, parts_of
+from pallasite.passes.analysis.guards import OPPOSITE, Bounds, Part, Solver, parts_of
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.place_windows import note_grid
@@ -93,6 +97,109 @@ class _Walk:
         rest = Block(block.params, after, block.yields)
         rest = substitute(rest, dict(zip(results, made, strict=True)))
         return Block(block.params, (*b.ops, *rest.ops), rest.yields)
+
+
+def unmasked_loops(kernel: Kernel, least: int) -> Kernel:
+    """Run steps of innermost loops that let everything through in a loop without masks.
+
+    Args:
+        kernel: what to rewrite.
+        least: elements of a mask from which a loop more pays.
+    """
+    body = _LoopWalk(least).block(kernel.body)
+    if body is kernel.body:
+        return kernel
+    return canonicalize(kernel.with_(body=body))
+
+
+class _LoopWalk:
+    """Walks a kernel with what is known of its integers so far."""
+
+    def __init__(self, least: int):
+        self.least, self.facts = least, Facts()
+        self.makers: dict[Value, Op] = {}
+
+    def block(self, block: Block) -> Block:
+        ops = [new for op in block.ops for new in self.op(op)]
+        if [id(op) for op in ops] == [id(op) for op in block.ops]:
+            return block
+        return Block(block.params, tuple(ops), block.yields)
+
+    def op(self, op: Op) -> list[Op]:
+        self.facts.note_op(op)
+        self.makers.update(dict.fromkeys(op.results, op))
+        if op.name == "pipeline":
+            pipeline = Pipeline.of(op)
+            note_grid(self.facts, pipeline.ids, pipeline.grid)
+        elif op.name == "for":
+            self.facts.note_counter(Loop.of(op))
+        op = with_regions(op, [self.block(region) for region in op.regions])
+        return self.loop(Loop.of(op)) if op.name == "for" else [op]
+
+    def loop(self, loop: Loop) -> list[Op]:
+        """The loop, or up to three in its place: of masks, of none, of masks."""
+        is_innermost = all(not op.regions for op in loop.body.ops)
+        if not is_innermost or self.facts.of(loop.step).number != 1:
+            return [loop.op]
+        test, chosen = _Test(self.facts, self.makers, {}), dict[Value, Value]()
+        for op in loop.body.ops:
+            if op.name == "select_n" and op.operands[0].type.size >= self.least:
+                chosen |= test.case(op, chosen)
+        b = Builder(loop.op.loc, watch=self.facts.note_op)
+        bounds = self.solved(loop, test, b) if chosen else None
+        if bounds is None:
+            return [loop.op]
+        start, end = loop.first, loop.limit
+        for low in bounds.lows:
+            start = b.max(start, low)
+        start = b.min(start, loop.limit) if bounds.lows else start
+        for high in bounds.highs:
+            end = b.min(end, high)
+        for needed in bounds.needed:
+            end = b.select(needed, end, start)
+        end = b.max(end, start)
+        plain = substitute(Block((), loop.body.ops, loop.body.yields), chosen)
+        plain = Block(loop.body.params, plain.ops, plain.yields)
+        parts = [(start, end, plain)]
+        if bounds.lows:
+            parts.insert(0, (loop.first, start, loop.body))
+        if bounds.highs or bounds.needed:
+            parts.append((end, loop.limit, loop.body))
+        state = loop.inits
+        for number, (first, limit, body) in enumerate(parts, 1):
+            last = number == len(parts)
+            results = [Value(v.type, v.name) for v in loop.results]
+            part = loop.with_(
+                first=first,
+                limit=limit,
+                inits=tuple(state),
+                body=clone(body),
+                results=loop.results if last else tuple(results),
+            )
+            b.ops.append(part.to_op())
+            state = part.results
+        return b.ops
+
+    def solved(self, loop: Loop, test: "_Test", b: Builder) -> Bounds | None:
+        """The steps in which all tests hold; None: they are not all next to another."""
+        inside = {v: op for op in (*loop.body.ops, *test.b.ops) for v in op.results}
+        params = set(loop.body.params)
+        solver = Solver(
+            loop.index,
+            loop.first,
+            inside,
+            outside=lambda value: value not in params,
+            is_stable=lambda op: False,
+            facts=self.facts,
+        )
+        bounds = Bounds()
+        for each in test.tests:
+            found = solver.solve(Part(each), loop.op.loc)
+            if found is None:
+                return None
+            bounds &= found
+        b.ops += solver.ops
+        return bounds
 
 
 Ops = tuple[Op, ...]

@@ -16,7 +16,7 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.types import I32, RefType, TileType
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.unmasked_steps import unmasked_steps
+from pallasite.passes.unmasked_steps import unmasked_loops, unmasked_steps
 
 LOWEST, HIGHEST = I32.limits
 
@@ -253,3 +253,110 @@ def test_random_masks():
 
     check()
     assert count[True] > 30, count
+
+
+# --- loops of their own ---
+
+LOOP = """
+kernel @k(%n: ref<i32[2] smem>, %x: ref<f32[4,8] any>, %o: ref<f32[16,8] any>)
+    outputs 1 {
+  pipeline %x, %o {grid=(4,), windows=(in[4, 8], out[4, 8]), semantics=("parallel",)}
+    map (%i1: i32) {
+      %z1: i32 = constant {value=0}
+      yield %z1, %z1
+    }
+    map (%i2: i32) {
+      %z2: i32 = constant {value=0}
+      yield %i2, %z2
+    }
+    body (%i: i32, %xb: ref<f32[4,8] block>, %ob: ref<f32[4,8] block>) {
+      %first: i32 = constant {value=FIRST}
+      %one: i32 = constant {value=1}
+      %end: i32 = load %n[0]
+      %length: i32 = load %n[1]
+      %c4: i32 = constant {value=4}
+      %c8: i32 = constant {value=8}
+      %c20: i32[4,8] = constant {value=20}
+      %qi: i32 = mul %i, %c8
+      %v: f32[4,8] = load %xb[:, :]
+      %low: f32[4,8] = constant {value=-100.0}
+      %part: f32[4,8] = constant {value=0.375}
+      %r: i32[4,8] = iota {dim=0}
+      %c: i32[4,8] = iota {dim=1}
+      %q: i32[4,8] = broadcast_in_dim %qi {shape=(4, 8), dims=()}
+      %l: i32[4,8] = broadcast_in_dim %length {shape=(4, 8), dims=()}
+      %rows: i32[4,8] = add %q, %r
+      %sums: f32[4,8] = for %first, %limit, %one, %low
+        body (%j: i32, %sum: f32[4,8]) {
+          %kj: i32 = mul %j, %c8
+          %k: i32[4,8] = broadcast_in_dim %kj {shape=(4, 8), dims=()}
+          %columns: i32[4,8] = add %k, %c
+          MASK
+          %s: f32[4,8] = select_n %m, %low, %v
+          %less: f32[4,8] = mul %sum, %part
+          %more: f32[4,8] = add %less, %s
+          yield %more
+        }
+      store %ob[:, :] = %sums
+    }
+}
+"""
+LIMIT = """%c6: i32 = constant {value=6}
+      %c0: i32 = constant {value=0}
+      %above: i32 = max %end, %c0
+      %limit: i32 = min %above, %c6
+      %sums"""
+LOOP = LOOP.replace("%sums: f32[4,8] = for", LIMIT + ": f32[4,8] = for")
+
+
+def looped(mask: str, first: int = 0) -> Kernel:
+    text = LOOP.replace("MASK", mask).replace("FIRST", str(first))
+    kernel = canonicalize(parse_kernel(text))
+    verify(kernel)
+    return kernel
+
+
+def bodies(kernel: Kernel) -> list[bool]:
+    """Of each loop, whether its steps have a mask."""
+    loops = [op for op in walk(kernel.body) if op.name == "for"]
+    return [any(op.name == "select_n" for op in walk(o.regions[0])) for o in loops]
+
+
+WINDOW = """%near: i32[4,8] = sub %rows, %columns
+          %inside: bool[4,8] = lt %near, %c20
+          %before: bool[4,8] = ge %rows, %columns
+          %m: bool[4,8] = and %inside, %before"""
+LOOPS = {
+    "causal": ("%m: bool[4,8] = ge %rows, %columns", [False, True]),
+    "later": ("%m: bool[4,8] = le %rows, %columns", [True, False]),
+    "edge": ("%m: bool[4,8] = lt %columns, %l", [False, True]),
+    "window": (WINDOW, [True, False, True]),
+    "rows": ("%m: bool[4,8] = lt %rows, %l", [False, True]),
+    "equal": ("%m: bool[4,8] = eq %rows, %columns", [True]),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_without_masks_have_a_loop_of_their_own(name: str, first: int):
+    mask, wanted = LOOPS[name]
+    kernel = looped(mask, first)
+    new = unmasked_loops(kernel, least=2)
+    verify(new)
+    assert bodies(new) == wanted
+    assert (new is kernel) == (wanted == [True])
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    for end in (-1, 0, 1, 2, 5, 6, 9):
+        for length in (0, 5, 8, 17, 48, -3, LOWEST, HIGHEST):
+            a, b = (
+                np.asarray(
+                    Walker(k, NumpyNumbers()).run([np.array([end, length], "i4"), x])[0]
+                )
+                for k in (kernel, new)
+            )
+            np.testing.assert_array_equal(a, b)
+
+
+def test_small_masks_are_not_worth_a_loop():
+    kernel = looped(LOOPS["causal"][0])
+    assert unmasked_loops(kernel, least=33) is kernel

@@ -29,10 +29,13 @@ from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
+from pallasite.passes.scale_after_max import scale_after_max
+from pallasite.passes.unmasked_steps import unmasked_loops
 from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
+MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
 # level that only its own results have.
@@ -61,7 +64,9 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("counters", counters),
         Pass("drop_unused", drop_unused, if_changed=True),
         Pass("overlap", overlap),
+        Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
     )
 

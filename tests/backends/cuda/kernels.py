@@ -304,7 +304,8 @@ def both(x, y):
 
 def plain_attention(
     q, k, v, bias=None, row_ids=None, column_ids=None, *, style="grid",
-    block=(128, 128), causal=False, softcap=None, start=-jnp.inf, mask=MASKED, backend="cuda",
+    block=(128, 128), causal=False, softcap=None, start=-jnp.inf, mask=MASKED,
+    backend="cuda",
 ):  # fmt: skip
     """q: (heads, length, width); k, v: with as many heads or a fraction of them.
 
