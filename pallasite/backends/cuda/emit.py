@@ -15,10 +15,9 @@ from typing import Any
 
 from pallasite.backends.cuda import explicit, functions, memory, tiles
 from pallasite.backends.cuda.assign import assign
-from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
-from pallasite.backends.cuda.memory import VECTOR_BYTES
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -27,6 +26,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
+from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
@@ -75,6 +75,7 @@ class Emitter(Explicit):
         check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = _written_and_read(accesses)
         self.written = _written(accesses)
+        self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(self.program.body)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         if roles:
