@@ -18,6 +18,7 @@ from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -43,6 +44,7 @@ class Launched:
     shared_bytes: int
     scratch: tuple[int, ...] = ()  # bytes of main memory, one more result each
     arch: str = ""  # the only architecture it is for; empty: any
+    repacked: tuple[tuple[int, bool, int], ...] = ()  # see `repack.py`
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"
@@ -52,7 +54,9 @@ class Launched:
         """What the first line of an emitted text says."""
         first = text.partition("\n")[0].removeprefix("// launch ")
         fields = json.loads(first)
-        return Launched(**{**fields, "scratch": tuple(fields["scratch"])})
+        fields["scratch"] = tuple(fields["scratch"])
+        fields["repacked"] = tuple(map(tuple, fields["repacked"]))
+        return Launched(**fields)
 
 
 def function_name(kernel: Kernel) -> str:
@@ -126,6 +130,7 @@ class Emitter(Explicit):
             self.shared_bytes,
             (scratch,) if scratch else (),
             self.arch,
+            self.program.op.attrs.get(REPACKED, ()),
         )
         bounds = f"{self.threads}, 1" if self.arch else str(self.threads)
         shared = "  extern __shared__ __align__(1024) char shared[];"

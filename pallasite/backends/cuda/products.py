@@ -21,6 +21,7 @@ from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
 BOX = 256  # most rows of one copy
+ROW_MULTIPLE = 16  # bytes that divide the rows of arrays it copies
 K_BYTES = 32  # of each operand's row that one instruction multiplies
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers of a thread for one product
@@ -259,8 +260,8 @@ class Plan:
         if ref not in self.kernel.inputs or ref in self.written:
             return "it is not of an operand that is only read"
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
-        if row % 16:
-            return f"the array has rows of {row} bytes, not of 16"
+        if row % ROW_MULTIPLE:
+            return f"the array has rows of {row} bytes, not of {ROW_MULTIPLE}"
         return "" if 2 <= ref.ref.rank <= 5 else f"the array has rank {ref.ref.rank}"
 
     def together(self) -> list[tuple[list[Op], Block]]:

@@ -108,6 +108,10 @@ def run(
     launched = emit.Launched.of(text)
     rng = np.random.default_rng(seed)
     inputs = [np.array(x) for x in operands]
+    for n, turned, added in launched.repacked:
+        packed = inputs[n].swapaxes(-2, -1) if turned else inputs[n]
+        widths = [(0, 0)] * (packed.ndim - 1) + [(0, added)]
+        inputs[n] = np.ascontiguousarray(np.pad(packed, widths))
     results = [np.full(p.ref.shape, 77).astype(p.ref.dtype.np) for p in kernel.outputs]
     for source, target in kernel.aliases:
         results[target] = inputs[source]
