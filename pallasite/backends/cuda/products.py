@@ -29,6 +29,7 @@ MOST_STAGES = 6
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
+TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
@@ -180,10 +181,11 @@ class Plan:
         if len(types) > 1 or not types <= set(MULTIPLIED):
             self.refuse(op, f"a product of {' and '.join(sorted(types))}")
         (name,) = types
-        if name == "f32" and (op.attrs["precision"] or "").lower() != "tf32":
+        precision = (op.attrs["precision"] or "").lower()
+        if name == "f32" and precision not in TF32:
             self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
         # Sums of 8-bit floats are kept in fewer bits than f32 has.
-        if name.startswith("f8") and (op.attrs["precision"] or "").lower() == "highest":
+        if name.startswith("f8") and precision == "highest":
             self.refuse(op, f"sums of {name} are not as exact as asked for")
         if rhs.load is None:
             why = self.not_streamed(self.made.get(rhs.value))

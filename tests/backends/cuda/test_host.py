@@ -110,10 +110,12 @@ def test_products(name, tmp_path, small_chip):
     assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
 
 
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 REPACKED = {
     "i8 kn": dict(m=128, n=64, k=256, dtype=jnp.int8, block=(64, 64, 128)),
     "i8 km": dict(m=128, n=72, k=256, dtype=jnp.int8, left="km", block=(64, 64, 128)),
     "i8 odd": dict(m=67, n=70, k=130, dtype=jnp.int8, block=(64, 64, 128)),
+    "tf32 kn": dict(m=128, n=72, k=64, dtype=f32, block=(64, 64, 32), precision=TF32),
     "bf16 odd": dict(m=67, n=71, k=65, block=(64, 64, 64)),
     "bf16 odd turned": dict(
         m=67, n=71, k=65, left="km", right="nk", block=(64, 64, 64)
