@@ -2,12 +2,14 @@
 
 Each problem is one piece of work; its contenders run interleaved in one process, and
 the median kernel time of each is printed with its rate and its distance from the
-problem's reference. Kernel times come from CUPTI where that works, else from many
-queued calls. A contender that fails prints its error and the others go on.
+problem's reference; a star marks our backend that a call gets which names none. Kernel
+times come from CUPTI where that works, else from many queued calls. A contender that
+fails prints its error and the others go on.
 
     python benchmarks/gpu.py                     # all problems, under 4 minutes
     python benchmarks/gpu.py matmul softmax      # problems with these in their names
     python benchmarks/gpu.py rms --only ours --warps 4 8 16 --stages 1 3
+    python benchmarks/gpu.py --more variants rows   # other sizes, layouts and types
     python benchmarks/gpu.py --list
 
 Numbers go to benchmarks/results/<chip>.json; those of problems that were not run stay.
@@ -22,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -38,7 +40,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite import triton as plt
 from pallasite.backends import base
-from pallasite.primitive import calls_in
+from pallasite.primitive import calls_in, choose
 from pallasite.target import chip_of_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -74,6 +76,7 @@ class Options:
     """What the command line says about our own kernels."""
 
     small: bool
+    more: bool  # problems beside the usual ones
     warps: tuple[int | None, ...]
     stages: tuple[int | None, ...]
 
@@ -106,9 +109,27 @@ def _backends() -> tuple[str, ...]:
 # --- our kernels ---
 
 
-def matmul(blocks: tuple[int, ...], out: Any, finish: Any = None) -> Callable:
-    """A product that accumulates over the third grid axis into scratch."""
-    rows, columns, depth = blocks
+def matmul(
+    blocks: tuple[int, ...],
+    out: Any,
+    finish: Any = None,
+    stored: tuple[str, str] = ("mk", "kn"),
+    start: Callable = lambda x, y: (x, y),
+    precision: Any = None,
+) -> Callable:
+    """A product that accumulates over the third grid axis into scratch.
+
+    Args:
+        blocks: along m, n and k.
+        out: the result's dtype.
+        finish: applied to the sums, with blocks of further operands of one row.
+        stored: the dimensions of both operands, in the order they are stored in.
+        start: applied to blocks of both operands before they are multiplied.
+        precision: of the product.
+    """
+    sizes = dict(zip("mnk", blocks, strict=True))
+    rows, columns, _ = blocks
+    contracted = tuple((dims.index("k"),) for dims in stored)
 
     def kernel(x_ref, y_ref, *rest):
         *more, o_ref, acc_ref = rest
@@ -117,8 +138,11 @@ def matmul(blocks: tuple[int, ...], out: Any, finish: Any = None) -> Callable:
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        acc_ref[...] += jnp.dot(
-            x_ref[...], y_ref[...], preferred_element_type=acc_ref.dtype
+        acc_ref[...] += jax.lax.dot_general(
+            *start(x_ref[...], y_ref[...]),
+            (contracted, ((), ())),
+            precision=precision,
+            preferred_element_type=acc_ref.dtype,
         )
 
         @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
@@ -129,18 +153,27 @@ def matmul(blocks: tuple[int, ...], out: Any, finish: Any = None) -> Callable:
             o_ref[...] = result.astype(o_ref.dtype)
 
     def call(x, y, *more, **how):
-        (m, k), n = x.shape, y.shape[1]
+        left, right = stored
+        whole = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
+
+        def spec(dims, **more):
+            along = ["mnk".index(d) for d in dims]
+            block = tuple(sizes[d] for d in dims)
+            return pl.BlockSpec(block, lambda *ids: (*(ids[a] for a in along),), **more)
+
+        # What is past the end along k must not count.
+        edge = {"fill": 0} if whole["k"] % sizes["k"] else {}
         sums = jnp.int32 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32
         return pl.pallas_call(
             kernel,
-            out_shape=jax.ShapeDtypeStruct((m, n), out),
-            grid=(pl.cdiv(m, rows), pl.cdiv(n, columns), pl.cdiv(k, depth)),
+            out_shape=jax.ShapeDtypeStruct((whole["m"], whole["n"]), out),
+            grid=tuple(pl.cdiv(whole[d], sizes[d]) for d in "mnk"),
             in_specs=[
-                pl.BlockSpec((rows, depth), lambda i, j, k: (i, k)),
-                pl.BlockSpec((depth, columns), lambda i, j, k: (k, j)),
+                spec(left, **edge),
+                spec(right, **edge),
                 *(pl.BlockSpec((1, columns), lambda i, j, k: (0, j)) for _ in more),
             ],
-            out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),
+            out_specs=spec("mn"),
             scratch_shapes=[pltpu.VMEM((rows, columns), sums)],
             **how,
         )(x, y, *more)
@@ -314,6 +347,12 @@ def problems(options: Options) -> Iterator[Problem]:
         yield rows_problem(options, name, backward=False)
     for name in ROWS:
         yield rows_problem(options, name, backward=True)
+    if options.more:
+        for variant in VARIANTS:
+            yield variant_problem(options, variant)
+        for name in ROWS:
+            for columns, dtype, block in ROW_SHAPES:
+                yield rows_problem(options, name, False, columns, dtype, block)
 
 
 FLOAT_BLOCKS = [
@@ -365,6 +404,95 @@ def matmul_problem(options, full, dtype, blocks) -> Problem:
     contenders["torch"] = lambda: torch_matmul(size, jnp.dtype(dtype).name)
     name = f"matmul {jnp.dtype(dtype).name} {full}"
     return Problem(name, 2.0 * size**3, "TFLOP/s", contenders, "cuBLAS")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A product of other sizes, layouts or types than those above."""
+
+    name: str
+    sizes: tuple[int, int, int]  # m, n, k
+    dtype: Any = jnp.bfloat16
+    stored: tuple[str, str] = ("mk", "kn")
+    batch: int = 0
+    block: tuple[int, int, int] = (128, 128, 64)
+    precision: Any = None
+    weights: Any = None  # the right side's type, where it is another
+    scaled: bool = False  # whether the kernel multiplies weights by 0.5
+
+
+TURNED = [("km", "kn"), ("mk", "nk")]
+DEEP = (128, 128, 128)
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+VARIANTS = [
+    *(Variant(" ".join(s), (4096,) * 3, stored=s) for s in TURNED),
+    Variant("batch 16", (1024,) * 3, batch=16),
+    Variant("m 16", (16, 8192, 8192), block=(16, 128, 128)),
+    Variant("m 64", (64, 8192, 8192), block=(64, 128, 64)),
+    Variant("odd by 8", (4000, 4104, 4072)),
+    Variant("odd", (4001, 4103, 4071)),
+    Variant("long k", (512, 512, 65536)),
+    Variant("e4m3 4096", (4096,) * 3, jnp.float8_e4m3fn, block=DEEP),
+    Variant("e5m2 8192", (8192,) * 3, jnp.float8_e5m2, block=DEEP),
+    Variant("e4m3 mk nk", (8192,) * 3, jnp.float8_e4m3fn, TURNED[1], block=DEEP),
+    Variant("int8 4096", (4096,) * 3, jnp.int8, block=DEEP),
+    Variant("int8 mk nk", (8192,) * 3, jnp.int8, TURNED[1], block=DEEP),
+    Variant("tf32", (4096,) * 3, jnp.float32, precision=TF32),
+    Variant("tf32 mk nk", (4096,) * 3, jnp.float32, TURNED[1], precision=TF32),
+    Variant("f32", (4096,) * 3, jnp.float32, precision="highest"),
+    Variant("int8 weights", (4096,) * 3, weights=jnp.int8),
+    Variant("scaled int8 weights", (4096,) * 3, weights=jnp.int8, scaled=True),
+]
+
+
+def variant_problem(options: Options, variant: Variant) -> Problem:
+    m, n, k = (options.size(size, min(size, 256)) for size in variant.sizes)
+    lead = (variant.batch,) if variant.batch else ()
+    sizes = {"m": m, "n": n, "k": k}
+    narrow = jnp.dtype(variant.dtype).itemsize == 1
+    integer = jnp.issubdtype(variant.dtype, jnp.integer)
+    sums = jnp.int32 if integer else jnp.float32
+    out = sums if narrow else variant.dtype
+
+    @functools.cache
+    def operands():
+        types = (variant.dtype, variant.weights or variant.dtype)
+        pairs = zip(variant.stored, types, strict=True)
+        return [
+            normal(seed, *lead, *(sizes[d] for d in dims), dtype=dtype)
+            for seed, (dims, dtype) in enumerate(pairs)
+        ]
+
+    def start(x, y):
+        y = y.astype(variant.dtype)
+        return x, y * jnp.asarray(0.5, y.dtype) if variant.scaled else y
+
+    def plain(x, y):
+        contracted = tuple((dims.index("k"),) for dims in variant.stored)
+        product = jax.lax.dot_general(
+            *start(x, y),
+            (contracted, ((), ())),
+            precision=variant.precision,
+            preferred_element_type=sums,
+        )
+        return product.astype(out)
+
+    call = matmul(
+        variant.block,
+        out,
+        stored=variant.stored,
+        start=start,
+        precision=variant.precision,
+    )
+
+    def mapped(f):
+        return jax.vmap(f) if variant.batch else f
+
+    make = lambda **how: lambda: (mapped(functools.partial(call, **how)), operands())
+    contenders: dict[str, Maker] = {"XLA": lambda: (mapped(plain), operands())}
+    contenders |= ours(options, "x".join(map(str, variant.block)), make)
+    work = 2.0 * max(variant.batch, 1) * m * n * k
+    return Problem(f"variants: {variant.name}", work, "TFLOP/s", contenders, "XLA")
 
 
 def mosaic_matmul() -> Callable:
@@ -519,20 +647,38 @@ ROWS: dict[str, tuple[Callable, int]] = {
 }
 
 
-def rows_problem(options, name, backward) -> Problem:
+ELEMENTS = 1 << 27  # of the arrays of rows
+BF16, F32 = jnp.bfloat16, jnp.float32
+# columns, dtype, rows of a block
+ROW_SHAPES = [
+    *((columns, BF16, 1) for columns in (1024, 2048, 4096, 16384, 32768, 65536, 8191)),
+    *((columns, F32, 1) for columns in (1024, 8192, 32768)),
+    *((8192, BF16, rows) for rows in (8, 16, 64)),
+    (64, BF16, 1),
+    (128, BF16, 16),
+]
+
+
+def rows_problem(
+    options, name, backward, columns=8192, dtype=BF16, block: int | None = None
+) -> Problem:
     body, weights = ROWS[name]
-    rows, columns = options.size(16384, 64), options.size(8192, 512)
+    title = f"{name} gradient" if backward else name
+    if block is not None:
+        title = f"rows: {name} {columns} {jnp.dtype(dtype).name}, {block} rows"
+    rows = options.size(ELEMENTS // columns, 64)
+    columns = options.size(columns, min(columns, 512))
     operands = functools.cache(
         lambda: [
-            normal(0, rows, columns),
-            *(normal(1 + n, 1, columns) for n in range(weights)),
-            normal(9, rows, columns),
+            normal(0, rows, columns, dtype=dtype),
+            *(normal(1 + n, 1, columns, dtype=dtype) for n in range(weights)),
+            normal(9, rows, columns, dtype=dtype),
         ]
     )
 
     def plain(*values):
         wide = (x.astype(jnp.float32) for x in values)
-        return body(*wide).astype(jnp.bfloat16)
+        return body(*wide).astype(dtype)
 
     def entry(f) -> tuple[Callable, Sequence[Any]]:
         if backward:
@@ -540,14 +686,13 @@ def rows_problem(options, name, backward) -> Problem:
         return f, operands()[:-1]
 
     contenders: dict[str, Maker] = {"XLA": lambda: entry(plain)}
-    for block in (1, 4):
-        call = rowwise(body, block)
+    for count in (1, 4) if block is None else (block,):
+        call = rowwise(body, count)
         make = lambda call=call, **how: lambda: entry(functools.partial(call, **how))
-        contenders |= ours(options, f"{block} rows", make)
-    if not backward:
+        contenders |= ours(options, f"{count} rows", make)
+    if not backward and block is None:
         contenders["torch"] = lambda: torch_rows(name, rows, columns)
-    title = f"{name} gradient" if backward else name
-    moved = (3 if backward else 2) * rows * columns * 2.0
+    moved = (3.0 if backward else 2.0) * rows * columns * jnp.dtype(dtype).itemsize
     return Problem(title, moved, "TB/s", contenders, "XLA", allowed=2e-2)
 
 
@@ -680,6 +825,7 @@ class Entry:
 
     run: Callable
     operands: Sequence[Any]
+    is_chosen: bool = False  # ours, by the backend that a call without one gets
     error: float | None = None
     times: list[float] = field(default_factory=list[float])
 
@@ -697,6 +843,7 @@ def measure(
             continue
         try:
             entries[name], result = _prepared(maker)
+            entries[name].is_chosen = name.startswith("ours") and _is_chosen(maker)
             if name == problem.reference:
                 reference = result
             elif reference is not None and not _is_torch(result):
@@ -728,6 +875,17 @@ def _prepared(maker: Maker) -> tuple[Entry, Any]:
     return Entry(run, operands), result
 
 
+def _is_chosen(maker: Maker) -> bool:
+    """Whether the backends a contender names are those its calls would get."""
+    run, operands = maker()
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    calls = calls_in(run, *operands)
+    return all(
+        choose(replace(call, backend=None), platform).backend == call.backend
+        for call in calls
+    )
+
+
 def _is_torch(x: Any) -> bool:
     first = x[0] if isinstance(x, (tuple, list)) else x
     return type(first).__module__.startswith("torch")
@@ -738,8 +896,9 @@ def _line(problem: Problem, name: str, entry: Entry) -> dict[str, Any]:
     rate = problem.work / seconds / 1e12
     far = entry.error is not None and not entry.error <= problem.allowed
     error = "" if entry.error is None else f"error {entry.error:.1e}"
+    label = f"{name:<35}{'*' if entry.is_chosen else ' '}"
     print(
-        f"  {name:<36} {1e3 * seconds:9.3f} ms {rate:8.2f} {problem.unit}  {error}"
+        f"  {label} {1e3 * seconds:9.3f} ms {rate:8.2f} {problem.unit}  {error}"
         f"{'  WRONG' if far else ''}",
         flush=True,
     )
@@ -750,6 +909,7 @@ def _line(problem: Problem, name: str, entry: Entry) -> dict[str, Any]:
         "unit": problem.unit,
         "error": entry.error,
         "wrong": far,
+        **({"chosen": True} if entry.is_chosen else {}),
     }
 
 
@@ -819,6 +979,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", help="parts of problems' names")
     parser.add_argument("--only", nargs="*", default=[], help="parts of contenders'")
+    parser.add_argument("--more", action="store_true", help="other sizes and types")
     parser.add_argument("--list", action="store_true", help="print the problems")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="of ours")
     parser.add_argument("--stages", type=int, nargs="*", default=[], help="of ours")
@@ -829,7 +990,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="default: results/<chip>.json")
     asked = parser.parse_args(argv)
     options = Options(
-        asked.small, tuple(asked.warps) or (None,), tuple(asked.stages) or (None,)
+        asked.small,
+        asked.more,
+        tuple(asked.warps) or (None,),
+        tuple(asked.stages) or (None,),
     )
     chosen = [
         p

@@ -53,6 +53,8 @@ class Launch:
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
+    # (operand, whether its last two dimensions are exchanged, columns of zeros added)
+    repacked: tuple[tuple[int, bool, int], ...] = ()
     # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
     log_words: int = 0
     read_log: Callable[[Any], None] | None = None

@@ -39,6 +39,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     if launch.handler is not None:
         _register(launch)
     results = len(ctx.avals_out)
+    ctx, operands = _repacked(launch, ctx, operands)
     aliases = dict(launch.aliases)
     scratch = [
         jax.core.ShapedArray(shape, np.dtype(dtype))
@@ -79,6 +80,23 @@ def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[An
     inner = ctx.replace(avals_in=list(avals), avals_out=list(out))
     many = len(out) != 1
     return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
+
+
+def _repacked(launch: Launch, ctx: Any, operands: Sequence[Any]) -> tuple[Any, Any]:
+    """Operands in the form that the kernel takes them in."""
+    values, avals = list(operands), list(ctx.avals_in)
+    for n, turned, added in launch.repacked:
+
+        def pack(x: Any, turned: bool = turned, added: int = added) -> Any:
+            x = x.swapaxes(-2, -1) if turned else x
+            widths = [(0, 0, 0)] * (x.ndim - 1) + [(0, added, 0)]
+            return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), widths)
+
+        made = jax.eval_shape(pack, avals[n])
+        aval = jax.core.ShapedArray(made.shape, made.dtype)
+        (values[n],) = _run(ctx, pack, [avals[n]], [aval], values[n])
+        avals[n] = aval
+    return ctx.replace(avals_in=avals), values
 
 
 def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
+from pallasite.backends.cuda.repack import repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
@@ -63,6 +64,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("fold_exp2", fold_exp2),
         Pass("counters", counters),
         Pass("drop_unused", drop_unused, if_changed=True),
+        Pass("repack", partial(repack, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
@@ -108,6 +110,7 @@ class CudaBackend:
             api_version=3,
             aliases=compiled.scheduled.aliases,
             scratch_results=tuple(((n,), "uint8") for n in launched.scratch),
+            repacked=launched.repacked,
         )
 
     def version(self) -> str:

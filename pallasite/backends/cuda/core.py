@@ -23,6 +23,7 @@ from pallasite.passes.analysis.intervals import Facts
 
 MAX_REGISTERS = 1 << 9  # of one tile, per thread; ptxas has 255 for all of them
 SHARED_ALIGNMENT = 128
+VECTOR_BYTES = 16  # of the widest access of a thread
 
 Element = Callable[[str], str]  # from a register's number to an element's expression
 
@@ -74,6 +75,7 @@ class Core:
         self.facts = Facts()
         self.producers: dict[Value, Op] = {}
         self.assignment = Assignment({}, frozenset())
+        self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
         self.threads = 0
         self.shared_bytes = 0
         self.bases: dict[str, str] = {}  # expression of the thread number -> variable

@@ -53,13 +53,11 @@ def compare(word: str) -> Row:
     return lambda op, x, y: f"{x} {word} {y}"
 
 
-def function(single: str, double: str, narrow: str | None = None) -> Row:
-    """A function of CUDA's; `narrow`: what is good enough for 16-bit floats."""
+def function(single: str, double: str) -> Row:
+    """A function of CUDA's."""
 
     def row(op: Op, *xs: str) -> str:
         name = double if _dtype(op).bits == 64 else single
-        if narrow and is_narrow(_dtype(op)):
-            name = narrow
         return f"{name}({', '.join(xs)})"
 
     return row
@@ -78,6 +76,10 @@ def choice(word: str) -> Row:
         return f"{'greatest' if word == 'max' else 'least'}({x}, {y})"
 
     return row
+
+
+def _rough_div(op: Op, x: str, y: str) -> str:
+    return f"divide_fast({x}, {y})" if _dtype(op).is_float else _div(op, x, y)
 
 
 def _div(op: Op, x: str, y: str) -> str:
@@ -136,6 +138,10 @@ def _is_finite(op: Op, x: str) -> str:
 def _logistic(op: Op, x: str) -> str:
     one = number(1.0, computed(_dtype(op)))
     return f"{one} / ({one} + {_EXP(op, f'-{x}')})"
+
+
+def _rough_logistic(op: Op, x: str) -> str:
+    return f"divide_fast(1.0f, 1.0f + __expf(-{x}))"
 
 
 def _not(op: Op, x: str) -> str:
@@ -225,7 +231,7 @@ def _pow(op: Op, x: str, y: str) -> str:
     return function("powf", "pow")(op, x, exponent)
 
 
-_EXP = function("expf", "exp", narrow="__expf")
+_EXP = function("expf", "exp")
 
 NATIVE: dict[str, Row] = {
     "add": infix("+"),
@@ -291,6 +297,13 @@ NATIVE: dict[str, Row] = {
     "select_n": _select,
     "cast": _cast,
     "bitcast": _bitcast,
+}
+
+# What is good enough for results that are rounded to 16 bits or fewer.
+ROUGH: dict[str, Row] = {
+    "div": _rough_div,
+    "exp": function("__expf", "exp"),
+    "logistic": _rough_logistic,
 }
 
 # These take and give the bits of an element as they are held.

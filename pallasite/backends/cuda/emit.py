@@ -15,10 +15,10 @@ from typing import Any
 
 from pallasite.backends.cuda import explicit, functions, memory, tiles
 from pallasite.backends.cuda.assign import assign
-from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
-from pallasite.backends.cuda.memory import VECTOR_BYTES
+from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -27,6 +27,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
+from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
@@ -43,6 +44,7 @@ class Launched:
     shared_bytes: int
     scratch: tuple[int, ...] = ()  # bytes of main memory, one more result each
     arch: str = ""  # the only architecture it is for; empty: any
+    repacked: tuple[tuple[int, bool, int], ...] = ()  # see `repack.py`
 
     def line(self) -> str:
         return f"// launch {json.dumps(asdict(self))}\n"
@@ -52,7 +54,9 @@ class Launched:
         """What the first line of an emitted text says."""
         first = text.partition("\n")[0].removeprefix("// launch ")
         fields = json.loads(first)
-        return Launched(**{**fields, "scratch": tuple(fields["scratch"])})
+        fields["scratch"] = tuple(fields["scratch"])
+        fields["repacked"] = tuple(map(tuple, fields["repacked"]))
+        return Launched(**fields)
 
 
 def function_name(kernel: Kernel) -> str:
@@ -75,6 +79,7 @@ class Emitter(Explicit):
         check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = _written_and_read(accesses)
         self.written = _written(accesses)
+        self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(self.program.body)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         if roles:
@@ -125,6 +130,7 @@ class Emitter(Explicit):
             self.shared_bytes,
             (scratch,) if scratch else (),
             self.arch,
+            self.program.op.attrs.get(REPACKED, ()),
         )
         bounds = f"{self.threads}, 1" if self.arch else str(self.threads)
         shared = "  extern __shared__ __align__(1024) char shared[];"

@@ -114,6 +114,10 @@ FUNCTIONS: dict[str, str] = {
         "DEVICE float reciprocal_root(float x) { float r; "
         'asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }\n'
     ),
+    "divide_fast": _convert(
+        "divide_fast", "float x, float y", "float", "div.full.f32 %0, %1, %2;", "f",
+        '"f"(x), "f"(y)',
+    ),
     "exp2_fast": _convert(
         "exp2_fast", "float x", "float", "ex2.approx.ftz.f32 %0, %1;", "f", '"f"(x)'
     ),

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.layouts import Spread
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.backends.cuda.tiles import Tiles
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.block_table import last_number
-
-VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)

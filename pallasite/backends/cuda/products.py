@@ -21,6 +21,7 @@ from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
 BOX = 256  # most rows of one copy
+ROW_MULTIPLE = 16  # bytes that divide the rows of arrays it copies
 K_BYTES = 32  # of each operand's row that one instruction multiplies
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers of a thread for one product
@@ -28,6 +29,7 @@ MOST_STAGES = 6
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
+TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
@@ -204,10 +206,11 @@ class Plan:
         if len(types) > 1 or not types <= set(MULTIPLIED):
             self.refuse(op, f"a product of {' and '.join(sorted(types))}")
         (name,) = types
-        if name == "f32" and (op.attrs["precision"] or "").lower() != "tf32":
+        precision = (op.attrs["precision"] or "").lower()
+        if name == "f32" and precision not in TF32:
             self.refuse(op, "f32 is multiplied in 19 bits (tf32) only if asked to")
         # Sums of 8-bit floats are kept in fewer bits than f32 has.
-        if name.startswith("f8") and (op.attrs["precision"] or "").lower() == "highest":
+        if name.startswith("f8") and precision == "highest":
             self.refuse(op, f"sums of {name} are not as exact as asked for")
         if rhs.load is None:
             why = self.not_streamed(self.made.get(rhs.value))
@@ -284,8 +287,8 @@ class Plan:
         if ref not in self.kernel.inputs or ref in self.written:
             return "it is not of an operand that is only read"
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
-        if row % 16:
-            return f"the array has rows of {row} bytes, not of 16"
+        if row % ROW_MULTIPLE:
+            return f"the array has rows of {row} bytes, not of {ROW_MULTIPLE}"
         return "" if 2 <= ref.ref.rank <= 5 else f"the array has rank {ref.ref.rank}"
 
     def together(self) -> list[tuple[list[Op], Block]]:

@@ -101,12 +101,14 @@ def _with_program(
 ) -> Kernel:
     outside = Builder(pipeline.op.loc)
     outside.ops += [op for op in kernel.body.ops if op is not pipeline.op]
+    notes = {k: v for k, v in pipeline.op.attrs.items() if "." in k}
     outside.emit(
         "pipeline",
         regions=(body,),
         grid=(blocks,),
         windows=(),
         semantics=("parallel",),
+        **notes,
     )
     return with_level(kernel.with_(body=outside.block()))
 

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd, prod
 
 from pallasite.backends.cuda.assign import narrowed as narrowed_spread
 from pallasite.backends.cuda.assign import reshaped
-from pallasite.backends.cuda.core import Core, Tile
+from pallasite.backends.cuda.core import VECTOR_BYTES, Core, Tile
 from pallasite.backends.cuda.elementwise import (
     NATIVE,
     OF_BITS,
+    ROUGH,
     choice,
     computed,
     infix,
     narrowed,
 )
 from pallasite.backends.cuda.layouts import WARP, Lane, Spread
-from pallasite.backends.cuda.text import c_type, number
+from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, I32, DType
 from pallasite.ops.neutral import neutral
@@ -33,6 +35,8 @@ class Tiles(Core):
 
     def emit_elementwise(self, op: Op) -> None:
         tile, row = op.result.tile, NATIVE[op.name]
+        if self.is_rough(op):
+            row = ROUGH.get(op.name, row)
         for value in (*op.operands, op.result):
             self.type(value.tile.dtype, op)
         if op.name == "bitcast" and op.operands[0].tile.dtype.bits != tile.dtype.bits:
@@ -65,6 +69,10 @@ class Tiles(Core):
         else:
             self.fill(result, element)
         self.env[op.result] = result
+
+    def is_rough(self, op: Op) -> bool:
+        """Whether the result is rounded to 16 bits or fewer, here or further on."""
+        return is_narrow(op.result.tile.dtype) or op.result in self.rounded_away
 
     def operand_of(
         self, op: Op, value: Value, spread: Spread | None, lanes: tuple[Lane, ...]
@@ -279,26 +287,40 @@ class Tiles(Core):
     def across_warps(
         self, op: Op, kind: str, sums: Tile, moving: Sequence[Lane]
     ) -> None:
-        """Through shared memory, where warps share a sum."""
+        """Through shared memory, where warps share a sum.
+
+        What the threads that share it have is next to each other there, so that each
+        of them reads it in few loads; lanes that agree already have one place.
+        """
+        inside = [p for p in moving if p.unit < WARP]
+        agree = prod(min(p.count, WARP // p.unit) for p in inside) == WARP
         for lane in moving:
             unit = max(lane.unit, WARP)
             count = lane.unit * lane.count // unit
             if count <= 1:
                 continue
+            step = WARP if agree else 1  # threads per place
             element = self.type(sums.dtype, op)
-            size = self.threads * sums.registers * sums.dtype.bytes
-            place = self.out.fresh("s")
-            offset = self.reserve(size)
+            place, kept = self.out.fresh("s"), self.threads // step
+            offset = self.reserve(kept * sums.registers * sums.dtype.bytes)
             self.out.line(f"{element}* {place} = ({element}*)(shared + {offset});")
             self.sync_before_reuse()
-            at = f"i * {self.threads} + thread"
-            self.out.line(f"EACH({sums.registers}) {place}[{at}] = {sums.held()};")
+            inner = f" + thread % {unit} / {step}" if unit > step else ""
+            slot = f"(thread / {unit * count} * {unit // step}{inner}) * {count}"
+            slot = f"i * {kept} + {slot}"
+            mine = f"{place}[{slot} + thread / {unit} % {count}] = {sums.held()};"
+            first = f"if (thread % {step} == 0) " if step > 1 else ""
+            self.out.line(f"{first}EACH({sums.registers}) {mine}")
             self.sync()
-            first = f"i * {self.threads} + thread - thread / {unit} % {count} * {unit}"
-            each = f"{place}[{first} + w * {unit}]"
-            total = self.combined(op, kind, sums.dtype, "t", each)
+            width = gcd(count, max(1, VECTOR_BYTES // sums.dtype.bytes))
+            total = self.combined(op, kind, sums.dtype, "t", "all[w]")
             with self.out.block(f"EACH({sums.registers})"):
-                self.out.line(f"{element} t = {place}[{first}];")
+                self.out.line(f"__align__(16) {element} all[{count}];")
+                self.out.line(
+                    f'_Pragma("unroll") for (int w = 0; w < {count}; w += {width}) '
+                    f"get<{width * sums.dtype.bytes}>(all + w, {place} + {slot} + w);"
+                )
+                self.out.line(f"{element} t = all[0];")
                 self.out.line(
                     f'_Pragma("unroll") for (int w = 1; w < {count}; ++w) t = {total};'
                 )

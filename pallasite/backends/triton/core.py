@@ -36,7 +36,7 @@ class Core:
         self.env: dict[Value, Val] = {}
         self.facts = Facts()
         self.producers: dict[Value, Op] = {}
-        self.rounded_away: frozenset[Value] = frozenset()  # see `rounding.py`
+        self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
         """This backend does not have `op` on these operands."""

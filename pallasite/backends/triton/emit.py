@@ -16,7 +16,6 @@ from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.launch import GROUP, STAGES
 from pallasite.backends.triton.memory import Number
 from pallasite.backends.triton.prints import Prints, print_ops
-from pallasite.backends.triton.rounding import rounded_away
 from pallasite.backends.triton.text import Val, memory_element
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -25,6 +24,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
+from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
 

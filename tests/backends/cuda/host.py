@@ -36,6 +36,7 @@ OWN = {
     "{ return x != x || y != y ? x + y : x < y ? x : y; }\n",
     "reciprocal_root": "DEVICE float reciprocal_root(float x) "
     "{ return (float)(1 / sqrt((double)x)); }\n",
+    "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.MAPS, ""),
@@ -107,6 +108,10 @@ def run(
     launched = emit.Launched.of(text)
     rng = np.random.default_rng(seed)
     inputs = [np.array(x) for x in operands]
+    for n, turned, added in launched.repacked:
+        packed = inputs[n].swapaxes(-2, -1) if turned else inputs[n]
+        widths = [(0, 0)] * (packed.ndim - 1) + [(0, added)]
+        inputs[n] = np.ascontiguousarray(np.pad(packed, widths))
     results = [np.full(p.ref.shape, 77).astype(p.ref.dtype.np) for p in kernel.outputs]
     for source, target in kernel.aliases:
         results[target] = inputs[source]

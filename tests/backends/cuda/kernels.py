@@ -99,7 +99,7 @@ def add_kernel(x_ref, y_ref, o_ref):
 # --- products ---
 
 
-def matmul_kernel(x_ref, y_ref, *refs, dims, finish):
+def matmul_kernel(x_ref, y_ref, *refs, dims, finish, precision=None):
     *extra, o_ref, sums = refs
 
     @pl.when(pl.program_id(2) == 0)
@@ -107,7 +107,11 @@ def matmul_kernel(x_ref, y_ref, *refs, dims, finish):
         sums[...] = jnp.zeros_like(sums)
 
     sums[...] += jax.lax.dot_general(
-        x_ref[...], y_ref[...], (dims, ((), ())), preferred_element_type=sums.dtype
+        x_ref[...],
+        y_ref[...],
+        (dims, ((), ())),
+        precision=precision,
+        preferred_element_type=sums.dtype,
     )
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
@@ -117,7 +121,7 @@ def matmul_kernel(x_ref, y_ref, *refs, dims, finish):
 
 def matmul(
     x, y, *rest, block=(128, 256, 64), left="mk", right="kn", out=None, finish=None,
-    backend="cuda",
+    backend="cuda", precision=None,
 ):  # fmt: skip
     """`left` and `right` say how the operands are stored."""
     bm, bn, bk = block
@@ -139,6 +143,7 @@ def matmul(
             matmul_kernel,
             dims=((left.index("k"),), (right.index("k"),)),
             finish=finish or (lambda acc: acc),
+            precision=precision,
         ),
         out_shape=jax.ShapeDtypeStruct((sizes["m"], sizes["n"]), out or x.dtype),
         grid=grid,

@@ -174,6 +174,30 @@ def test_products_get_scratch_for_descriptions_of_arrays():
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "made"),
+    [
+        (jnp.int8, (1024, 1024, 1024), ["stablehlo.transpose", "tensor<1024x1024xi8>"]),
+        (bf16, (1024, 1023, 1024), ["stablehlo.pad", "tensor<1024x1024xbf16>"]),
+    ],
+)
+def test_xla_repacks_operands_before_the_call(dtype, sizes, made):
+    m, n, k = sizes
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n))]
+    out = jnp.int32 if dtype == jnp.int8 else f32
+    run = lambda x, y: kernels.matmul(x, y, block=(128, 128, 128), out=out)
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(part in text for part in ("@__gpu$xla.gpu.ptx", *made))
+
+
+def test_results_in_16_bits_are_computed_by_approximations():
+    """Those that both GPU backends use; what is stored in f32 stays exact."""
+    rough = ("__expf(", "divide_fast(")
+    assert all(word in body_of(text_of(softmax())) for word in rough)
+    assert not any(word in body_of(text_of(softmax(dtype=f32))) for word in rough)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("chip", ["a100", "h100", "b200"])
 def test_row_kernels_compile_for_every_chip(chip: str):
     compiled = base.Compiled(BACKEND, softmax(), base.Options(chip=GPUS[chip]))

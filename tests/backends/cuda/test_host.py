@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -107,6 +108,36 @@ def test_products(name, tmp_path, small_chip):
     (got,) = run(partial(kernels.matmul, **how), x, y, folder=tmp_path)
     want = kernels.reference(x, y, how["left"], how["right"], how["out"])
     assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
+
+
+TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+REPACKED = {
+    "i8 kn": dict(m=128, n=64, k=256, dtype=jnp.int8, block=(64, 64, 128)),
+    "i8 km": dict(m=128, n=72, k=256, dtype=jnp.int8, left="km", block=(64, 64, 128)),
+    "i8 odd": dict(m=67, n=70, k=130, dtype=jnp.int8, block=(64, 64, 128)),
+    "tf32 kn": dict(m=128, n=72, k=64, dtype=f32, block=(64, 64, 32), precision=TF32),
+    "bf16 odd": dict(m=67, n=71, k=65, block=(64, 64, 64)),
+    "bf16 odd turned": dict(
+        m=67, n=71, k=65, left="km", right="nk", block=(64, 64, 64)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPACKED)
+def test_operands_are_repacked_for_products(name, tmp_path, small_chip, monkeypatch):
+    """However small: these would not pay for it."""
+    module = import_module("pallasite.backends.cuda.repack")
+    monkeypatch.setattr(module, "_pays", lambda *_: True)
+    how = {"left": "mk", "right": "kn", "dtype": bf16, "out": f32, **REPACKED[name]}
+    sizes, dtype = {d: how.pop(d) for d in "mnk"}, how.pop("dtype")
+    how["out"] = jnp.int32 if dtype == jnp.int8 else f32
+    x, y = (
+        kernels.operand(sizes, how[side], dtype, n)
+        for n, side in enumerate(("left", "right"))
+    )
+    (got,) = run(partial(kernels.matmul, **how), x, y, folder=tmp_path)
+    want = kernels.reference(x, y, how["left"], how["right"], how["out"])
+    assert kernels.error(got, want) < 1e-5
 
 
 def test_one_stage_is_enough(tmp_path, monkeypatch):

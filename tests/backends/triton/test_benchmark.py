@@ -11,7 +11,7 @@ from pallasite.passes.run import run as run_passes
 from pallasite.primitive import call_p, kernels_in
 from tests.backends.triton.harness import compiled, simulated
 
-SMALL = gpu.Options(small=True, warps=(None,), stages=(None,))
+SMALL = gpu.Options(small=True, more=False, warps=(None,), stages=(None,))
 PROBLEMS = {problem.name: problem for problem in gpu.problems(SMALL)}
 LABELS = ("128x128", "1 rows")
 

@@ -1,0 +1,172 @@
+"""repack: operands of products in the form that the copy engine and `wgmma` take.
+
+In: a kernel after `promote`. Out: the same kernel on other arrays: an operand of 8-bit
+or f32 elements that is not stored along k has its last two dimensions exchanged, one
+whose rows are no multiples of 16 bytes has longer rows. The note `REPACKED` on the grid
+says how each is made of its operand; XLA does that before the call, in one pass over
+the operand (`runtime/ffi.py`). It is done only where the products take longer than such
+passes, and where nothing but products reads the operand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from pallasite.backends.cuda.products import ROW_MULTIPLE, TRANSPOSABLE
+from pallasite.ir.nodes import Access, Gather, Kernel, Op, Span, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops, substitute, users_of
+from pallasite.ir.roles import Dot
+from pallasite.ir.types import RefType
+from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.memory import Roots
+from pallasite.target import Gpu
+
+REPACKED = "cuda.repacked"
+T = TypeVar("T")
+
+
+class Packing(NamedTuple):
+    """How an array is made of an operand."""
+
+    operand: int  # its position
+    turned: bool  # its last two dimensions are exchanged
+    added: int  # columns after that, which hold zeros
+
+    def type(self, ref: RefType) -> RefType:
+        *outer, rows, columns = ref.shape
+        if self.turned:
+            rows, columns = columns, rows
+        return ref.with_shape((*outer, rows, columns + self.added))
+
+
+def repack(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Other arrays instead of operands that products cannot take, where it pays."""
+    packings = _packings(kernel)
+    if not packings or not _pays(kernel, packings, chip):
+        return kernel
+    new: dict[Value, Value] = {}
+    for packing in packings:
+        param = kernel.inputs[packing.operand]
+        new[param] = Value(packing.type(param.ref), param.name)
+    turned = {new[kernel.inputs[p.operand]] for p in packings if p.turned}
+    exchange = _Exchange(turned, tuple(map(tuple, packings)))
+    return map_ops(
+        kernel.with_(
+            params=tuple(new.get(v, v) for v in kernel.params),
+            body=substitute(kernel.body, new),
+        ),
+        exchange.rewrite,
+    )
+
+
+def _pays(kernel: Kernel, packings: Sequence[Packing], chip: Gpu) -> bool:
+    params = [kernel.inputs[p.operand].ref for p in packings]
+    moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
+    rates = [chip.rate(ref.dtype.name) for ref in params]
+    rate = min((r for r in rates if r), default=max(chip.rates.values()))
+    bandwidth = chip.main.bytes_per_second
+    return bandwidth is not None and moved / bandwidth < cost(kernel).flops / rate
+
+
+# --- which operands ---
+
+
+def _packings(kernel: Kernel) -> list[Packing]:
+    """Of all operands that need it and that only products read."""
+    made = {v: op for op in walk(kernel.body) for v in op.results}
+    roots, users = Roots(kernel), users_of(kernel.body)
+    aliased = (kernel.inputs[i] for i, _ in kernel.aliases)
+    changed = {*roots.written(kernel.body), *aliased}
+    contracted: dict[Value, set[int]] = {}  # operand -> its loads' dims summed over
+    for op in walk(kernel.body):
+        for side in Dot.of(op).sides if op.name == "dot" else ():
+            value, dims = side.value, list(side.contract)
+            while (source := made.get(value)) and source.name == "transpose":
+                dims = [source.attrs["perm"][d] for d in dims]
+                value = source.operands[0]
+            if source and source.name == "load" and value.tile.rank == 2:
+                contracted.setdefault(roots.of(source.operands[0]), set()).update(dims)
+    found = []
+    for operand, param in enumerate(kernel.inputs):
+        dims = contracted.get(param)
+        if not dims or param in changed or not _is_multiplied(param, users):
+            continue
+        width = param.ref.dtype.bytes
+        turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE
+        columns = param.ref.shape[-2 if turned else -1]
+        added = -columns % max(1, ROW_MULTIPLE // width)
+        by_blocks = all(user.name == "block_view" for user in users[param])
+        if turned or (added and by_blocks):
+            found.append(Packing(operand, turned, added if by_blocks else 0))
+    return found
+
+
+def _is_multiplied(value: Value, users: dict[Value, list[Op]]) -> bool:
+    """Whether boxes of an array, or what is loaded of them, go into products only."""
+    return bool(users[value]) and all(
+        op.name == "dot"
+        or (_keeps_matrix(op) and all(_is_multiplied(v, users) for v in op.results))
+        for op in users[value]
+    )
+
+
+def _keeps_matrix(op: Op) -> bool:
+    """Whether the last two dimensions of a ref are those of the result."""
+    if op.name == "transpose":
+        return True
+    if op.name == "block_view":
+        dims = op.attrs["window"].dims
+        plain = all(d.kind != "bounded" for d in dims)
+        return plain and all(d.kind != "squeezed" for d in dims[-2:])
+    if op.name not in ("load", "subview"):
+        return False
+    access = Access.of(op)
+    if access.mask is not None or any(isinstance(e, Gather) for e in access.index):
+        return False
+    return len(access.index) > 1 and all(isinstance(e, Span) for e in access.index[-2:])
+
+
+# --- the last two dimensions of arrays exchanged ---
+
+
+class _Exchange:
+    """Rewrites what uses arrays whose last two dimensions have changed places."""
+
+    def __init__(self, turned: set[Value], notes: tuple[tuple, ...]):
+        self.turned, self.notes = turned, notes
+
+    def rewrite(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op.name == "pipeline":
+            b.ops.append(op.with_(attrs={**op.attrs, REPACKED: self.notes}))
+            return op.results
+        if not op.operands or op.operands[0] not in self.turned:
+            return None
+        if op.name == "block_view":
+            ref, *indices = op.operands
+            window = op.attrs["window"]
+            dims = tuple(_exchanged(window.dims))
+            view = b.op(
+                "block_view",
+                ref,
+                *_exchanged(indices),
+                **{**op.attrs, "window": replace(window, dims=dims)},
+            )
+            self.turned.add(view)
+            return (view,)
+        access = Access.of(op)
+        entries = _exchanged(access.split_index())
+        index = tuple(entry for entry, _ in entries)
+        operands = [operand for _, operand in entries if operand is not None]
+        if op.name == "subview":
+            view = b.subview(access.ref, index, operands)
+            self.turned.add(view)
+            return (view,)
+        loaded = b.load(access.ref, index, operands)
+        rank = loaded.tile.rank
+        perm = (*range(rank - 2), rank - 1, rank - 2)
+        return (b.op("transpose", loaded, perm=perm),)
+
+
+def _exchanged(values: Sequence[T]) -> list[T]:
+    *outer, rows, columns = values
+    return [*outer, columns, rows]
