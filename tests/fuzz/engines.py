@@ -4,12 +4,22 @@ A check raises: a PallasError of REFUSALS where the engine does not take the ker
 anything else where it is wrong.
 """
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import jax
 import numpy as np
 
-from pallasite.errors import PallasError, ResourceError, SpecError, UnsupportedError
+from pallasite.errors import (
+    FallbackWarning,
+    PallasError,
+    ResourceError,
+    SpecError,
+    UnsupportedError,
+)
 from pallasite.interpret.checked import run_checked
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.opdef import table
@@ -27,8 +37,9 @@ from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.unmasked_steps import unmasked_steps
-from pallasite.primitive import Checked
+from pallasite.primitive import Call, Checked, bind_call
 from tests.backends.cpu.direct import Guarded, Memory
+from tests.backends.cuda import host as cuda
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton
 from tests.fuzz.agreement import run_numpy
@@ -43,6 +54,7 @@ Run = Callable[[Case], list[np.ndarray]]
 Check = Callable[[Case, int], None]
 
 OPTIMISED_EVERY = 16  # kernels
+DEVICE_LOST = 77  # the exit code of a process whose GPU reported an error
 
 
 def compare(run: Run, case: Case) -> None:
@@ -128,6 +140,33 @@ def on_tpu(case: Case, number: int) -> None:
     compare(lambda c: tpu.simulated(c.kernel, c.arrays), case)
 
 
+def in_cuda_text(case: Case, number: int) -> None:
+    """CUDA C++ compiled for this CPU, between forbidden pages."""
+    compare(lambda c: cuda.simulated(c.kernel, c.arrays, seed=number), case)
+
+
+def on_gpu(case: Case, number: int, backend: str | None = None) -> None:
+    """A GPU of this computer, through one backend or the one that is the default."""
+    call = Call(case.kernel, backend=backend)
+    with jax.enable_x64(True), jax.default_device(jax.devices("gpu")[0]):
+        compare(lambda c: _on_device(call, c), case)
+
+
+def _on_device(call: Call, case: Case) -> list[np.ndarray]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            return [np.asarray(r) for r in bind_call(call, case.arrays)]
+    except FallbackWarning as warning:
+        raise UnsupportedError("both refuse: " + str(warning).splitlines()[1]) from None
+    except jax.errors.JaxRuntimeError as error:
+        if "CUDA_ERROR" not in str(error):
+            raise
+        # Nothing runs in a process after that; the hunt starts another.
+        print(f"{call.backend} on {case!r}: {error}", file=sys.stderr, flush=True)
+        os._exit(DEVICE_LOST)
+
+
 ENGINES: Mapping[str, Check] = {
     "cpu": on_cpu,
     "emulation": in_emulation,
@@ -136,4 +175,18 @@ ENGINES: Mapping[str, Check] = {
     "checked": in_checked_mode,
     "triton": on_triton,
     "tpu": on_tpu,
+    "cuda": in_cuda_text,
+    "gpu": on_gpu,
+    "gpu_cuda": partial(on_gpu, backend="cuda"),
+    "gpu_triton": partial(on_gpu, backend="triton"),
 }
+
+
+def present() -> tuple[str, ...]:
+    """The engines that run on this computer."""
+    missing = set[str]()
+    if cuda.compiler() is None:
+        missing.add("cuda")
+    if jax.default_backend() != "gpu":
+        missing |= {name for name in ENGINES if name.startswith("gpu")}
+    return tuple(name for name in ENGINES if name not in missing)

@@ -26,7 +26,7 @@ from typing import Any
 
 from tests import conftest  # noqa: F401  sets the environment, before jax is imported
 from tests.fuzz.choices import Stream, simplest
-from tests.fuzz.engines import ENGINES, REFUSALS
+from tests.fuzz.engines import ENGINES, REFUSALS, present
 from tests.fuzz.generate import BYTES, FAMILIES, random_kernel
 from tests.fuzz.placement import placed_kernel
 from tests.fuzz.running import check, emulated
@@ -37,7 +37,7 @@ Target = Callable[[Connection], None]
 BATCH = 8
 EACH_FAMILY = (*FAMILIES, "edges", "placement", "python")
 PER_SEED = 1_000_000  # kernels
-PYTHON_ENGINES = ("cpu", "emulation", "triton", "tpu")
+PYTHON_ENGINES = ("cpu", "emulation", "triton", "tpu", "cuda", "gpu")
 REDUCING_S = 40.0  # at most, for one kernel
 REDUCED = 6  # kernels of one engine; those after them are written as they are
 STUCK_S = 300.0  # then a process is ended, and its kernel is a finding
@@ -202,6 +202,7 @@ class Hunt:
     processes: int = field(default_factory=lambda: os.cpu_count() or 1)
     target: Target = work
     method: str = "spawn"  # how processes start
+    reducing_s: float = REDUCING_S
     # By engine and family, the last by engine and reason.
     tried: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -236,7 +237,7 @@ class Hunt:
             return None
         found = sum(count for (engine, _), count in self.wrong.items()
                     if engine == job.engine)  # fmt: skip
-        reducing_s = min(REDUCING_S, left) if found < REDUCED else 0.0
+        reducing_s = min(self.reducing_s, left) if found < REDUCED else 0.0
         return replace(job, reducing_s=reducing_s)
 
     def _finished(self, worker: Worker) -> Worker:
@@ -318,9 +319,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     names = lambda text: tuple(text.split(","))
-    parser.add_argument("--engine", type=names, default=tuple(ENGINES))
+    parser.add_argument("--engine", type=names, default=present())
     parser.add_argument("--family", type=names, default=EACH_FAMILY)
     parser.add_argument("--kernel", type=int, help="run this one only")
+    text = "seconds to make a kernel that is wrong simple"
+    parser.add_argument("--reduce", type=float, default=REDUCING_S, help=text)
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"))
     options = parser.parse_args(arguments)
     for given, known in ((options.engine, ENGINES), (options.family, EACH_FAMILY)):
@@ -332,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number = (options.kernel,)
         jobs = (Job(e, f, number) for f in options.family for e in options.engine)
     hunt = Hunt(iter(jobs), options.seconds, options.folder)
+    hunt.reducing_s = options.reduce
     hunt.run()
     print(hunt.report())
     return 1 if sum(hunt.wrong.values()) else 0

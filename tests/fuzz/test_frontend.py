@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pallasite.errors import UnsupportedError
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import Call, bind_call, kernels_in
+from tests.backends.cuda import host as cuda
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton
 from tests.fuzz.agreement import expected, mismatch
@@ -32,6 +33,11 @@ BYTES = 96
 CALLS = 3  # batches of calls in one test
 COPIES = 2  # elements of a mapped axis
 TOLERANCE = dict(rtol=2e-3, atol=2e-3)
+SIMULATORS = {
+    "triton": triton.simulated,
+    "tpu": tpu.simulated,
+    "cuda": cuda.simulated,
+}
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
@@ -80,8 +86,8 @@ def check_calls(
 
 
 def check_python(choices: Stream, engine: str) -> None:
-    """One call on an engine; on a CPU and in the emulation its vmap, too."""
-    if engine in ("cpu", "emulation"):
+    """One call on an engine; on a device and in the emulation its vmap, too."""
+    if engine in ("cpu", "gpu", "emulation"):
         call = random_call(choices)
         check_calls([call], [choices.integer(0, 2)], interpret=engine == "emulation")
         return
@@ -89,8 +95,7 @@ def check_python(choices: Stream, engine: str) -> None:
     (kernel,) = kernels_in(functools.partial(call, interpret=True), *call.arrays)
     if len(kernel.inputs) > len(call.arrays):
         raise UnsupportedError("simulators are not given arrays from outside a kernel")
-    simulator = {"triton": triton, "tpu": tpu}[engine]
-    got = simulator.simulated(run_passes(kernel), call.arrays)
+    got = SIMULATORS[engine](run_passes(kernel), call.arrays)
     _assert_close(got, call.in_python(*call.arrays), call)
 
 

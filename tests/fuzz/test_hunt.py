@@ -94,5 +94,5 @@ def test_exit_code_says_whether_anything_was_found(
 
 def test_unknown_engine_is_refused(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
-        hunt.main(["--engine", "gpu"])
-    assert "no gpu: there are cpu" in capsys.readouterr().err
+        hunt.main(["--engine", "fpga"])
+    assert "no fpga: there are cpu" in capsys.readouterr().err

@@ -210,12 +210,15 @@ def cast(x: str, old: DType, new: DType) -> str:
 def _to_integer(x: str, old: DType, new: DType) -> str:
     """Truncated; past the ends of the type the end; NaN gives 0."""
     source = "double" if old.bits == 64 else "float"
-    if new.bits == 64:
-        return f"__{source}2{'ull' if new.kind == 'uint' else 'll'}_rz({x})"
-    if new.name == "u32":
-        return f"__{source}2uint_rz({x})"
     whole = f"__{source}2int_rz({x})"
-    if new.bits == 32:
+    if new.bits == 64:
+        whole = f"__{source}2{'ull' if new.kind == 'uint' else 'll'}_rz({x})"
+    elif new.name == "u32":
+        whole = f"__{source}2uint_rz({x})"
+    # PTX makes 0 of NaN only between types of at most 32 bits.
+    if 64 in (old.bits, new.bits):
+        whole = f"({x} == {x} ? {whole} : 0)"
+    if new.bits >= 32:
         return whole
     low, high = new.limits
     return f"({c_type(new)})min(max({whole}, {low}), {high})"

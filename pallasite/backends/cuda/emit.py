@@ -60,7 +60,8 @@ class Launched:
 
 
 def function_name(kernel: Kernel) -> str:
-    return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
+    """The kernel's own name, but no word or function of C++ (`max`, `double`)."""
+    return "pl_" + re.sub(r"\W", "_", kernel.name, flags=re.ASCII)
 
 
 def emit(kernel: Kernel, shared_bytes: int) -> str:

@@ -76,17 +76,41 @@ inline float __expf(float x) { return expf(x); }
 inline double rsqrt(double x) { return 1 / sqrt(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
-template <class I> I saturated(double x) {
-  const double low = (double)(I)((I)-1 < 0 ? (I)1 << (8 * sizeof(I) - 1) : 0);
-  const double past = (I)-1 < 0 ? -low : ldexp(1.0, 8 * sizeof(I));
-  if (x != x) return 0;
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
+// As PTX converts: past the ends of the type its end. NaN is 0 only between types of at
+// most 32 bits, and else the number whose highest bit is set.
+template <class I, class F> I saturated(F x) {
+  const bool is_signed = (I)-1 < 0, wide = sizeof(I) == 8 || sizeof(F) == 8;
+  const I top = (I)1 << (8 * sizeof(I) - 1);
+  const double low = is_signed ? (double)top : 0;
+  const double past = is_signed ? -low : ldexp(1.0, 8 * sizeof(I));
+  if (x != x) return wide ? top : 0;
   if (x <= low) return (I)low;
-  return x >= past ? (I)((I)-1 < 0 ? ~((I)1 << (8 * sizeof(I) - 1)) : (I)-1) : (I)x;
+  return x >= past ? (is_signed ? (I)~top : (I)-1) : (I)x;
 }
 inline int __float2int_rz(float x) { return saturated<int>(x); }
 inline unsigned __float2uint_rz(float x) { return saturated<unsigned>(x); }
 inline long long __float2ll_rz(float x) { return saturated<long long>(x); }
+inline unsigned long long __float2ull_rz(float x) {
+  return saturated<unsigned long long>(x);
+}
 inline int __double2int_rz(double x) { return saturated<int>(x); }
+inline unsigned __double2uint_rz(double x) { return saturated<unsigned>(x); }
+inline long long __double2ll_rz(double x) { return saturated<long long>(x); }
+inline unsigned long long __double2ull_rz(double x) {
+  return saturated<unsigned long long>(x);
+}
+inline double erfinv(double x) {  // Newton's steps on erfc, from Winitzki's formula
+  const double size = fabs(x), pi = 3.14159265358979323846;
+  if (!(size < 1)) return size == 1 ? x / 0.0 : NAN;
+  const double rest = log1p(-size * size), half = 2 / (pi * 0.147) + rest / 2;
+  double y = sqrt(sqrt(half * half - rest / 0.147) - half);
+  for (int n = 0; n < 4; ++n)
+    y += (erfc(y) - (1 - size)) / (2 / sqrt(pi) * exp(-y * y));
+  return copysign(y, x);
+}
+inline float erfinvf(float x) { return (float)erfinv((double)x); }
 
 // Functions whose CUDA form is an instruction.
 inline unsigned short host_to_bf16(float x) {

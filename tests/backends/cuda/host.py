@@ -2,7 +2,8 @@
 
 The text of a kernel is run as it is; only functions that are single instructions have a
 form of their own here. What is not written is a pattern of garbage, and blocks run in
-a random order.
+a random order. In `Fenced` memory an access outside an operand, result or scratch array
+is a fault or is reported.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 from pallasite.backends import base
 from pallasite.backends.cuda import emit, functions, hopper
 from pallasite.ir.nodes import Kernel
+from tests.backends.cpu.direct import Guarded, Memory
 
 BACKEND = base.get("cuda")
 HERE = Path(__file__).parent
@@ -43,6 +46,8 @@ OWN = {
     **dict.fromkeys(hopper.COPIES, ""),
     "operand": hopper.BARRIERS["operand"],
 }
+ALIGNMENT = 16  # bytes, of the widest access
+PATTERN = 0x7F
 KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
 DRIVER = """
 {text}
@@ -104,31 +109,117 @@ def run(
     kernel: Kernel, operands: Sequence[Any], folder: Path, seed: int = 0
 ) -> list[np.ndarray]:
     """The outputs of a kernel."""
-    text = cuda_text(kernel)
-    launched = emit.Launched.of(text)
-    rng = np.random.default_rng(seed)
-    inputs = [np.array(x) for x in operands]
-    for n, turned, added in launched.repacked:
-        packed = inputs[n].swapaxes(-2, -1) if turned else inputs[n]
+    return Code(kernel, folder)(*operands, seed=seed)
+
+
+def simulated(
+    kernel: Kernel, operands: Sequence[Any], seed: int = 0
+) -> list[np.ndarray]:
+    """The same for a kernel that runs once, between forbidden pages."""
+    with tempfile.TemporaryDirectory(prefix="cuda-") as folder:
+        code = Code(kernel, Path(folder), optimise="-O0")
+        try:
+            return code(*operands, seed=seed, memory=Fenced(after=seed % 2 == 0))
+        finally:
+            code.close()
+
+
+class Fenced(Guarded):
+    """Memory between two forbidden pages, aligned as vectors of 16 bytes need it.
+
+    Up to 15 bytes between an array and the page after it are a pattern, which
+    `check` compares: who reads them does no harm, who writes them does.
+    """
+
+    def __init__(self, after: bool = True):
+        super().__init__(after)
+        self._rests: list[np.ndarray] = []
+
+    def place(self, array: np.ndarray) -> np.ndarray:
+        array = np.asarray(array)
+        size = -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        address = self.allocate(size)
+        held = np.frombuffer((ctypes.c_char * size).from_address(address), np.uint8)
+        held[...] = PATTERN
+        placed = held[: array.nbytes].view(array.dtype).reshape(array.shape)
+        placed[...] = array
+        self._rests.append(held[array.nbytes :])
+        return placed
+
+    def check(self) -> None:
+        assert all((rest == PATTERN).all() for rest in self._rests), "past the end"
+
+    def release(self) -> None:
+        self._rests.clear()
+        super().release()
+
+
+class Code:
+    """The emitted text of one kernel, compiled for the CPU.
+
+    Args:
+        kernel: what to compile.
+        folder: where its text and code are kept.
+        shared: the passes before the backend's own, which the kernel has not had.
+        optimise: how much g++ spends on the code.
+    """
+
+    def __init__(
+        self, kernel: Kernel, folder: Path, shared: Any = (), optimise: str = "-O1"
+    ):
+        text = cuda_text(kernel, shared)
+        self.kernel, self.launched = kernel, emit.Launched.of(text)
+        count = len(kernel.params) + len(self.launched.scratch)
+        path = _library(text, self.launched.name, count, folder, optimise)
+        self.library = ctypes.CDLL(str(path))
+
+    def __call__(
+        self, *operands: Any, seed: int = 0, memory: Memory | None = None
+    ) -> list[np.ndarray]:
+        """The results; blocks run in the order that `seed` gives."""
+        memory, kernel, launched = memory or Memory(), self.kernel, self.launched
+        inputs = [memory.place(x) for x in _repacked(operands, launched.repacked)]
+        aliased = {target: inputs[source] for source, target in kernel.aliases}
+        results = [
+            aliased[n]
+            if n in aliased
+            else memory.place(np.full(p.ref.shape, 77).astype(p.ref.dtype.np))
+            for n, p in enumerate(kernel.outputs)
+        ]
+        scratch = [
+            memory.place(np.full(n, PATTERN, np.uint8)) for n in launched.scratch
+        ]
+        arrays = [*inputs, *results, *scratch]
+        pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(launched.programs).astype(np.int32)
+        stuck = self.library.run(
+            pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
+            launched.threads,
+        )  # fmt: skip
+        assert not stuck, "the threads of a block wait for each other"
+        found = [np.array(r) for r in results]
+        if isinstance(memory, Fenced):
+            memory.check()
+            memory.release()
+        return found
+
+    def close(self) -> None:
+        """Give its memory back."""
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(self.library._handle))
+
+
+def _repacked(operands: Sequence[Any], how: Any) -> list[np.ndarray]:
+    """The operands as the call hands them over: some turned, some with rows padded."""
+    arrays = [np.asarray(x) for x in operands]
+    for n, turned, added in how:
+        packed = arrays[n].swapaxes(-2, -1) if turned else arrays[n]
         widths = [(0, 0)] * (packed.ndim - 1) + [(0, added)]
-        inputs[n] = np.ascontiguousarray(np.pad(packed, widths))
-    results = [np.full(p.ref.shape, 77).astype(p.ref.dtype.np) for p in kernel.outputs]
-    for source, target in kernel.aliases:
-        results[target] = inputs[source]
-    scratch = [np.full(n, 0x7F, np.uint8) for n in launched.scratch]
-    arrays = [*inputs, *results, *scratch]
-    pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
-    order = rng.permutation(launched.programs).astype(np.int32)
-    library = ctypes.CDLL(str(_library(text, launched.name, len(arrays), folder)))
-    stuck = library.run(
-        pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
-        launched.threads,
-    )  # fmt: skip
-    assert not stuck, "the threads of a block wait for each other"
-    return results
+        arrays[n] = np.ascontiguousarray(np.pad(packed, widths))
+    return arrays
 
 
-def _library(text: str, name: str, count: int, folder: Path) -> Path:
+def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> Path:
     for own, body in OWN.items():
         text = text.replace(functions.FUNCTIONS[own], body)
     text = re.sub(
@@ -149,8 +240,9 @@ def _library(text: str, name: str, count: int, folder: Path) -> Path:
     file.write_text(f'#include "{HERE / "host.h"}"\n{source}')
     command = [
         compiler(),
-        "-O1",
+        optimise,
         "-w",
+        "-fwrapv",  # as integers do on a GPU
         "-std=c++17",
         "-fPIC",
         "-shared",

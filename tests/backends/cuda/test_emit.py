@@ -76,7 +76,7 @@ def test_vector_add_is_this_text():
     text = text_of(kernel_of(run, ((1024,), f32), ((1024,), f32)))
     assert body_of(text).splitlines() == [
         'extern "C" __global__ void __launch_bounds__(32)',
-        "add_kernel(const float* __restrict__ a0, const float* __restrict__ a1, "
+        "pl_add_kernel(const float* __restrict__ a0, const float* __restrict__ a1, "
         "float* a2) {",
         "  const u32 thread = threadIdx.x;",
         "  const int b0 = (int)(thread % 32 * 4);",
@@ -365,6 +365,19 @@ def test_ptx_is_kept_on_disk(monkeypatch, tmp_path):
     assert nvrtc.stored_ptx(text, "sm_90a") == first
     with pytest.raises(TypeError):
         nvrtc.stored_ptx(text, "sm_80")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["max", "exp", "double", "3d", "u32", "main", "a b"])
+def test_a_kernel_may_have_any_name(name: str):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...])
+
+    def run(x):
+        return pl.pallas_call(kernel, out_shape=kernels.shape(x), name=name)(x)
+
+    text = text_of(kernel_of(run, ((64,), f32)))
+    assert f".entry {emit.Launched.of(text).name}(" in nvrtc.compile_ptx(text, "sm_80")
 
 
 @needs_nvrtc

@@ -56,6 +56,25 @@ def test_rows(kernel, reference, size, block, dtype, tmp_path):
     assert kernels.error(got, reference(x)) < limit
 
 
+@pytest.mark.parametrize("new", ["int8", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("old", ["float32", "float64"])
+def test_floats_that_are_no_integers(old, new, tmp_path):
+    """NaN is 0; what is too large or too small is the end of the type."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].astype(new)
+
+    def function(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, new))(x)
+
+    with jax.enable_x64(True):
+        x = jnp.array([np.nan, np.inf, -np.inf, 1e30, -1e30, -1.5, 2.5], old)
+        (got,) = run(function, x, folder=tmp_path)
+    ends = np.iinfo(new)
+    low, one = ends.min, -1 if ends.min else 0
+    assert got.tolist() == [0, ends.max, low, ends.max, low, one, 2]
+
+
 ZOO = ["two_pass_softmax", "mandelbrot", "loop_with_when", "gcd_pairs", "collatz"]
 ZOO += ["residual_rms_norm", "no_grid_two_outputs", "four_dimensional_blocks"]
 
