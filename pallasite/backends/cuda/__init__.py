@@ -15,6 +15,7 @@ from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
+from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import TILE, table
@@ -33,6 +34,9 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
+# Of a multiprocessor's registers, for results of products: two computing warpgroups have
+# nine tenths of them (`specialize.REGISTERS`).
+REGISTER_SHARE = 0.75
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
 # level that only its own results have.
@@ -46,7 +50,10 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
-        Pass("choose_blocks", partial(for_gpu, chip=chip)),
+        Pass(
+            "choose_blocks",
+            partial(for_gpu, chip=chip, register_share=REGISTER_SHARE),
+        ),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
@@ -60,6 +67,8 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("fold_exp2", fold_exp2),
         Pass("counters", counters),
         Pass("drop_unused", drop_unused, if_changed=True),
+        Pass("turn_tiles", turn_tiles),
+        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("overlap", overlap),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("specialize", partial(specialize, chip=chip)),
