@@ -32,6 +32,7 @@ from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.reverse import Reversed, reverse_program
+from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.step_blocks import step_blocks
 from pallasite.errors import NoBackwardKernel
@@ -39,6 +40,7 @@ from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.exact_quotients import exact_quotients
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -165,7 +167,7 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
-    program = step_blocks(program_of(kernel))
+    program = _with_exact_limits(step_blocks(program_of(kernel)))
     shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
@@ -203,6 +205,12 @@ def plan(
     return BackwardPlan(
         ways[0].steps, kernel.inputs, seeds, targets, changing, tuple(ways), machine
     )
+
+
+def _with_exact_limits(program: Program) -> Program:
+    """Loops whose length is a quotient without a remainder, as that length."""
+    facts = facts_of(program.body, program.sizes)
+    return program.with_body(exact_quotients(program.body, facts)).simplified()
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:

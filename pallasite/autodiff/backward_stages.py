@@ -7,9 +7,10 @@ visited once (`backward_windows.py`). What such a loop needs of the code before 
 is computed again if that is cheap, and saved to memory by a first stage if not.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pallasite.autodiff.op_derivative import is_pure
 from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.autodiff.reverse_activity import defined, facts_of, used_values
 from pallasite.autodiff.sink_sums import sink_sums
@@ -139,14 +140,15 @@ def _constant(value: Value, body: Block) -> int | None:
 
 
 def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
-    body = program.body
+    body, loop = _factors_before(program.body, loop)
     count = trip_count(loop, body)
     assert count is not None
     region = Loop.of(loop).body
     before = body.ops[: body.ops.index(loop)]
     slicer = _Slice(before)
     needed = _captured(region)
-    costly = slicer.to_save([v for v in needed if not v.is_ref])
+    factors = {v for op in walk(region) if op.name == "dot" for v in op.operands}
+    costly = slicer.to_save([v for v in needed if not v.is_ref], factors)
     saved = [_saved_ref(v, program.sizes) for v in costly]
 
     main = Builder()
@@ -163,6 +165,42 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     sizes = (*program.sizes, count)
     main_program = program.with_body(Block(body.params, tuple(main.ops)))
     return main_program, replace(program, body=moved, sizes=sizes), saved
+
+
+def _factors_before(body: Block, op: Op) -> tuple[Block, Op]:
+    """Factors of a loop's products that are the same in all steps, before the loop."""
+    loop = Loop.of(op)
+    made = producers_of(loop.body)
+    variant = {*loop.body.params}
+    moved: list[Op] = []
+    for inner in walk(loop.body):
+        if is_pure(inner) and not any(v in variant for v in inner.operands):
+            moved.append(inner)
+        else:
+            variant.update(inner.results)
+            variant.update(v for region in inner.regions for v in region.params)
+    factors = [v for o in walk(loop.body) if o.name == "dot" for v in o.operands]
+    pending, needed = factors, set[Op]()
+    while pending:
+        each = made.get(pending.pop())
+        if each is not None and each in moved and each not in needed:
+            needed.add(each)
+            pending += each.operands
+    if not needed:
+        return body, op
+
+    def rest(block: Block) -> Block:
+        ops = [
+            o.with_(regions=tuple(map(rest, o.regions))) if o.regions else o
+            for o in block.ops
+            if o not in needed
+        ]
+        return Block(block.params, tuple(ops), block.yields)
+
+    new = loop.with_(body=rest(loop.body)).to_op()
+    early = [o for o in moved if o in needed]
+    ops = [o for old in body.ops for o in ((*early, new) if old is op else (old,))]
+    return Block(body.params, tuple(ops), body.yields), new
 
 
 def _captured(region: Block) -> list[Value]:
@@ -203,16 +241,19 @@ class _Slice:
             or (op.name == "load" and op.operands[0] in self.stored)
         )
 
-    def to_save(self, values: Iterable[Value]) -> list[Value]:
+    def to_save(
+        self, values: Iterable[Value], factors: Container[Value] = ()
+    ) -> list[Value]:
         """What to save such that computing the values again is cheap.
 
         A value itself, or what it is made of where that takes fewer bytes: a block
-        that is divided by a column is computed again from the column.
+        that is divided by a column is computed again from the column. But `factors` of
+        products are saved as they are multiplied: matrix units take them from memory.
         """
         saved: dict[Value, None] = {}
         costly = [v for v in values if not self.is_cheap([v])]
         for value in sorted(costly, key=_bytes):
-            sources = self.sources(value)
+            sources = None if value in factors else self.sources(value)
             more = None
             if sources is not None:
                 more = sum(_bytes(v) for v in sources if v not in saved)

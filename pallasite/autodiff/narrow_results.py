@@ -1,17 +1,19 @@
-"""Cotangents in the type of their operand, where nothing is added to them in memory.
+"""Cotangents in the type of their operand.
 
-Cotangents are summed up in f32. A block that is stored once, whole, is no sum: storing
-it in the operand's own type moves half the bytes (bf16), and no kernel has to convert
-the array afterwards.
+Cotangents are summed up in f32. Storing a block in the operand's own type moves half
+the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
+stored once, whole, is no sum and is stored so; one that the steps of a program add to
+is kept in scratch instead, and stored by the last of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
-from pallasite.ir.roles import Pipeline
-from pallasite.ir.types import DType
+from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.types import INDEX, DType
 from pallasite.passes.analysis.carried import covers_whole
 
 
@@ -33,13 +35,23 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
         return kernel
     pipeline = Pipeline.of(users[0])
     shown = [each for each in pipeline.shown if each.array is result]
-    stores = [op for op in walk(pipeline.body) if shown[0].block in op.operands]
-    if len(shown) > 1 or len(stores) != 1 or not _is_plain(stores[0], pipeline.body):
+    if len(shown) > 1 or shown[0].block.ref.dtype == dtype:
         return kernel
     array, block = _retyped(result, dtype), _retyped(shown[0].block, dtype)
-    ops: list[Op] = []
-    for op in pipeline.body.ops:
-        ops += [op] if op is not stores[0] else _store(op, block, dtype)
+    uses = [op for op in walk(pipeline.body) if shown[0].block in op.operands]
+    ops, scratch = list[Op](), Builder(kernel.loc)
+    steps = _steps_of(pipeline, shown[0])
+    if len(uses) == 1 and _is_plain(uses[0], pipeline.body):
+        for op in pipeline.body.ops:
+            ops += [op] if op is not uses[0] else _store(op, block, dtype)
+    elif steps and all(map(_is_box, uses)):
+        old = shown[0].block
+        kept = old.ref.with_shape([n for n in old.ref.shape if n != 1])
+        sums = scratch.op("alloc", type=replace(kept, space="vmem"), names=[old.name])
+        body = map_ops(pipeline.body, lambda op, b: _in_scratch(op, b, old, sums))
+        ops += [*body.ops, *_store_last(pipeline, steps, sums, block)]
+    else:
+        return kernel
     new = pipeline.showing(
         [
             each._replace(array=array, block=block) if each.array is result else each
@@ -49,7 +61,10 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     new = new.with_(body=replace(new.body, ops=tuple(ops)))
     body = replace(
         kernel.body,
-        ops=tuple(new.to_op() if op is users[0] else op for op in kernel.body.ops),
+        ops=(
+            *scratch.ops,
+            *(new.to_op() if op is users[0] else op for op in kernel.body.ops),
+        ),
     )
     params = tuple(array if p is result else p for p in kernel.params)
     return kernel.with_(params=params, body=body)
@@ -63,15 +78,77 @@ def _is_plain(op: Op, body: Block) -> bool:
     return access.mask is None and covers_whole(access.ref.ref.shape, access.index)
 
 
+def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
+    """The last axes of a grid, along which a block stays the same."""
+    ids = shown.index_map.params
+    needed = {v for op in shown.index_map.ops for v in op.operands}
+    needed.update(shown.index_map.yields)
+    axes: list[int] = []
+    for axis in reversed(range(len(pipeline.grid))):
+        is_step = pipeline.semantics[axis] == "sequential" and ids[axis] not in needed
+        if not is_step or pipeline.grid[axis] is None:
+            break
+        axes.insert(0, axis)
+    # Steps of axes further out would come back to a block.
+    outer = range(len(pipeline.grid) - len(axes))
+    return axes if all(ids[a] in needed for a in outer if pipeline.grid[a] != 1) else []
+
+
+def _in_scratch(op: Op, b: Rewriter, block: Value, sums: Value) -> list[Value] | None:
+    """An access to scratch, which has no dimensions of one element."""
+    if block not in op.operands:
+        return None
+    access = Access.of(op)
+    pairs = zip(access.split_index(), block.ref.shape, strict=True)
+    places = [each for each, n in pairs if n != 1]
+    index = tuple(entry for entry, _ in places)
+    starts = [start for _, start in places if start is not None]
+    shape = [entry.size for entry in index if isinstance(entry, Span)]
+    mask = access.mask and _reshaped(b, access.mask, shape)
+    if op.name == "store":
+        assert access.value is not None
+        b.store(sums, _reshaped(b, access.value, shape), index, starts, mask)
+        return []
+    other = access.other and _reshaped(b, access.other, shape)
+    loaded = b.load(sums, index, starts, mask, other)
+    return [_reshaped(b, loaded, op.result.tile.shape)]
+
+
+def _reshaped(b: Builder, value: Value, shape: Sequence[int]) -> Value:
+    shape = tuple(shape)
+    return value if value.tile.shape == shape else b.op("reshape", value, shape=shape)
+
+
+def _store_last(
+    pipeline: Pipeline, steps: Sequence[int], sums: Value, block: Value
+) -> list[Op]:
+    """What the last step on a block does."""
+    b, inside = Builder(pipeline.op.loc), Builder(pipeline.op.loc)
+    value = inside.cast(inside.load(sums), block.ref.dtype)
+    inside.store(block, _reshaped(inside, value, block.ref.shape))
+    is_last = None
+    for axis in steps:
+        last = b.eq(pipeline.ids[axis], b.index((pipeline.grid[axis] or 1) - 1))
+        is_last = last if is_last is None else b.op("and", is_last, last)
+    assert is_last is not None
+    b.emit("cond", b.cast(is_last, INDEX.dtype), regions=(Block(), inside.block()))
+    return b.ops
+
+
+def _is_box(op: Op) -> bool:
+    """Whether an op loads or stores a box of a block."""
+    if op.name not in ("load", "store"):
+        return False
+    return all(isinstance(entry, (At, Span)) for entry in Access.of(op).index)
+
+
 def _store(op: Op, block: Value, dtype: DType) -> list[Op]:
     builder = Builder()
     builder.loc = op.loc
     value = Access.of(op).value
     assert value is not None
     new = builder.cast(value, dtype)
-    if len(new.tile.shape) < len(block.ref.shape):
-        new = builder.op("reshape", new, shape=block.ref.shape)
-    builder.store(block, new)
+    builder.store(block, _reshaped(builder, new, block.ref.shape))
     return builder.ops
 
 

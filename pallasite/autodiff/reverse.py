@@ -18,7 +18,7 @@ from pallasite.autodiff.reverse_activity import (
     facts_of,
 )
 from pallasite.autodiff.reverse_loop import Cotangents, ReverseLoop, live
-from pallasite.autodiff.reverse_rules import accumulated, pull_back
+from pallasite.autodiff.reverse_rules import accumulated, cotangent_type, pull_back
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder, access_operands
@@ -265,6 +265,7 @@ class _Reverse:
 
     def add(self, b: Builder, ct: Cotangents, value: Value, more: Value) -> None:
         if value in self.activity.varied:
+            more = b.cast(more, accumulated(value.tile.dtype))
             ct[value] = b.add(ct[value], more) if value in ct else more
 
     def at_pure(self, b: Builder, op: Op, ct: Cotangents) -> None:
@@ -291,7 +292,7 @@ class _Reverse:
         if not self.activity.depends(access.ref):
             return
         ref = self.twin(b, access.ref)
-        value = b.cast(_widest(b, cotangent, ref.ref.dtype), ref.ref.dtype)
+        value = b.cast(cotangent, ref.ref.dtype)
         index_operands = tuple(_read_indices(b, access))
         new = Access(ref, access.index, index_operands, value, None, access.mask)
         b.emit(
@@ -332,7 +333,7 @@ class _Reverse:
         if mask is not None:
             other = b.constant(0, T.TileType(value.tile.shape, ref.ref.dtype))
         taken = b.load(ref, access.index, access.index_operands, mask, other)
-        self.add(b, ct, value, b.cast(taken, value.tile.dtype))
+        self.add(b, ct, value, taken)
 
     def at_atomic_rmw(self, b: Builder, op: Op, ct: Cotangents) -> None:
         access = Access.of(op)
@@ -379,7 +380,9 @@ class _Reverse:
                 active.remove(value)
         regions = []
         for inner, found in inside:
-            yields = [found.get(v) or inner.like(0, v) for v in active]
+            yields = [
+                found.get(v) or inner.constant(0, cotangent_type(v)) for v in active
+            ]
             regions.append(self.finished(Block((), tuple(inner.ops), tuple(yields))))
         results = b.emit("cond", op.operands[0], regions=regions)
         for value, cotangent in zip(active, results, strict=True):
@@ -455,16 +458,6 @@ def _stand_in(op: Op) -> Op:
     b = Builder(op.loc)
     b.load(nowhere)
     return b.ops[0].with_(results=op.results)
-
-
-def _widest(b: Builder, value: Value, limit: T.DType) -> Value:
-    """What a value was narrowed from just now, if that is no wider than `limit`."""
-    op = next((o for o in reversed(b.ops) if value in o.results), None)
-    if op is None or op.name != "cast":
-        return value
-    (source,) = op.operands
-    fits = source.tile.dtype.is_float and source.tile.dtype.bits <= limit.bits
-    return source if fits and source.tile.dtype.bits > value.tile.dtype.bits else value
 
 
 def _written(b: Builder, access: Access) -> Value | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pallasite.autodiff.reverse_activity import Activity, used_values
+from pallasite.autodiff.reverse_rules import cotangent_type
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, Kernel, Op, Span, Value, walk
@@ -56,7 +57,7 @@ class ReverseLoop:
             yields.append(self.inner.add(total, found[value]))
         block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
         inits = [self.result_cotangent(n) for n in varied]
-        inits += [self.ct.get(v) or self.b.constant(0, v.tile) for v in captured]
+        inits += [self.ct.get(v) or self.b.constant(0, cotangent_type(v)) for v in captured]
         results = self.emit_loop(live(block), inits)
         for value, total in zip(captured, results[len(varied) :], strict=True):
             self.ct[value] = total
@@ -66,11 +67,15 @@ class ReverseLoop:
 
     def cotangent(self, found: Cotangents, value: Value) -> Value:
         # The same value may stand for a captured one: its share is taken once.
-        return found.pop(value, None) or self.inner.constant(0, value.tile)
+        return found.pop(value, None) or self.inner.constant(
+            0, cotangent_type(value)
+        )
 
     def result_cotangent(self, n: int) -> Value:
         result = self.op.results[n]
-        return self.ct.pop(result, None) or self.b.constant(0, result.tile)
+        return self.ct.pop(result, None) or self.b.constant(
+            0, cotangent_type(result)
+        )
 
     def emit_loop(self, block: Block, inits: list[Value]) -> Sequence[Value]:
         needed = [n for n, p in enumerate(self.params) if p in used_values(block)]
@@ -148,7 +153,7 @@ def _at(b: Builder, stack: Value, position: Value) -> Value:
 
 
 def _like(value: Value) -> Value:
-    return Value(value.tile, f"d_{value.name}" if value.name else "")
+    return Value(cotangent_type(value), f"d_{value.name}" if value.name else "")
 
 
 def live(block: Block) -> Block:

@@ -15,7 +15,10 @@ Dims = tuple[int, ...]
 def pull_back(
     b: Builder, op: Op, cotangents: Sequence[Value | None], wanted: Sequence[bool]
 ) -> list[Value | None]:
-    """Emit the cotangents of a pure op's operands; None where zero or not wanted."""
+    """Emit the cotangents of a pure op's operands; None where zero or not wanted.
+
+    Cotangents may be wider than what they belong to (see `accumulated`).
+    """
     if op.name == "dot" and cotangents[0] is not None:
         return [
             _dot_operand(b, op, cotangents[0], side) if is_wanted else None
@@ -24,9 +27,18 @@ def pull_back(
     if op.name == "cast" and cotangents[0] is not None:
         (x,) = op.operands
         both_float = x.tile.dtype.is_float and op.result.tile.dtype.is_float
-        return [b.cast(cotangents[0], x.tile.dtype) if both_float else None]
+        wide = accumulated(x.tile.dtype)
+        return [b.cast(cotangents[0], wide) if both_float else None]
+    if op.name == "transpose" and cotangents[0] is not None:
+        perm = op.attrs["perm"]
+        back = tuple(perm.index(d) for d in range(len(perm)))
+        return [b.op("transpose", cotangents[0], perm=back)]
+    narrow = [
+        c if c is None else b.cast(c, r.tile.dtype)
+        for c, r in zip(cotangents, op.results, strict=True)
+    ]
     try:
-        return vjp_ops(b, op, op.operands, op.results, cotangents, wanted)
+        return vjp_ops(b, op, op.operands, op.results, narrow, wanted)
     except (NotImplementedError, TypeError) as error:
         # JAX has no rule, or the rule needs what the language does not have.
         reason = str(error).splitlines()[0]
@@ -35,8 +47,12 @@ def pull_back(
 
 
 def accumulated(dtype: T.DType) -> T.DType:
-    """The type in which sums of cotangents of a type are kept."""
+    """The type in which cotangents of a type are kept and summed up."""
     return T.F32 if dtype.bits < 32 else dtype
+
+
+def cotangent_type(value: Value) -> T.TileType:
+    return value.tile.with_dtype(accumulated(value.tile.dtype))
 
 
 def _dot_operand(b: Builder, op: Op, cotangent: Value, side: int) -> Value:
@@ -70,7 +86,7 @@ def _dot_operand(b: Builder, op: Op, cotangent: Value, side: int) -> Value:
     if layout is not None:
         perm = tuple(layout.index(d) for d in range(x.tile.rank))
         result = b.op("transpose", result, perm=perm)
-    return b.cast(result, x.tile.dtype)
+    return result
 
 
 def _dot(

@@ -15,9 +15,10 @@ from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place, loop_dims
+from pallasite.passes.cut_sums import cut_sums
 from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
-from pallasite.passes.reblock import cut, grow, may_cut
+from pallasite.passes.reblock import cut, grow, in_pipeline, may_cut
 from pallasite.passes.resized_code import CannotReblock
 
 LEAST_ROW = 64  # elements next to each other, so that accesses stay wide
@@ -118,7 +119,13 @@ def blocks_of(kernel: Kernel) -> Blocks | None:
 def _shallower(kernel: Kernel, place: Place, depth: int) -> Kernel:
     """Products in rounds of `depth`: steps of the grid where it has them, or a loop."""
     new = split_k_steps(kernel, depth)
-    return new if new is not kernel else loop_over_k(kernel, place, depth)
+    if new is not kernel:
+        return new
+    _, dim = in_pipeline(kernel, place)
+    try:
+        return cut_sums(kernel, place, dim.size // depth)
+    except CannotReblock:
+        return loop_over_k(kernel, place, depth)
 
 
 def is_last(blocks: Blocks, dim: LoopDim) -> bool:

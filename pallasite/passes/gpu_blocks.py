@@ -38,13 +38,19 @@ TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
-def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
+def for_gpu(
+    kernel: Kernel,
+    chip: Gpu,
+    tuned: bool = False,
+    register_share: float = REGISTER_SHARE,
+) -> Kernel:
     """Blocks that fit a multiprocessor's registers and shared memory.
 
     Args:
         kernel: what to rewrite.
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: they stay if they fit.
+        register_share: of a multiprocessor's registers, for results of products.
 
     Raises:
         ChipMemoryError: blocks do not fit, and cannot be cut.
@@ -54,7 +60,7 @@ def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    return _WithProducts(blocks, chip).kernel(tuned)
+    return _WithProducts(blocks, chip, register_share).kernel(tuned)
 
 
 def _power_of_two(n: int) -> int:
@@ -69,8 +75,9 @@ def _physical(shape: Sequence[int]) -> int:
 class _WithProducts:
     """Blocks of a kernel with products."""
 
-    def __init__(self, blocks: Blocks, chip: Gpu):
+    def __init__(self, blocks: Blocks, chip: Gpu, register_share: float):
         self.blocks, self.chip = blocks, chip
+        self.most_results = register_share * 4 * chip.registers
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -120,13 +127,16 @@ class _WithProducts:
         """How deep products may be, so that there is room for all stages."""
         found = dict[LoopDim, int]()
         for dim, depths in self._deep.items():
-            fits = (
-                n for n in depths if self._stages({**sizes, **found, dim: n}) >= STAGES
-            )
+            fits = (n for n in depths if self._has_room({**sizes, **found, dim: n}))
             depth = next(fits, depths[-1])
             if depth != dim.size:
                 found[dim] = depth
         return found
+
+    def _has_room(self, sizes: Sizes) -> bool:
+        """Whether all stages of operands fit, and all results."""
+        results = self._result_bytes(sizes)
+        return self._stages(sizes) >= STAGES and results <= self.most_results
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
@@ -169,7 +179,7 @@ class _WithProducts:
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if self._result_bytes(sizes) > REGISTER_SHARE * 4 * self.chip.registers:
+        if self._result_bytes(sizes) > self.most_results:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
@@ -187,18 +197,27 @@ class _WithProducts:
         return min(known, default=max(self.chip.rates.values())) / 2 / self.chip.cores
 
     def _work(self, dot: Dot, sizes: Sizes) -> float:
-        """Products of one program's dot, with the depth the author gave it."""
-        depth = dot.depth
+        """Products of one program's dot, with the depth the author gave it.
+
+        One that has a dimension of another product's depth as a side is made in each of
+        the rounds of that.
+        """
+        depth, rounds = dot.depth, 1.0
         sides = []
         for side in dot.sides:
             shape = self.blocks.shape(side.value, sizes)
             free = [shape[d] for d in side.free]
             sides.append(max(_physical(free), LEAST_SIDE))
+            for d in side.free:
+                dim = self.blocks.dims.get((side.value, d))
+                if dim is not None and dim.products:
+                    rounds *= dim.size / shape[d]
         shape = self.blocks.shape(dot.lhs.value, sizes)
         batch = prod(shape[d] for d in dot.lhs.batch)
         m, n = sides
         short = 1.5 if m < SHORT_TILE else 1.0
-        return batch * m * n * depth * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * short
+        work = rounds * batch * m * n * depth
+        return work * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * short
 
     def _smallest(self) -> Kernel:
         """The smallest blocks, where none are known to fit.

@@ -31,10 +31,10 @@ def hoist(kernel: Kernel) -> Kernel:
         loop = _HoistedLoop(op, builder, readable)
         loop.move_invariants()
         loop.move_first_step()
-        after = loop.take_last_step()
+        after = loop.take_last_steps()
         builder.ops.append(loop.loop.to_op())
-        if after is not None:
-            after(builder)
+        for emit in after:
+            emit(builder)
         return op.results
 
     return map_ops(kernel, rewrite)
@@ -173,8 +173,15 @@ class _HoistedLoop:
 
     # --- the last step ---
 
-    def take_last_step(self) -> Callable[[Builder], None] | None:
+    def take_last_steps(self) -> list[Callable[[Builder], None]]:
         """Remove trailing code of the last step; gives what emits it after the loop."""
+        after: list[Callable[[Builder], None]] = []
+        while (emit := self.take_last_step()) is not None:
+            after.insert(0, emit)
+        return after
+
+    def take_last_step(self) -> Callable[[Builder], None] | None:
+        """The last of it."""
         bounds = self.bounds()
         if bounds is None:
             return None

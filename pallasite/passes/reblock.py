@@ -140,36 +140,36 @@ def axis_of(found: LoopDims, dim: LoopDim) -> int | None:
     return None
 
 
-class _Cut:
-    """One dimension, divided.
+class Divided:
+    """A kernel with one dimension divided.
 
-    Where a parallel axis numbers the blocks that are written, it numbers the parts
-    instead. Otherwise a new axis comes first: all programs run for the first part, then
-    all for the second; nothing is handed on from one part to another.
+    An axis numbers the parts instead of the blocks; without one (None), a new axis
+    comes first. Windows and positions follow; `code` emits the body.
+
+    Args:
+        found: the kernel.
+        dim: what to divide.
+        parts: into how many.
+        axis: the one whose index becomes that of a part.
+        steps: how many it has then.
     """
 
-    def __init__(self, found: LoopDims, dim: LoopDim, parts: int):
+    def __init__(
+        self, found: LoopDims, dim: LoopDim, parts: int, axis: int | None, steps: int
+    ):
         self.found, self.dim, self.parts = found, dim, parts
-        reason = found.why_not_free(dim)
-        if reason is not None:
-            raise CannotReblock(reason)
         if parts < 1 or dim.size % parts:
             raise CannotReblock(f"{dim.size} elements are not {parts} equal parts")
         self.size = dim.size // parts
-        self.axis = axis_of(found, dim)
+        self.axis, self.steps = axis, steps
         self.moved = {m.number: m for m in _moved(found, dim)}
-        self.steps = self._steps()
         for each in self.moved.values():
             self._check_inside(each)
 
-    def _steps(self) -> int:
-        """How many steps number the parts; those that are all outside are left out."""
-        if self.axis is None:
-            return self.parts
-        old = self.found.pipeline.grid[self.axis]
-        assert old is not None
-        written = (m for m in self.moved.values() if self._is_written(m))
-        return min(old * self.parts, max(m.count_of(self.size) for m in written))
+    def code(self, b: Builder, part: Part, step: Value) -> None:
+        """The body of one part; `step`: the new index along the axis, or the part."""
+        for op in self.found.pipeline.body.ops:
+            part.op(b, op)
 
     def _is_written(self, each: _Moved) -> bool:
         return each.shown.block in self.found.written
@@ -253,15 +253,39 @@ class _Cut:
         return facts[each.position].within(0, each.count - 1)
 
     def _body(self, scratch: Mapping[Value, Value]) -> Block:
-        body, b = self.found.pipeline.body, Builder(self.found.pipeline.op.loc)
+        b = Builder(self.found.pipeline.op.loc)
         ids = self.found.pipeline.ids
         (*new, part), old = self._ids(b, ids)
         resized = Part(self.dim, self.size, b.mul(part, b.index(self.size)))
         resized.new |= {**scratch, **dict(zip(ids, old, strict=True))}
         blocks = resized.define(self.found.pipeline.blocks)
-        for op in body.ops:
-            resized.op(b, op)
+        self.code(b, resized, part if self.axis is None else new[self.axis])
         return b.block((*new, *blocks))
+
+
+class _Cut(Divided):
+    """Programs divided along a dimension.
+
+    Where a parallel axis numbers the blocks that are written, it numbers the parts
+    instead. Otherwise a new axis comes first: all programs run for the first part, then
+    all for the second; nothing is handed on from one part to another.
+    """
+
+    def __init__(self, found: LoopDims, dim: LoopDim, parts: int):
+        reason = found.why_not_free(dim)
+        if reason is not None:
+            raise CannotReblock(reason)
+        axis = axis_of(found, dim)
+        steps = parts if axis is None else _steps(found, dim, parts, axis)
+        super().__init__(found, dim, parts, axis, steps)
+
+
+def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
+    """How many steps number the parts; those that are all outside are left out."""
+    old, size = found.pipeline.grid[axis], dim.size // max(parts, 1)
+    assert old is not None
+    written = (m for m in _moved(found, dim) if m.shown.block in found.written)
+    return min(old * parts, max(m.count_of(max(size, 1)) for m in written))
 
 
 class _Grow:

@@ -16,6 +16,7 @@ from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import repack
 from pallasite.backends.cuda.specialize import specialize
+from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import TILE, table
@@ -37,6 +38,9 @@ from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
+# Of a multiprocessor's registers, for results of products: two computing warpgroups have
+# nine tenths of them (`specialize.REGISTERS`).
+REGISTER_SHARE = 0.75
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
 # level that only its own results have.
@@ -50,7 +54,10 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
-        Pass("choose_blocks", partial(for_gpu, chip=chip)),
+        Pass(
+            "choose_blocks",
+            partial(for_gpu, chip=chip, register_share=REGISTER_SHARE),
+        ),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),
@@ -64,6 +71,8 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("fold_exp2", fold_exp2),
         Pass("counters", counters),
         Pass("drop_unused", drop_unused, if_changed=True),
+        Pass("turn_tiles", turn_tiles),
+        Pass("canonicalize", canonicalize, if_changed=True),
         Pass("repack", partial(repack, chip=chip)),
         Pass("overlap", overlap),
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),

@@ -149,7 +149,11 @@ def narrowed(op: Op, spread: Spread) -> Spread:
 
 
 def _reduce(op: Op) -> tuple[Change | None, Change | None]:
-    return lambda spread: spread.without(op.attrs["axes"]), None
+    x, axes = op.operands[0].tile, op.attrs["axes"]
+    back = None
+    if all(x.shape[d] == 1 for d in axes):
+        back = lambda spread: reshaped(spread, x.shape)
+    return lambda spread: spread.without(axes), back
 
 
 def _transpose(op: Op) -> tuple[Change | None, Change | None]:

@@ -60,7 +60,7 @@ def _chains(loop: Loop, users: dict[Value, list[Op]]) -> list[Chain]:
     here = {v: op for op in loop.body.ops for v in op.results}
     found = []
     for dot in loop.body.ops:
-        if dot.name != "dot" or not _uses_product(dot.operands[0], here):
+        if dot.name != "dot" or not uses_product(dot.operands[0], here):
             continue
         adds = users[dot.result]
         if len(adds) != 1 or adds[0].name != "add" or here.get(adds[0].result) is None:
@@ -69,6 +69,8 @@ def _chains(loop: Loop, users: dict[Value, list[Op]]) -> list[Chain]:
         x, y = add.operands
         addend = y if x is dot.result else x
         loading = _loading(dot.operands[1], here, loop)
+        if loading is not None and _is_shared(loading, dot, users):
+            continue
         is_yield = add.result in loop.yields and len(users[add.result]) == 1
         if addend is dot.result or loading is None or not is_yield:
             continue
@@ -77,7 +79,7 @@ def _chains(loop: Loop, users: dict[Value, list[Op]]) -> list[Chain]:
     return found
 
 
-def _uses_product(value: Value, here: dict[Value, Op]) -> bool:
+def uses_product(value: Value, here: dict[Value, Op]) -> bool:
     """Whether a value is computed from a product of the same step."""
     pending, seen = [value], set[Value]()
     while pending:
@@ -111,6 +113,16 @@ def _loading(value: Value, here: dict[Value, Op], loop: Loop) -> Block | None:
         return None
     ops = tuple(op for op in loop.body.ops if op in needed)
     return Block((loop.index,), ops, (value,))
+
+
+def _is_shared(loading: Block, dot: Op, users: dict[Value, list[Op]]) -> bool:
+    """Whether a step loads a product's right side for other products, too.
+
+    Then it is there already, and a delayed product would load it once more.
+    """
+    mine = {*loading.ops, dot}
+    tiles = (op.result for op in loading.ops if op.name in ("load", "transpose"))
+    return any(user not in mine for tile in tiles for user in users[tile])
 
 
 class _Delayed:

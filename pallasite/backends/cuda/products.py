@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
+from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import users_of
@@ -109,13 +110,22 @@ class Plan:
         self.products = [self.product(op) for op in dots]
         self.by_op: dict[int, Product] = {}  # at the op whose place it takes
         for each in self.products:
-            self.by_op[id(each.dot if each.add is None else each.add)] = each
+            self.by_op[id(self.place_of(each))] = each
         self.rings: list[Ring] = []
         self.groups = [
             Group(loads, block, self.ring(loads)) for loads, block in self.together()
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.choose_stages()
+
+    def place_of(self, product: Product) -> Op:
+        """The op at which a product can start: its addition, if that waits for more."""
+        if product.add is None or product.addend is None:
+            return product.dot
+        ops = self.home[id(product.dot)].ops
+        later = ops[ops.index(product.dot) :]
+        is_late = any(product.addend in op.results for op in later)
+        return product.add if is_late else product.dot
 
     @cached_property
     def rows(self) -> int:
@@ -168,6 +178,11 @@ class Plan:
             elif op is not None and op.name == "cond":
                 pending += [r.yields[op.results.index(value)] for r in op.regions]
         return found
+
+    @property
+    def threads(self) -> int:
+        """That multiply."""
+        return WARPGROUP * self.warpgroups
 
     def refuse(self, op: Op, why: str, fix: str = "") -> NoReturn:
         shapes = ", ".join(str(v.type) for v in op.operands)
@@ -255,7 +270,19 @@ class Plan:
             return None, None
         x, y = add.operands
         addend = y if x is op.result else x
-        return (None, None) if addend is op.result else (add, addend)
+        if addend is op.result or self.is_late(op, addend):
+            return None, None
+        return add, addend
+
+    def is_late(self, op: Op, addend: Value) -> bool:
+        """Whether a product of loaded tiles would have to wait for what it adds to."""
+        sides = (self.side(s.value, s.contract[0]) for s in Dot.of(op).sides)
+        if any(side.load is None for side in sides):
+            return False
+        source = self.made.get(addend)
+        if source is None or source.name == "constant":
+            return False
+        return self.home[id(source)] is self.home[id(op)]
 
     # --- loads ---
 
@@ -281,7 +308,7 @@ class Plan:
             dims, fill = source.attrs["window"].dims, source.attrs["window"].fill
             if any(d.kind == "bounded" for d in dims) or dims[-1].kind == "squeezed":
                 return "its window is not a box of an array"
-            if fill:
+            if fill:  # the copy engine fills with zeros
                 return f"it is filled with {fill} outside the array"
             ref = source.operands[0]
         if ref not in self.kernel.inputs or ref in self.written:

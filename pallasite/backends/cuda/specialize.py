@@ -13,11 +13,12 @@ computing role is the program with its loads replaced by waits and its products 
 here knows what the products are for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from pallasite.backends.cuda.order import Order
+from pallasite.backends.cuda.overlap import uses_product
 from pallasite.backends.cuda.products import SWIZZLE, Group, Plan, Product, Ring, Side
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
@@ -32,6 +33,9 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
+# Registers of a thread for products that stay in flight from one step to the next. With
+# more, ptxas runs all products of a kernel one after another.
+MOST_IN_FLIGHT = 200
 # Registers of a thread in each role, by the number of computing warpgroups; None: all
 # threads keep what the kernel starts with.
 REGISTERS = {1: None, 2: (40, 232), 3: (32, 160)}
@@ -310,7 +314,13 @@ class _Computing(_Role):
         super().__init__(plan, memory)
         self.flights: list[_Flight] = []
         self.open: dict[Group, Value] = {}  # slots in use
-        self.skipped = {id(p.dot) for p in plan.products if p.add is not None}
+        self.skipped = {
+            id(op)
+            for p in plan.products
+            for op in (p.dot, p.add)
+            if op is not None and id(op) not in plan.by_op
+        }
+        self.freed_at_wait: list[Group] = []  # by the next wait: slots of a step before
         b = Builder()
         self.held: dict[Ring, Value] = {}  # the slot not freed yet, or -1
         for ring in plan.rings:
@@ -339,6 +349,8 @@ class _Computing(_Role):
             self.arrived(op, group, builder)
         elif op.name == "for" and self.is_stream(Loop.of(op)):
             self.stream(Loop.of(op), builder)
+        elif op.name == "for" and (chains := self.chained_sums(Loop.of(op))):
+            self.chained(Loop.of(op), chains, builder)
         elif op.regions:
             self.settle_all(builder)
             self.kept(op, builder)
@@ -471,6 +483,9 @@ class _Computing(_Role):
         ended, self.flights = self.flights[:end], self.flights[end:]
         sums = [f.result for f in ended]
         made = b.emit("wgmma_wait", *sums, pending=len(self.flights))
+        for group in self.freed_at_wait:
+            self.free_held(group, b)
+        self.freed_at_wait = []
         for flight, value in zip(ended, made, strict=True):
             result = flight.product.result
             self.new[result] = b.cast(value, result.tile.dtype)
@@ -533,13 +548,97 @@ class _Computing(_Role):
             body=Block(loop.body.params, tuple(inside.ops), yields),
         )
         b.ops.append(new.to_op())
+        self.end_of(loop, results, groups, b)
+
+    def end_of(
+        self, loop: Loop, left: Container[Value], groups: Sequence[Group], b: Builder
+    ) -> None:
+        """After a loop: wait for the sums that its last step left in flight."""
         pairs = zip(loop.results, loop.yields, strict=True)
-        sums = [result for result, value in pairs if value in results]
+        sums = [result for result, value in pairs if value in left]
         made = b.emit("wgmma_wait", *sums, pending=0)
         self.new.update(zip(sums, made, strict=True))
         for group in groups:
             self.free_held(group, b)
             b.store(self.held[group.ring], b.index(-1))
+
+    # --- loops whose steps end with sums of what they computed ---
+
+    def chained_sums(self, loop: Loop) -> list[Product]:
+        """Sums that a step need not wait for, because the next one does.
+
+        Each step adds a product of something that it computed from another product.
+        Waiting for that other one, the next step waits for all that were started
+        before; only then it adds to the sum.
+        """
+        if any(op.regions for op in loop.body.ops):
+            return []
+        here = {v: op for op in loop.body.ops for v in op.results}
+        products = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
+        found = []
+        for product in products:
+            if product is None or product.addend not in loop.carried:
+                continue
+            place = loop.carried.index(product.addend)
+            users = self.plan.users
+            alone = len(users[product.addend]) == len(users[product.result]) == 1
+            is_yield = loop.yields[place] is product.result
+            late = product.lhs.load is None and uses_product(product.lhs.value, here)
+            if alone and is_yield and late:
+                found.append(product)
+        groups = [g for p in found for g in self.groups_of(p) if g.block is loop.body]
+        # The slots of two steps are in use at once, and so are the operands of these
+        # sums and the results of the next step's first products.
+        has_slots = all(g.ring.stages > 1 for g in groups)
+        results = [p.result for p in products if p is not None]
+        operands = [p.lhs.value for p in found]
+        used = sum(map(self.registers, [*results, *operands]))
+        return found if has_slots and used <= MOST_IN_FLIGHT else []
+
+    def registers(self, value: Value) -> int:
+        """Of a thread, for a tile."""
+        return value.tile.size * value.tile.dtype.bytes // 4 // self.plan.threads
+
+    def groups_of(self, product: Product) -> list[Group]:
+        loads = [side.load for side in product.sides if side.load is not None]
+        return [self.plan.group_of[id(load)] for load in loads]
+
+    def chained(self, loop: Loop, sums: Sequence[Product], b: Builder) -> None:
+        """The sums of one step end while the first products of the next run."""
+        self.settle_all(b)
+        ordered = self.products_first(loop.body)
+        places = {id(op) for op in ordered if self.plan.by_op.get(id(op)) in sums}
+        groups = [g for g in self.plan.groups if g.block is loop.body]
+        kept = [
+            group
+            for group in groups
+            if id([op for op in ordered if self.uses(op, group)][-1]) in places
+        ]
+        inside = Builder(loop.op.loc)
+        self.freed_at_wait = kept
+        for number, op in enumerate(ordered):
+            inside.loc = op.loc
+            self.op(op, inside)
+            self.free_after(op, loop.body, ordered[number + 1 :], inside)
+        others = [f.product.result for f in self.flights if f.product not in sums]
+        self.settle(others, inside)
+        left, self.flights = self.flights, []
+        frees = dict(each for flight in left for each in flight.frees)
+        for group in kept:
+            slot = frees.get(group) or inside.index(-1)
+            inside.store(self.held[group.ring], slot)
+        results = {f.product.result: f.result for f in left}
+        yields = tuple(results.get(v) or self.value(v) for v in loop.yields)
+        first, limit, step = self.values(loop.bounds)
+        new = loop.with_(
+            first=first,
+            limit=limit,
+            step=step,
+            inits=self.values(loop.inits),
+            body=Block(loop.body.params, tuple(inside.ops), yields),
+        )
+        b.ops.append(new.to_op())
+        self.end_of(loop, results, kept, b)
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""

@@ -89,9 +89,21 @@ def _rem(x: Fact, y: Fact) -> Fact | None:
     """The result has the sign of `x`."""
     if y.low <= 0:
         return None
+    if y.number is not None and x.multiple % y.number == 0:
+        return exactly(0)
     most = y.high - 1
     low = 0 if x.low >= 0 else -most
     return Fact(low, min(max(x.high, 0), most), gcd(x.multiple, y.multiple) or 1)
+
+
+def _not_equal(x: Fact, y: Fact) -> Fact:
+    if x.number is not None and x.number == y.number:
+        return exactly(0)
+    return exactly(1) if x.high < y.low or y.high < x.low else Fact(0, 1)
+
+
+def _chosen(which: Fact, *cases: Fact) -> Fact:
+    return _any_of(*cases) if which.number is None else cases[which.number]
 
 
 def _any_of(*cases: Fact) -> Fact:
@@ -132,7 +144,8 @@ _RULES: dict[str, Callable[..., Fact | None]] = {
     "min": _min,
     "div": _div,
     "rem": _rem,
-    "select_n": lambda _, *cases: _any_of(*cases),
+    "ne": _not_equal,
+    "select_n": _chosen,
     "concatenate": _any_of,
     "and": _and,
     "shift_left": _shift_left,

@@ -1,0 +1,71 @@
+"""exact_quotients: quotients without a remainder, as what they are made of.
+
+`pl.cdiv((i + 1) * 128, 128)` is `i + 1`. As `jnp` rounds quotients (towards minus
+infinity) it is a dozen ops, in which nothing can be solved for `i`. Where facts show
+that a remainder is zero, the correction is dropped and the division undoes its product.
+"""
+
+from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.types import TileType
+from pallasite.passes.analysis.intervals import Facts
+
+
+def exact_quotients(body: Block, facts: Facts) -> Block:
+    """Scalar integers that are one number, and quotients of products.
+
+    Args:
+        body: code.
+        facts: of its integers.
+    """
+    wraps = {op.result for op in walk(body) if _is_integer(op) and facts.may_wrap(op)}
+    exact = {op.result for op in walk(body) if _is_integer(op) and _is_exact(op, facts)}
+
+    def rewrite(op: Op, b: Rewriter) -> Value | None:
+        if not _is_integer(op) or op.name == "constant":
+            return None
+        number = facts.of(op.result).number
+        if number is not None and not op.operands[0].is_ref:
+            return b.like(number, op.result)
+        if op.result not in exact:
+            return None
+        x, by = op.operands
+        return _quotient(b, x, _number(b, by), wraps)
+
+    return map_ops(body, rewrite)
+
+
+def _is_integer(op: Op) -> bool:
+    """Whether an op computes one scalar that is no float."""
+    if len(op.results) != 1 or op.regions:
+        return False
+    type = op.result.type
+    return isinstance(type, TileType) and not type.shape and not type.dtype.is_float
+
+
+def _is_exact(op: Op, facts: Facts) -> bool:
+    if op.name != "div":
+        return False
+    x, by = map(facts.of, op.operands)
+    return bool(by.number) and x.multiple % by.number == 0
+
+
+def _number(b: Rewriter, value: Value) -> int | None:
+    op = b.producer(value, "constant")
+    return None if op is None else op.attrs["value"]
+
+
+def _quotient(b: Rewriter, x: Value, by: int | None, wraps: set[Value]) -> Value | None:
+    """A value divided by a number that divides one of its factors."""
+    op = b.producer(x)
+    if op is None or not by or x in wraps:
+        return None
+    if op.name == "neg":
+        inner = _quotient(b, op.operands[0], by, wraps)
+        return None if inner is None else b.neg(inner)
+    if op.name == "mul":
+        for value, other in (op.operands, op.operands[::-1]):
+            factor = _number(b, other)
+            if factor is not None and factor % by == 0:
+                return value if factor == by else b.mul(value, b.like(factor // by, x))
+    return None
