@@ -158,6 +158,6 @@ _row(
     0,
     ("count", "more"),
     unit=Unit.CONTROL,
-    doc="each thread of the warpgroup has that many registers from here on: `more` than "
-    "before, or fewer",
+    doc="each thread of the warpgroup has that many registers from here on, `more` "
+    "than before or fewer",
 )

@@ -8,8 +8,8 @@ and a single thread starts copies after all warps are done with what they overwr
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import product as each_of
 from dataclasses import dataclass
+from itertools import product as each_of
 from math import prod
 
 from pallasite.backends.cuda import hopper
@@ -93,7 +93,9 @@ class Explicit(Shared):
         if not self.is_authored:
             self.out.line(f"barrier_expect({at}, {bytes_});")
         elif bytes_:
-            self.out.line(f"if (thread == 0) barrier_expect_for({at}, {bytes_}, {WARPS});")
+            self.out.line(
+                f"if (thread == 0) barrier_expect_for({at}, {bytes_}, {WARPS});"
+            )
         else:
             self.out.line("__syncwarp();")
             self.out.line(f"if (thread % 32 == 0) barrier_arrive({at});")
@@ -187,10 +189,15 @@ class Explicit(Shared):
         assert root is not None
         shape, width = root.ref.shape, view.dtype.bytes
         axes = [dim.axis for dim in view.dims]
-        if view.dtype.name not in hopper.ELEMENT_CODES or not 1 <= len(shape) <= MAX_RANK:
+        if (
+            view.dtype.name not in hopper.ELEMENT_CODES
+            or not 1 <= len(shape) <= MAX_RANK
+        ):
             self.refuse(op, f"the copy engine has no arrays of {root.type}")
         if axes != sorted(axes) or any(dim.step != 1 for dim in view.dims):
-            self.refuse(op, "the copy engine neither transposes nor leaves elements out")
+            self.refuse(
+                op, "the copy engine neither transposes nor leaves elements out"
+            )
         if axes[-1:] != [len(shape) - 1]:
             self.refuse(op, "the copy engine copies along the last dimension")
         if len(shape) > 1 and shape[-1] * width % 16:

@@ -135,7 +135,8 @@ FUNCTIONS: dict[str, str] = {
         "template <int SWIZZLE, int BYTES, int ROWS> "
         "DEVICE int swizzled(int row, int column) {\n"
         "  const int x = column * BYTES;\n"
-        "  const int at = x / SWIZZLE * (ROWS * SWIZZLE) + row * SWIZZLE + x % SWIZZLE;\n"
+        "  const int panel = x / SWIZZLE * (ROWS * SWIZZLE);\n"
+        "  const int at = panel + row * SWIZZLE + x % SWIZZLE;\n"
         "  return (at ^ (at >> 7 & SWIZZLE / 16 - 1) << 4) / BYTES;\n}\n"
     ),
     **hopper.BARRIERS,

@@ -78,7 +78,7 @@ BARRIERS: dict[str, str] = {
         "template <int N> DEVICE void settled(int (&x)[N]) "
         '{ EACH(N) asm volatile("" : "+r"(x[i]) :: "memory"); }\n'
     ),
-    # Rows of SWIZZLE bytes, swizzled: panels along k have rows along the other dimension,
+    # Rows of SWIZZLE bytes: panels along k have rows along the other dimension,
     # panels along the other dimension have rows along k and are `apart` bytes apart.
     "operand": (
         "template <int SWIZZLE = 128> DEVICE u64 operand(u32 at, u32 apart) {\n"

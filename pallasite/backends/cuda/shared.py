@@ -73,14 +73,20 @@ class Shared(Memory):
 
     def alloc_ring(self, op: Op, swizzle: int = ROW_BYTES) -> None:
         ref = op.result.ref
-        if ref.rank < 2 or ref.shape[-2] % ROWS or ref.shape[-1] * ref.dtype.bytes % swizzle:
+        if (
+            ref.rank < 2
+            or ref.shape[-2] % ROWS
+            or ref.shape[-1] * ref.dtype.bytes % swizzle
+        ):
             self.refuse(
                 op,
-                f"memory swizzled by {swizzle} bytes has rows of multiples of {swizzle} "
-                f"bytes, and a multiple of {ROWS} of them",
+                f"memory swizzled by {swizzle} bytes has rows of multiples of that "
+                f"size, and a multiple of {ROWS} of them",
                 "give the SMEM another shape or swizzle",
             )
-        ring = Ring(self.out.fresh("ring"), ref.shape, ref.dtype, ref.shape[-2], swizzle)
+        ring = Ring(
+            self.out.fresh("ring"), ref.shape, ref.dtype, ref.shape[-2], swizzle
+        )
         offset = self.reserve(ring.bytes, ROWS * ROW_BYTES)
         self.out.line(f"const u32 {ring.address} = shared_address(shared) + {offset};")
         self.rings[op.result] = ring
@@ -193,7 +199,6 @@ class Shared(Memory):
     def emit_load(self, op: Op) -> None:
         self.before_read(op.operands[0])
         super().emit_load(op)
-
 
 
 def widest_swizzle(ref: RefType) -> int:

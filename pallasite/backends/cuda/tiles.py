@@ -214,8 +214,9 @@ class Tiles(Core):
             self.refuse(op, f"the slice is not of whole registers of {whole}")
         spread, first = found
         result = self.declare(source.dtype, spread, op)
-        at = lambda i: f"{first} + " + spread.register_in(
-            whole, i if i.isidentifier() else f"({i})"
+        at = lambda i: (
+            f"{first} + "
+            + spread.register_in(whole, i if i.isidentifier() else f"({i})")
         )
         self.put(result, lambda i: source.held(at(i)))
         wanted = self.spread(op.result, op)

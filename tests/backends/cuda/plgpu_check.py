@@ -73,13 +73,17 @@ def compare(name: str, make, args, want, work: float, calls: int = 20) -> str:
             functions[label] = function
         except Exception as e:
             lines = traceback.format_exc().splitlines()
-            said.append(f"{label}: {type(e).__name__} {str(e)[:700]} | {lines[-3][:120]}")
+            said.append(
+                f"{label}: {type(e).__name__} {str(e)[:700]} | {lines[-3][:120]}"
+            )
     times: dict[str, float] = {}
     for _ in range(6):
         for label, function in functions.items():
             took = seconds(function, *args, calls=calls)
             times[label] = min(took, times.get(label, took))
-    said += [f"{k} {1e6 * t:.0f} us = {work / t / 1e12:.0f} T" for k, t in times.items()]
+    said += [
+        f"{k} {1e6 * t:.0f} us = {work / t / 1e12:.0f} T" for k, t in times.items()
+    ]
     if len(times) == 2:
         said.append(f"ratio {times['upstream'] / times['ours']:.3f}")
     return "; ".join(said)
@@ -190,7 +194,7 @@ def ragged():
 
 @check("transposed_ragged")
 def transposed_ragged():
-    m, k, n, groups = 8192, 2048, 2048, 8
+    m, k, n, _groups = 8192, 2048, 2048, 8
     lhs, rhs = normal(0, m, k), normal(1, m, n)
     cuts = jnp.asarray([0, 700, 1900, 3000, 4196, 5100, 6000, 7321, m])
     sizes = jnp.diff(cuts).astype(jnp.int32)
@@ -222,14 +226,14 @@ def mixed():
             a, b, out_dtype=jnp.bfloat16, config=config
         )
 
-    return compare(
-        "hopper_mixed_type_matmul_mgpu", make, (a, b), want, 2.0 * m * n * k
-    )
+    return compare("hopper_mixed_type_matmul_mgpu", make, (a, b), want, 2.0 * m * n * k)
 
 
 def main(names: list[str]) -> None:
     for name, function in CHECKS.items():
-        if names and not any(name == n or n.endswith("*") and name.startswith(n[:-1]) for n in names):
+        if names and not any(
+            name == n or (n.endswith("*") and name.startswith(n[:-1])) for n in names
+        ):
             continue
         try:
             print(f"{name}: {function()}", flush=True)
