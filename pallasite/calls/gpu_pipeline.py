@@ -33,7 +33,8 @@ class BlockSpec:
         index_map: from grid indices to block indices.
         memory_space: shared memory.
         transforms: how a chip lays the block out; changes no result.
-        delay_release: for how many more steps a product may read the slot.
+        delay_release: for how many more steps a product may read the slot; the slot is
+            filled again after all but so many products have ended.
         collective_axes: blocks of a cluster that load together; each loads for itself.
     """
 
@@ -209,6 +210,8 @@ def emit_pipeline(
                     gpu.commit_smem_to_gmem_group()
                 ahead = step - delay + steps.slots
                 due = (step >= delay) & (ahead < steps.count)
+                if delay:  # the product that had the slot has ended
+                    gpu.wgmma_wait(delay)
                 when(due)(lambda: fetch(ahead, steps.slot(ahead)))
                 return carry
 
