@@ -213,7 +213,8 @@ def _run_checked(call: Call, operands: Sequence[Any]) -> list[np.ndarray]:
     from pallasite.interpret.checked import run_checked
 
     arrays = [np.asarray(x) for x in operands]
-    return run_checked(call.kernel, arrays, call.interpret)
+    options = call.interpret if _is_checked(call) else Checked()
+    return run_checked(call.kernel, arrays, options)
 
 
 # --- lowering ---
@@ -408,7 +409,10 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.emulation.emulate import emulate
 
-    run = _checked_callback(call) if _is_checked(call) else emulate(call.kernel)
+    # Roles run side by side in checked mode only.
+    side_by_side = any(op.name == "roles" for op in walk(call.kernel.body))
+    checked = _is_checked(call) or (side_by_side and not call.interpret)
+    run = _checked_callback(call) if checked else emulate(call.kernel)
     plain = ctx.replace(
         avals_in=jaxcompat.plain_avals(ctx.avals_in),
         avals_out=jaxcompat.plain_avals(ctx.avals_out),

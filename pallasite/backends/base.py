@@ -167,12 +167,14 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton"),
     "tpu": (),  # by name only, so far
 }
+# Products, and what only an author who schedules warpgroups writes.
+_FOR_CUDA = frozenset(("dot", "wgmma", "barrier_wait", "bulk_wait", "roles"))
 
 
 def defaults(platform: str | None, kernel: Kernel) -> tuple[str, ...]:
     """The backends of a platform in the order they are asked for a kernel."""
     named = DEFAULTS.get(platform or "", ())
-    if platform == "cuda" and not any(op.name == "dot" for op in walk(kernel.body)):
+    if platform == "cuda" and not any(op.name in _FOR_CUDA for op in walk(kernel.body)):
         # Without products Triton's code is as fast or faster (benchmarks/gpu.py).
         return named[::-1]
     return named

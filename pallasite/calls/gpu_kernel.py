@@ -41,8 +41,8 @@ def kernel(
 ) -> Callable[..., Any]:
     """Make a JAX function out of a kernel for blocks of warpgroups.
 
-    The body sees whole arrays in main memory. No backend compiles such kernels yet:
-    they run in checked mode, which finds missing waits and fences.
+    The body sees whole arrays in main memory. On a GPU the backend `cuda` compiles it;
+    elsewhere it runs in checked mode, which finds missing waits and fences.
 
     Args:
         body: takes operand, result and scratch refs; left out as a decorator.
@@ -100,7 +100,7 @@ def kernel(
                 name=name or name_of(fn),
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={"dimension_semantics": ("parallel",) * len(axes)},
-                interpret=interpret or Checked(),
+                interpret=_mode(interpret),
                 _threads=(thread_name, num_threads or 1, names),
             )(*args)
 
@@ -109,6 +109,13 @@ def kernel(
         return call
 
     return decorate if body is None else decorate(body)
+
+
+def _mode(interpret: Any) -> Any:
+    """A backend runs such kernels on GPUs only; elsewhere they are checked."""
+    if interpret or jax.default_backend() == "gpu":
+        return interpret
+    return Checked()
 
 
 def _with_scratch(

@@ -17,9 +17,11 @@ from pallasite import jaxcompat
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.language import gpu
 from pallasite.language.helpers import when
-from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.refs import ds, run_scoped
 from pallasite.language.trace import user_location
+
+REGISTERS = 512  # of a multiprocessor, per thread of one warpgroup
+MAX_REGISTERS = 248  # that a thread can have, in steps of 8
 
 
 @dataclass(frozen=True, init=False)
@@ -31,12 +33,14 @@ class BlockSpec:
         index_map: from grid indices to block indices.
         memory_space: shared memory.
         transforms: how a chip lays the block out; changes no result.
-        delay_release: for how many more steps a product may read the slot.
+        delay_release: for how many more steps a product may read the slot; the slot is
+            filled again after all but so many products have ended.
         collective_axes: blocks of a cluster that load together; each loads for itself.
     """
 
     block_shape: Any
     index_map: Any
+    transforms: tuple[Any, ...]
     delay_release: int
 
     def __init__(
@@ -55,7 +59,8 @@ class BlockSpec:
                 f"plgpu.BlockSpec({next(iter(more))}=...) is not available",
                 at=user_location(),
             )
-        del memory_space, transforms, collective_axes
+        del memory_space, collective_axes
+        object.__setattr__(self, "transforms", tuple(transforms))
         object.__setattr__(self, "block_shape", block_shape)
         object.__setattr__(self, "index_map", index_map)
         object.__setattr__(self, "delay_release", delay_release)
@@ -77,10 +82,11 @@ class _Side:
         self.sizes = tuple(shape)
         self.array = array
         self.delay = getattr(spec, "delay_release", 0)
+        self.transforms = getattr(spec, "transforms", ())
 
     def memory(self, slots: int) -> Any:
         shape = (slots, *(n for n in self.sizes if n is not None))
-        return MemorySpace.SMEM(shape, self.array.dtype)
+        return gpu.SharedMemory()(shape, self.array.dtype, transforms=self.transforms)
 
     def block(self, indices: Sequence[Any]) -> Any:
         """Where a step's block is in the array."""
@@ -204,6 +210,8 @@ def emit_pipeline(
                     gpu.commit_smem_to_gmem_group()
                 ahead = step - delay + steps.slots
                 due = (step >= delay) & (ahead < steps.count)
+                if delay:  # the product that had the slot has ended
+                    gpu.wgmma_wait(delay)
                 when(due)(lambda: fetch(ahead, steps.slot(ahead)))
                 return carry
 
@@ -233,6 +241,7 @@ class WarpSpecializedPipeline:
     manual_consumed_barriers: bool
     compute_context: Any
     memory_thread_idx: int
+    memory_registers: int
     at: Any
 
     def get_allocations(self, *arrays: Any) -> Any:
@@ -268,6 +277,10 @@ class WarpSpecializedPipeline:
         )
 
         def compute() -> None:
+            share = (REGISTERS - self.memory_registers) // self.num_compute_wgs
+            registers = min(share // 8 * 8, MAX_REGISTERS)
+            gpu.set_max_registers(registers, action="increase")
+
             def pipeline(carry: Any = None) -> Any:
                 one = lambda n, c: self._step(
                     steps, n, c, (ins, outs), rings, results, full, free, stored
@@ -290,6 +303,8 @@ class WarpSpecializedPipeline:
         when(thread != self.memory_thread_idx)(compute)
 
     def _copy(self, steps: _Steps, ins: Any, rings: Any, full: Any, free: Any) -> None:
+        gpu.set_max_registers(self.memory_registers, action="decrease")
+
         def one(step: Any, carry: Any) -> Any:
             slot = steps.slot(step)
 
@@ -383,7 +398,8 @@ def emit_pipeline_warp_specialized(
 
     Args:
         body, grid, in_specs, out_specs, max_concurrent_steps: as in `emit_pipeline`.
-        memory_registers: registers of the copying warpgroup; changes no result.
+        memory_registers: registers of each thread of the copying warpgroup; the others
+            share the rest. Changes no result.
         wg_axis: name of the axis of warpgroups.
         num_compute_wgs: how many compute.
         pipeline_state: not available.
@@ -396,7 +412,6 @@ def emit_pipeline_warp_specialized(
     at = user_location()
     if pipeline_state is not None:
         raise UnsupportedError("pipeline_state is not available", at=at)
-    del memory_registers
     memory = num_compute_wgs if memory_thread_idx is None else memory_thread_idx
     return WarpSpecializedPipeline(
         body,
@@ -409,5 +424,6 @@ def emit_pipeline_warp_specialized(
         manual_consumed_barriers,
         compute_context,
         memory,
+        memory_registers,
         at,
     )

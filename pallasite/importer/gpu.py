@@ -2,7 +2,7 @@
 
 A kernel of several warpgroups is imported once per warpgroup, each a region of one
 `roles` op. Shared memory and barriers are those of all of them: allocated once, before
-the roles. Which phase a warpgroup waits for next, it keeps in a number per barrier.
+the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +16,11 @@ from pallasite.importer.importer import Importer
 from pallasite.importer.memory import view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import At, Block, Op, Value
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value
 from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
+PARITIES = 32  # bits of a word
 
 
 @dataclass
@@ -41,11 +42,11 @@ class Threads:
         return self.memory[variable]
 
     def parity(self, barriers: Value) -> Value:
-        """The parities that the current warpgroup waits for, one per barrier."""
+        """The parities that the current warpgroup waits for, one bit per barrier."""
         if barriers not in self.parities:
-            type_ = T.RefType(barriers.ref.shape, T.I32, "regs")
+            type_ = T.RefType((), T.I32, "regs")
             (ref,) = self.own.emit("alloc", type=type_, names=["parity"])
-            self.own.store(ref, self.own.constant(0, type_.tile))
+            self.own.store(ref, self.own.index(0))
             self.parities[barriers] = ref
         return self.parities[barriers]
 
@@ -85,7 +86,7 @@ def _parts(im: Importer, eqn: Any, first: int = 0) -> list[tuple[Value, Any]]:
 
 
 def _one(im: Importer, ref: Value, transforms: Any) -> Value:
-    """One element of an array of barriers, or of their parities."""
+    """One element of an array of barriers."""
     found = view(im, ref, transforms)
     while found.ref.shape and found.ref.size == 1:
         found = im.builder.subview(found, (At(0),) * found.ref.rank, [])
@@ -116,10 +117,38 @@ def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
     ((ref, transforms),) = _parts(im, eqn)
     b, barrier = im.builder, _barrier(im, ref, transforms)
     assert im.threads is not None
-    kept = _one(im, im.threads.parity(ref), transforms)
-    parity = b.load(kept)
+    if ref.ref.size > PARITIES:
+        raise KernelTypeError(
+            f"an array of more than {PARITIES} barriers cannot be waited for",
+            [("kernel", im.kernel_name), ("got", ref.type)],
+            im.where,
+            "allocate several smaller ones",
+        )
+    kept, number = im.threads.parity(ref), _number(b, ref, barrier)
+    parities = b.load(kept)
+    parity = b.op("and", b.op("shift_right_logical", parities, number), b.index(1))
     b.emit("barrier_wait", barrier, parity)
-    b.store(kept, b.sub(b.index(1), parity))
+    b.store(kept, b.op("xor", parities, b.op("shift_left", b.index(1), number)))
+
+
+def _number(b: Builder, barriers: Value, one: Value) -> Value:
+    """The number of a barrier in its array."""
+    made = {op.result: op for op in b.ops if op.name == "subview"}
+    places: list[Value] = []  # along the dimensions of the view that `one` is in
+    while one is not barriers:
+        access, inner = Access.of(made[one]), iter(places)
+        places = []
+        for entry, operand in access.split_index():
+            start = b.index(entry.start) if operand is None else operand
+            if isinstance(entry, Span):
+                step = b.mul(next(inner), b.index(entry.stride))
+                start = b.add(start, step)
+            places.append(start)
+        one = access.ref
+    number = b.index(0)
+    for place, size in zip(places, barriers.ref.shape, strict=True):
+        number = b.add(b.mul(number, b.index(size)), place)
+    return number
 
 
 @RULES.rule("pallasite_copy_gmem_to_smem")
@@ -202,3 +231,9 @@ def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
 @RULES.rule("pallasite_wgmma_wait")
 def _wgmma_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
+
+
+@RULES.rule("pallasite_set_max_registers")
+def _set_registers(im: Importer, eqn: Any) -> None:
+    count, more = eqn.params["count"], eqn.params["more"]
+    im.builder.emit("set_registers", count=count, more=more)

@@ -432,8 +432,10 @@ def allocate(im: Importer, aval: Any) -> Value:
 def _ref_type(im: Importer, aval: Any) -> T.RefType:
     space = getattr(aval, "memory_space", None)
     name = getattr(space, "value", None) or "vmem"
-    arrivals = getattr(space, "arrivals", None)  # of barriers
-    layout = None if arrivals is None else T.Layout("arrivals", (arrivals,))
+    layout = None
+    for kind in ("arrivals", "swizzle"):  # of barriers, of shared memory
+        number = getattr(space, kind, None)
+        layout = layout if number is None else T.Layout(kind, (number,))
     tile = tile_type(aval.inner_aval, im.where)
     return T.RefType(tile.shape, tile.dtype, name, layout)
 

@@ -517,6 +517,9 @@ class GpuWalker(WaitingWalker):
                 self.move(tile)
         return [_value(x) for x in found]
 
+    def steps_set_registers(self, op: Op) -> Steps:
+        yield Pause(op)
+
     RESUMABLE: ClassVar = {
         **WaitingWalker.RESUMABLE,
         "copy_start": steps_copy_start,
@@ -529,6 +532,7 @@ class GpuWalker(WaitingWalker):
         "fence_async": steps_fence_async,
         "wgmma": steps_wgmma,
         "wgmma_wait": steps_wgmma_wait,
+        "set_registers": steps_set_registers,
     }
 
 

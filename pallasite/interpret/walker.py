@@ -551,6 +551,7 @@ class Walker:
         "fence_async": do_order,
         "bulk_commit": do_order,
         "bulk_wait": do_order,
+        "set_registers": do_order,
         "named_barrier": do_refuse,
         "roles": do_refuse,
         "barrier": do_refuse,

@@ -33,6 +33,14 @@ class BarrierSpace:
     value: str = "mbarrier"
 
 
+@dataclass(frozen=True)
+class SwizzledSpace:
+    """Shared memory whose rows are swizzled, by so many bytes."""
+
+    swizzle: int
+    value: str = "smem"
+
+
 def Barrier(
     *,
     num_arrivals: int = 1,
@@ -68,15 +76,18 @@ class SharedMemory:
     def __call__(
         self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
     ) -> MemoryRef:
-        """Shared memory of a shape. Transforms say how a chip lays it out, and change
-        no result."""
+        """Shared memory of a shape. Of the transforms, which say how a chip lays it
+        out and change no result, a backend follows the swizzle."""
         given = sorted(k for k, v in more.items() if v is not None)
         if given:
             raise UnsupportedError(
                 f"plgpu.SMEM({given[0]}=...) is not available", at=user_location()
             )
-        del transforms
-        return MemorySpace.SMEM(shape, dtype)
+        memory = MemorySpace.SMEM(shape, dtype)
+        swizzle = swizzle_of(transforms)
+        if swizzle is None:
+            return memory
+        return MemoryRef(memory.shape, memory.dtype, SwizzledSpace(swizzle))
 
 
 class Accumulator:
@@ -122,6 +133,12 @@ class SwizzleTransform:
     swizzle: int
 
 
+def swizzle_of(transforms: Sequence[Any]) -> int | None:
+    """The swizzle among transforms, in bytes; 16 is none."""
+    found = [t.swizzle for t in transforms if isinstance(t, SwizzleTransform)]
+    return found[-1] if found and found[-1] > 16 else None
+
+
 def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
     """The largest swizzle, in bytes, that fits rows of so many bits."""
     for swizzle in (128, 64, 32, 16):
@@ -156,6 +173,7 @@ commit_stores_p = _effect_primitive("commit_smem_to_gmem_group")
 commit_smem_p = _effect_primitive("commit_smem")
 wgmma_p = _effect_primitive("wgmma")
 wgmma_wait_p = _effect_primitive("wgmma_wait")
+set_max_registers_p = _effect_primitive("set_max_registers")
 
 
 def barrier_arrive(barrier: Any) -> None:
@@ -260,12 +278,17 @@ def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
 
 
 def set_max_registers(n: int, *, action: str) -> None:
-    """How many registers this warpgroup wants; a wish that changes no result."""
+    """How many registers each thread of this warpgroup has; changes no result."""
     if action not in ("increase", "decrease"):
         raise SpecError(
             f"action is 'increase' or 'decrease', got {action!r}", at=user_location()
         )
-    del n
+    if not 24 <= n <= 256 or n % 8:
+        raise SpecError(
+            f"a thread has 24 to 256 registers, in steps of 8, got {n}",
+            at=user_location(),
+        )
+    set_max_registers_p.bind(count=int(n), more=action == "increase")
 
 
 def layout_cast(x: Any, new_layout: Any) -> Any:

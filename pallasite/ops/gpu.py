@@ -66,6 +66,13 @@ def _bulk_wait(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def _registers(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    count = attrs["count"]
+    if not 24 <= count <= 256 or count % 8:
+        raise TypeRuleError(f"{count} registers: a multiple of 8 from 24 to 256")
+    return ()
+
+
 def product_of(op: Op) -> Block:
     """The sums that a wgmma makes, of tiles: what is added to, left and right side."""
     sums, *sides = (Value(TileType(v.type.shape, v.type.dtype)) for v in op.operands)
@@ -144,4 +151,13 @@ _row(
     unit=Unit.CONTROL,
     doc="waits until at most `pending` groups of stores are in flight, or with `read` "
     "until the others have read their sources",
+)
+_row(
+    "set_registers",
+    _registers,
+    0,
+    ("count", "more"),
+    unit=Unit.CONTROL,
+    doc="each thread of the warpgroup has that many registers from here on, `more` "
+    "than before or fewer",
 )

@@ -19,7 +19,7 @@ NOT_GENERATED = {"block_view", "custom", "debug_check", "debug_print"}
 NOT_GENERATED |= {"roles", "barrier", "sem_signal_core"}
 NOT_GENERATED |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma"}
 NOT_GENERATED |= {"wgmma_wait", "named_barrier", "fence_async"}
-NOT_GENERATED |= {"bulk_commit", "bulk_wait"}
+NOT_GENERATED |= {"bulk_commit", "bulk_wait", "set_registers"}
 NOT_GENERATED |= {"dot_add", "dot_store"}  # passes make these of other ops
 NOT_GENERATED |= {"inline_asm"}  # means something on a GPU only
 

@@ -308,6 +308,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "fence_async": lambda b, x: b.emit("fence_async"),
     "bulk_commit": lambda b, x: b.emit("bulk_commit"),
     "bulk_wait": lambda b, x: b.emit("bulk_wait", pending=1, read=True),
+    "set_registers": lambda b, x: b.emit("set_registers", count=40, more=False),
     "wgmma": lambda b, x: b.op(
         "wgmma",
         tile(b, 64, 8),

@@ -37,6 +37,7 @@ def test_every_row_has_a_level():
     waits = {"copy_start", "copy_wait", "sem_signal", "sem_wait", "sem_read"}
     of_gpus = {"barrier_expect", "barrier_arrive", "barrier_wait", "named_barrier"}
     of_gpus |= {"wgmma", "wgmma_wait", "fence_async", "bulk_commit", "bulk_wait"}
+    of_gpus |= {"set_registers"}
     assert names == {*waits, *of_gpus, "sem_signal_core", "roles", "barrier"}
 
 

@@ -169,8 +169,11 @@ def test_attention_of_one_block():
 # --- pipelines ---
 
 
-@pytest.mark.parametrize("slots, delay", [(1, 0), (2, 0), (3, 1)])
-def test_emit_pipeline_multiplies(slots, delay):
+@pytest.mark.parametrize(
+    "slots, delay, waits", [(1, 0, True), (2, 0, True), (3, 1, True), (3, 1, False)]
+)
+def test_emit_pipeline_multiplies(slots, delay, waits):
+    """With a delayed release the pipeline waits for the product that had the slot."""
     x, y = operands((64, K), (K, 64))
 
     def kernel(x_ref, y_ref, o_ref, sums):
@@ -180,7 +183,8 @@ def test_emit_pipeline_multiplies(slots, delay):
         def scoped(acc):
             def step(indices, a, b):
                 plgpu.wgmma(acc, a, b)
-                plgpu.wgmma_wait(delay)
+                if waits:
+                    plgpu.wgmma_wait(delay)
 
             spec = lambda *a: plgpu.BlockSpec(*a, delay_release=delay)
             plgpu.emit_pipeline(

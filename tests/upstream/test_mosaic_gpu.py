@@ -1,9 +1,10 @@
-"""Upstream's own kernels for Hopper, in checked mode on small shapes.
+"""Upstream's own kernels for Hopper on small shapes: in checked mode, and as CUDA C++.
 
 They run as installed with JAX, under `pallasite.install()`. What they import besides
 (a profiler, test helpers) is left out: it needs a GPU or packages that are not here.
 """
 
+import shutil
 import textwrap
 from collections.abc import Callable
 
@@ -120,9 +121,85 @@ MIXED = """
     got = m.mixed_matmul_kernel(a, b, out_dtype=jnp.bfloat16, config=config)
     close(got, m.reference(a, b, out_dtype=jnp.bfloat16), 5e-1)
 """
+# Their emitted text on the CPU, by `tests/backends/cuda/host.py`.
+HOST = """
+    import pathlib, tempfile
+    from tests.backends.cuda import host
+
+    folder = pathlib.Path(tempfile.mkdtemp())
+
+    def on_host(function, want, *args, atol):
+        (kernel,) = pallasite.lower(function)(*args).kernels
+        got = host.run(kernel, [np.asarray(x) for x in args], folder)
+        close(got[0], want, atol)
+"""
+
+HOST_MATMUL = """
+    m = load("hopper_matmul_mgpu")
+    m.get_num_sms = lambda: 2
+    a, b, c = normal(256, 192), normal(192, 256), normal(256, 256)
+    want = a.astype(jnp.float32) @ b.astype(jnp.float32)
+    options = dict(tile_m=64, tile_n=64, tile_k=64, max_concurrent_steps=2)
+    for more in (
+        dict(epi_tile_n=32),
+        dict(wg_dimension=m.MatmulDimension.M, grid_tile_width=2, tile_k=32),
+        dict(cluster_dimension=m.MatmulDimension.M, tile_m=128),
+    ):
+        config = m.TuningConfig(**{**options, **more})
+        on_host(lambda a, b: m.matmul(a, b, None, config), want, a, b, atol=5e-2)
+    add = lambda a, b, c: m.matmul(a, b, c, config)
+    on_host(add, want + c, a, b, c, atol=1e-1)
+"""
+
+HOST_ATTENTION = """
+    m = load("attention_mgpu")
+    version = lambda: 13000
+    m.cuda_versions = types.SimpleNamespace(cuda_runtime_get_version=version)
+    q, k, v = (normal(1, 256, 2, 64) for _ in range(3))
+    for causal in (False, True):
+        config = m.TuningConfig(64, 64, 2, causal=causal)
+        want = m.attention_reference(q, k, v, causal=causal)
+        on_host(lambda *a: m.attention(*a, config), want, q, k, v, atol=5e-3)
+    config = m.TuningConfig(64, 64, 2)
+    want = m.attention_reference(q, k, v)
+    emitter = lambda *a: m.attention_with_pipeline_emitter(*a, config)
+    on_host(emitter, want, q, k, v, atol=5e-3)
+"""
+
+HOST_RAGGED = """
+    m = load("ragged_dot_mgpu")
+    lhs, rhs = normal(256, 64), normal(2, 64, 128)
+    sizes = jnp.asarray([100, 156], jnp.int32)
+    blocks = dict(block_m=64, block_n=64, block_k=64, grid_block_n=1)
+    run = lambda sizes, lhs, rhs: m.ragged_dot(
+        lhs, rhs, group_sizes=sizes, max_concurrent_steps=2, **blocks
+    )
+    want = jax.lax.ragged_dot(lhs, rhs, sizes)
+    on_host(run, want, sizes, lhs, rhs, atol=5e-2)
+"""
+
+HOST_MIXED = """
+    m = load("hopper_mixed_type_matmul_mgpu")
+    device = types.SimpleNamespace(core_count=2)
+    m.backend = types.SimpleNamespace(get_default_device=lambda: device)
+    config = m.TuningConfig(tile_m=64, tile_n=128, tile_k=64, max_concurrent_steps=2)
+    a = jnp.asarray(rng.integers(-5, 5, size=(256, 128)), jnp.int8)
+    b = normal(128, 256).astype(jnp.bfloat16)
+    run = lambda a, b: m.mixed_matmul_kernel(
+        a, b, out_dtype=jnp.bfloat16, config=config
+    )
+    on_host(run, m.reference(a, b, out_dtype=jnp.bfloat16), a, b, atol=5e-1)
+"""
+
 KERNELS = [MATMUL, ATTENTION, BACKWARD, RAGGED, TRANSPOSED_RAGGED, MIXED]
 
 
 @pytest.mark.parametrize("code", KERNELS)
 def test_upstreams_kernels_are_right(code: str, run_python: Callable[..., str]):
     run_python("-c", textwrap.dedent(START) + textwrap.dedent(code))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("code", [HOST_MATMUL, HOST_ATTENTION, HOST_RAGGED, HOST_MIXED])
+def test_their_cuda_text_is_right(code: str, run_python: Callable[..., str]):
+    run_python("-c", "".join(map(textwrap.dedent, (START, HOST, code))))

@@ -12,6 +12,7 @@ from functools import partial
 
 from pallasite.backends.base import Compiled, Launch, Options, Stage
 from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda.authored import one_role
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import repack
@@ -19,7 +20,6 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
-from pallasite.ir.opdef import TILE, table
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
@@ -38,15 +38,12 @@ from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
-# Of a multiprocessor's registers, for results of products: two computing warpgroups have
-# nine tenths of them (`specialize.REGISTERS`).
+# Of a multiprocessor's registers, for results of products: two computing warpgroups
+# have nine tenths of them (`specialize.REGISTERS`).
 REGISTER_SHARE = 0.75
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
-# What kernels may have; `specialize` takes products apart, into ops of the explicit
-# level that only its own results have.
-NATIVE_OPS = frozenset(
-    {"dot", *(name for name in emit.RULES if table()[name].level == TILE)}
-)
+# What kernels may have; `specialize` takes dots apart.
+NATIVE_OPS = frozenset({"dot", *emit.RULES})
 # The name under which code may use what only this generation of chips has.
 OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 
@@ -79,6 +76,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
+        Pass("one_role", one_role),
     )
 
 

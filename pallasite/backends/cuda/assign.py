@@ -162,6 +162,21 @@ def _transpose(op: Op) -> tuple[Change | None, Change | None]:
     return lambda s: s.permuted(perm), lambda s: s.permuted(back)
 
 
+def _slice(op: Op) -> tuple[Change | None, Change | None]:
+    def change(spread: Spread) -> Spread | None:
+        found = part_of(op, spread)
+        return None if found is None else found[0]
+
+    return change, None
+
+
+def part_of(op: Op, spread: Spread) -> tuple[Spread, int] | None:
+    """The spread of a slice and its first register, if it is of whole registers."""
+    if any(step != 1 for step in op.attrs["strides"]):
+        return None
+    return spread.sliced(op.attrs["starts"], op.attrs["limits"])
+
+
 def _reshape(op: Op) -> tuple[Change | None, Change | None]:
     old, new = op.operands[0].tile.shape, op.result.tile.shape
     return lambda s: reshaped(s, new), lambda s: reshaped(s, old)
@@ -197,4 +212,5 @@ _MOVES: dict[str, Callable[[Op], tuple[Change | None, Change | None]]] = {
     "reduce": _reduce,
     "transpose": _transpose,
     "reshape": _reshape,
+    "slice": _slice,
 }

@@ -19,6 +19,7 @@ from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
 from pallasite.backends.cuda.repack import REPACKED
+from pallasite.backends.cuda.shared import widest_swizzle
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -26,7 +27,11 @@ from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
-from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
+from pallasite.passes.analysis.memory import (
+    Roots,
+    accesses_of,
+    check_inputs_are_kept,
+)
 from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
@@ -83,6 +88,16 @@ class Emitter(Explicit):
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(self.program.body)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
+        self.roots = Roots(kernel)
+        self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
+        self.multiplied = {
+            self.roots.of(v)
+            for op in walk(self.program.body)
+            for v in op.operands
+            if op.name == "wgmma" and v.is_ref
+        }
+        if self.is_authored:  # `before_read` and `before_write` see to shared memory
+            self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if roles:
             *_, computing = roles[0].attrs["cuda.warpgroups"]
             self.warpgroups, self.threads = computing, computing * WARPGROUP
@@ -101,6 +116,8 @@ class Emitter(Explicit):
                 for value in (op.result, op.operands[1]):
                     if not value.is_ref:
                         rows, columns = value.tile.shape
+                        if rows % (64 * self.warpgroups) or columns % 8:
+                            self.refuse(op, f"a product of {rows} x {columns} elements")
                         found[value] = accumulator(rows, columns, self.warpgroups)
         return found
 
@@ -209,8 +226,10 @@ class Emitter(Explicit):
         if ref.space == "mbarrier":
             self.alloc_barriers(op)
         elif ref.layout is not None and ref.layout.kind == "swizzle":
-            self.alloc_ring(op)
-        elif ref.is_semaphore:
+            self.alloc_ring(op, ref.layout.numbers[0])
+        elif op.result in self.multiplied:
+            self.alloc_ring(op, widest_swizzle(ref))
+        elif ref.is_semaphore or (self.is_authored and ref.space == "regs"):
             self.refuse(op)
         else:
             kind, name = self.type(ref.dtype, op), self.out.fresh("m")
@@ -264,6 +283,7 @@ class Emitter(Explicit):
             f"for ({kind} {n} = {first}; {n} < {limit}; {n} += {step})"
         ):
             self.loops += 1
+            self.enter_loop(loop.body)
             self.block(loop.body)
             self.loops -= 1
             self.hand_over(carried, loop.yields, op)
@@ -277,6 +297,7 @@ class Emitter(Explicit):
         self.env.update(zip(loop.body.params, carried, strict=True))
         with self.out.block("while (true)"):
             self.loops += 1
+            self.enter_loop(loop.condition, loop.body)
             self.block(loop.condition)
             self.out.line(f"if (!{self.env[loop.condition.yields[0]].name}) break;")
             self.block(loop.body)
@@ -289,12 +310,16 @@ class Emitter(Explicit):
         which = self.env[cond.which].name
         results = [self.variable(v, op) for v in op.results]
         last = len(cond.branches) - 1
+        before, after = self.accessed, []
         for number, branch in enumerate(cond.branches):
+            self.accessed = before
             head = f"if ({which} <= {number})" if number < last else ""
             head = f"else {head}".rstrip() if number else head
             with self.out.block(head):
                 self.block(branch)
                 self.hand_over(results, branch.yields, op)
+            after.append(self.accessed)
+        self.accessed = frozenset().union(*after)
         self.env.update(zip(op.results, results, strict=True))
 
     # --- the rest ---

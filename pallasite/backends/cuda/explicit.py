@@ -1,48 +1,40 @@
 """Ops of the explicit level: roles, barriers, copies in flight, products in flight.
 
-Shared memory of a ring is a `Ring`: rows of 128 bytes, swizzled as the copy engine
-writes and tensor cores read them; a wider tile is several such *panels* one after
-another. The copy engine reads arrays by descriptions (`Map`), which the kernel makes
-before anything else in a scratch result of the call.
+The copy engine reads arrays by descriptions (`Map`), which the kernel makes before
+anything else in a scratch result of the call. Roles are those that `specialize` made or
+an author's. An author's are warpgroups, each of which arrives at a barrier, copies and
+waits as one: a barrier counts four arrivals, of each warp, where the author counts one,
+and a single thread starts copies after all warps are done with what they overwrite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product as each_of
 from math import prod
 
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
-from pallasite.backends.cuda.memory import Memory, Number, Term, View, plus, text_of
-from pallasite.ir.nodes import Access, At, Op, Value
+from pallasite.backends.cuda.memory import (
+    Number,
+    Term,
+    View,
+    multiple_of,
+    plus,
+    text_of,
+)
+from pallasite.backends.cuda.shared import ROW_BYTES, Ring, Shared
+from pallasite.ir.nodes import Access, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.carried import covers_whole
 
-ROW_BYTES = 128
 MAP_BYTES = 128
+WARPS = 4  # of a warpgroup
+MAX_BOX = 256  # elements of a copy along a dimension
+MAX_RANK = 5  # of an array that the copy engine knows
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
 ALONE = "load"  # the role that one thread runs
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Swizzled shared memory: a slot of a ring, or the whole."""
-
-    address: str
-    shape: tuple[int, ...]
-    dtype: DType
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.bytes
-
-    @property
-    def panel_columns(self) -> int:
-        return ROW_BYTES // self.dtype.bytes
-
-    @property
-    def panel_bytes(self) -> int:
-        return self.shape[0] * ROW_BYTES
 
 
 @dataclass(frozen=True)
@@ -53,14 +45,14 @@ class Map:
     shape: tuple[int, ...]
     dtype: DType
     box: tuple[int, ...]
+    swizzle: int = ROW_BYTES
 
 
-class Explicit(Memory):
+class Explicit(Shared):
     """Emits roles and what they do to each other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rings: dict[Value, Ring] = {}
         self.barriers: dict[Value, str] = {}
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
@@ -72,48 +64,41 @@ class Explicit(Memory):
 
     # --- shared memory ---
 
-    def alloc_ring(self, op: Op) -> None:
-        ref = op.result.ref
-        ring = Ring(self.out.fresh("ring"), ref.shape, ref.dtype)
-        offset = self.reserve(ring.bytes, 1024)
-        self.out.line(f"const u32 {ring.address} = shared_address(shared) + {offset};")
-        self.rings[op.result] = ring
-
     def alloc_barriers(self, op: Op) -> None:
         ref = op.result.ref
         assert ref.layout is not None
         offset, name = self.reserve(8 * ref.size, 8), self.out.fresh("barrier")
-        self.inits.append((offset, ref.size, ref.layout.numbers[0]))
+        arrivals = ref.layout.numbers[0] * (WARPS if self.is_authored else 1)
+        self.inits.append((offset, ref.size, arrivals))
         self.out.line(f"const u32 {name} = shared_address(shared) + {offset};")
         self.barriers[op.result] = name
+        self.views[op.result] = self.array(ref, name, op.result)
 
     def emit_subview(self, op: Op) -> None:
-        access = Access.of(op)
-        slot = access.index[0] if access.index else None
-        if access.ref in self.barriers:
-            text = self.slot_text(slot, access.index_operands)
-            base = self.barriers[access.ref]
-            self.barriers[op.result] = f"{base} + {text} * 8" if text != "0" else base
-        elif access.ref in self.rings:
-            ring = self.rings[access.ref]
-            text = self.slot_text(slot, access.index_operands)
-            part = Ring("", ring.shape[1:], ring.dtype)
-            at = f" + {text} * {part.bytes}" if text != "0" else ""
-            self.rings[op.result] = Ring(ring.address + at, part.shape, ring.dtype)
-        else:
-            super().emit_subview(op)
-
-    def slot_text(self, entry, operands: Sequence[Value]) -> str:
-        assert isinstance(entry, At)
-        return text_of(
-            self.integer(operands[0]) if entry.start is None else entry.start
-        )
+        ref = op.operands[0]
+        super().emit_subview(op)
+        if ref in self.barriers:
+            view = self.views[op.result]
+            offset = "" if view.offset == 0 else f" + ({text_of(view.offset)}) * 8"
+            self.barriers[op.result] = view.pointer + offset
+        elif ref in self.rings:
+            part = self.part_of_ring(op, self.rings[ref])
+            if part is not None:
+                self.rings[op.result] = part
 
     # --- barriers ---
 
     def emit_barrier_expect(self, op: Op) -> None:
-        at = self.barriers[op.operands[0]]
-        self.out.line(f"barrier_expect({at}, {op.attrs['bytes']});")
+        at, bytes_ = self.barriers[op.operands[0]], op.attrs["bytes"]
+        if not self.is_authored:
+            self.out.line(f"barrier_expect({at}, {bytes_});")
+        elif bytes_:
+            self.out.line(
+                f"if (thread == 0) barrier_expect_for({at}, {bytes_}, {WARPS});"
+            )
+        else:
+            self.out.line("__syncwarp();")
+            self.out.line(f"if (thread % 32 == 0) barrier_arrive({at});")
 
     def emit_barrier_arrive(self, op: Op) -> None:
         at = self.barriers[op.operands[0]]
@@ -132,47 +117,142 @@ class Explicit(Memory):
 
     def sync(self) -> None:
         if self.warpgroups and self.in_role:
-            self.out.line(f"meet(1, {self.threads});")
+            self.out.line(f"meet({self.meeting}, {self.threads});")
+            self.have_met()
         else:
             super().sync()
 
-    in_role = False
+    meeting = 1  # the number of the barrier at which the threads of the role meet
 
     # --- copies ---
 
     def emit_copy_start(self, op: Op) -> None:
-        source, target, barrier = op.operands
-        view, ring = self.views[source], self.rings[target]
-        columns = ring.panel_columns
-        number = self.map_of(view, ring.shape[0], columns)
-        for panel in range(ring.shape[1] // columns):
-            starts: list[Number] = list(view.starts)
-            starts[-1] = plus(starts[-1], panel * columns)
-            at = ring.address + (f" + {panel * ring.panel_bytes}" if panel else "")
-            places = ", ".join(text_of(s) for s in reversed(starts))
-            where = f"maps + {number * MAP_BYTES}"
-            call = f"copy_in_{len(starts)}({at}, {where}, {self.barriers[barrier]}"
-            self.out.line(f"{call}, {places});")
+        source, target, *rest = op.operands
+        spaces = [ref.ref.space == "smem" for ref in (source, target)]
+        if spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
+            self.before_write(target, by_warps=False)
+            for at, number, places in self.boxes(op, self.views[source], target):
+                where = f"maps + {number * MAP_BYTES}, {self.barriers[rest[0]]}"
+                call = f"copy_in_{len(places)}({at}, {where}, {', '.join(places)});"
+                self.out.line(self.once + call)
+        elif spaces == [True, False] and not rest:
+            self.before_copy_out(source)
+            for at, number, places in self.boxes(op, self.views[target], source):
+                where = f"maps + {number * MAP_BYTES}, {at}"
+                call = f"copy_out_{len(places)}({where}, {', '.join(places)});"
+                self.out.line(self.once + call)
+        else:
+            self.refuse(op, "copies are between main and shared memory")
 
-    def map_of(self, view: View, rows: int, columns: int) -> int:
+    @property
+    def once(self) -> str:
+        """Before what one thread of a role does."""
+        return "" if self.alone else "if (thread == 0) "
+
+    def boxes(
+        self, op: Op, view: View, shared: Value
+    ) -> Iterator[tuple[str, int, list[str]]]:
+        """The boxes of a copy: an address, the array's description, a place in it."""
+        self.check_array(op, view)
+        ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
+        if ring is not None:
+            if len(sizes) != 2 or not ring.is_whole or sizes[1] % ring.panel_columns:
+                self.refuse(op, f"a copy is of {ROW_BYTES // 16} whole rows or more")
+            box = [min(sizes[0], MAX_BOX), ring.panel_columns]
+            base, swizzle = ring.address, ring.swizzle
+        else:
+            box = [min(n, MAX_BOX) for n in sizes]
+            if box[1:] != sizes[1:]:
+                self.refuse(op, f"rows of more than {MAX_BOX} elements, not swizzled")
+            base, swizzle = self.plain_address(op, shared), 0
+        if any(n % size for n, size in zip(sizes, box, strict=True)):
+            self.refuse(op, f"more than {MAX_BOX} rows, and not a multiple of them")
+        number = self.map_of(view, box, swizzle)
+        axes = [range(0, n, size) for n, size in zip(sizes, box, strict=True)]
+        for firsts in each_of(*reversed(axes)):  # panels one after another
+            starts: list[Number] = list(view.starts)
+            offset = 0
+            for dim, first in zip(reversed(view.dims), firsts, strict=True):
+                starts[dim.axis] = plus(starts[dim.axis], first)
+            if ring is not None:
+                column, row = firsts
+                offset = column // ring.panel_columns * ring.panel_bytes
+                offset += row * ring.swizzle
+            elif firsts:
+                offset = firsts[-1] * prod(sizes[1:]) * view.dtype.bytes
+            at = f"{base} + {offset}" if offset else base
+            yield at, number, [text_of(s) for s in reversed(starts)]
+
+    def check_array(self, op: Op, view: View) -> None:
+        """What the copy engine needs of an array."""
+        root = view.memory
+        assert root is not None
+        shape, width = root.ref.shape, view.dtype.bytes
+        axes = [dim.axis for dim in view.dims]
+        if (
+            view.dtype.name not in hopper.ELEMENT_CODES
+            or not 1 <= len(shape) <= MAX_RANK
+        ):
+            self.refuse(op, f"the copy engine has no arrays of {root.type}")
+        if axes != sorted(axes) or any(dim.step != 1 for dim in view.dims):
+            self.refuse(
+                op, "the copy engine neither transposes nor leaves elements out"
+            )
+        if axes[-1:] != [len(shape) - 1]:
+            self.refuse(op, "the copy engine copies along the last dimension")
+        if len(shape) > 1 and shape[-1] * width % 16:
+            self.refuse(op, f"rows of {shape[-1] * width} bytes, not a multiple of 16")
+        if view.dims[-1].size * width % 16:
+            self.refuse(op, "the copy engine copies multiples of 16 bytes")
+
+    def plain_address(self, op: Op, shared: Value) -> str:
+        """Where memory that is not swizzled starts."""
+        view, step = self.views[shared], 1
+        for dim in reversed(view.dims):
+            if dim.stride != step:
+                self.refuse(op, f"{shared.type} is not contiguous")
+            step *= dim.size
+        if multiple_of(view.offset) * view.dtype.bytes % ROW_BYTES:
+            self.refuse(op, f"shared memory not at a multiple of {ROW_BYTES} bytes")
+        offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
+        return f"shared_address({view.pointer}{offset})"
+
+    def map_of(self, view: View, sizes: Sequence[int], swizzle: int = ROW_BYTES) -> int:
         """The number of the description by which boxes of a view are copied."""
         root = view.memory
         assert root is not None
         box = [1] * root.ref.rank
-        down, across = view.dims
-        box[down.axis], box[across.axis] = rows, columns
-        found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box))
+        for dim, size in zip(view.dims, sizes, strict=True):
+            box[dim.axis] = size
+        found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box), swizzle)
         if found not in self.maps:
             self.maps.append(found)
         number = self.maps.index(found)
         self.seen_maps.add(number)
         return number
 
+    def emit_fence_async(self, op: Op) -> None:
+        self.out.line("stores_before_copies();")
+        self.sync()
+
+    def emit_bulk_commit(self, op: Op) -> None:
+        self.out.line(f"{self.once}copies_together();")
+
+    def emit_bulk_wait(self, op: Op) -> None:
+        word = "copies_reading" if op.attrs["read"] else "copies_left"
+        self.out.line(f"{self.once}{word}<{op.attrs['pending']}>();")
+        self.sync()
+
+    def emit_set_registers(self, op: Op) -> None:
+        word = "more" if op.attrs["more"] else "fewer"
+        self.out.line(f"{word}_registers<{op.attrs['count']}>();")
+
     # --- stores by the copy engine ---
 
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
-        if not self.in_role or not self.can_copy_out(access):
+        if self.is_authored or not self.in_role or not self.can_copy_out(access):
+            self.before_write(access.ref)
             super().emit_store(op)
             return
         view = self.picked(access)
@@ -181,7 +261,7 @@ class Explicit(Memory):
         spread, width = tile.spread, view.dtype.bytes
         assert spread is not None
         columns = ROW_BYTES // width
-        number = self.map_of(view, 64, columns)
+        number = self.map_of(view, (64, columns))
         if self.staging is None:
             self.staging = self.reserve(2 * 64 * ROW_BYTES * self.warpgroups, 1024)
         base, step = self.out.fresh("stage"), 64 * ROW_BYTES
@@ -209,7 +289,7 @@ class Explicit(Memory):
             call = (
                 f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
             )
-            self.out.line(f"if (thread % 128 == 0) {call};")
+            self.out.line(f"if (thread % 128 == 0) {{ {call}; copies_together(); }}")
 
     def stage_panel(
         self, tile: Tile, at: str, row: str, block: int, panel: int, columns: int
@@ -263,7 +343,7 @@ class Explicit(Memory):
     def emit_roles(self, op: Op) -> None:
         """Each role is a branch; before it, barriers and descriptions are made."""
         names = op.attrs["cuda.names"]
-        counts, registers = op.attrs["cuda.warpgroups"], op.attrs["cuda.registers"]
+        counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
         before = len(self.out.lines)
         first, usual, outer = 0, self.threads, self.bases
         for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
@@ -278,6 +358,8 @@ class Explicit(Memory):
                 start = len(self.out.lines)
                 self.threads = counts[number] * WARPGROUP
                 self.in_role, self.alone = True, name == ALONE
+                self.meeting = 1 + number if self.is_authored else 1
+                self.have_met()
                 if self.alone:
                     with self.out.block("if (thread == 0)"):
                         self.block(region)
@@ -336,7 +418,8 @@ class Explicit(Memory):
     def fill_map(self, each: Map) -> None:
         rank, width = len(each.shape), each.dtype.bytes
         code = hopper.ELEMENT_CODES[each.dtype.name]
-        self.out.line(f"map_array<{rank}, {code}>(at, {each.pointer});")
+        mode = SWIZZLES[each.swizzle]
+        self.out.line(f"map_array<{rank}, {code}, {mode}>(at, {each.pointer});")
         pairs = zip(reversed(each.shape), reversed(each.box), strict=True)
         for n, (size, box) in enumerate(pairs):
             self.out.line(f"map_dim<{n}>(at, {size}, {box});")
@@ -354,8 +437,12 @@ class Explicit(Memory):
         result = self.declare(op.result.tile.dtype, spread, op, "d")
         start = self.get(sums, spread, op)
         self.copy(result, start)
-        anew = start.spread is None  # a tile of one number, which is 0
+        anew = start.spread is None and self.is_zero(sums)
         left, right = parts.contract
+        for side in (lhs, rhs):
+            if side.is_ref:
+                self.before_read(side)
+        self.check_product(op, parts)
         ring = self.rings[rhs]
         step = 32 // ring.dtype.bytes  # elements along k of one instruction
         steps = ring.shape[right] // step
@@ -384,18 +471,47 @@ class Explicit(Memory):
         self.out.line("products_together();")
         self.env[op.result] = result
 
+    def is_zero(self, value: Value) -> bool:
+        made = self.producers.get(value)
+        return made is not None and made.name == "constant" and not made.attrs["value"]
+
+    def check_product(self, op: Op, parts: Wgmma) -> None:
+        """What the matrix instruction has."""
+        left, right = parts.contract
+        columns = op.result.tile.shape[1]
+        dtype = parts.rhs.type.dtype
+        if parts.lhs.type.dtype != dtype or not hopper.has_product(
+            dtype.name, op.result.tile.dtype.name
+        ):
+            self.refuse(op, "the matrix instruction has no such types")
+        if columns % 8 or columns > 256:
+            self.refuse(op, f"{columns} columns, not a multiple of 8 up to 256")
+        for side, contract, along_k in ((parts.lhs, left, 1), (parts.rhs, right, 1)):
+            if not side.is_ref:
+                continue
+            ring = self.rings.get(side)
+            if ring is None or not ring.is_whole:
+                self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
+            if contract != along_k and dtype.bytes != 2:
+                self.refuse(op, f"{dtype} operands are stored along k")
+            if ring.shape[contract] * dtype.bytes % 32:
+                self.refuse(op, f"a sum over {ring.shape[contract]} elements")
+        if not parts.lhs.is_ref and dtype.bytes != 2:
+            self.refuse(op, f"a left side of {dtype} in registers")
+
     def descriptor(self, ring: Ring, offset: str, contract: int) -> str:
         """A variable with the description of an operand in shared memory."""
         name = self.out.fresh("o")
         apart = ring.panel_bytes if contract == 0 else 16
         at = ring.address if offset == "0" else f"{ring.address} + {offset}"
-        self.out.line(f"const u64 {name} = operand({at}, {apart});")
+        kind = "" if ring.swizzle == ROW_BYTES else f"<{ring.swizzle}>"
+        self.out.line(f"const u64 {name} = operand{kind}({at}, {apart});")
         return name
 
     def step_offset(self, ring: Ring, contract: int, k: int, step: int) -> int:
         """Bytes from an operand's start to its part of step k."""
         if contract == 0:  # rows along k
-            return k * step * ROW_BYTES
+            return k * step * ring.swizzle
         in_panel = ring.panel_columns // step
         return k // in_panel * ring.panel_bytes + k % in_panel * 32
 
@@ -403,7 +519,9 @@ class Explicit(Memory):
         self, ring: Ring, contract: int, block: int, blocks: int, k: int, step: int
     ) -> str:
         """The rows of this warpgroup: its own descriptor, made once per product."""
-        unit = 64 * ROW_BYTES if contract == 1 else ring.panel_bytes
+        unit = 64 * ring.swizzle
+        if contract == 0:
+            unit = 64 // ring.panel_columns * ring.panel_bytes
         key = (ring.address, contract, blocks)
         if self.left_made != key or k == block == 0:
             offset = f"group * {blocks * unit}" if self.warpgroups > 1 else "0"
@@ -441,6 +559,7 @@ def root_size(view: View, key: int) -> int | None:
 
 
 RULES = {
+    "load": Explicit.emit_load,
     "store": Explicit.emit_store,
     "subview": Explicit.emit_subview,
     "roles": Explicit.emit_roles,
@@ -451,4 +570,8 @@ RULES = {
     "copy_start": Explicit.emit_copy_start,
     "wgmma": Explicit.emit_wgmma,
     "wgmma_wait": Explicit.emit_wgmma_wait,
+    "fence_async": Explicit.emit_fence_async,
+    "bulk_commit": Explicit.emit_bulk_commit,
+    "bulk_wait": Explicit.emit_bulk_wait,
+    "set_registers": Explicit.emit_set_registers,
 }

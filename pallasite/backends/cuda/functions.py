@@ -134,6 +134,15 @@ FUNCTIONS: dict[str, str] = {
         "  *reinterpret_cast<T*>(to) = *reinterpret_cast<const T*>(from);\n"
         "}\n"
     ),
+    # The number of an element in swizzled memory: panels of ROWS rows of SWIZZLE bytes.
+    "swizzled": (
+        "template <int SWIZZLE, int BYTES, int ROWS> "
+        "DEVICE int swizzled(int row, int column) {\n"
+        "  const int x = column * BYTES;\n"
+        "  const int panel = x / SWIZZLE * (ROWS * SWIZZLE);\n"
+        "  const int at = panel + row * SWIZZLE + x % SWIZZLE;\n"
+        "  return (at ^ (at >> 7 & SWIZZLE / 16 - 1) << 4) / BYTES;\n}\n"
+    ),
     **hopper.BARRIERS,
     **hopper.MAPS,
     **hopper.COPIES,

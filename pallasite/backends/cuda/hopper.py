@@ -24,6 +24,13 @@ BARRIERS: dict[str, str] = {
         '  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"'
         ' :: "r"(at), "r"(bytes) : "memory");\n}\n'
     ),
+    "barrier_expect_for": (
+        "DEVICE void barrier_expect_for(u32 at, u32 bytes, u32 arrivals) {\n"
+        '  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"'
+        ' :: "r"(at), "r"(bytes) : "memory");\n'
+        '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"'
+        ' :: "r"(at), "r"(arrivals) : "memory");\n}\n'
+    ),
     "barrier_arrive": (
         "DEVICE void barrier_arrive(u32 at) {\n"
         '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"'
@@ -71,12 +78,13 @@ BARRIERS: dict[str, str] = {
         "template <int N> DEVICE void settled(int (&x)[N]) "
         '{ EACH(N) asm volatile("" : "+r"(x[i]) :: "memory"); }\n'
     ),
-    # Rows of 128 bytes, swizzled: panels along k have rows along the other dimension,
+    # Rows of SWIZZLE bytes: panels along k have rows along the other dimension,
     # panels along the other dimension have rows along k and are `apart` bytes apart.
     "operand": (
-        "DEVICE u64 operand(u32 at, u32 apart) {\n"
+        "template <int SWIZZLE = 128> DEVICE u64 operand(u32 at, u32 apart) {\n"
         "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
-        " | (u64)(1024 >> 4) << 32 | 1ull << 62;\n}\n"
+        " | (u64)(8 * SWIZZLE >> 4) << 32\n"
+        "    | (SWIZZLE == 128 ? 1ull : SWIZZLE == 64 ? 2ull : 3ull) << 62;\n}\n"
     ),
 }
 
@@ -90,12 +98,13 @@ def _field(name: str, bits: int, value: str, index: str = "") -> str:
 
 MAPS: dict[str, str] = {
     "map_array": (
-        "template <int RANK, int TYPE> DEVICE void map_array(u32 at, const void* p) {\n"
+        "template <int RANK, int TYPE, int SWIZZLE> "
+        "DEVICE void map_array(u32 at, const void* p) {\n"
         f'  {_field("global_address", 64, "%1")} :: "r"(at), "l"(p));\n'
         f'  {_field("rank", 32, "%1")} :: "r"(at), "n"(RANK - 1));\n'
         f'  {_field("elemtype", 32, "%1")} :: "r"(at), "n"(TYPE));\n'
         f'  {_field("interleave_layout", 32, "0")} :: "r"(at));\n'
-        f'  {_field("swizzle_mode", 32, "3")} :: "r"(at));\n'
+        f'  {_field("swizzle_mode", 32, "%1")} :: "r"(at), "n"(SWIZZLE));\n'
         f'  {_field("fill_mode", 32, "0")} :: "r"(at));\n}}\n'
     ),
     "map_dim": (
@@ -124,6 +133,7 @@ MAPS: dict[str, str] = {
     ),
 }
 ELEMENT_CODES = {"f16": 6, "f32": 7, "bf16": 10, "i8": 0, "f8e4m3fn": 0, "f8e5m2": 0}
+ELEMENT_CODES |= {"u8": 0, "bool": 0, "i16": 1, "u16": 1, "u32": 2, "i32": 3}
 
 
 def copy_in(rank: int) -> str:
@@ -149,14 +159,18 @@ def copy_out(rank: int) -> str:
         f"DEVICE void copy_out_{rank}(const void* map, u32 from, {numbers}) {{\n"
         f'  asm volatile("cp.async.bulk.tensor.{rank}d.global.shared::cta.tile'
         f'.bulk_group [%0, {{{places}}}], [%1];"\n'
-        f'    :: "l"(map), "r"(from), {given} : "memory");\n'
-        '  asm volatile("cp.async.bulk.commit_group;" ::: "memory");\n}\n'
+        f'    :: "l"(map), "r"(from), {given} : "memory");\n}}\n'
     )
 
 
 COPIES = {
-    **{f"copy_in_{rank}": copy_in(rank) for rank in range(2, 6)},
-    **{f"copy_out_{rank}": copy_out(rank) for rank in range(2, 6)},
+    **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
+    **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},
+    # The copies out since the last such call are a group.
+    "copies_together": (
+        "DEVICE void copies_together() "
+        '{ asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }\n'
+    ),
     # At most N copies out still read their shared memory, or are not done.
     "copies_reading": (
         "template <int N> DEVICE void copies_reading() {\n"
@@ -187,6 +201,11 @@ _OPERANDS = {
     "f32": ("f32.tf32.tf32", 8),
     "i8": ("s32.s8.s8", 32),
 }
+
+
+def has_product(dtype: str, sums: str) -> bool:
+    """Whether there is an instruction for operands and sums of these types."""
+    return dtype in _OPERANDS and sums == ("i32" if dtype == "i8" else "f32")
 
 
 def product_name(columns: int, dtype: str, registers: bool, turned: str) -> str:

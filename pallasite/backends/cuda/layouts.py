@@ -125,6 +125,39 @@ class Spread:
         """Of a shape that has dimension n of this one at `dims[n]` and else ones."""
         return self._renumbered(list(dims), shape)
 
+    def sliced(
+        self, starts: Sequence[int], limits: Sequence[int]
+    ) -> tuple["Spread", int] | None:
+        """Of a slice, and the register that its first one is here.
+
+        None: the slice is not of whole registers of all threads.
+        """
+        digits, first = list(self.digits), 0
+        for dim, (start, limit) in enumerate(zip(starts, limits, strict=True)):
+            if (start, limit) == (0, self.shape[dim]):
+                continue
+            own = [n for n, digit in enumerate(digits) if digit.dim == dim]
+            if not own:
+                return None
+            outer = max(own, key=lambda n: digits[n].stride)
+            step = digits[outer].stride
+            others = [*self.lanes, *digits[:outer], *digits[outer + 1 :]]
+            inner = 1 + sum((p.count - 1) * p.stride for p in others if p.dim == dim)
+            if inner != step or start % step or limit % step:
+                return None
+            digits[outer] = Digit((limit - start) // step, dim, step)
+            first += start // step * prod(d.count for d in self.digits[outer + 1 :])
+        shape = tuple(b - a for a, b in zip(starts, limits, strict=True))
+        return Spread(shape, self.lanes, tuple(digits)), first
+
+    def register_in(self, whole: "Spread", register: str = "i") -> str:
+        """The number that a register of a slice has in the whole, from the first on."""
+        units = [
+            prod(d.count for d in whole.digits[n + 1 :])
+            for n in range(len(whole.digits))
+        ]
+        return self._sum(units, register)
+
     def _renumbered(self, new: Sequence[int | None], shape: Sequence[int]) -> "Spread":
         lanes = [(p, new[p.dim]) for p in self.lanes]
         digits = [(p, new[p.dim]) for p in self.digits]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import gcd, prod
 
 from pallasite.backends.cuda.assign import narrowed as narrowed_spread
-from pallasite.backends.cuda.assign import reshaped
+from pallasite.backends.cuda.assign import part_of, reshaped
 from pallasite.backends.cuda.core import VECTOR_BYTES, Core, Tile
 from pallasite.backends.cuda.elementwise import (
     NATIVE,
@@ -209,6 +209,30 @@ class Tiles(Core):
             source = self.get(value, part, op)
         self.env[op.result] = replace(source, spread=spread)
 
+    def emit_slice(self, op: Op) -> None:
+        """Registers of the whole tile, which each thread has."""
+        (value,) = op.operands
+        source = self.whole(value, op)
+        if source.spread is None:
+            self.env[op.result] = source
+            return
+        whole = source.spread
+        found = part_of(op, whole)
+        if found is None or source.is_computed:
+            self.refuse(op, f"the slice is not of whole registers of {whole}")
+        spread, first = found
+        result = self.declare(source.dtype, spread, op)
+        at = lambda i: (
+            f"{first} + "
+            + spread.register_in(whole, i if i.isidentifier() else f"({i})")
+        )
+        self.put(result, lambda i: source.held(at(i)))
+        wanted = self.spread(op.result, op)
+        assert wanted is not None
+        self.env[op.result] = (
+            result if spread == wanted else self.moved(result, wanted, op)
+        )
+
     def scalar_of(self, op: Op, source: Tile) -> None:
         """A tile of one element as a scalar: each thread may need it."""
         assert source.spread is not None
@@ -347,6 +371,7 @@ RULES = {
     "iota": Tiles.emit_iota,
     "broadcast_in_dim": Tiles.emit_broadcast_in_dim,
     "reshape": Tiles.emit_reshape,
+    "slice": Tiles.emit_slice,
     "transpose": Tiles.emit_transpose,
     "reduce": Tiles.emit_reduce,
 }

@@ -31,7 +31,7 @@ from tests.ir.kernels import matmul, vector_add
 MISSING = {"arg_reduce", "block_view", "stop_gradient", "custom"}
 MISSING |= {"roles", "barrier", "sem_signal_core", "inline_asm"}
 MISSING |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait"}
-MISSING |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait"}
+MISSING |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait", "set_registers"}
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -11,17 +11,22 @@ inline void complete(Barrier& b) {
 }
 struct Map {
   char* array;
-  int rank, bytes, size[5], box[5];
+  int rank, bytes, swizzle, size[5], box[5];
   long long stride[5];
 };
 inline Map& map_at(unsigned at) { return *(Map*)(shared + at); }
-inline unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
+// By 16 (not at all), 32, 64 or 128 bytes.
+inline unsigned swizzled(unsigned at, int by) {
+  return at ^ (at >> 7 & (by / 16 - 1)) << 4;
+}
 inline void check(bool fine, const char* what) {
   if (!fine) { fprintf(stderr, "host: %s\n", what); abort(); }
 }
 // Every element of a box with its place in shared memory; outside ones have none.
 template <class F> void each(const Map& m, unsigned at, const int* first, F&& f) {
-  check(at % 1024 == 0, "a box is not aligned");
+  check(at % (m.swizzle > 16 ? 8 * m.swizzle : 128) == 0, "a box is not aligned");
+  check(m.box[0] * m.bytes % 16 == 0, "a box is not of multiples of 16 bytes");
+  check(m.swizzle == 16 || m.box[0] * m.bytes <= m.swizzle, "a box is too wide");
   int n[5] = {0, 0, 0, 0, 0}, number = 0;
   for (;;) {
     char* there = m.array;
@@ -31,7 +36,7 @@ template <class F> void each(const Map& m, unsigned at, const int* first, F&& f)
       inside = inside && c >= 0 && c < m.size[d];
       there += c * (d ? m.stride[d - 1] : m.bytes);
     }
-    f(shared + swizzled(at + number++ * m.bytes), inside ? there : nullptr);
+    f(shared + swizzled(at + number++ * m.bytes, m.swizzle), inside ? there : nullptr);
     int d = 0;
     while (d < m.rank && ++n[d] == m.box[d]) n[d++] = 0;
     if (d == m.rank) return;
@@ -50,11 +55,12 @@ inline float number(const char* p, int kind) {  // 0 bf16, 1 f16, 2 f32, 3 i8
 inline float element(u64 o, int row, int k, bool turned, int kind, int bytes) {
   const unsigned base = (o & 0x3fff) << 4, apart = (o >> 16 & 0x3fff) << 4;
   const unsigned step = (o >> 32 & 0x3fff) << 4;
-  check(o >> 62 == 1, "an operand is not swizzled by 128 bytes");
-  const int fast = turned ? row : k, slow = turned ? k : row, in_row = 128 / bytes;
-  unsigned at = base + slow / 8 * step + slow % 8 * 128;
+  check(o >> 62 >= 1, "an operand is not swizzled");
+  const int by = o >> 62 == 1 ? 128 : o >> 62 == 2 ? 64 : 32;
+  const int fast = turned ? row : k, slow = turned ? k : row, in_row = by / bytes;
+  unsigned at = base + slow / 8 * step + slow % 8 * by;
   at += turned ? fast / in_row * apart + fast % in_row * bytes : fast * bytes;
-  return number(shared + swizzled(at), kind);
+  return number(shared + swizzled(at, by), kind);
 }
 template <class S, class A>
 void multiply(S* d, A&& left, u64 b, int more, int columns, int depth, bool turned,
@@ -86,6 +92,10 @@ inline void barrier_expect(u32 at, u32 bytes) {
   host::barrier(at).bytes += bytes;
   barrier_arrive(at);
 }
+inline void barrier_expect_for(u32 at, u32 bytes, u32 arrivals) {
+  host::barrier(at).bytes += bytes;
+  for (u32 n = 0; n < arrivals; ++n) barrier_arrive(at);
+}
 inline void barrier_wait(u32 at, u32 parity) {
   while ((host::barrier(at).phase & 1) == (int)parity) host::spin();
 }
@@ -99,17 +109,19 @@ inline void products_together() {}
 template <class T, int N> void settled(T (&)[N]) {}
 template <int N> void copies_reading() {}
 template <int N> void copies_left() {}
+inline void copies_together() {}
 inline void stores_before_copies() {}
 inline void put_shared(u32 at, u32 x) { memcpy(shared + at, &x, 4); }
 inline void put_shared(u32 at, float x, float y) {
   memcpy(shared + at, &x, 4);
   memcpy(shared + at + 4, &y, 4);
 }
-template <int RANK, int TYPE> void map_array(u32 at, const void* p) {
+template <int RANK, int TYPE, int SWIZZLE> void map_array(u32 at, const void* p) {
   host::Map& m = host::map_at(at);
   m.array = (char*)p;
   m.rank = RANK;
-  m.bytes = TYPE == 0 ? 1 : TYPE == 7 ? 4 : 2;
+  m.bytes = TYPE == 0 ? 1 : TYPE == 7 || TYPE == 2 || TYPE == 3 ? 4 : 2;
+  m.swizzle = 16 << SWIZZLE;
 }
 template <int N> void map_dim(u32 at, u32 size, u32 box) {
   host::check(box <= 256, "a box of more than 256 elements");

@@ -1,0 +1,215 @@
+"""Shared memory: swizzled rings, and the order of a warpgroup's accesses to it.
+
+Swizzled memory is written and read by the copy engine and by tensor cores: its last two
+dimensions are rows of 32, 64 or 128 bytes, a wider tile being several *panels* of such
+rows one after another, and the sixteenths of a kilobyte in a row change places with the
+row's number. A ref to it is a `Ring` (what copies and products use) and a `View` (what
+loads and stores use); `address` knows where each element is.
+
+The warps of a warpgroup run by themselves, but the ops of a role mean that all of them
+have done one op before any does the next. `before_read` and `before_write` let the
+warps meet where one could see the difference.
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+
+from pallasite.backends.cuda.memory import (
+    Memory,
+    Number,
+    Place,
+    Term,
+    multiple_of,
+    plus,
+    text_of,
+    times,
+)
+from pallasite.ir.nodes import Access, Block, Op, Span, Value, walk
+from pallasite.ir.types import DType, RefType
+from pallasite.passes.analysis.memory import Roots
+
+ROW_BYTES = 128
+_ACCESSES = {"load": "read", "wgmma": "read", "store": "written"}
+ROWS = 8  # whose chunks are swizzled together
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Swizzled shared memory: a slot of a ring, a part of one, or the whole."""
+
+    address: str
+    shape: tuple[int, ...]
+    dtype: DType
+    rows: int  # of a panel, of which this may be a part
+    swizzle: int = ROW_BYTES  # bytes of a row
+    is_whole: bool = True  # starts where a swizzle does, and ends no panel but its own
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.bytes
+
+    @property
+    def panel_columns(self) -> int:
+        return self.swizzle // self.dtype.bytes
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.rows * self.swizzle
+
+
+class Shared(Memory):
+    """Emits views of swizzled memory, and meetings of warps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rings: dict[Value, Ring] = {}
+        self.in_role = False
+        self.is_authored = False  # the roles are an author's, not `specialize`'s
+        self.roots = Roots(Block())
+        # Shared memory that the warps of the role read and wrote since they last met.
+        self.accessed: frozenset[tuple[str, Value]] = frozenset()
+
+    # --- swizzled memory ---
+
+    def alloc_ring(self, op: Op, swizzle: int = ROW_BYTES) -> None:
+        ref = op.result.ref
+        if (
+            ref.rank < 2
+            or ref.shape[-2] % ROWS
+            or ref.shape[-1] * ref.dtype.bytes % swizzle
+        ):
+            self.refuse(
+                op,
+                f"memory swizzled by {swizzle} bytes has rows of multiples of that "
+                f"size, and a multiple of {ROWS} of them",
+                "give the SMEM another shape or swizzle",
+            )
+        ring = Ring(
+            self.out.fresh("ring"), ref.shape, ref.dtype, ref.shape[-2], swizzle
+        )
+        offset = self.reserve(ring.bytes, ROWS * ROW_BYTES)
+        self.out.line(f"const u32 {ring.address} = shared_address(shared) + {offset};")
+        self.rings[op.result] = ring
+        pointer = f"(({self.type(ref.dtype, op)}*)(shared + {offset}))"
+        self.views[op.result] = self.array(ref, pointer, op.result)
+
+    def part_of_ring(self, op: Op, ring: Ring) -> Ring | None:
+        """The ring that a subview is; None: it has no rows of its own."""
+        access, at = Access.of(op), ring.address
+        entries = access.split_index()
+        if not all(isinstance(entry, Span) for entry, _ in entries[-2:]):
+            return None
+        shape, whole = [], True
+        for dim, (entry, operand) in enumerate(entries):
+            size = ring.shape[dim]
+            start = self.start(entry, operand, size, clamp=self.is_authored)
+            if isinstance(entry, Span):
+                shape.append(entry.size)
+            if dim < len(entries) - 2:
+                step = prod(ring.shape[dim + 1 :]) * ring.dtype.bytes
+                start = times(start, step)
+            elif dim == len(entries) - 2:
+                whole = multiple_of(start) % ROWS == 0
+                start = times(start, ring.swizzle)
+            else:
+                whole = whole and _fits_panels(start, shape[-1], ring.panel_columns)
+                start = self.columns_in_ring(ring, start)
+            at = at if start == 0 else f"{at} + {text_of(start)}"
+        whole = whole and ring.is_whole
+        return Ring(at, tuple(shape), ring.dtype, ring.rows, ring.swizzle, whole)
+
+    def columns_in_ring(self, ring: Ring, start: Number) -> Number:
+        """Bytes from a ring's start to one of its columns."""
+        each, width = ring.panel_columns, ring.dtype.bytes
+        if isinstance(start, int):
+            return start // each * ring.panel_bytes + start % each * width
+        panels = times(Term(f"({start.text}) / {each}"), ring.panel_bytes)
+        if start.multiple % each == 0:
+            return panels
+        return plus(panels, times(Term(f"({start.text}) % {each}"), width))
+
+    def address(self, place: Place, i: str) -> tuple[str, str]:
+        ring = self.rings.get(place.view.memory) if place.view.memory else None
+        if ring is None:
+            return super().address(place, i)
+        _, test = super().address(place, i)
+        view = place.view
+        at = [text_of(start) for start in view.starts]
+        for spot in place.spots:
+            dim, text = spot[0], self.spot_text(place, spot, i)
+            step = "" if dim.step == 1 else f" * {dim.step}"
+            at[dim.axis] = f"{at[dim.axis]} + ({text}){step}"
+        *slots, row, column = at
+        shape, slot = ring.shape, "0"
+        for number, size in zip(slots, shape, strict=False):
+            slot = f"({slot}) * {size} + ({number})" if slot != "0" else number
+        numbers = f"{ring.swizzle}, {ring.dtype.bytes}, {ring.rows}"
+        inside = f"swizzled<{numbers}>({row}, {column})"
+        whole = prod(shape[-2:])
+        return (f"({slot}) * {whole} + {inside}" if slots else inside), test
+
+    def based(self, place: Place, op: Op, const: bool) -> str:
+        if place.view.memory in self.rings:
+            return place.view.pointer
+        return super().based(place, op, const)
+
+    # --- the order of accesses ---
+
+    def before_read(self, ref: Value) -> None:
+        """Ordinary loads, or products, read shared memory next."""
+        root = self.roots.of(ref)
+        if not self.is_tracked(root):
+            return
+        if ("written", root) in self.accessed:
+            self.sync()
+        self.accessed |= {("read", root)}
+
+    def before_write(self, ref: Value, by_warps: bool = True) -> None:
+        """Ordinary stores, or the copy engine, write shared memory next."""
+        root = self.roots.of(ref)
+        if not self.is_tracked(root):
+            return
+        if any(other is root for _, other in self.accessed):
+            self.sync()
+        if by_warps:
+            self.accessed |= {("written", root)}
+
+    def before_copy_out(self, ref: Value) -> None:
+        """The copy engine reads shared memory next."""
+        if ("written", self.roots.of(ref)) in self.accessed:
+            self.sync()
+
+    def is_tracked(self, root: Value) -> bool:
+        return self.is_authored and self.in_role and root.ref.space == "smem"
+
+    def have_met(self) -> None:
+        """The warps of the role have met."""
+        self.accessed = frozenset()
+
+    def enter_loop(self, *blocks: Block) -> None:
+        """What a step of a loop accesses, the next one comes after."""
+        for block in blocks:
+            for op in walk(block):
+                for ref in (v for v in op.operands if v.is_ref):
+                    root = self.roots.of(ref)
+                    how = _ACCESSES.get(op.name)
+                    if how is not None and self.is_tracked(root):
+                        self.accessed |= {(how, root)}
+
+    def emit_load(self, op: Op) -> None:
+        self.before_read(op.operands[0])
+        super().emit_load(op)
+
+
+def widest_swizzle(ref: RefType) -> int:
+    """The widest swizzle that fits the rows of some memory."""
+    width = ref.shape[-1] * ref.dtype.bytes
+    return next((n for n in (128, 64) if width % n == 0), 32)
+
+
+def _fits_panels(start: Number, size: int, columns: int) -> bool:
+    """Whether columns are whole panels or inside of one."""
+    apart = gcd(multiple_of(start), columns)
+    if isinstance(start, int):
+        return start % columns == 0 or start % columns + size <= columns
+    return apart == columns or size <= apart

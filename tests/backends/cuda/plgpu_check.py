@@ -1,0 +1,245 @@
+"""Upstream's own kernels for Hopper on a GPU: by `cuda`, and by upstream itself.
+
+`python -m tests.backends.cuda.plgpu_check` checks and times both in one process; each
+check prints a line, and those after one that fails are run, too. Names on the command
+line select checks by their beginning. Kernels are loaded twice from the files that JAX
+ships: as they are, and with `pallasite` in the place of Pallas.
+"""
+
+import importlib.util
+import pathlib
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FOLDER = pathlib.Path(jax.__file__).parent / "experimental/pallas/ops/gpu"
+CHECKS: dict[str, Callable[[], str]] = {}
+
+
+def ours(name: str) -> types.ModuleType:
+    """A file of upstream's with Pallasite in the place of Pallas."""
+    text = (FOLDER / f"{name}.py").read_text()
+    text = text.replace("jax.experimental.pallas.mosaic_gpu", "pallasite.mosaic_gpu")
+    text = text.replace("import jax.experimental.pallas as", "import pallasite as")
+    text = text.replace("from jax.experimental import pallas as", "import pallasite as")
+    text = text.replace(
+        "from jax.experimental.pallas import mosaic_gpu as",
+        "import pallasite.mosaic_gpu as",
+    )
+    module = types.ModuleType(f"ours_{name}")
+    module.__file__ = str(FOLDER / f"{name}.py")
+    sys.modules[module.__name__] = module
+    exec(compile(text, module.__file__, "exec"), vars(module))
+    return module
+
+
+def upstreams(name: str) -> types.ModuleType:
+    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def error(got, want) -> float:
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def seconds(function, *args, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = function(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
+
+
+def compare(name: str, make, args, want, work: float, calls: int = 20) -> str:
+    """`make(module)` is the function to run; `want` its result."""
+    said, functions = [], {}
+    for label, load in (("ours", ours), ("upstream", upstreams)):
+        try:
+            start = time.perf_counter()
+            function = jax.jit(make(load(name)))
+            got = jax.block_until_ready(function(*args))
+            took = time.perf_counter() - start
+            said.append(f"{label} {error(got, want):.0e} ({took:.1f} s)")
+            functions[label] = function
+        except Exception as e:
+            lines = traceback.format_exc().splitlines()
+            said.append(
+                f"{label}: {type(e).__name__} {str(e)[:700]} | {lines[-3][:120]}"
+            )
+    times: dict[str, float] = {}
+    for _ in range(6):
+        for label, function in functions.items():
+            took = seconds(function, *args, calls=calls)
+            times[label] = min(took, times.get(label, took))
+    said += [
+        f"{k} {1e6 * t:.0f} us = {work / t / 1e12:.0f} T" for k, t in times.items()
+    ]
+    if len(times) == 2:
+        said.append(f"ratio {times['upstream'] / times['ours']:.3f}")
+    return "; ".join(said)
+
+
+def check(name: str):
+    def register(function):
+        CHECKS[name] = function
+        return function
+
+    return register
+
+
+def matmul(size: int, **options):
+    m, k, n = size, size, size
+    a, b = normal(0, m, k), normal(1, k, n)
+    want = jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+    def make(module):
+        given = {
+            key: getattr(module.MatmulDimension, value)
+            if key.endswith("dimension") or key == "grid_minor_dim"
+            else value
+            for key, value in options.items()
+        }
+        config = module.TuningConfig(**given)
+        return lambda a, b: module.matmul(a, b, None, config)
+
+    return compare("hopper_matmul_mgpu", make, (a, b), want, 2.0 * m * n * k)
+
+
+TILES = dict(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
+
+
+@check("matmul")
+def matmul_128():
+    more = dict(grid_minor_dim="M", grid_tile_width=8, wg_dimension="N")
+    return matmul(4096, **TILES, **more)
+
+
+@check("matmul_m")
+def matmul_along_m():
+    more = dict(grid_minor_dim="N", grid_tile_width=8, wg_dimension="M")
+    return matmul(4096, **TILES, **more)
+
+
+@check("matmul_cluster")
+def matmul_of_clusters():
+    more = dict(grid_minor_dim="M", grid_tile_width=8, wg_dimension="N")
+    return matmul(4096, **TILES, **more, cluster_dimension="M")
+
+
+def attention(causal: bool, depth: int = 128, entry: str = "attention"):
+    batch, length, heads = 4, 4096, 16
+    q, k, v = (normal(n, batch, length, heads, depth) for n in range(3))
+    q = q * depth**-0.5
+    small = [x[:1, :, :2] for x in (q, k, v)]
+    reference = upstreams("attention_mgpu").attention_reference
+    want = reference(*small, causal=causal)
+    config = dict(block_q=64 if depth > 64 else 128, block_kv=128, causal=causal)
+
+    def make(module):
+        options = module.TuningConfig(max_concurrent_steps=2, **config)
+        return lambda *args: getattr(module, entry)(*args, options)
+
+    work = 4.0 * batch * heads * length**2 * depth * (0.5 if causal else 1)
+    whole = compare("attention_mgpu", make, (q, k, v), 1.0, work, calls=5)
+    part = jax.jit(make(ours("attention_mgpu")))(*small)
+    return f"error {error(part, want):.0e}; {whole}"
+
+
+@check("attention")
+def attention_128():
+    return attention(False)
+
+
+@check("attention_causal")
+def attention_causal():
+    return attention(True)
+
+
+@check("attention_64")
+def attention_64():
+    return attention(False, 64)
+
+
+@check("attention_emitter")
+def attention_by_pipeline():
+    return attention(False, entry="attention_with_pipeline_emitter")
+
+
+@check("ragged")
+def ragged():
+    m, k, n, groups = 8192, 2048, 8192, 8
+    lhs, rhs = normal(0, m, k), normal(1, groups, k, n)
+    cuts = jnp.asarray([0, 700, 1900, 3000, 4196, 5100, 6000, 7321, m])
+    sizes = jnp.diff(cuts).astype(jnp.int32)
+    want = jax.jit(jax.lax.ragged_dot)(lhs, rhs, sizes)
+    blocks = dict(block_m=128, block_n=128, block_k=64, grid_block_n=4)
+
+    def make(module):
+        return lambda lhs, rhs, sizes: module.ragged_dot(
+            lhs, rhs, group_sizes=sizes, max_concurrent_steps=4, **blocks
+        )
+
+    return compare("ragged_dot_mgpu", make, (lhs, rhs, sizes), want, 2.0 * m * n * k)
+
+
+@check("transposed_ragged")
+def transposed_ragged():
+    m, k, n, _groups = 8192, 2048, 2048, 8
+    lhs, rhs = normal(0, m, k), normal(1, m, n)
+    cuts = jnp.asarray([0, 700, 1900, 3000, 4196, 5100, 6000, 7321, m])
+    sizes = jnp.diff(cuts).astype(jnp.int32)
+    module = upstreams("transposed_ragged_dot_mgpu")
+    want = module.ref_transposed_ragged_dot(lhs, rhs, sizes)
+    blocks = dict(block_m=128, block_n=128, block_k=64, grid_block_n=4)
+
+    def make(module):
+        return lambda lhs, rhs, sizes: module.transposed_ragged_dot(
+            lhs, rhs, group_sizes=sizes, max_concurrent_steps=4, **blocks
+        )
+
+    args = lhs, rhs, sizes
+    return compare("transposed_ragged_dot_mgpu", make, args, want, 2.0 * m * n * k)
+
+
+@check("mixed")
+def mixed():
+    m, k, n = 4096, 4096, 4096
+    a = jax.random.randint(jax.random.key(0), (m, k), -8, 8, jnp.int8)
+    b = normal(1, k, n, dtype=jnp.bfloat16)
+    module = upstreams("hopper_mixed_type_matmul_mgpu")
+    want = module.reference(a, b, out_dtype=jnp.bfloat16)
+
+    def make(module):
+        options = dict(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
+        config = module.TuningConfig(**options)
+        return lambda a, b: module.mixed_matmul_kernel(
+            a, b, out_dtype=jnp.bfloat16, config=config
+        )
+
+    return compare("hopper_mixed_type_matmul_mgpu", make, (a, b), want, 2.0 * m * n * k)
+
+
+def main(names: list[str]) -> None:
+    for name, function in CHECKS.items():
+        if names and not any(
+            name == n or (n.endswith("*") and name.startswith(n[:-1])) for n in names
+        ):
+            continue
+        try:
+            print(f"{name}: {function()}", flush=True)
+        except Exception:
+            print(f"{name}: FAILED\n{traceback.format_exc()[-1200:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,355 @@
+"""An author's explicit kernels (`plgpu`) as CUDA C++, run on the CPU (`host.py`)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import pallasite as pl
+from pallasite import mosaic_gpu as plgpu
+from pallasite.backends import cuda
+from pallasite.errors import UnsupportedError
+from tests.backends.cuda import host
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+needs_compiler = pytest.mark.skipif(
+    host.compiler() is None, reason="g++, which compiles the emitted text, is missing"
+)
+
+
+def operands(*shapes, dtype=F16):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
+
+
+def out(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run(function, *args, folder):
+    (kernel,) = pl.lower(function)(*args).kernels
+    got = host.run(kernel, [np.asarray(x) for x in args], folder)
+    return got[0] if len(got) == 1 else got
+
+
+def text(function, *args) -> str:
+    (kernel,) = pl.lower(function)(*args).kernels
+    return host.cuda_text(kernel)
+
+
+def refused(function, *args) -> str:
+    (kernel,) = pl.lower(function)(*args).kernels
+    with pytest.raises(UnsupportedError) as raised:
+        host.cuda_text(kernel)
+    assert __file__.rsplit("/", 1)[1] in str(raised.value)
+    return str(raised.value)
+
+
+# --- copies ---
+
+
+def copy_kernel(x_ref, o_ref, buffer, barrier):
+    plgpu.copy_gmem_to_smem(x_ref, buffer, barrier)
+    plgpu.barrier_wait(barrier)
+    plgpu.copy_smem_to_gmem(buffer, o_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def copied(x, **how):
+    memory = [plgpu.SMEM(x.shape, x.dtype, **how), plgpu.Barrier()]
+    return plgpu.kernel(
+        copy_kernel, out(*x.shape, dtype=x.dtype), scratch_shapes=memory
+    )(x)
+
+
+def swizzled(by):
+    return dict(transforms=(plgpu.SwizzleTransform(by),))
+
+
+COPIES = [
+    ((64, 64), F16, swizzled(128)),
+    ((8, 128), F32, swizzled(128)),
+    ((16, 32), BF16, swizzled(64)),
+    ((8, 32), jnp.int8, swizzled(32)),
+    ((512, 64), F16, swizzled(128)),
+    ((24, 40), F32, {}),
+    ((512,), F32, {}),
+    ((4, 8, 16), jnp.int32, {}),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape, dtype, how", COPIES)
+def test_a_copy_there_and_back(shape, dtype, how, tmp_path):
+    (x,) = operands(shape, dtype=dtype)
+    got = run(lambda x: copied(x, **how), x, folder=tmp_path)
+    np.testing.assert_array_equal(got, x)
+
+
+def test_what_the_copy_engine_does_not_copy_is_refused():
+    message = refused(copied, jnp.ones((8, 1000), F32))
+    assert "more than 256 elements" in message and "copy_start" in message
+    assert "not a multiple of 16" in refused(copied, jnp.ones((8, 7), F16))
+    message = refused(lambda x: copied(x, **swizzled(128)), jnp.ones((4, 64), F16))
+    assert "swizzled by 128 bytes" in message
+
+
+# --- what threads store and load, and when they meet ---
+
+
+def halves_kernel(x_ref, o_ref, total_ref, buffer, barrier):
+    """Loads swizzled memory, overwrites it, and loads it again."""
+    plgpu.copy_gmem_to_smem(x_ref, buffer, barrier)
+    plgpu.barrier_wait(barrier)
+    buffer[...] = buffer[...].T * 2
+    total_ref[...] = jnp.sum(buffer[pl.ds(8, 8), 32:], axis=1)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, o_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", [32, 64, 128])
+def test_threads_see_what_others_stored(by, tmp_path):
+    (x,) = operands((64, 64), dtype=F32)
+    memory = [plgpu.SMEM(x.shape, F32, **swizzled(by)), plgpu.Barrier()]
+    function = plgpu.kernel(halves_kernel, [out(64, 64), out(8)], scratch_shapes=memory)
+    got, total = run(function, x, folder=tmp_path)
+    np.testing.assert_allclose(got, x.T * 2)
+    np.testing.assert_allclose(total, 2 * x.T[8:16, 32:].sum(1), rtol=1e-5)
+
+
+def between(found: str, first: str, second: str) -> str:
+    start = found.index(first)
+    return found[start : found.index(second, start)]
+
+
+def test_a_copy_waits_for_all_warps_that_read_what_it_overwrites():
+    def kernel(x_ref, o_ref, buffer, barrier):
+        plgpu.copy_gmem_to_smem(x_ref, buffer, barrier)
+        plgpu.barrier_wait(barrier)
+        o_ref[...] = buffer[...]
+        plgpu.copy_gmem_to_smem(x_ref, buffer, barrier)
+        plgpu.barrier_wait(barrier)
+
+    memory = [plgpu.SMEM((64, 64), F32), plgpu.Barrier()]
+    function = plgpu.kernel(kernel, out(64, 64), scratch_shapes=memory)
+    found = text(function, *operands((64, 64), dtype=F32))
+    role = found[found.index("map_seen(maps") :]
+    assert "meet(" not in role[: role.index("copy_in_2(")]
+    assert "meet(1, 128);" in between(role, "barrier_wait", "copy_in_2(")
+
+
+# --- products ---
+
+
+def ring_kernel(steps, slots, depth):
+    """One warpgroup fills a ring, two multiply; each has half of the rows."""
+
+    def kernel(x, y, o, a, b, sums, full, empty):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 2)
+        def load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, steps)
+            def step(i):
+                s, part = lax.rem(i, slots), pl.ds(i * depth, depth)
+
+                @pl.when(i >= slots)
+                def _():
+                    plgpu.barrier_wait(empty.at[s])
+
+                plgpu.copy_gmem_to_smem(x.at[:, part], a.at[s], full.at[s])
+                plgpu.copy_gmem_to_smem(y.at[part], b.at[s], full.at[s])
+
+        @pl.when(wg < 2)
+        def compute():
+            plgpu.set_max_registers(232, action="increase")
+            rows = pl.ds(wg * 64, 64)
+
+            def multiply(acc):
+                @pl.loop(0, steps)
+                def step(i):
+                    s = lax.rem(i, slots)
+                    plgpu.barrier_wait(full.at[s])
+                    plgpu.wgmma(acc, a.at[s, rows], b.at[s])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[s])
+
+                return acc[...]
+
+            total = pl.run_scoped(multiply, plgpu.ACC((64, 128), F32))
+            for n in range(2):
+                half = slice(64 * n, 64 * n + 64)
+                sums[wg, n] = total[:, half].astype(F16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(sums.at[wg, n], o.at[rows, half])
+            plgpu.wait_smem_to_gmem(0)
+
+    return kernel
+
+
+def ring(x, y, steps=3, slots=2, depth=64):
+    return plgpu.kernel(
+        ring_kernel(steps, slots, depth),
+        out_type=out(128, 128, dtype=F16),
+        scratch_types=[
+            plgpu.SMEM((slots, 128, depth), F16, transforms=SWIZZLED),
+            plgpu.SMEM((slots, depth, 128), F16, transforms=SWIZZLED),
+            plgpu.SMEM((2, 2, 64, 64), F16, transforms=SWIZZLED),
+            plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        ],
+        num_threads=3,
+        thread_name="wg",
+    )(x, y)
+
+
+@needs_compiler
+def test_a_ring_multiplies(tmp_path):
+    x, y = operands((128, 192), (192, 128))
+    got = run(ring, x, y, folder=tmp_path)
+    want = x.astype(F32) @ y.astype(F32)
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=5e-2)
+    np.testing.assert_allclose(np.asarray(ring(x, y)), want, rtol=1e-2, atol=5e-2)
+
+
+def test_what_the_text_of_a_ring_has():
+    found = text(ring, *operands((128, 192), (192, 128)))
+    assert "fewer_registers<40>();" in found and "more_registers<232>();" in found
+    # The author counts warpgroups and copies, the barrier warps.
+    assert found.count(", 8);") >= 4 and "barrier_expect_for" in found
+    assert found.startswith("// launch") and '"threads": 384' in found
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_operands_in_registers_and_turned_ones(dtype, tmp_path):
+    q, k, v = operands((64, 64), (128, 64), (128, 64), dtype=dtype)
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, qs, ks, vs, barrier):
+        for source, target in ((q_ref, qs), (k_ref, ks), (v_ref, vs)):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def scores(acc):
+            plgpu.wgmma(acc, qs, plgpu.transpose_ref(ks, (1, 0)))
+            return acc[...]
+
+        s = pl.run_scoped(scores, plgpu.ACC((64, 128), F32))
+        p = jnp.tanh(s - lax.broadcast_in_dim(s.max(axis=1), s.shape, [0]))
+        start = plgpu.layout_cast(jnp.ones((64, 64), F32), plgpu.Layout.WGMMA)
+        add = lambda acc: plgpu.wgmma(acc, p.astype(dtype), vs)
+        o_ref[...] = pl.run_state(add)(plgpu.ACC.init(start))
+
+    memory = [plgpu.SMEM(x.shape, dtype) for x in (q, k, v)]
+    memory.append(plgpu.Barrier(num_arrivals=3))
+    function = plgpu.kernel(kernel, out(64, 64), scratch_shapes=memory)
+    got = run(function, q, k, v, folder=tmp_path)
+    s = q.astype(F32) @ k.astype(F32).T
+    p = jnp.tanh(s - s.max(axis=1, keepdims=True)).astype(dtype).astype(F32)
+    np.testing.assert_allclose(got, 1 + p @ v.astype(F32), rtol=1e-2, atol=1e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("slots, delay", [(1, 0), (2, 0), (3, 1)])
+def test_emit_pipeline(slots, delay, tmp_path):
+    x, y = operands((128, 256), (256, 64))
+
+    def kernel(x_ref, y_ref, o_ref, sums):
+        rows = pl.ds(lax.axis_index("m") * 64, 64)
+
+        def scoped(acc):
+            def step(indices, a, b):
+                plgpu.wgmma(acc, a, b)
+                plgpu.wgmma_wait(delay)
+
+            spec = lambda *a: plgpu.BlockSpec(
+                *a, delay_release=delay, transforms=SWIZZLED
+            )
+            plgpu.emit_pipeline(
+                step,
+                grid=(4,),
+                in_specs=[
+                    spec((64, 64), lambda k: (0, k)),
+                    spec((64, 64), lambda k: (k, 0)),
+                ],
+                max_concurrent_steps=slots,
+            )(x_ref.at[rows], y_ref)
+            return acc[...]
+
+        sums[...] = pl.run_scoped(scoped, plgpu.ACC((64, 64), F32))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sums, o_ref.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    function = plgpu.kernel(
+        kernel,
+        out_shape=out(128, 64),
+        grid=(2,),
+        grid_names=("m",),
+        scratch_shapes=dict(sums=plgpu.SMEM((64, 64), F32)),
+    )
+    got = run(function, x, y, folder=tmp_path)
+    want = x.astype(F32) @ y.astype(F32)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+def product(rows, columns, depth, dtype, sums=F32, turned=False):
+    def kernel(x, y, o, a, b, barrier):
+        plgpu.copy_gmem_to_smem(x, a, barrier)
+        plgpu.copy_gmem_to_smem(y, b, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a, plgpu.transpose_ref(b, (1, 0)) if turned else b)
+            return acc[...]
+
+        o[...] = pl.run_scoped(multiply, plgpu.ACC((rows, columns), sums))
+
+    shapes = (rows, depth), ((columns, depth) if turned else (depth, columns))
+    memory = [plgpu.SMEM(s, dtype) for s in shapes] + [plgpu.Barrier(num_arrivals=2)]
+    function = plgpu.kernel(
+        kernel, out(rows, columns, dtype=sums), scratch_shapes=memory
+    )
+    return function, operands(*shapes, dtype=dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, sums", [(jnp.int8, jnp.int32), (F32, F32)])
+def test_other_types(dtype, sums, tmp_path):
+    function, args = product(64, 16, 64, dtype, sums, turned=True)
+    got = run(function, *args, folder=tmp_path)
+    x, y = (np.asarray(a, np.float64) for a in args)
+    np.testing.assert_allclose(got, x @ y.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(rows=32, columns=64, depth=64, dtype=F16), "a product of 32 x 64"),
+        (dict(rows=64, columns=320, depth=64, dtype=F16), "up to 256"),
+        (dict(rows=64, columns=32, depth=64, dtype=F32), "stored along k"),
+        (dict(rows=64, columns=64, depth=64, dtype=F16, sums=F16), "no such types"),
+    ],
+)
+def test_products_that_the_instruction_has_not(given, message):
+    function, args = product(**given)
+    found = refused(function, *args)
+    assert message in found and "wgmma" in found, found
+
+
+def test_more_shared_memory_than_there_is():
+    x, y = operands((128, 192), (192, 128))
+    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+        text(lambda x, y: ring(x, y, slots=9), x, y)
+
+
+def test_the_backend_takes_them():
+    (kernel,) = pl.lower(ring)(*operands((128, 192), (192, 128))).kernels
+    if cuda.nvrtc.is_available():
+        assert cuda.fits(kernel) is None
