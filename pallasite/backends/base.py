@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.runtime.forms import Form
 from pallasite.target import Chip
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Launch:
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
+    # How operands and results go to the call, where not as they are.
+    operand_forms: tuple[Form | None, ...] = ()
+    result_forms: tuple[Form | None, ...] = ()
     # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
     log_words: int = 0
     read_log: Callable[[Any], None] | None = None

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     Returns:
         One MLIR value per result of the kernel.
     """
+    if any(launch.operand_forms) or any(launch.result_forms):
+        return _lower_in_forms(launch, ctx, *operands)
     if launch.handler is not None:
         _register(launch)
     results = len(ctx.avals_out)
@@ -72,6 +75,37 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     found = made[:results]
     pairs = zip(found, ctx.avals_out, packed.avals_out, strict=False)
     return [_converted(ctx, *each) for each in pairs]
+
+
+def _lower_in_forms(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
+    """The call with arrays in other forms, and XLA's conversions around it."""
+    plain = replace(launch, operand_forms=(), result_forms=())
+    inputs = list(zip(operands, ctx.avals_in, launch.operand_forms, strict=True))
+    outputs = list(zip(ctx.avals_out, launch.result_forms, strict=True))
+    carried = ctx.replace(
+        avals_in=[_carried_aval(aval, form) for _, aval, form in inputs],
+        avals_out=[_carried_aval(aval, form) for aval, form in outputs],
+    )
+    packed = []
+    for (value, aval, form), new in zip(inputs, carried.avals_in, strict=True):
+        if form is not None:
+            pack = functools.partial(form.pack, jax.numpy)
+            (value,) = _run(ctx, pack, [aval], [new], value)
+        packed.append(value)
+    found = []
+    made = lower_launch(plain, carried, *packed)
+    for value, (aval, form), new in zip(made, outputs, carried.avals_out, strict=True):
+        if form is not None:
+            unpack = functools.partial(form.unpack, jax.numpy)
+            (value,) = _run(ctx, unpack, [new], [aval], value)
+        found.append(value)
+    return found
+
+
+def _carried_aval(aval: Any, form: Any) -> Any:
+    if form is None:
+        return aval
+    return aval.update(shape=form.carried_shape, dtype=np.dtype(form.carried_dtype))
 
 
 def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[Any]:

@@ -31,7 +31,9 @@ class TpuBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         from pallasite.backends.tpu.aliased import join_aliased
+        from pallasite.backends.tpu.carried_types import carry_types
         from pallasite.backends.tpu.emit import is_native
+        from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
@@ -40,12 +42,14 @@ class TpuBackend:
         from pallasite.passes.place_windows import place_windows
 
         return (
+            Pass("carry_types", carry_types),
             *self._blocks(options),
             Pass("canonicalize", canonicalize, if_changed=True),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
             Pass("idle_windows", idle_windows),
             Pass("join_aliased", join_aliased),
+            Pass("fit_windows", fit_windows),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
@@ -65,13 +69,19 @@ class TpuBackend:
 
     def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
+        from pallasite.backends.tpu.fit_windows import forms_of, warn_of_forms
 
-        options = compiled.options
+        options, kernel = compiled.options, compiled.kernel
+        forms = forms_of(compiled.scheduled, kernel)
+        warn_of_forms(kernel, forms)
+        inputs = len(kernel.inputs)
         return Launch(
             target="tpu_custom_call",
             config=call_config(compiled["mosaic"], options),
             api_version=1,
-            aliases=compiled.kernel.aliases,
+            aliases=kernel.aliases,
+            operand_forms=tuple(forms[:inputs]),
+            result_forms=tuple(forms[inputs:]),
             has_side_effect=bool(options.compiler_params.get("has_side_effects")),
         )
 

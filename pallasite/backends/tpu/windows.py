@@ -56,14 +56,14 @@ def check_window(
         [
             ("kernel", kernel.name),
             ("operand", f"{operand_name(kernel, operand)}, {ref.tile}"),
-            ("block", tuple(_shown(d) for d in window.dims)),
+            ("block", shown_block(window)),
             (
                 "rule",
                 f"the {last} must be multiples of {tiles}, or as large as the array",
             ),
         ],
         at=loc,
-        fix=f"use a block of {_fitting(ref, window, tiles)}",
+        fix=f"use a block of {fitting_block(ref, window)}",
     )
 
 
@@ -141,11 +141,14 @@ def _shown(dim: BlockDim) -> int | None:
     return None if dim.kind == "squeezed" else dim.size
 
 
-def _fitting(
-    ref: RefType, window: Window, tiles: Sequence[int]
-) -> tuple[int | None, ...]:
+def shown_block(window: Window) -> tuple[int | None, ...]:
+    """The block as the author wrote it."""
+    return tuple(_shown(d) for d in window.dims)
+
+
+def fitting_block(ref: RefType, window: Window) -> tuple[int | None, ...]:
     """The nearest block that fits: rounded up, or the whole dimension."""
-    shape = [_shown(d) for d in window.dims]
+    shape, tiles = [*shown_block(window)], tiling(ref)
     for position, tile in enumerate(tiles, len(shape) - len(tiles)):
         size, full = shape[position] or 1, ref.shape[position]
         if size == full:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pallasite.backends.base import Compiled, Options, get
+from pallasite.backends.tpu.fit_windows import forms_of
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
@@ -45,8 +46,21 @@ def job(name: str, kernel: Kernel) -> Job:
 
 def simulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The results of the emitted code, run in numpy."""
-    shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in kernel.outputs]
-    return run_module(mosaic(kernel), arrays, shapes, kernel.aliases)
+    return run_compiled(Compiled(get("tpu"), kernel, Options(), shared=()), arrays)
+
+
+def run_compiled(compiled: Compiled, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The results of a compiled kernel, converted before and after as XLA does it."""
+    kernel = compiled.kernel
+    forms = forms_of(compiled.scheduled, kernel)
+    count = len(kernel.inputs)
+    pairs = zip(arrays, forms[:count], strict=True)
+    arrays = [a if form is None else form.pack(np, a) for a, form in pairs]
+    params = compiled.scheduled.outputs
+    shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in params]
+    results = run_module(compiled["mosaic"], arrays, shapes, kernel.aliases)
+    pairs = zip(results, forms[count:], strict=True)
+    return [r if form is None else form.unpack(np, r) for r, form in pairs]
 
 
 def emulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
