@@ -167,7 +167,7 @@ _MODULES = {
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "cuda": ("cuda", "triton"),
-    "tpu": (),  # by name only, so far
+    "tpu": ("tpu",),
 }
 
 
