@@ -54,8 +54,9 @@ class Launch:
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
-    # How operands and results go to the call, where not as they are.
-    operand_forms: tuple[Form | None, ...] = ()
+    # Which operands go to the call, and in which forms they and results do; None: all
+    # as they are.
+    operands: tuple[tuple[int, Form | None], ...] | None = None
     result_forms: tuple[Form | None, ...] = ()
     # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
     log_words: int = 0

@@ -59,12 +59,19 @@ class Job:
             name,
             launch.target,
             launch.config,
-            _arrays(kernel.inputs, launch.operand_forms),
+            _operands(kernel, launch),
             _arrays(kernel.outputs, launch.result_forms),
             launch.api_version,
             launch.aliases,
             launch.has_side_effect,
         )
+
+
+def _operands(kernel: Kernel, launch: Any) -> tuple[Array, ...]:
+    if launch.operands is None:
+        return _arrays(kernel.inputs, ())
+    params = [kernel.inputs[number] for number, _ in launch.operands]
+    return _arrays(params, [form for _, form in launch.operands])
 
 
 def _arrays(params: Sequence[Value], forms: Sequence[Form | None]) -> tuple[Array, ...]:

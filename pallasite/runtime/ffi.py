@@ -37,7 +37,7 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     Returns:
         One MLIR value per result of the kernel.
     """
-    if any(launch.operand_forms) or any(launch.result_forms):
+    if launch.operands is not None:
         return _lower_in_forms(launch, ctx, *operands)
     if launch.handler is not None:
         _register(launch)
@@ -79,8 +79,8 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
 
 def _lower_in_forms(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     """The call with arrays in other forms, and XLA's conversions around it."""
-    plain = replace(launch, operand_forms=(), result_forms=())
-    inputs = list(zip(operands, ctx.avals_in, launch.operand_forms, strict=True))
+    plain = replace(launch, operands=None)
+    inputs = [(operands[n], ctx.avals_in[n], form) for n, form in launch.operands]
     outputs = list(zip(ctx.avals_out, launch.result_forms, strict=True))
     carried = ctx.replace(
         avals_in=[_carried_aval(aval, form) for _, aval, form in inputs],

@@ -27,6 +27,7 @@ class Form:
         blocks: per dimension, what it is cut into; None: it stays whole.
         fill: in the padding.
         least_rank: dimensions of one are added in front until there are as many.
+        element: instead of the array, only this one of its elements, as a number.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Form:
     blocks: tuple[int | None, ...] = ()
     fill: float | int | bool = 0
     least_rank: int = 0
+    element: int | None = None
 
     @cached_property
     def changes(self) -> bool:
@@ -45,6 +47,8 @@ class Form:
 
     @cached_property
     def carried_shape(self) -> tuple[int, ...]:
+        if self.element is not None:
+            return ()
         if not self.blocks:
             return (1,) * (self.least_rank - len(self.shape)) + self._padded
         counts, inner = [], []
@@ -65,6 +69,8 @@ class Form:
     def pack(self, numbers: Any, x: Any) -> Any:
         """The array in the form of the call; `numbers` is numpy or jax.numpy."""
         x = numbers.asarray(x).astype(self.carried_dtype)
+        if self.element is not None:
+            return x.reshape(-1)[self.element]
         if any(map(any, self.padding)):
             x = numbers.pad(x, self.padding, constant_values=self.fill)
         if self.blocks:

@@ -37,20 +37,25 @@ def tiling(ref: RefType) -> tuple[int, ...]:
     return (SUBLANES, LANES)
 
 
+def fits(ref: RefType, window: Window) -> bool:
+    """Whether the block is whole tiles, or as large as the array."""
+    if not ref.shape:
+        return True
+    tiles = tiling(ref)
+    count = len(tiles)
+    pairs = zip(memref_shape(window)[-count:], ref.shape[-count:], tiles, strict=True)
+    return all(n == full or n % tile == 0 for n, full, tile in pairs)
+
+
 def check_window(
     kernel: Kernel, operand: Value, window: Window, loc: Loc | None
 ) -> None:
     """Raise SpecError if the block does not fit the chip's tiles."""
     ref = operand.ref
-    if not ref.shape:
+    if fits(ref, window):
         return
     tiles = tiling(ref)
-    shape = memref_shape(window)
-    count = len(tiles)
-    pairs = zip(shape[-count:], ref.shape[-count:], tiles, strict=True)
-    if all(n == full or n % tile == 0 for n, full, tile in pairs):
-        return
-    last = "last dimension" if count == 1 else "last two dimensions"
+    last = "last dimension" if len(tiles) == 1 else "last two dimensions"
     raise SpecError(
         "block shape does not fit the tiles of a TPU",
         [

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from pallasite.backends.base import Compiled, Options, get
-from pallasite.backends.tpu.fit_windows import forms_of
+from pallasite.backends.tpu.fit_windows import CallArrays
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
@@ -51,15 +51,16 @@ def simulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def run_compiled(compiled: Compiled, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The results of a compiled kernel, converted before and after as XLA does it."""
-    kernel = compiled.kernel
-    forms = forms_of(compiled.scheduled, kernel)
-    count = len(kernel.inputs)
-    pairs = zip(arrays, forms[:count], strict=True)
-    arrays = [a if form is None else form.pack(np, a) for a, form in pairs]
-    params = compiled.scheduled.outputs
+    scheduled = compiled.scheduled
+    call = CallArrays.of(scheduled, compiled.kernel)
+    given = [
+        arrays[number] if form is None else form.pack(np, arrays[number])
+        for number, form in call.operands
+    ]
+    params = scheduled.outputs
     shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in params]
-    results = run_module(compiled["mosaic"], arrays, shapes, kernel.aliases)
-    pairs = zip(results, forms[count:], strict=True)
+    results = run_module(compiled["mosaic"], given, shapes, scheduled.aliases)
+    pairs = zip(results, call.results, strict=True)
     return [r if form is None else form.unpack(np, r) for r, form in pairs]
 
 

@@ -13,7 +13,7 @@ from pallasite.backends.tpu.carried_types import (
     half_bits,
     rounded,
 )
-from pallasite.backends.tpu.fit_windows import fit_windows, forms_of
+from pallasite.backends.tpu.fit_windows import CallArrays, fit_windows
 from pallasite.errors import PerformanceWarning
 from pallasite.ir.verify import verify
 from pallasite.passes.run import run as run_passes
@@ -35,7 +35,7 @@ def array(*shape, dtype=jnp.float32):
 
 def form_of(kernel, position=0) -> Form | None:
     compiled = Compiled(get("tpu"), kernel, Options(), shared=())
-    return forms_of(compiled.scheduled, kernel)[position]
+    return CallArrays.of(compiled.scheduled, kernel).operands[position][1]
 
 
 def assert_right(kernel, seed=0):
@@ -201,6 +201,71 @@ def test_xla_converts_arrays_around_the_call():
     assert "use a block of (8, 128)" in first
     assert "tensor<4x4x128xf32>" in text
     assert "tensor<16x128xf16>) ->" in text
+
+
+# --- arrays in main memory ---
+
+
+def test_small_arrays_in_main_memory_are_kept_on_the_chip():
+    def f(x_ref, o_ref):
+        i = pl.program_id(0)
+        o_ref[pl.ds(3 * i, 3), :] = x_ref[pl.ds(2 * i, 3), :] + 1
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        f, out_shape=array(12, 128), grid=(4,),
+        in_specs=[anywhere], out_specs=anywhere,
+    )  # fmt: skip
+    assert_right(kernel_of(call, array(9, 128)))
+
+
+@pytest.mark.parametrize("rows", [12, 10])
+def test_inner_pipelines_with_blocks_that_miss_the_tiles(rows):
+    from pallasite import tpu as pltpu
+
+    def outer(x_ref, o_ref):
+        def step(x_block, o_block):
+            o_block[...] = x_block[...] * 2
+
+        spec = pl.BlockSpec((4, 100), lambda i, j: (i, j))
+        pipeline = pltpu.emit_pipeline(
+            step, grid=(3, 2), in_specs=[spec], out_specs=[spec]
+        )
+        pipeline(x_ref, o_ref)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        outer, out_shape=array(rows, 150), in_specs=[anywhere], out_specs=anywhere
+    )
+    assert_right(kernel_of(call, array(rows, 150)))
+
+
+def test_an_operand_in_two_windows():
+    """The same memory in two ways: the result's blocks, and rows of another shape."""
+
+    def f(x_ref, o_ref):
+        o_ref[...] = jnp.sum(x_ref[...]) + jnp.zeros_like(o_ref)
+
+    call = pl.pallas_call(
+        f, out_shape=array(12, 128, dtype=jnp.int32), grid=(2,),
+        in_specs=[pl.BlockSpec((5, 128), lambda i: (2, 0))],
+        out_specs=pl.BlockSpec((3, 128), lambda i: (i, 0)),
+        input_output_aliases={0: 0},
+    )  # fmt: skip
+    assert_right(kernel_of(call, array(12, 128, dtype=jnp.int32)))
+
+
+def test_numbers_in_scalar_memory_after_other_operands():
+    def f(x_ref, s_ref, o_ref):
+        o_ref[...] = x_ref[...] * s_ref[...]
+
+    smem = pl.BlockSpec(memory_space=pl.MemorySpace.SMEM)
+    rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    call = pl.pallas_call(
+        f, out_shape=array(16, 128), grid=(2,), in_specs=[rows, smem], out_specs=rows
+    )
+    kernel = kernel_of(call, array(16, 128), array())
+    assert_right(kernel)
 
 
 # --- element types ---
