@@ -137,5 +137,9 @@ class FallbackWarning(PallasWarning):
     """A kernel runs through the emulation because no native backend took it."""
 
 
+class PerformanceWarning(PallasWarning):
+    """A kernel runs, but slower than with the change that the message names."""
+
+
 class PartitionWarning(PallasWarning):
     """A kernel under sharded `jit` needs whole operands that came in parts."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.runtime.forms import Form
 from pallasite.target import Chip
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ class Launch:
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
-    # (operand, whether its last two dimensions are exchanged, columns of zeros added)
-    repacked: tuple[tuple[int, bool, int], ...] = ()
+    # Which operands go to the call, and in which forms they and results do; None: all
+    # as they are.
+    operands: tuple[tuple[int, Form | None], ...] | None = None
+    result_forms: tuple[Form | None, ...] = ()
     # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
     log_words: int = 0
     read_log: Callable[[Any], None] | None = None
@@ -165,7 +168,7 @@ _MODULES = {
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("cpu",),
     "cuda": ("cuda", "triton"),
-    "tpu": (),  # by name only, so far
+    "tpu": ("tpu",),
 }
 # Products, and what only an author who schedules warpgroups writes.
 _FOR_CUDA = frozenset(("dot", "wgmma", "barrier_wait", "bulk_wait", "roles"))

@@ -21,6 +21,7 @@ from typing import Any
 from pallasite import config, target
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
+from pallasite.runtime.forms import Form
 
 # No TPU runtime is queried: the topology's name decides what is compiled for.
 ENVIRONMENT = {
@@ -58,16 +59,28 @@ class Job:
             name,
             launch.target,
             launch.config,
-            tuple(map(_array, kernel.inputs)),
-            tuple(map(_array, kernel.outputs)),
+            _operands(kernel, launch),
+            _arrays(kernel.outputs, launch.result_forms),
             launch.api_version,
             launch.aliases,
             launch.has_side_effect,
         )
 
 
-def _array(param: Value) -> Array:
-    return param.ref.shape, param.ref.dtype.numpy_name
+def _operands(kernel: Kernel, launch: Any) -> tuple[Array, ...]:
+    if launch.operands is None:
+        return _arrays(kernel.inputs, ())
+    params = [kernel.inputs[number] for number, _ in launch.operands]
+    return _arrays(params, [form for _, form in launch.operands])
+
+
+def _arrays(params: Sequence[Value], forms: Sequence[Form | None]) -> tuple[Array, ...]:
+    """The arrays of a call, in the forms that it takes them in."""
+    found = [(p.ref.shape, p.ref.dtype.numpy_name) for p in params]
+    for position, form in enumerate(forms):
+        if form is not None:
+            found[position] = (form.carried_shape, form.carried_dtype)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,10 +37,11 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     Returns:
         One MLIR value per result of the kernel.
     """
+    if launch.operands is not None:
+        return _lower_in_forms(launch, ctx, *operands)
     if launch.handler is not None:
         _register(launch)
     results = len(ctx.avals_out)
-    ctx, operands = _repacked(launch, ctx, operands)
     aliases = dict(launch.aliases)
     scratch = [
         jax.core.ShapedArray(shape, np.dtype(dtype))
@@ -75,28 +77,42 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
     return [_converted(ctx, *each) for each in pairs]
 
 
+def _lower_in_forms(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
+    """The call with arrays in other forms, and XLA's conversions around it."""
+    plain = replace(launch, operands=None)
+    inputs = [(operands[n], ctx.avals_in[n], form) for n, form in launch.operands]
+    outputs = list(zip(ctx.avals_out, launch.result_forms, strict=True))
+    carried = ctx.replace(
+        avals_in=[_carried_aval(aval, form) for _, aval, form in inputs],
+        avals_out=[_carried_aval(aval, form) for aval, form in outputs],
+    )
+    packed = []
+    for (value, aval, form), new in zip(inputs, carried.avals_in, strict=True):
+        if form is not None:
+            pack = functools.partial(form.pack, jax.numpy)
+            (value,) = _run(ctx, pack, [aval], [new], value)
+        packed.append(value)
+    found = []
+    made = lower_launch(plain, carried, *packed)
+    for value, (aval, form), new in zip(made, outputs, carried.avals_out, strict=True):
+        if form is not None:
+            unpack = functools.partial(form.unpack, jax.numpy)
+            (value,) = _run(ctx, unpack, [new], [aval], value)
+        found.append(value)
+    return found
+
+
+def _carried_aval(aval: Any, form: Any) -> Any:
+    if form is None:
+        return aval
+    return aval.update(shape=form.carried_shape, dtype=np.dtype(form.carried_dtype))
+
+
 def _run(ctx: Any, fn: Any, avals: Any, out: Any, *operands: Any) -> Sequence[Any]:
     """Code of a JAX function in the middle of a lowering rule."""
     inner = ctx.replace(avals_in=list(avals), avals_out=list(out))
     many = len(out) != 1
     return mlir.lower_fun(fn, multiple_results=many)(inner, *operands)
-
-
-def _repacked(launch: Launch, ctx: Any, operands: Sequence[Any]) -> tuple[Any, Any]:
-    """Operands in the form that the kernel takes them in."""
-    values, avals = list(operands), list(ctx.avals_in)
-    for n, turned, added in launch.repacked:
-
-        def pack(x: Any, turned: bool = turned, added: int = added) -> Any:
-            x = x.swapaxes(-2, -1) if turned else x
-            widths = [(0, 0, 0)] * (x.ndim - 1) + [(0, added, 0)]
-            return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), widths)
-
-        made = jax.eval_shape(pack, avals[n])
-        aval = jax.core.ShapedArray(made.shape, made.dtype)
-        (values[n],) = _run(ctx, pack, [avals[n]], [aval], values[n])
-        avals[n] = aval
-    return ctx.replace(avals_in=avals), values
 
 
 def _note_for_export(launch: Launch, ctx: Any) -> dict[str, Any] | None:

@@ -104,6 +104,13 @@ def test_machine_code_is_the_default_on_cpu():
     assert "pallasite_cpu_" in text and TRITON not in text
 
 
+def test_mosaic_is_the_default_on_tpu():
+    """Also from a machine without one, and in what is exported there."""
+    assert "@tpu_custom_call" in lowered(double, X, platforms=("tpu",))
+    exported = jax.export.export(jax.jit(double), platforms=["tpu"])(X)
+    assert "@tpu_custom_call" in exported.mlir_module()
+
+
 def test_derivatives_and_vmap_take_the_default_too():
     loss = lambda x: double(x).sum()
     assert TRITON in lowered(jax.grad(loss), X)

@@ -328,11 +328,9 @@ def test_asking_for_the_backend_does_not_fall_back(x, no_four_bits):
 def test_export_is_portable(x):
     """Machine code belongs to this process, so exports hold the emulation."""
     call = pl.pallas_call(kernel, out_shape=x, grid=8, in_specs=[ROWS], out_specs=ROWS)
-    platforms = ("cpu", "tpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        exported = jax.export.export(jax.jit(call), platforms=platforms)(x)
-    assert "custom_call" not in exported.mlir_module()
+    exported = jax.export.export(jax.jit(call), platforms=("cpu", "tpu"))(x)
+    assert "pallasite_cpu_" not in exported.mlir_module()
+    assert exported.mlir_module().count("custom_call @tpu_custom_call") == 1
     check(exported.call(x), expected(x))
 
 
@@ -344,4 +342,5 @@ def test_lowering_for_several_platforms_chooses_per_platform(x):
         text = traced.lower(lowering_platforms=("cpu", "cuda", "tpu")).as_text()
     assert text.count("custom_call @pallasite_cpu_") == 1
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1
+    assert text.count("custom_call @tpu_custom_call") == 1
     assert "stablehlo.case" in text

@@ -15,7 +15,7 @@ from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
-from pallasite.backends.cuda.repack import repack
+from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.errors import UnsupportedError
@@ -117,7 +117,8 @@ class CudaBackend:
             api_version=3,
             aliases=compiled.scheduled.aliases,
             scratch_results=tuple(((n,), "uint8") for n in launched.scratch),
-            repacked=launched.repacked,
+            operands=forms_of(compiled.imported, launched.repacked),
+            result_forms=(None,) * len(compiled.imported.outputs),
         )
 
     def version(self) -> str:

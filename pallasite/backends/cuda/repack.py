@@ -4,8 +4,8 @@ In: a kernel after `promote`. Out: the same kernel on other arrays: an operand o
 or f32 elements that is not stored along k has its last two dimensions exchanged, one
 whose rows are no multiples of 16 bytes has longer rows. The note `REPACKED` on the grid
 says how each is made of its operand; XLA does that before the call, in one pass over
-the operand (`runtime/ffi.py`). It is done only where the products take longer than such
-passes, and where nothing but products reads the operand.
+the operand (`runtime/forms.py`). It is done only where the products take longer than
+such passes, and where nothing but products reads the operand.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from pallasite.ir.roles import Dot
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.memory import Roots
+from pallasite.runtime.forms import Form
 from pallasite.target import Gpu
 
 REPACKED = "cuda.repacked"
@@ -37,6 +38,23 @@ class Packing(NamedTuple):
         if self.turned:
             rows, columns = columns, rows
         return ref.with_shape((*outer, rows, columns + self.added))
+
+
+def forms_of(
+    kernel: Kernel, notes: Sequence[tuple[int, bool, int]]
+) -> tuple[tuple[int, Form | None], ...] | None:
+    """The operands of the call for the notes `repack` left; None: all as they are."""
+    forms: dict[int, Form] = {}
+    for operand, turned, added in notes:
+        ref = kernel.inputs[operand].ref
+        name = ref.dtype.numpy_name
+        padding = ((0, 0),) * (len(ref.shape) - 1) + ((0, added),)
+        forms[operand] = Form(
+            ref.shape, name, name, padding=padding, is_exchanged=turned
+        )
+    if not forms:
+        return None
+    return tuple((n, forms.get(n)) for n in range(len(kernel.inputs)))
 
 
 def repack(kernel: Kernel, chip: Gpu) -> Kernel:

@@ -31,7 +31,10 @@ class TpuBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         from pallasite.backends.tpu.aliased import join_aliased
+        from pallasite.backends.tpu.carried_types import carry_types
         from pallasite.backends.tpu.emit import is_native
+        from pallasite.backends.tpu.fit_windows import fit_windows
+        from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
@@ -40,11 +43,14 @@ class TpuBackend:
         from pallasite.passes.place_windows import place_windows
 
         return (
+            Pass("carry_types", carry_types),
+            Pass("keep_on_chip", keep_on_chip),
             *self._blocks(options),
             Pass("canonicalize", canonicalize, if_changed=True),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
             Pass("idle_windows", idle_windows),
+            Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
@@ -65,13 +71,18 @@ class TpuBackend:
 
     def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
+        from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
 
-        options = compiled.options
+        options, kernel = compiled.options, compiled.kernel
+        arrays = CallArrays.of(compiled.scheduled, kernel)
+        warn_of_forms(kernel, arrays)
         return Launch(
             target="tpu_custom_call",
             config=call_config(compiled["mosaic"], options),
             api_version=1,
-            aliases=compiled.kernel.aliases,
+            aliases=compiled.scheduled.aliases,
+            operands=None if arrays.as_they_are else arrays.operands,
+            result_forms=arrays.results,
             has_side_effect=bool(options.compiler_params.get("has_side_effects")),
         )
 

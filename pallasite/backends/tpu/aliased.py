@@ -43,6 +43,17 @@ def join_aliased(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def check_apart(kernel: Kernel, operand: int, result: int) -> None:
+    """Refuse a kernel that reads, in the operand, what it stored into the result."""
+    pipeline = main_pipeline(kernel)
+    assert pipeline is not None
+    pair = _Pair(kernel, pipeline, kernel.inputs[operand], kernel.outputs[result])
+    seen, written = pair.shown(pair.source), pair.shown(pair.output)
+    uses = _uses(pair.body, seen.block) if seen else []
+    if uses and seen and written:
+        pair.check_apart(seen, written, uses)
+
+
 class _Pair:
     """An operand, and the result that is its memory."""
 

@@ -77,6 +77,8 @@ class Conversions(Core):
         return self.out.value(f"{op} {name} : {types}")
 
     def _to_bool(self, name: str, tile: TileType) -> str:
+        if tile.shape and tile.dtype.bits < (16 if tile.dtype.is_float else 32):
+            name, tile = self.in_words(name, tile)
         zero, text = self.out.number(0, tile), tile_text(tile)
         if not tile.dtype.is_float:
             return self.out.value(f"arith.cmpi ne, {name}, {zero} : {text}")

@@ -305,6 +305,8 @@ class _Function(Control):
         self._outer = {r: op for op in plan.kernel.body.ops for r in op.results}
 
     def view(self, ref: Value) -> View:
+        if ref not in self.views and ref in self._outer:
+            self.emit(self._outer[ref])
         if ref not in self.views:
             self.refuse(
                 f"an index map reads {ref.name or 'a ref'} ({ref.ref}), which is no"

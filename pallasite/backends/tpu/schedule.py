@@ -170,7 +170,8 @@ class _PipelineLoop:
         return _Stream(ref, window, shown.index_map, buffer, semaphore)
 
     def _check(self, ref: Value, window: Window) -> None:
-        check_window(self.kernel, ref, window, self.op.loc)
+        if ref.ref.space in MAIN_MEMORY:
+            check_window(self.kernel, ref, window, self.op.loc)
         pairs = list(zip(window.dims, ref.ref.shape, strict=True))
         facts = [("array", ref.ref.tile), ("block", window.block_shape)]
         if any(d.kind in ("element", "bounded") or any(d.padding) for d, _ in pairs):

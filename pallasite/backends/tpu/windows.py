@@ -37,33 +37,38 @@ def tiling(ref: RefType) -> tuple[int, ...]:
     return (SUBLANES, LANES)
 
 
+def fits(ref: RefType, window: Window) -> bool:
+    """Whether the block is whole tiles, or as large as the array."""
+    if not ref.shape:
+        return True
+    tiles = tiling(ref)
+    count = len(tiles)
+    pairs = zip(memref_shape(window)[-count:], ref.shape[-count:], tiles, strict=True)
+    return all(n == full or n % tile == 0 for n, full, tile in pairs)
+
+
 def check_window(
     kernel: Kernel, operand: Value, window: Window, loc: Loc | None
 ) -> None:
     """Raise SpecError if the block does not fit the chip's tiles."""
     ref = operand.ref
-    if not ref.shape:
+    if fits(ref, window):
         return
     tiles = tiling(ref)
-    shape = memref_shape(window)
-    count = len(tiles)
-    pairs = zip(shape[-count:], ref.shape[-count:], tiles, strict=True)
-    if all(n == full or n % tile == 0 for n, full, tile in pairs):
-        return
-    last = "last dimension" if count == 1 else "last two dimensions"
+    last = "last dimension" if len(tiles) == 1 else "last two dimensions"
     raise SpecError(
         "block shape does not fit the tiles of a TPU",
         [
             ("kernel", kernel.name),
             ("operand", f"{operand_name(kernel, operand)}, {ref.tile}"),
-            ("block", tuple(_shown(d) for d in window.dims)),
+            ("block", shown_block(window)),
             (
                 "rule",
                 f"the {last} must be multiples of {tiles}, or as large as the array",
             ),
         ],
         at=loc,
-        fix=f"use a block of {_fitting(ref, window, tiles)}",
+        fix=f"use a block of {fitting_block(ref, window)}",
     )
 
 
@@ -141,11 +146,14 @@ def _shown(dim: BlockDim) -> int | None:
     return None if dim.kind == "squeezed" else dim.size
 
 
-def _fitting(
-    ref: RefType, window: Window, tiles: Sequence[int]
-) -> tuple[int | None, ...]:
+def shown_block(window: Window) -> tuple[int | None, ...]:
+    """The block as the author wrote it."""
+    return tuple(_shown(d) for d in window.dims)
+
+
+def fitting_block(ref: RefType, window: Window) -> tuple[int | None, ...]:
     """The nearest block that fits: rounded up, or the whole dimension."""
-    shape = [_shown(d) for d in window.dims]
+    shape, tiles = [*shown_block(window)], tiling(ref)
     for position, tile in enumerate(tiles, len(shape) - len(tiles)):
         size, full = shape[position] or 1, ref.shape[position]
         if size == full:

@@ -20,6 +20,7 @@ import numpy as np
 
 from pallasite.backends import base
 from pallasite.backends.cuda import emit, functions, hopper
+from pallasite.backends.cuda.repack import forms_of
 from pallasite.ir.nodes import Kernel
 from tests.backends.cpu.direct import Guarded, Memory
 
@@ -178,7 +179,7 @@ class Code:
     ) -> list[np.ndarray]:
         """The results; blocks run in the order that `seed` gives."""
         memory, kernel, launched = memory or Memory(), self.kernel, self.launched
-        inputs = [memory.place(x) for x in _repacked(operands, launched.repacked)]
+        inputs = [memory.place(x) for x in self._in_forms(operands)]
         aliased = {target: inputs[source] for source, target in kernel.aliases}
         results = [
             aliased[n]
@@ -204,19 +205,17 @@ class Code:
             memory.release()
         return found
 
+    def _in_forms(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands as the call takes them."""
+        forms = forms_of(self.kernel, self.launched.repacked)
+        if forms is None:
+            return list(operands)
+        packed = (f.pack(np, operands[n]) if f else operands[n] for n, f in forms)
+        return [np.ascontiguousarray(x) for x in packed]
+
     def close(self) -> None:
         """Give its memory back."""
         ctypes.CDLL(None).dlclose(ctypes.c_void_p(self.library._handle))
-
-
-def _repacked(operands: Sequence[Any], how: Any) -> list[np.ndarray]:
-    """The operands as the call hands them over: some turned, some with rows padded."""
-    arrays = [np.asarray(x) for x in operands]
-    for n, turned, added in how:
-        packed = arrays[n].swapaxes(-2, -1) if turned else arrays[n]
-        widths = [(0, 0)] * (packed.ndim - 1) + [(0, added)]
-        arrays[n] = np.ascontiguousarray(np.pad(packed, widths))
-    return arrays
 
 
 def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> Path:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pallasite.backends.base import Compiled, Options, get
+from pallasite.backends.tpu.fit_windows import CallArrays
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
@@ -45,8 +46,22 @@ def job(name: str, kernel: Kernel) -> Job:
 
 def simulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The results of the emitted code, run in numpy."""
-    shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in kernel.outputs]
-    return run_module(mosaic(kernel), arrays, shapes, kernel.aliases)
+    return run_compiled(Compiled(get("tpu"), kernel, Options(), shared=()), arrays)
+
+
+def run_compiled(compiled: Compiled, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The results of a compiled kernel, converted before and after as XLA does it."""
+    scheduled = compiled.scheduled
+    call = CallArrays.of(scheduled, compiled.kernel)
+    given = [
+        arrays[number] if form is None else form.pack(np, arrays[number])
+        for number, form in call.operands
+    ]
+    params = scheduled.outputs
+    shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in params]
+    results = run_module(compiled["mosaic"], given, shapes, scheduled.aliases)
+    pairs = zip(results, call.results, strict=True)
+    return [r if form is None else form.unpack(np, r) for r, form in pairs]
 
 
 def emulated(kernel: Kernel, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

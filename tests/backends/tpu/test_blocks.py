@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,8 +12,13 @@ from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.tpu_blocks import _Estimate, for_tpu
 from pallasite.target import TPUS, Memory
-from tests.backends.tpu.harness import CASES, emulated, kernel_of, random_arrays
-from tests.backends.tpu.simulate import run_module
+from tests.backends.tpu.harness import (
+    CASES,
+    emulated,
+    kernel_of,
+    random_arrays,
+    run_compiled,
+)
 from tests.backends.triton.test_blocks import matmul
 from tests.passes.test_reblock import COPY, head, rows
 
@@ -102,8 +106,7 @@ def simulated(kernel: Kernel, arrays) -> list[np.ndarray]:
         TPUS["v5e"], memories={**TPUS["v5e"].memories, "vmem": Memory(1 << 30)}
     )
     compiled = Compiled(get("tpu"), kernel, Options(chip=chip), shared=())
-    shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in kernel.outputs]
-    return run_module(compiled["mosaic"], arrays, shapes, kernel.aliases)
+    return run_compiled(compiled, arrays)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,479 @@
+"""Windows that the chip's tiles do not fit, made ones that they do.
+
+Mosaic copies blocks whose last two dimensions are multiples of its tiles, or all there
+is of the array. Along a dimension where a block is neither, one of these applies:
+
+- a block that is alone is rounded up to tiles, past the end of the array;
+- blocks side by side are cut apart by XLA before the call, so that each is whole in
+  its last two dimensions (a `Form`; the note `tpu.forms` on the pipeline keeps it);
+- blocks that overlap (pl.Element) come with the tiles around them if they are read,
+  and in a window of the whole dimension if they are written.
+
+The body sees the block it saw before, as a part of the new one. Kernel in, Kernel out.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pallasite.backends.tpu.aliased import check_apart
+from pallasite.backends.tpu.schedule import main_pipeline
+from pallasite.backends.tpu.windows import (
+    fitting_block,
+    operand_name,
+    shown_block,
+    tiling,
+)
+from pallasite.errors import PerformanceWarning, compose
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import (
+    Access,
+    At,
+    Block,
+    BlockDim,
+    Kernel,
+    Loc,
+    Span,
+    Value,
+    Window,
+    walk,
+)
+from pallasite.ir.rewrite import inline, substitute, with_regions
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.ir.types import RefType
+from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.place_windows import number_facts
+from pallasite.runtime.forms import Form
+
+# (parameter, padding, blocks, fill, least rank, element) of those not as they are
+FORMS = "tpu.forms"
+OPERANDS = "tpu.operands"  # which operand of the author's each one is
+SQUEEZED = BlockDim(1, "squeezed")
+
+
+def fit_windows(kernel: Kernel) -> Kernel:
+    """The kernel with windows that Mosaic takes, and a note on the arrays' forms."""
+    op = main_pipeline(kernel)
+    if op is None:
+        return kernel
+    return _Fitting(kernel, Pipeline.of(op)).fitted()
+
+
+@dataclass(frozen=True)
+class CallArrays:
+    """What a call takes and gives: operands of the kernel by number, with their forms.
+
+    None in place of a form: the array as it is.
+    """
+
+    operands: tuple[tuple[int, Form | None], ...]
+    results: tuple[Form | None, ...]
+
+    @staticmethod
+    def of(scheduled: Kernel, original: Kernel) -> "CallArrays":
+        op = main_pipeline(scheduled)
+        attrs = {} if op is None else op.attrs
+        noted = {n: rest for n, *rest in attrs.get(FORMS, ())}
+        count = len(scheduled.inputs)
+        sources = attrs.get(OPERANDS) or tuple(range(count))
+
+        def form(number: int, old: Value, new: Value) -> Form | None:
+            dtypes = (old.ref.dtype.numpy_name, new.ref.dtype.numpy_name)
+            found = Form(old.ref.shape, *dtypes, *noted.get(number, ()))
+            return found if found.changes else None
+
+        inputs = enumerate(zip(sources, scheduled.inputs, strict=True))
+        outputs = enumerate(zip(original.outputs, scheduled.outputs, strict=True))
+        return CallArrays(
+            tuple((s, form(n, original.inputs[s], new)) for n, (s, new) in inputs),
+            tuple(form(count + n, *pair) for n, pair in outputs),
+        )
+
+    @property
+    def as_they_are(self) -> bool:
+        plain = all(n == s and not form for n, (s, form) in enumerate(self.operands))
+        return plain and not any(self.results)
+
+
+def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
+    """Say which arrays are cut apart before a call, and which blocks would not be."""
+    op = main_pipeline(kernel)
+    if op is None:
+        return
+    at = op.loc or kernel.loc or Loc("<unknown>", 0)
+    windows = {s.array: s.window for s in Pipeline.of(op).shown}
+    results = zip(kernel.outputs, arrays.results, strict=True)
+    pairs = [(kernel.inputs[source], form) for source, form in arrays.operands]
+    for param, form in [*pairs, *results]:
+        if form is None or not any(form.blocks) or param not in windows:
+            continue
+        block = fitting_block(param.ref, windows[param])
+        text = compose(
+            "an array is copied into another order for each call on a TPU",
+            [
+                ("kernel", kernel.name),
+                ("operand", f"{operand_name(kernel, param)}, {param.ref.tile}"),
+                ("block", shown_block(windows[param])),
+                ("why", f"a TPU copies blocks in tiles of {tiling(param.ref)}"),
+            ],
+            at,
+            f"use a block of {block}",
+        )
+        warnings.warn_explicit(
+            text, PerformanceWarning, at.file, at.line, registry=_said
+        )
+
+
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+@dataclass(frozen=True)
+class _Dim:
+    """What becomes of one dimension.
+
+    how: "same"; "longer": the block is rounded up; "apart": cut into blocks; "around":
+    the block has tiles around what is wanted; "whole": the window does not move.
+    """
+
+    how: str
+    dim: BlockDim  # of the new window
+    padding: tuple[int, int] = (0, 0)  # of the array
+    tile: int = 1
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """One window, and what becomes of it."""
+
+    shown: Shown
+    dims: tuple[_Dim, ...]
+
+    @property
+    def is_scalar(self) -> bool:
+        return not self.shown.array.ref.shape
+
+    @property
+    def least_rank(self) -> int:
+        """Vector memory has rows and lanes, scalar memory at least one dimension."""
+        if not self.is_scalar:
+            return 0
+        return 1 if self.shown.window.space == "smem" else 2
+
+    @property
+    def changes(self) -> bool:
+        return self.is_scalar or any(each.how != "same" for each in self.dims)
+
+    @property
+    def stays_where_written(self) -> bool:
+        """Programs that wrote blocks of their own now share one."""
+        whole = any(each.how == "whole" for each in self.dims)
+        return whole and self.shown.window.mode == "out"
+
+    @cached_property
+    def form(self) -> Form:
+        ref, fill = self.shown.array.ref, self.shown.window.fill
+        padding = tuple(each.padding for each in self.dims)
+        blocks = tuple(d.dim.size if d.how == "apart" else None for d in self.dims)
+        name = ref.dtype.numpy_name
+        return Form(
+            ref.shape,
+            name,
+            name,
+            padding if any(map(any, padding)) else (),
+            blocks if any(blocks) else (),
+            0 if fill is None else fill,
+            self.least_rank,
+        )
+
+    @property
+    def note(self) -> tuple[Any, ...]:
+        form = self.form
+        return form.padding, form.blocks, form.fill, form.least_rank
+
+    # --- the new window ---
+
+    @property
+    def window(self) -> Window:
+        if self.is_scalar:
+            return replace(self.shown.window, dims=(BlockDim(1),) * self.least_rank)
+        inner = [each.dim for each in self.dims]
+        counts = [SQUEEZED for each in self.dims if each.how == "apart"]
+        return replace(self.shown.window, dims=self._in_order(inner, counts, SQUEEZED))
+
+    def _in_order(self, inner: list[Any], counts: list[Any], row: Any) -> tuple:
+        """Outer dimensions, block numbers and the last two dimensions."""
+        if counts and len(inner) == 1:
+            inner = [row, *inner]
+        last = max(len(inner) - 2, 0)
+        return (*inner[:last], *counts, *inner[last:])
+
+    def index_map(self, loc: Loc | None) -> Block:
+        old, b = self.shown.index_map, Builder(loc)
+        b.ops += old.ops
+        if self.is_scalar:
+            return b.block(old.params, [b.index(0)] * self.least_rank)
+        numbers, counts = [], []
+        for each, number in zip(self.dims, old.yields, strict=True):
+            if each.how == "apart":
+                counts.append(number)
+            numbers.append(_moved(b, each, number))
+        return b.block(old.params, self._in_order(numbers, counts, b.index(0)))
+
+    def part(self, b: Builder, block: Value, ids: Sequence[Value]) -> Value:
+        """What the body saw before, of the new block."""
+        if self.is_scalar:
+            return b.subview(block, (At(0),) * self.least_rank)
+        starts: tuple[Value, ...] = ()
+        if any(each.how in ("around", "whole") for each in self.dims):
+            starts = inline(b, self.shown.index_map, ids)
+        index, operands = [], []
+        for d, (each, old) in enumerate(
+            zip(self.dims, self.shown.window.dims, strict=True)
+        ):
+            if old.kind == "squeezed" and each.how in ("same", "apart"):
+                continue
+            size = 1 if old.kind == "squeezed" else old.size
+            if each.how not in ("around", "whole"):
+                index.append(Span(0, size))
+                continue
+            start = starts[d]
+            if each.how == "around":
+                start = b.rem(start, b.index(each.tile))
+            operands.append(start)
+            index.append(At() if old.kind == "squeezed" else Span(None, size))
+        shape = tuple(e.size if isinstance(e, Span) else 0 for e in index)
+        if not operands and shape == block.ref.shape:
+            return block
+        return b.subview(block, tuple(index), operands)
+
+
+def _moved(b: Builder, dim: _Dim, number: Value) -> Value:
+    """The number of the new block along a dimension."""
+    if dim.how in ("apart", "whole"):
+        return b.index(0)
+    if dim.how == "around":
+        tile = b.index(dim.tile)
+        return b.mul(b.div(number, tile), tile)
+    return number
+
+
+@dataclass(eq=False)
+class _Param:
+    """A parameter of the new kernel."""
+
+    value: Value
+    source: int  # the author's operand or result
+    note: tuple[Any, ...] | None = None
+
+
+class _Fitting:
+    """All windows of a kernel's pipeline, and the parameters that they show."""
+
+    def __init__(self, kernel: Kernel, pipeline: Pipeline):
+        self.kernel, self.pipeline = kernel, pipeline
+        aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
+        self.windows = [self._fitted(s, s.array in aliased) for s in pipeline.shown]
+        self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
+        self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
+        self.aliases = [
+            (self.inputs[operand], self.outputs[result])
+            for operand, result in kernel.aliases
+        ]
+        self.more: list[_Param] = []  # operands of the author's, once more
+        self.seen: set[Value] = set()
+        self.sized: list[_Param] = []
+        self.sizes: dict[Value, Value] = {}  # of the grid, from operands of their own
+        self.outer = Builder(kernel.loc)  # before the pipeline
+        self.replaced: dict[Value, Value] = {}
+
+    def _fitted(self, shown: Shown, is_aliased: bool) -> _Fitted:
+        ref, window = shown.array.ref, shown.window
+        same = tuple(_Dim("same", dim) for dim in window.dims)
+        odd = 0 in ref.shape or any(d.kind == "bounded" for d in window.dims)
+        if odd or not ref.shape:
+            return _Fitted(shown, same)
+        tiles = tiling(ref)
+        tiles = (1,) * (ref.rank - len(tiles)) + tiles
+        facts = number_facts(shown.index_map, window, ref.shape, self.pipeline.grid)
+        rows = zip(window.dims, ref.shape, tiles, facts, strict=True)
+        mode = "out" if is_aliased else window.mode
+        return _Fitted(shown, tuple(_dim(mode, *row) for row in rows))
+
+    def fitted(self) -> Kernel:
+        b = Builder(self.pipeline.op.loc)
+        shown = [self._new_window(b, each) for each in self.windows]
+        self._join_forms()
+        self._pass_sizes()
+        self._prefetch_scalars()
+        pipeline = self.pipeline.showing(shown, self._body(b, shown))
+        if any(each.stays_where_written for each in self.windows):
+            pipeline = pipeline.with_(semantics=("arbitrary",) * len(pipeline.grid))
+        return self._kernel(pipeline)
+
+    def _body(self, b: Builder, shown: Sequence[Shown]) -> Block:
+        body = substitute(self.pipeline.body, self.replaced)
+        params = (*self.pipeline.ids, *(s.block for s in shown))
+        return Block(params, (*b.ops, *body.ops), body.yields)
+
+    def _new_window(self, b: Builder, fitted: _Fitted) -> Shown:
+        old, param = fitted.shown, self._own_param(fitted.shown)
+        if not fitted.changes:
+            return old._replace(array=param.value)
+        ref = old.array.ref.with_shape(fitted.form.carried_shape)
+        param.value, param.note = Value(ref, old.array.name), fitted.note
+        window = fitted.window
+        kind = RefType(window.block_shape, ref.dtype, window.space)
+        block = Value(kind, old.block.name)
+        self.replaced[old.block] = fitted.part(b, block, self.pipeline.ids)
+        return Shown(param.value, window, fitted.index_map(b.loc), block)
+
+    def _own_param(self, shown: Shown) -> _Param:
+        """The parameter of a window; the second window of an operand has its own."""
+        params = [*self.inputs, *self.outputs]
+        for param, old in zip(params, self.kernel.params, strict=False):
+            if old is not shown.array:
+                continue
+            if old not in self.seen or old in self.kernel.outputs:
+                self.seen.add(old)
+                return param
+            return self._again(self.kernel.inputs.index(old))
+        return _Param(shown.array, -1)
+
+    def _again(self, operand: int) -> _Param:
+        """An operand once more, as a parameter of its own."""
+        old = self.kernel.inputs[operand]
+        param = _Param(Value(old.type, old.name), operand)
+        self.more.append(param)
+        return param
+
+    def _join_forms(self) -> None:
+        """An operand and the result that is its memory have one form."""
+        for number, (operand, result) in enumerate(self.aliases):
+            if operand.note == result.note:
+                continue
+            if self._is_used(operand.source):
+                check_apart(self.kernel, operand.source, result.source)
+                operand = self._again(operand.source)
+                self.aliases[number] = (operand, result)
+            ref = result.value.ref
+            operand.value = Value(ref, operand.value.name)
+            operand.note = result.note
+
+    def _is_used(self, operand: int) -> bool:
+        old = self.kernel.inputs[operand]
+        if old in self.pipeline.arrays:
+            return True
+        return any(old in op.operands for op in walk(self.kernel.body))
+
+    def _pass_sizes(self) -> None:
+        """Each size of the grid that is in an array is an operand of its own."""
+        loads = {op.result: op for op in self.kernel.body.ops if op.name == "load"}
+        for size in self.pipeline.dynamic_sizes:
+            access = Access.of(loads[size]) if size in loads else None
+            if access is None or access.ref not in self.kernel.inputs:
+                continue
+            numbers = [getattr(entry, "start", None) for entry in access.index]
+            if not numbers or None in numbers:
+                continue
+            param = self._again(self.kernel.inputs.index(access.ref))
+            element = int(np.ravel_multi_index(numbers, access.ref.ref.shape))
+            param.value = Value(access.ref.ref.with_shape(()), param.value.name)
+            param.note = ((), (), 0, 0, element)
+            self.sizes[size] = self.outer.load(param.value)
+            self.sized.append(param)
+
+    def _prefetch_scalars(self) -> None:
+        """Numbers in scalar memory are arrays of one."""
+        for param in self.inputs:
+            ref = param.value.ref
+            is_shown = param.value in self.pipeline.arrays or param.note is not None
+            if ref.space != "smem" or ref.shape or is_shown or self._is_size(param):
+                continue
+            old = self.kernel.inputs[param.source]
+            param.value = Value(ref.with_shape((1,)), param.value.name)
+            param.note = ((), (), 0, 1)
+            self.replaced[old] = self.outer.subview(param.value, (At(0),))
+
+    def _is_size(self, param: _Param) -> bool:
+        """Whether a parameter holds a size of the grid."""
+        old, sizes = self.kernel.inputs[param.source], self.pipeline.dynamic_sizes
+        if old.ref.shape:
+            return False
+        loads = [op for op in self.kernel.body.ops if op.name == "load"]
+        return any(op.operands[0] is old and op.result in sizes for op in loads)
+
+    # --- the new kernel ---
+
+    def _ordered(self) -> list[_Param]:
+        """Sizes of the grid, what is whole in scalar memory, and the rest."""
+        arrays = {s.array for s in self.pipeline.shown}
+
+        def rank(param: _Param) -> int:
+            if self._is_size(param) or param in self.sized:
+                return 0
+            old = self.kernel.inputs[param.source]
+            return 1 if old.ref.space == "smem" and old not in arrays else 2
+
+        return sorted([*self.inputs, *self.more], key=rank)
+
+    def _kernel(self, pipeline: Pipeline) -> Kernel:
+        kernel, op, inputs = self.kernel, pipeline.to_op(), self._ordered()
+        params = [*inputs, *self.outputs]
+        noted = [(n, p.note) for n, p in enumerate(params) if p.note is not None]
+        sources = tuple(param.source for param in inputs)
+        attrs: dict[str, Any] = {}
+        if noted:
+            attrs[FORMS] = tuple((n, *note) for n, note in noted)
+        if sources != tuple(range(len(kernel.inputs))):
+            attrs[OPERANDS] = sources
+        if not attrs and not self.replaced:
+            return kernel
+        operands = tuple(self.sizes.get(v, v) for v in op.operands)
+        op = op.with_(operands=operands, attrs={**op.attrs, **attrs})
+        before = substitute(Block((), kernel.body.ops[:-1]), self.replaced).ops
+        maps = [substitute(r, self.replaced) for r in op.regions]
+        ops = (*self.outer.ops, *before, with_regions(op, maps))
+        body = Block(kernel.body.params, ops, kernel.body.yields)
+        number = {param: n for n, param in enumerate(inputs)}
+        aliases = tuple((number[a], b.source) for a, b in self.aliases)
+        values = tuple(param.value for param in params)
+        return kernel.with_(params=values, body=body, aliases=aliases)
+
+
+def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
+    block = 1 if dim.kind == "squeezed" else dim.size
+    if dim.kind == "element":
+        return _element(mode, dim, size, tile, index)
+    if block == size or block % tile == 0:
+        return _Dim("same", dim)
+    if dim.kind == "blocked" and block > size:
+        return _Dim("longer", BlockDim(_rounded_up(block, tile)))
+    end = (0, _rounded_up(size, block) - size)
+    return _Dim("apart", replace(dim, size=block), end)
+
+
+def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
+    """A dimension whose blocks start anywhere."""
+    low, high = dim.padding
+    aligned = index.multiple % tile == 0 and low % tile == 0
+    if dim.size % tile == 0 and aligned:
+        return _Dim("same", dim)
+    if dim.size == size and not (low or high) and index.number == 0:
+        return _Dim("same", dim)
+    last = min(index.high, low + size + high - 1)
+    around = _rounded_up(dim.size + tile - 1, tile)
+    total = max(low + size, last // tile * tile + around)
+    if mode == "in" and around < total:
+        return _Dim(
+            "around", BlockDim(around, "element"), (low, total - low - size), tile
+        )
+    total = max(low + size, last + dim.size)
+    return _Dim("whole", BlockDim(total), (low, total - low - size))
+
+
+def _rounded_up(n: int, to: int) -> int:
+    return -(-n // to) * to

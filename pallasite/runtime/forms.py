@@ -1,0 +1,124 @@
+"""The form in which an array goes to a custom call, where that is not its own.
+
+A chip may lack an array's element type, or read blocks only in shapes that the author's
+are not. Then XLA converts the array before the call and the result after it. `Form`
+says how, for `jax.numpy` (`ffi.py`) and numpy (tests) alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """An array as a custom call takes it.
+
+    Its elements are cast, its last two dimensions may be exchanged; then it is padded,
+    and dimensions are cut into blocks: (rows,
+    lanes) cut into blocks of (r, l) are (rows / r, lanes / l, r, l). Block numbers come
+    before the last two dimensions, so that blocks of any size are whole in them.
+
+    Attributes:
+        shape: of the array itself.
+        dtype: of its elements, by numpy name.
+        carried_dtype: of the elements in the call.
+        is_exchanged: the last two dimensions are, before all that follows.
+        padding: elements before and after, per dimension; of the value `fill`.
+        blocks: per dimension, what it is cut into; None: it stays whole.
+        fill: in the padding.
+        least_rank: dimensions of one are added in front until there are as many.
+        element: instead of the array, only this one of its elements, as a number.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    carried_dtype: str
+    padding: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[int | None, ...] = ()
+    fill: float | int | bool = 0
+    least_rank: int = 0
+    element: int | None = None
+    is_exchanged: bool = False
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether anything is different in the call."""
+        same = self.dtype == self.carried_dtype and self.carried_shape == self.shape
+        return not same or self.is_exchanged or any(map(any, self.padding))
+
+    @cached_property
+    def carried_shape(self) -> tuple[int, ...]:
+        if self.element is not None:
+            return ()
+        if not self.blocks:
+            return (1,) * (self.least_rank - len(self.shape)) + self._padded
+        counts, inner = [], []
+        for size, block in zip(self._padded, self.blocks, strict=True):
+            if block is not None:
+                counts.append(size // block)
+            inner.append(size if block is None else block)
+        while len(inner) < 2:  # a row of its own
+            inner.insert(0, 1)
+        return (*inner[:-2], *counts, *inner[-2:])
+
+    @cached_property
+    def _in_order(self) -> tuple[int, ...]:
+        if not self.is_exchanged:
+            return self.shape
+        *outer, rows, columns = self.shape
+        return (*outer, columns, rows)
+
+    @cached_property
+    def _padded(self) -> tuple[int, ...]:
+        padding = self.padding or ((0, 0),) * len(self.shape)
+        pairs = zip(self._in_order, padding, strict=True)
+        return tuple(low + n + high for n, (low, high) in pairs)
+
+    def pack(self, numbers: Any, x: Any) -> Any:
+        """The array in the form of the call; `numbers` is numpy or jax.numpy."""
+        x = numbers.asarray(x).astype(self.carried_dtype)
+        if self.is_exchanged:
+            x = numbers.swapaxes(x, -2, -1)
+        if self.element is not None:
+            return x.reshape(-1)[self.element]
+        if any(map(any, self.padding)):
+            x = numbers.pad(x, self.padding, constant_values=self.fill)
+        if self.blocks:
+            x = numbers.transpose(x.reshape(self._apart), self._order)
+        return x.reshape(self.carried_shape)
+
+    def unpack(self, numbers: Any, x: Any) -> Any:
+        """The array itself, from its form in the call."""
+        if self.blocks:
+            apart = [self._apart[d] for d in self._order]
+            back = sorted(range(len(apart)), key=lambda d: self._order[d])
+            x = numbers.transpose(x.reshape(apart), back)
+        x = x.reshape(self._padded)
+        for dim, ((low, _), n) in enumerate(
+            zip(self.padding, self._in_order, strict=False)
+        ):
+            x = x[(slice(None),) * dim + (slice(low, low + n),)]
+        x = numbers.swapaxes(x, -2, -1) if self.is_exchanged else x
+        return x.astype(self.dtype)
+
+    @cached_property
+    def _apart(self) -> tuple[int, ...]:
+        """The padded array with the number of blocks before each block."""
+        pairs = zip(self._padded, self.blocks, strict=True)
+        cut = [(n,) if block is None else (n // block, block) for n, block in pairs]
+        return tuple(size for part in cut for size in part)
+
+    @cached_property
+    def _order(self) -> Sequence[int]:
+        """Outer dimensions, block numbers, and the last two dimensions."""
+        counts, inner, position = [], [], 0
+        for block in self.blocks:
+            if block is not None:
+                counts.append(position)
+                position += 1
+            inner.append(position)
+            position += 1
+        last = min(2, len(inner))
+        return [*inner[: len(inner) - last], *counts, *inner[len(inner) - last :]]
