@@ -1,0 +1,16 @@
+"""Ready-made operations, one portable source each: `from pallasite import kernels`.
+
+Each is an ordinary JAX function: it works under jit, vmap, grad and on sharded arrays,
+on every chip the language runs on. This file lists the public names.
+"""
+
+from pallasite.kernels import masks as masks
+from pallasite.kernels.attention import AttentionConfig as AttentionConfig
+from pallasite.kernels.attention import attention as attention
+from pallasite.kernels.glu import GluConfig as GluConfig
+from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
+from pallasite.kernels.norms import NormConfig as NormConfig
+from pallasite.kernels.norms import layer_norm as layer_norm
+from pallasite.kernels.norms import rms_norm as rms_norm
+from pallasite.kernels.softmax import SoftmaxConfig as SoftmaxConfig
+from pallasite.kernels.softmax import softmax as softmax

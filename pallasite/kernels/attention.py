@@ -1,0 +1,336 @@
+"""`attention`: softmax(q kᵀ) v without the scores in memory, forward and backward.
+
+Blocks of keys come along the last grid axis; the running maximum, sum and output of
+each query are scratch. Blocks that the mask rules out are skipped. The gradient is the
+generated backward kernels.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
+from pallasite.kernels import common, masks
+
+# Where a running maximum starts: finite, so that differences stay finite where a row
+# has seen no allowed key yet.
+LOWEST = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How attention is divided: queries of a program, keys of a step."""
+
+    block_q: int = 128
+    block_kv: int = 128
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: masks.Mask | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    return_log_sum_exp: bool = False,
+    implementation: common.Implementation = "pallasite",
+    config: AttentionConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Scaled dot-product attention, with the layout of `jax.nn.dot_product_attention`.
+
+    Args:
+        query: (batch, queries, heads, width).
+        key: (batch, keys, kv_heads, width); kv_heads divides heads, and each serves
+            heads / kv_heads of them in turn.
+        value: (batch, keys, kv_heads, value_width).
+        bias: added to the scaled scores: (batch or 1, heads or 1, queries, keys).
+        mask: which pairs are allowed (`pallasite.kernels.masks`). A query that may look
+            at nothing gives zeros.
+        scale: what scores are multiplied by; by default width ** -0.5.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+        sinks: (heads,): a score per head that takes weight and has no value.
+        return_log_sum_exp: also return log(sum(exp(scores))), (batch, heads, queries),
+            float32.
+
+    Returns:
+        (batch, queries, heads, value_width) in query's dtype.
+    """
+    sizes = _Sizes.of(query, key, value)
+    _check(sizes, query, key, value, bias, sinks)
+    options = _Options(
+        scale=sizes.width**-0.5 if scale is None else scale, soft_cap=soft_cap
+    )
+    compute = common.choose(implementation, _streamed, _plain)
+    out, log_sum_exp = compute(
+        query,
+        key,
+        value,
+        bias,
+        sinks,
+        mask=mask or masks.Everything(),
+        sizes=sizes,
+        options=options,
+        config=config or AttentionConfig(),
+    )
+    return (out, log_sum_exp) if return_log_sum_exp else out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    scale: float
+    soft_cap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+
+    @staticmethod
+    def of(query, key, value) -> "_Sizes":
+        for name, x in {"query": query, "key": key, "value": value}.items():
+            if x.ndim != 4:
+                raise SpecError(
+                    f"attention: {name} has {x.ndim} dimensions",
+                    [("has shape", x.shape)],
+                    fix="pass (batch, length, heads, width); [None] adds a batch",
+                )
+        batch, queries, heads, width = query.shape
+        _, keys, kv_heads, value_width = value.shape
+        return _Sizes(batch, queries, keys, heads, kv_heads, width, value_width)
+
+
+def _check(sizes: _Sizes, query, key, value, bias, sinks) -> None:
+    s = sizes
+    common.check_floats("attention", query=query, key=key, value=value, bias=bias)
+    common.check_floats("attention", sinks=sinks)
+    common.check_shape("attention", "key", key, (s.batch, s.keys, s.kv_heads, s.width))
+    common.check_shape(
+        "attention", "value", value, (s.batch, s.keys, s.kv_heads, s.value_width)
+    )
+    common.check_shape("attention", "sinks", sinks, (s.heads,))
+    if not s.kv_heads or s.heads % s.kv_heads:
+        raise SpecError(
+            "attention: the number of key heads does not divide the query's",
+            [("query heads", s.heads), ("key heads", s.kv_heads)],
+            fix="repeat or regroup heads so that it does",
+        )
+    if bias is not None:
+        wanted = (s.batch, s.heads, s.queries, s.keys)
+        fits = bias.ndim == 4 and all(
+            have in (1, want)
+            for have, want in zip(bias.shape[:2], wanted[:2], strict=True)
+        )
+        if not fits or bias.shape[2:] != wanted[2:]:
+            raise SpecError(
+                "attention: bias does not fit the other operands",
+                [("has shape", bias.shape), ("needs shape", wanted)],
+                fix="batch and heads may be 1; broadcast the other two",
+            )
+
+
+def _scores(q, k, options: _Options):
+    """Scaled, capped products of queries with keys, in the statistics' dtype."""
+    wide = common.statistics_dtype(q.dtype)
+    scores = lax.dot_general(
+        q, k, (((1,), (1,)), ((), ())), preferred_element_type=wide
+    )
+    scores = scores * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    return scores
+
+
+def _plain(query, key, value, bias, sinks, *, mask, sizes, options, config):
+    del config  # blocks are a kernel's
+    group = sizes.heads // sizes.kv_heads
+    repeat = functools.partial(jnp.repeat, repeats=group, axis=2)
+    over_heads = jax.vmap(functools.partial(_scores, options=options), in_axes=(1, 1))
+    scores = jax.vmap(over_heads)(query, repeat(key))  # (batch, heads, queries, keys)
+    if bias is not None:
+        scores = scores + bias
+    allowed = masks.pairs(mask, sizes.batch, sizes.queries, sizes.keys)[:, None]
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    maximum = jnp.max(scores, axis=-1, keepdims=True, initial=LOWEST)
+    if sinks is not None:
+        sink = sinks.astype(scores.dtype)[None, :, None, None]
+        maximum = jnp.maximum(maximum, sink)
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sink - maximum)
+    weights = weights / jnp.where(total == 0, 1, total)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), repeat(value))
+    return out.astype(query.dtype), (maximum + jnp.log(total))[..., 0]
+
+
+def _streamed(query, key, value, bias, sinks, *, mask, sizes, options, config):
+    s = sizes
+    block_q = min(config.block_q, pl.align_to(max(s.queries, 1), 16))
+    block_kv = min(config.block_kv, pl.align_to(max(s.keys, 1), 16))
+    group = s.heads // s.kv_heads
+    wide = common.statistics_dtype(query.dtype)
+    steps = max(pl.cdiv(s.keys, block_kv), 1)  # without keys one step writes zeros
+    ragged = s.keys != steps * block_kv
+    if ragged:
+        # What a block reads past the last key must neither weigh nor be NaN.
+        mask = mask & masks.Prefix(s.keys)
+    fill: dict[str, Any] = {"fill": 0} if ragged else {}
+    arrays = masks.checked_arrays(mask, s.batch, s.queries, s.keys)
+
+    operands: list[Any] = [query, key, value]
+    specs = [
+        pl.BlockSpec(
+            (None, block_q, None, s.width), lambda b, h, i, j, *_: (b, i, h, 0)
+        ),
+        *(
+            pl.BlockSpec(
+                (None, block_kv, None, width),
+                lambda b, h, i, j, *_: (b, j, h // group, 0),
+                **fill,
+            )
+            for width in (s.width, s.value_width)
+        ),
+    ]
+    if bias is not None:
+        by_batch, by_head = (int(size > 1) for size in bias.shape[:2])
+        operands.append(bias)
+        specs.append(
+            pl.BlockSpec(
+                (None, None, block_q, block_kv),
+                lambda b, h, i, j, *_: (b * by_batch, h * by_head, i, j),
+            )
+        )
+    if sinks is not None:
+        operands.append(sinks.astype(wide).reshape(s.heads, 1, 1))
+        specs.append(pl.BlockSpec((None, 1, 1), lambda b, h, i, j, *_: (h, 0, 0)))
+    scalars = []
+    for _, side, array in arrays:
+        if side == "batch":
+            scalars.append(array)
+        elif side == "query":
+            operands.append(array[:, :, None])
+            specs.append(
+                pl.BlockSpec((None, block_q, 1), lambda b, h, i, j, *_: (b, i, 0))
+            )
+        else:
+            operands.append(array[:, None, :])
+            specs.append(
+                pl.BlockSpec((None, 1, block_kv), lambda b, h, i, j, *_: (b, 0, j))
+            )
+    kernel = functools.partial(
+        _kernel,
+        options=options,
+        mask=mask,
+        sides=[side for _, side, _ in arrays],
+        has_bias=bias is not None,
+        has_sinks=sinks is not None,
+    )
+    out, log_sum_exp = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                (s.batch, s.queries, s.heads, s.value_width), query.dtype
+            ),
+            jax.ShapeDtypeStruct((s.batch, s.heads, s.queries, 1), wide),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(s.batch, s.heads, pl.cdiv(s.queries, block_q), steps),
+            in_specs=specs,
+            out_specs=[
+                pl.BlockSpec(
+                    (None, block_q, None, s.value_width),
+                    lambda b, h, i, j, *_: (b, i, h, 0),
+                ),
+                pl.BlockSpec(
+                    (None, None, block_q, 1), lambda b, h, i, j, *_: (b, h, i, 0)
+                ),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((block_q, 1), wide),
+                pltpu.VMEM((block_q, 1), wide),
+                pltpu.VMEM((block_q, s.value_width), wide),
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        name="attention",
+    )(*scalars, *operands)
+    return out, log_sum_exp[..., 0]
+
+
+def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sinks):
+    take = iter(refs)
+    batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    scalar_refs = [next(take) for side in sides if side == "batch"]
+    q_ref, k_ref, v_ref = next(take), next(take), next(take)
+    bias_ref = next(take) if has_bias else None
+    sink_ref = next(take) if has_sinks else None
+    vector_refs = [next(take) for side in sides if side != "batch"]
+    o_ref, log_sum_exp_ref, max_ref, sum_ref, acc_ref = take
+
+    numbers, vectors = iter(scalar_refs), iter(vector_refs)
+    data = masks.Data(
+        tuple(
+            next(numbers)[batch] if side == "batch" else next(vectors)[...]
+            for side in sides
+        )
+    )
+    rows = masks.Span(i * q_ref.shape[0], q_ref.shape[0])
+    columns = masks.Span(j * k_ref.shape[0], k_ref.shape[0])
+
+    @pl.when(j == 0)
+    def start():
+        max_ref[...] = jnp.full_like(max_ref, LOWEST)
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    @pl.when(mask.may_allow(rows, columns, data))
+    def step():
+        scores = _scores(q_ref[...], k_ref[...], options)
+        if bias_ref is not None:
+            scores = scores + bias_ref[...].astype(scores.dtype)
+        if not isinstance(mask, masks.Everything):
+            allowed = mask.allows(
+                rows.start + lax.broadcasted_iota(jnp.int32, scores.shape, 0),
+                columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1),
+                data,
+            )
+            scores = jnp.where(allowed, scores, -jnp.inf)
+        old = max_ref[...]
+        new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+        weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
+        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
+            weights.astype(v_ref.dtype),
+            v_ref[...],
+            preferred_element_type=acc_ref.dtype,
+        )
+        max_ref[...] = new
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    def finish():
+        maximum, total, acc = max_ref[...], sum_ref[...], acc_ref[...]
+        if sink_ref is not None:
+            with_sink = jnp.maximum(maximum, sink_ref[...])
+            shrink = jnp.exp(maximum - with_sink)
+            total = total * shrink + jnp.exp(sink_ref[...] - with_sink)
+            maximum, acc = with_sink, acc * shrink
+        o_ref[...] = (acc / jnp.where(total == 0, 1, total)).astype(o_ref.dtype)
+        log_sum_exp_ref[...] = maximum + jnp.log(total)

@@ -1,0 +1,118 @@
+"""What the operations of the library share: choosing an implementation, checking, rows.
+
+Every operation takes `implementation=`:
+
+- "pallasite": the kernel of its file, on whatever chip the operands are on.
+- "xla": plain jnp as one writes it without kernels, for comparing speed.
+- "reference": plain jnp in float32 throughout, for comparing numbers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite.errors import KernelTypeError, SpecError
+
+Implementation = Literal["pallasite", "xla", "reference"]
+
+
+def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
+    """The function that computes an operation: its kernel or its plain form.
+
+    `plain` computes in the dtypes it is given, so that the reference is the same
+    function on wider operands.
+    """
+    if implementation not in get_args(Implementation):
+        raise SpecError(
+            f"implementation={implementation!r} is not known",
+            fix=f"one of {', '.join(map(repr, get_args(Implementation)))}",
+        )
+    if implementation == "pallasite":
+        return kernel
+    return plain if implementation == "xla" else in_float32(plain)
+
+
+def in_float32(plain: Callable) -> Callable:
+    """`plain` on operands widened to float32; results have the first operand's dtype."""
+
+    def widened(first, *rest, **options):
+        wide = [_widen(x) for x in (first, *rest)]
+        out = plain(*wide, **options)
+        return jax.tree.map(lambda x: x.astype(first.dtype), out)
+
+    return widened
+
+
+def statistics_dtype(dtype: Any) -> Any:
+    """The dtype of sums and exponentials: float32, or float64 for such operands."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_floats(operation: str, **operands: Any) -> None:
+    """Every operand that is given has floating-point elements."""
+    for name, x in operands.items():
+        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise KernelTypeError(
+                f"{operation} takes floating-point operands",
+                [(name, f"{jnp.result_type(x)}{list(jnp.shape(x))}")],
+                fix=f"convert {name} with .astype(jnp.float32)",
+            )
+
+
+def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
+    """An operand (or None) has the shape that the others ask for."""
+    if x is not None and tuple(jnp.shape(x)) != tuple(wanted):
+        raise SpecError(
+            f"{operation}: {name} does not fit the other operands",
+            [("has shape", tuple(jnp.shape(x))), ("needs shape", tuple(wanted))],
+            fix=f"pass {name} with shape {tuple(wanted)}",
+        )
+
+
+def over_rows(
+    kernel: Callable,
+    rows: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+    out_dtypes: Sequence[Any],
+    *,
+    block_rows: int,
+    name: str,
+) -> list[jax.Array]:
+    """Runs `kernel(*row_refs, *shared_refs, *out_refs)` on blocks of whole rows.
+
+    `rows` have one shape (..., width), and so has each result; their leading
+    dimensions are one dimension for the kernel. Each of `shared` has shape (width,).
+    """
+    shape = rows[0].shape
+    width = shape[-1]
+    count = math.prod(shape[:-1])
+    row_spec = pl.BlockSpec((block_rows, width), lambda i: (i, 0))
+    shared_spec = pl.BlockSpec((1, width), lambda i: (0, 0))
+    out = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((count, width), d) for d in out_dtypes],
+        grid=(pl.cdiv(count, block_rows),),
+        in_specs=[row_spec] * len(rows) + [shared_spec] * len(shared),
+        out_specs=[row_spec] * len(out_dtypes),
+        name=name,
+    )(*(x.reshape(count, width) for x in rows), *(x.reshape(1, width) for x in shared))
+    return [x.reshape(shape) for x in out]
+
+
+def rows_per_block(shape: Sequence[int]) -> int:
+    """A multiple of eight rows: about 256 KB of f32, and enough blocks to share.
+
+    Backends make of such blocks what their chip wants; devices share whole blocks.
+    """
+    count, width = math.prod(shape[:-1]), max(shape[-1], 1)
+    fitting = 256 * 1024 // (4 * width)
+    return max(min(fitting, count // 64) // 8 * 8, 8)
+
+
+def _widen(x: Any) -> Any:
+    is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(statistics_dtype(x.dtype)) if is_float else x

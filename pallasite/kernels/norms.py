@@ -1,0 +1,143 @@
+"""Normalised rows: `rms_norm` and `layer_norm`, each with an optional residual.
+
+Rows are the last dimension; statistics are float32 whatever the operands are. The
+gradients are the generated backward kernels (docs/backward_kernels.md).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite.kernels import common
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """How a norm is divided into programs: `block_rows` whole rows each."""
+
+    block_rows: int
+
+
+def default_config(x: jax.Array) -> NormConfig:
+    return NormConfig(common.rows_per_block(x.shape))
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: common.Implementation = "pallasite",
+    config: NormConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`x / sqrt(mean(x²) + epsilon) * (scale + scale_offset)` over the last dimension.
+
+    Args:
+        x: (..., width), floating point.
+        scale: (width,), or None for ones.
+        residual: like x. The sum `x + residual`, rounded to x's dtype, is what is
+            normalised, and is the second result.
+        scale_offset: 1.0 for weights stored around zero.
+
+    Returns:
+        The normalised rows in x's dtype; with `residual`, also the sum.
+    """
+    _check("rms_norm", x, residual, scale=scale)
+    compute = common.choose(implementation, _norm_rows, _plain_norm)
+    config = config or default_config(x)
+    options = _Options("rms_norm", epsilon, scale_offset, centred=False)
+    normed, total = compute(x, scale, None, residual, options=options, config=config)
+    return normed if residual is None else (normed, total)
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: common.Implementation = "pallasite",
+    config: NormConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias`.
+
+    Args and results as for `rms_norm`; bias is (width,), or None for zeros.
+    """
+    _check("layer_norm", x, residual, scale=scale, bias=bias)
+    compute = common.choose(implementation, _norm_rows, _plain_norm)
+    config = config or default_config(x)
+    options = _Options("layer_norm", epsilon, scale_offset, centred=True)
+    normed, total = compute(x, scale, bias, residual, options=options, config=config)
+    return normed if residual is None else (normed, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    name: str
+    epsilon: float
+    scale_offset: float
+    centred: bool
+
+
+def _normalise(x, scale, bias, options: _Options):
+    """The arithmetic of both norms on rows `x`, for the kernel and the plain form."""
+    wide = x.astype(common.statistics_dtype(x.dtype))
+    if options.centred:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    out = wide * lax.rsqrt(variance + options.epsilon)
+    if scale is not None:
+        out = out * (scale.astype(out.dtype) + options.scale_offset)
+    if bias is not None:
+        out = out + bias.astype(out.dtype)
+    return out.astype(x.dtype)
+
+
+def _plain_norm(x, scale, bias, residual, *, options: _Options, config: NormConfig):
+    del config  # blocks are a kernel's
+    total = x if residual is None else x + residual
+    return _normalise(total, scale, bias, options), total
+
+
+def _norm_rows(x, scale, bias, residual, *, options: _Options, config: NormConfig):
+    rows = [x] if residual is None else [x, residual]
+    weights = [w for w in (scale, bias) if w is not None]
+    kernel = functools.partial(
+        _kernel, options=options, scaled=scale is not None, biased=bias is not None
+    )
+    out = common.over_rows(
+        kernel,
+        rows,
+        weights,
+        [x.dtype] * len(rows),
+        block_rows=config.block_rows,
+        name=options.name,
+    )
+    return out[0], out[-1]
+
+
+def _kernel(*refs, options: _Options, scaled: bool, biased: bool):
+    has_residual = len(refs) - scaled - biased == 4
+    take = iter(refs)
+    x = next(take)[...]
+    if has_residual:
+        x = x + next(take)[...]
+    scale = next(take)[...] if scaled else None
+    bias = next(take)[...] if biased else None
+    next(take)[...] = _normalise(x, scale, bias, options)
+    if has_residual:
+        next(take)[...] = x
+
+
+def _check(operation: str, x, residual, **weights) -> None:
+    common.check_floats(operation, x=x, residual=residual, **weights)
+    common.check_shape(operation, "residual", residual, x.shape)
+    for name, weight in weights.items():
+        common.check_shape(operation, name, weight, x.shape[-1:])

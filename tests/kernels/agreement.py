@@ -1,0 +1,84 @@
+"""An operation of the library against its reference, every way a user can run it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallasite import config
+
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+def values_agree(operation: Callable, *args: Any) -> None:
+    """`operation(*args, implementation=...)`: kernel and reference give one result."""
+    _close(
+        operation(*args, implementation="pallasite"),
+        operation(*args, implementation="reference"),
+    )
+
+
+def gradients_agree(operation: Callable, *args: Any) -> None:
+    """The gradients of a weighted sum of all results, with respect to all floats."""
+    floats = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def total(implementation: str) -> Callable:
+        def f(*args: Any) -> Any:
+            leaves = jax.tree.leaves(operation(*args, implementation=implementation))
+            return sum(_weighted(x) for x in leaves)
+
+        return f
+
+    kernel, reference = (
+        jax.grad(total(name), argnums=floats)(*args)
+        for name in ("pallasite", "reference")
+    )
+    _close(kernel, reference)
+
+
+def modes_agree(operation: Callable, *args: Any) -> None:
+    """Emulated, checked, under jit and under vmap: one result."""
+    want = operation(*args, implementation="reference")
+    with config.override(interpret="1"):
+        _close(operation(*args), want)
+    with config.override(interpret="checked"):
+        _close(operation(*args), want)
+    _close(jax.jit(operation)(*args), want)
+    doubled = [jnp.stack([x, x]) for x in args]
+    _close(
+        jax.vmap(operation)(*doubled), jax.tree.map(lambda x: jnp.stack([x, x]), want)
+    )
+
+
+def shards_agree(operation: Callable, axis: int, *args: Any) -> None:
+    """Operands of full rank with dimension `axis` spread over all devices."""
+    rank = max(x.ndim for x in args)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    spec = PartitionSpec(*(None,) * axis, "x")
+    placed = [
+        jax.device_put(
+            x, NamedSharding(mesh, spec if x.ndim == rank else PartitionSpec())
+        )
+        for x in args
+    ]
+    _close(jax.jit(operation)(*placed), operation(*args, implementation="reference"))
+
+
+def _weighted(x: jax.Array) -> jax.Array:
+    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    return jnp.sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * weights)
+
+
+def _close(got: Any, want: Any) -> None:
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        wide = [np.asarray(x, np.float64) for x in (a, b)]
+        finite = wide[1][np.isfinite(wide[1])]
+        scale = max(1.0, np.abs(finite).max(initial=0))
+        tolerance = TOLERANCE[a.dtype.name]
+        np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance * scale)

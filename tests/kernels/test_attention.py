@@ -1,0 +1,130 @@
+"""Attention: every option and mask against plain jnp, forward and backward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallasite import kernels
+from pallasite.kernels import masks
+
+from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
+
+SMALL = kernels.AttentionConfig(block_q=32, block_kv=32)
+
+
+def normal(*shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def operands(batch, queries, keys, heads, kv_heads, width, value_width, **how):
+    return (
+        normal(batch, queries, heads, width, **how, seed=1),
+        normal(batch, keys, kv_heads, width, **how, seed=2),
+        normal(batch, keys, kv_heads, value_width, **how, seed=3),
+    )
+
+
+def segments(batch, queries, keys):
+    ids = np.sort(np.random.default_rng(4).integers(0, 4, (batch, queries + keys)))
+    return masks.Segments(ids[:, :queries], ids[:, keys // 2 : keys // 2 + keys])
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"mask": masks.Causal()},
+    "causal from the end": {"mask": masks.Causal(offset=-25)},
+    "window and lengths": {
+        "mask": masks.Window(20, 5) & masks.Prefix(np.array([70, 0]))
+    },
+    "segments or prefix": {"mask": segments(2, 100, 75) | masks.Prefix(3)},
+    "soft cap": {"soft_cap": 3.0, "scale": 0.3},
+    "bias": {"bias": normal(1, 4, 100, 75)},
+    "sinks": {"sinks": normal(4), "mask": masks.Causal()},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    """Grouped heads, values of another width, lengths that no block divides."""
+    args = operands(2, 100, 75, 4, 2, 32, 48)
+    operation = functools.partial(
+        kernels.attention, config=SMALL, return_log_sum_exp=True, **OPTIONS[name]
+    )
+    values_agree(operation, *args)
+    gradients_agree(
+        functools.partial(kernels.attention, config=SMALL, **OPTIONS[name]), *args
+    )
+
+
+def test_modes():
+    operation = functools.partial(
+        kernels.attention, config=SMALL, mask=masks.Window(9, 9)
+    )
+    modes_agree(operation, *operands(1, 40, 40, 2, 1, 16, 16))
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_sharded_batch_or_heads(axis):
+    operation = functools.partial(kernels.attention, mask=masks.Causal())
+    shards_agree(operation, axis, *operands(8, 16, 16, 8, 8, 16, 16))
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_any_shape(data):
+    draw = data.draw
+    kv_heads = draw(st.integers(1, 2))
+    args = operands(
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 70)),
+        draw(st.integers(0, 70)),
+        kv_heads * draw(st.integers(1, 2)),
+        kv_heads,
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 40)),
+        dtype=draw(st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])),
+    )
+    mask = draw(
+        st.sampled_from([None, masks.Causal(), masks.Window(5, None), masks.Prefix(1)])
+    )
+    values_agree(functools.partial(kernels.attention, config=SMALL, mask=mask), *args)
+
+
+def test_a_query_that_may_look_at_nothing_gives_zeros():
+    q, k, v = operands(1, 20, 20, 1, 1, 16, 16)
+    mask = masks.Prefix(0)
+    assert not kernels.attention(q, k, v, mask=mask).any()
+    gradient = jax.grad(lambda q: kernels.attention(q, k, v, mask=mask).sum())(q)
+    assert not gradient.any()
+
+
+def test_a_mask_is_an_argument_of_a_jitted_function():
+    q, k, v = operands(2, 20, 20, 1, 1, 16, 16)
+    attend = jax.jit(lambda q, mask: kernels.attention(q, k, v, mask=mask))
+    mask = masks.Causal() & masks.Prefix(jnp.array([3, 20]))
+    want = kernels.attention(q, k, v, mask=mask, implementation="reference")
+    np.testing.assert_allclose(attend(q, mask), want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": normal(4, 2, 8)}, "query has 3 dimensions"),
+        ({"key": normal(1, 4, 2, 9)}, "needs shape  (1, 4, 2, 8)"),
+        ({"query": normal(1, 4, 3, 8)}, "does not divide"),
+        ({"bias": normal(1, 2, 4, 5)}, "bias does not fit"),
+        ({"sinks": normal(3)}, "sinks does not fit"),
+        ({"mask": masks.Prefix(np.ones(3, int))}, "int32 with shape (1,)"),
+        ({"mask": masks.Segments(np.ones((1, 4)), np.ones((1, 4)))}, "needs  integers"),
+    ],
+)
+def test_refusals(change, message):
+    args = {n: normal(1, 4, 2, 8) for n in ("query", "key", "value")}
+    with pytest.raises(ValueError) as error:
+        kernels.attention(**args | change)
+    assert message in str(error.value)
