@@ -44,8 +44,8 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
     memory = _Memory(plan)
-    order = Order.of(pipeline)
-    blocks = min(prod(order.grid), chip.cores)
+    blocks = min(prod(n for n in pipeline.grid if n is not None), chip.cores)
+    order = Order.of(pipeline, blocks)
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
     regions = []
