@@ -157,7 +157,7 @@ def _are_even_in_pairs(work: Sequence[int], times: int, blocks: int) -> bool:
     rounds = np.append(rounds, np.zeros(-len(rounds) % blocks, int))
     rounds = rounds.reshape(-1, blocks)
     rounds[1::2] = rounds[1::2, ::-1]
-    return bool(in_pairs <= UNEVEN * rounds.sum(0).max())
+    return len(rounds) > 1 and bool(in_pairs <= UNEVEN * rounds.sum(0).max())
 
 
 def _length(
