@@ -25,6 +25,8 @@ from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.place_windows import note_grid
 
+FEW = 3  # steps of a loop that is not worth taking apart
+
 
 def unmasked_steps(kernel: Kernel, least: int, needed: str | None = "dot") -> Kernel:
     """Run steps without masks that let everything through.
@@ -139,7 +141,8 @@ class _LoopWalk:
     def loop(self, loop: Loop) -> list[Op]:
         """The loop, or up to three in its place: of masks, of none, of masks."""
         is_innermost = all(not op.regions for op in loop.body.ops)
-        if not is_innermost or self.facts.of(loop.step).number != 1:
+        most = self.facts.of(loop.limit).high - self.facts.of(loop.first).low
+        if not is_innermost or self.facts.of(loop.step).number != 1 or most < FEW:
             return [loop.op]
         test, chosen = _Test(self.facts, self.makers, {}), dict[Value, Value]()
         for op in loop.body.ops:

@@ -2,14 +2,19 @@
 
 Programs that share operands run near each other, so that the L2 cache serves them:
 of two axes, `TOGETHER` programs along the first take each step along the second. Where
-loops are of different length in different programs, the longest run first, and blocks
-of threads take turns there and back: the one that got the longest program of a round
-gets the shortest of the next, so that all have about as much to do.
+loops are of different length in different programs, blocks of threads get about as much
+to do in one of two ways. *Pairs*: the longest program along the last axis and the
+shortest, then the next ones, so that each pair takes as long; programs that share
+operands stay near each other. *There and back*: all programs in order of length; the
+block that got the longest program of a round gets the shortest of the next. This
+divides a short grid more evenly, but the L2 cache serves it less.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+
+import numpy as np
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Op, Value, walk
@@ -18,6 +23,8 @@ from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
 
 TOGETHER = 16
+START = 2  # what a program costs beside the steps of its loops, in steps
+UNEVEN = 1.06  # how much longer blocks of threads may take for what the L2 cache gains
 
 
 @dataclass(frozen=True)
@@ -27,9 +34,17 @@ class Order:
     grid: tuple[int, ...]
     growing: frozenset[int] = frozenset()
     is_equal: bool = True  # all programs take as long
+    in_pairs: bool = False  # of the last axis
 
     def rounds(self, b: Builder, block: Value, blocks: int) -> Value:
         """How many programs a block of threads runs."""
+        if self.in_pairs:
+            pairs, single = divmod(prod(self.grid), 2)
+            whole, rest = divmod(pairs, blocks)
+            more = b.cast(b.lt(block, b.index(rest)), I32)
+            count = b.mul(b.add(b.index(whole), more), b.index(2))
+            last = b.cast(b.eq(block, b.index(rest)), I32)
+            return b.add(count, last) if single else count
         whole, rest = divmod(prod(self.grid), blocks)
         if not rest:
             return b.index(whole)
@@ -39,6 +54,10 @@ class Order:
 
     def program(self, b: Builder, turn: Value, block: Value, blocks: int) -> Value:
         """The number of the program that a block runs at its turn."""
+        if self.in_pairs:
+            two = b.index(2)
+            pair = b.add(b.mul(b.div(turn, two), b.index(blocks)), block)
+            return b.add(b.mul(pair, two), b.rem(turn, two))
         first = b.mul(turn, b.index(blocks))
         if self.is_equal:
             return b.add(first, block)
@@ -52,7 +71,8 @@ class Order:
         return b.sub(b.index(blocks - 1), block)
 
     @staticmethod
-    def of(pipeline: Pipeline) -> "Order":
+    def of(pipeline: Pipeline, blocks: int) -> "Order":
+        """The order of a grid's programs on so many blocks of threads."""
         grid = tuple(n for n in pipeline.grid if n is not None)
         made = {v: op for op in walk(pipeline.body) for v in op.results}
         loops = [Loop.of(op) for op in walk(pipeline.body) if op.name == "for"]
@@ -67,10 +87,28 @@ class Order:
                     moving.add(axis)
                     if low < high:
                         growing.add(axis)
-        return Order(grid, frozenset(growing), not moving)
+        in_pairs = False
+        if moving == {len(grid) - 1}:
+            last = len(grid) - 1
+            steps = [
+                [_length(loop, made, pipeline, last, at) for loop in loops]
+                for at in range(grid[last])
+            ]
+            work = [START + sum(max(n or 0, 0) for n in each) for each in steps]
+            in_pairs = _are_even_in_pairs(sorted(work), prod(grid[:-1]), blocks)
+        return Order(grid, frozenset(growing), not moving, in_pairs)
 
     def decoded(self, b: Builder, number: Value) -> list[Value]:
         """Grid indices of a program by its number."""
+        if self.in_pairs:
+            *ids, place = _row_major(b, self.grid, number)
+            from_start = b.div(place, b.index(2))
+            from_end = b.sub(b.index(self.grid[-1] - 1), from_start)
+            is_first = b.eq(b.rem(place, b.index(2)), b.index(0))
+            longest, shortest = from_start, from_end
+            if len(self.grid) - 1 in self.growing:
+                longest, shortest = shortest, longest
+            return [*ids, b.select(is_first, longest, shortest)]
         ids = self._digits(b, number)
         for axis in self.growing:
             ids[axis] = b.sub(b.index(self.grid[axis] - 1), ids[axis])
@@ -90,12 +128,36 @@ class Order:
             if rows % together:
                 height = b.min(b.sub(b.index(rows), first), height)
             return [b.add(first, b.rem(rest, height)), b.div(rest, height)]
-        ids: list[Value] = []
-        for axis, size in enumerate(grid):
-            inner = prod(grid[axis + 1 :])
-            value = number if inner == 1 else b.div(number, b.index(inner))
-            ids.append(b.rem(value, b.index(size)) if axis else value)
-        return ids
+        return _row_major(b, grid, number)
+
+
+def _row_major(b: Builder, grid: Sequence[int], number: Value) -> list[Value]:
+    ids: list[Value] = []
+    for axis, size in enumerate(grid):
+        inner = prod(grid[axis + 1 :])
+        value = number if inner == 1 else b.div(number, b.index(inner))
+        ids.append(b.rem(value, b.index(size)) if axis else value)
+    return ids
+
+
+def _are_even_in_pairs(work: Sequence[int], times: int, blocks: int) -> bool:
+    """Whether pairs take about as long as there and back.
+
+    Args:
+        work: of the programs along the last axis, the least first.
+        times: how often these programs come.
+        blocks: of threads.
+    """
+    rising, falling = np.array(work), np.array(work[::-1])
+    paired = np.stack([falling, rising], 1).reshape(-1)[: len(work)]
+    pairs = np.tile(paired, times)
+    pairs = np.append(pairs, np.zeros(-len(pairs) % (2 * blocks), int))
+    in_pairs = pairs.reshape(-1, blocks, 2).sum((0, 2)).max()
+    rounds = np.repeat(falling, times)
+    rounds = np.append(rounds, np.zeros(-len(rounds) % blocks, int))
+    rounds = rounds.reshape(-1, blocks)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return len(rounds) > 1 and bool(in_pairs <= UNEVEN * rounds.sum(0).max())
 
 
 def _length(

@@ -364,15 +364,18 @@ class Plan:
             for ring in self.rings
             if any(g.ring is ring and g.block is not self.program for g in self.groups)
         ]
-        once = sum(r.bytes for r in self.rings if r not in again)
+        for ring in self.rings:
+            ring.stages = self.at_once(ring)
+        once = sum(r.bytes * r.stages for r in self.rings if r not in again)
         size = sum(r.bytes for r in again)
         staging = STAGING_BYTES * self.warpgroups
         left = self.chip.shared.bytes - SPARE_BYTES - staging - once
         stages = min(MOST_STAGES, left // size) if size else 1
-        if stages < 1 or left < 0:
+        if stages < max((r.stages for r in again), default=1) or left < 0:
+            needed = once + sum(r.bytes * r.stages for r in again)
             self.refuse(
                 self.products[0].dot,
-                f"its operands take {once + size} bytes of shared memory, "
+                f"its operands take {needed} bytes of shared memory, "
                 f"of {self.chip.shared.bytes}",
                 "use smaller blocks",
             )
@@ -380,17 +383,12 @@ class Plan:
             ring.stages = stages
         if left - stages * size >= once:  # the next program's, while this one runs
             for ring in self.rings:
-                ring.stages = ring.stages if ring in again else 2
-        for ring in self.rings:
-            blocks = [id(g.block) for g in self.groups if g.ring is ring]
-            at_once = max(map(blocks.count, blocks))
-            if at_once > ring.stages:
-                self.refuse(
-                    self.products[0].dot,
-                    f"{at_once} blocks of an operand are needed at once, and "
-                    f"{ring.stages} fit into shared memory",
-                    "use smaller blocks",
-                )
+                ring.stages *= 1 if ring in again else 2
+
+    def at_once(self, ring: Ring) -> int:
+        """How many slots code that runs from its start to its end may have in use."""
+        blocks = [id(g.block) for g in self.groups if g.ring is ring]
+        return max(map(blocks.count, blocks))
 
 
 def _is_box(index: Sequence) -> bool:

@@ -48,8 +48,8 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
     memory = _Memory(plan)
-    order = Order.of(pipeline)
-    blocks = min(prod(order.grid), chip.cores)
+    blocks = min(prod(n for n in pipeline.grid if n is not None), chip.cores)
+    order = Order.of(pipeline, blocks)
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
     regions = []
@@ -383,17 +383,34 @@ class _Computing(_Role):
     def products_first(self, block: Block) -> list[Op]:
         """Products that need nothing computed in this block go before the rest."""
         here = {v: op for op in block.ops for v in op.results}
-        early: set[int] = set()
+        moved: list[set[int]] = []  # a product and what it needs, each
         for op in block.ops:
             product = self.plan.by_op.get(id(op))
             needed = None if product is None else self.needs(product, here)
             if needed is not None:
-                early |= needed | {id(op)}
+                moved.append(needed | {id(op)})
+        early = set[int]().union(*moved)
+        while (passing := self.passing(block, early)) is not None:
+            moved = [ops for ops in moved if id(passing) not in ops]
+            early = set[int]().union(*moved)
         last = max((n for n, op in enumerate(block.ops) if id(op) in early), default=-1)
         if any(writes(op) for op in block.ops[:last] if id(op) not in early):
             return list(block.ops)
-        moved = [op for op in block.ops if id(op) in early]
-        return moved + [op for op in block.ops if id(op) not in early]
+        first = [op for op in block.ops if id(op) in early]
+        return first + [op for op in block.ops if id(op) not in early]
+
+    def passing(self, block: Block, early: set[int]) -> Op | None:
+        """A load that would be before one that takes an earlier slot of its ring."""
+        taken = set[Ring]()
+        for op in block.ops:
+            loads = [op, *(inner for r in op.regions for inner in walk(r))]
+            groups = [self.plan.group_of.get(id(load)) for load in loads]
+            rings = {group.ring for group in groups if group is not None}
+            if id(op) not in early:
+                taken |= rings
+            elif rings & taken:
+                return op
+        return None
 
     def needs(self, product: Product, here: dict[Value, Op]) -> set[int] | None:
         """The ops of a block that a product needs; None: some compute tiles."""

@@ -230,6 +230,7 @@ PLAIN = {
     "loop causal": (dict(), dict(style="loop", causal=True, block=(64, 64))),
     "two warpgroups": (dict(length=256), dict(causal=True)),
     "odd length": (dict(length=150), dict(block=(64, 64))),
+    "odd length, more steps": (dict(length=300), dict(block=(64, 64))),
     "odd length causal": (dict(length=150), dict(causal=True, block=(64, 64))),
     "groups of heads": (dict(heads=4, groups=2), dict(block=(64, 64))),
     "soft cap": (dict(), dict(softcap=20.0, block=(64, 64))),

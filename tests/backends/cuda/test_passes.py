@@ -210,8 +210,8 @@ def test_the_loading_role_has_no_tiles():
 # --- order ---
 
 
-def scheduled(causal: bool, **options) -> Kernel:
-    shapes = [jax.ShapeDtypeStruct((3, 512, 64), bf16)] * 3
+def scheduled(causal: bool, heads: int = 3, **options) -> Kernel:
+    shapes = [jax.ShapeDtypeStruct((heads, 512, 64), bf16)] * 3
     call = lambda q, k, v: kernels.attention(
         q, k, v, style="loop", causal=causal, **options
     )
@@ -239,15 +239,16 @@ def programs(order: Order, blocks: int) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("grid", "blocks"), [((3, 5), 4), ((20, 7), 13), ((6,), 4)])
-@pytest.mark.parametrize("equal", [True, False])
-def test_every_program_runs_once(grid, blocks, equal):
-    found = programs(Order(grid, frozenset(), equal), blocks)
+@pytest.mark.parametrize("how", [(True, False), (False, False), (False, True)])
+def test_every_program_runs_once(grid, blocks, how):
+    found = programs(Order(grid, frozenset(), *how), blocks)
     assert sorted(i for each in found for i in each) == sorted(np.ndindex(*grid))
 
 
 def test_longer_programs_run_first_and_work_is_shared_evenly():
     made = scheduled(causal=True, block=(64, 64))
-    order = Order.of(Pipeline.of(find_pipeline(made)))
+    order = Order.of(Pipeline.of(find_pipeline(made)), 4)
+    order = replace(order, in_pairs=False)
     assert order == Order((3, 8), frozenset({1}), False)
     found = programs(order, 4)
     assert [ids[0][1] for ids in found] == [7, 7, 7, 6]
@@ -262,6 +263,23 @@ def test_blocks_of_a_real_chip_get_the_same_work(heads: int, rows: int):
     assert np.mean(work) > 0.99 * max(work)
 
 
+@pytest.mark.parametrize("growing", [frozenset({1}), frozenset[int]()])
+@pytest.mark.parametrize("rows", [8, 7])
+def test_pairs_of_programs_take_as_long(growing, rows):
+    order = Order((12, rows), growing, False, in_pairs=True)
+    found = programs(order, 6)
+    length = lambda row: 1 + (row if growing else rows - 1 - row)
+    work = [sum(length(row) for _, row in ids) for ids in found]
+    assert length(found[0][0][1]) == rows and length(found[0][1][1]) == 1
+    assert max(work) - min(work) <= (0 if rows % 2 == 0 else rows)
+
+
+def test_many_programs_run_in_pairs_near_those_that_share_operands():
+    made = scheduled(causal=True, block=(64, 64), heads=16)
+    assert Order.of(Pipeline.of(find_pipeline(made)), 4).in_pairs
+    assert not Order.of(Pipeline.of(find_pipeline(made)), 127).in_pairs
+
+
 def test_equal_programs_run_in_groups_of_rows():
     made = scheduled(causal=False, block=(64, 64))
-    assert Order.of(Pipeline.of(find_pipeline(made))) == Order((3, 8))
+    assert Order.of(Pipeline.of(find_pipeline(made)), 4) == Order((3, 8))
