@@ -129,6 +129,12 @@ def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written
     assert "for (int n" not in body_of(text_of(softmax(8, 128, 64)))
 
 
+def test_rows_that_start_anywhere_are_read_by_neighbouring_threads():
+    aligned, odd = (body_of(text_of(softmax(1, n, 64))) for n in (8192, 8191))
+    assert "get<16>" in aligned and "thread % 512 * 8" in aligned
+    assert "get<" not in odd.split("__syncthreads")[0] and "thread % 512 * 1)" in odd
+
+
 def test_no_address_is_computed_in_32_bits_where_an_array_is_larger():
     text = body_of(text_of(softmax(1, 1 << 10, 1 << 21, f32)))
     assert "(i64)(program0) * 1024" in text
