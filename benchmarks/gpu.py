@@ -12,7 +12,10 @@ fails prints its error and the others go on.
     python benchmarks/gpu.py --more variants rows   # other sizes, layouts and types
     python benchmarks/gpu.py --list
 
-Numbers go to benchmarks/results/<chip>.json; those of problems that were not run stay.
+Numbers go to benchmarks/results/<chip>.json, bars to <chip>.svg; those of problems that
+were not run stay. `compile` and `dispatch` are times of the host: until a function can
+run, in a new process with empty and with filled caches, and of one call of a tiny
+kernel.
 """
 
 import argparse
@@ -21,7 +24,9 @@ import importlib
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -938,7 +943,137 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
 
 
+# --- times of the host ---
+
+
+HOST_PROBLEMS = ("dispatch", "compile")
+
+
+def first_call(style: str) -> tuple[Callable, Sequence[Any]]:
+    """What `--first-call` compiles: attention, by us or by a rival."""
+    shape = jax.ShapeDtypeStruct((4, 4096, 16, 128), BF16)
+    flat = jax.ShapeDtypeStruct((64, 4096, 128), BF16)
+    if style == "cuDNN":
+        library = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"
+        )
+        return library, [shape] * 3
+    if style == "Pallas Triton":
+        return triton_attention(True, 128), [shape] * 3
+    backend = style.split()[1] if " " in style else None
+    call = grid_attention((128, 128), causal=True)
+    return functools.partial(call, backend=backend), [flat] * 3
+
+
+def time_first_call(style: str) -> None:
+    """In a process of its own: seconds until the function could run, as JSON."""
+    jax.block_until_ready(jnp.ones(8) + 1)
+    run, shapes = first_call(style)
+    start = time.perf_counter()
+    lowered = jax.jit(run).lower(*shapes)
+    middle = time.perf_counter()
+    lowered.compile()
+    end = time.perf_counter()
+    print(json.dumps({"lower": middle - start, "compile": end - middle}))
+
+
+def compile_rows() -> list[dict[str, Any]]:
+    """First calls with empty caches on disk (cold), and with those they have left."""
+    rows = []
+    for style in ("ours cuda", "ours triton", "Pallas Triton", "cuDNN"):
+        with tempfile.TemporaryDirectory(prefix="pallasite-bench-") as folder:
+            kept = {
+                "PALLASITE_CACHE_DIR": f"{folder}/pallasite",
+                "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
+            command = [sys.executable, "-W", "ignore", __file__, "--first-call", style]
+            for state in ("cold", "warm"):
+                done = subprocess.run(
+                    command,
+                    env=os.environ | kept,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                name = f"{style}, {state}"
+                if done.returncode:
+                    said = done.stderr.strip().splitlines()[-1:]
+                    rows.append({"contender": name, "failed": "".join(said)[:200]})
+                    print(f"  {name:<36} failed: {''.join(said)[:200]}", flush=True)
+                    continue
+                parts = json.loads(done.stdout.splitlines()[-1])
+                total = sum(parts.values())
+                shown = ", ".join(f"{k} {v:.2f}" for k, v in parts.items())
+                print(f"  {name:<36} {total:9.2f} s ({shown})", flush=True)
+                rows.append({"contender": name, "seconds": round(total, 3), **parts})
+    return rows
+
+
+def dispatch_rows(calls: int = 2000) -> list[dict[str, Any]]:
+    """Microseconds of the host per call of a tiny kernel: the queue is never empty."""
+    x = jnp.ones((8, 128), F32)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1.0
+
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    contenders = {
+        "XLA": jax.jit(lambda x: x + 1.0),
+        "ours, jitted": jax.jit(call),
+        "ours, not jitted": call,
+        "jnp, not jitted": lambda x: x + 1.0,
+    }
+    rows = []
+    for name, run in contenders.items():
+        jax.block_until_ready(run(x))
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(calls):
+                result = run(x)
+            best = min(best, (time.perf_counter() - start) / calls)
+            jax.block_until_ready(result)
+        print(f"  {name:<36} {1e6 * best:9.2f} us", flush=True)
+        rows.append({"contender": name, "us": round(1e6 * best, 2)})
+    return rows
+
+
 # --- the whole ---
+
+
+def chart(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Bars of each problem's rates, as parts of its first rival's; longer is faster."""
+    bars: list[tuple[str, float, bool]] = []
+    for name, rows in found.items():
+        rated = [row for row in rows if "rate" in row]
+        rivals = [row for row in rated if not row["contender"].startswith("ours")]
+        if not rivals or len(rivals) == len(rated):
+            continue
+        ours = [row for row in rated if row not in rivals]
+        chosen = [row for row in ours if row.get("chosen")] or ours
+        best = max(chosen, key=lambda row: row["rate"])
+        for row in (best, *rivals):
+            label = f"{name}: {row['contender']}, {row['rate']:.4g} {row['unit']}"
+            bars.append((label, row["rate"] / rivals[0]["rate"], row is best))
+    unit, left, height = 160, 470, 16
+    parts = []
+    for n, (label, value, is_ours) in enumerate(bars):
+        y, length = height * n + 20, unit * min(value, 3.0)
+        parts.append(
+            f'<text x="{left - 6}" y="{y + 10}" text-anchor="end">{label}</text>'
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="12" '
+            f'fill="{"#c33" if is_ours else "#88a"}"/>'
+            f'<text x="{left + length + 4:.1f}" y="{y + 10}">{value:.2f}</text>'
+        )
+    total = height * len(bars) + 30
+    line = f'<path d="M{left + unit} 10V{total}" stroke="black" stroke-dasharray="3"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + 3 * unit + 60}" '
+        f'height="{total}" font-family="sans-serif" font-size="11">'
+        f'<text x="{left}" y="10">times as fast as the first rival</text>'
+        f"{''.join(parts)}{line}</svg>\n"
+    )
 
 
 def report(rows: dict[str, list[dict[str, Any]]], path: Path, timer: Timer) -> None:
@@ -963,6 +1098,7 @@ def report(rows: dict[str, list[dict[str, Any]]], path: Path, timer: Timer) -> N
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".svg").write_text(chart(found["problems"]))
     print(f"\nwritten to {path}")
 
 
@@ -987,8 +1123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=10, help="per round")
     parser.add_argument("--seconds", type=float, default=230, help="to start within")
     parser.add_argument("--small", action="store_true", help="tiny, on any platform")
+    parser.add_argument("--first-call", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="default: results/<chip>.json")
     asked = parser.parse_args(argv)
+    if asked.first_call:
+        time_first_call(asked.first_call)
+        return 0
     options = Options(
         asked.small,
         asked.more,
@@ -1000,8 +1140,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for p in problems(options)
         if not asked.names or any(name in p.name for name in asked.names)
     ]
+    hosts = [
+        name
+        for name in HOST_PROBLEMS
+        if (not asked.names and not asked.small)
+        or any(part in name for part in asked.names)
+    ]
     if asked.list:
-        print("\n".join(p.name for p in chosen))
+        print("\n".join([*(p.name for p in chosen), *hosts]))
         return 0
     if jax.default_backend() != "gpu" and not asked.small:
         print(f"gpu: jax runs on {jax.default_backend()} here, not on a GPU")
@@ -1016,6 +1162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows[problem.name] = measure(
             problem, timer, asked.only, asked.rounds, asked.calls
         )
+    for name, measured in (("dispatch", dispatch_rows), ("compile", compile_rows)):
+        if name in hosts and time.perf_counter() - started < asked.seconds:
+            print(f"\n{name}", flush=True)
+            rows[name] = measured()
     chip = chip_of_device(jax.devices()[0].device_kind)
     path = asked.json or (RESULTS / f"{chip.name}.json" if chip else None)
     if path is not None and not (asked.small and asked.json is None):

@@ -18,8 +18,7 @@ from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
-from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Kernel, Op
+from pallasite.ir.nodes import Op
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
@@ -123,22 +122,6 @@ class CudaBackend:
 
     def version(self) -> str:
         return f"cuda 1, {nvrtc.version()}"
-
-
-def fits(kernel: Kernel, options: Options | None = None) -> str | None:
-    """Why this backend cannot run a kernel; None: it can.
-
-    Args:
-        kernel: as imported.
-        options: the call's.
-    """
-    if not nvrtc.is_available():
-        return nvrtc.MISSING
-    try:
-        Compiled(BACKEND, kernel, options or Options())["cuda"]
-    except UnsupportedError as error:
-        return str(error)
-    return None
 
 
 def _chip(options: Options) -> Gpu:

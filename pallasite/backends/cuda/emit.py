@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from pallasite.backends.cuda import explicit, functions, memory, tiles
@@ -86,7 +86,7 @@ class Emitter(Explicit):
         self.fenced = _written_and_read(accesses)
         self.written = _written(accesses)
         self.rounded_away = rounded_away(kernel)
-        self.threads, self.vector_elements = _threads(self.program.body)
+        self.threads, self.vector_elements = _threads(self.program.body, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         self.roots = Roots(kernel)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
@@ -349,17 +349,26 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
 # --- what is chosen for a whole kernel ---
 
 
-def _threads(body: Block) -> tuple[int, int]:
+def _threads(body: Block, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]:
     """Threads of a program, and consecutive elements that one of them holds."""
-    sizes, widths = [1], [4]
+    sizes = [1]
     for op in walk(body):
         sizes += [v.tile.size for v in op.results if isinstance(v.type, TileType)]
-        if op.name in ("load", "store"):
-            ref = op.operands[0].ref
-            moved = op.result if op.name == "load" else op.operands[1]
-            if moved.tile.shape:
-                widths.append(ref.dtype.bytes)
-    vector = max(1, VECTOR_BYTES // min(widths))
+    moved = [
+        (array.ref, op.result if op.name == "load" else op.operands[1])
+        for array, ops in accesses.items()
+        for op in ops
+        if op.name in ("load", "store")
+    ]
+    tiles = [(ref, v.tile) for ref, v in moved if v.tile.shape]
+    vector = VECTOR_BYTES // min([4, *(ref.dtype.bytes for ref, _ in tiles)])
+    # Where rows start anywhere, neighbours in memory are held by neighbouring threads.
+    largest = max((tile.size for _, tile in tiles), default=0)
+    for ref, tile in tiles:
+        if tile.size == largest:
+            vector = gcd(
+                vector, tile.shape[-1], *(ref.shape[-1:] if ref.rank > 1 else ())
+            )
     threads = 32
     while threads < MAX_THREADS and threads * max(ELEMENTS, vector) < max(sizes):
         threads *= 2

@@ -6,6 +6,10 @@ whose rows are no multiples of 16 bytes has longer rows. The note `REPACKED` on 
 says how each is made of its operand; XLA does that before the call, in one pass over
 the operand (`runtime/forms.py`). It is done only where the products take longer than
 such passes, and where nothing but products reads the operand.
+
+Rows that are no multiples of a cache line can be copied, but each row of a box is then
+in two lines: a product of such operands, with blocks of 128 x 128, takes half as long
+again. They get longer rows, too, where the products take much longer than that.
 """
 
 from collections.abc import Sequence
@@ -23,6 +27,8 @@ from pallasite.runtime.forms import Form
 from pallasite.target import Gpu
 
 REPACKED = "cuda.repacked"
+LINE = 128  # bytes of the cache
+WORTH_LINES = 4.0
 T = TypeVar("T")
 
 
@@ -32,6 +38,11 @@ class Packing(NamedTuple):
     operand: int  # its position
     turned: bool  # its last two dimensions are exchanged
     added: int  # columns after that, which hold zeros
+
+    def is_needed(self, kernel: Kernel) -> bool:
+        """Whether products cannot take the operand as it is."""
+        ref = kernel.inputs[self.operand].ref
+        return self.turned or bool(ref.shape[-1] * ref.dtype.bytes % ROW_MULTIPLE)
 
     def type(self, ref: RefType) -> RefType:
         *outer, rows, columns = ref.shape
@@ -60,8 +71,17 @@ def forms_of(
 def repack(kernel: Kernel, chip: Gpu) -> Kernel:
     """Other arrays instead of operands that products cannot take, where it pays."""
     packings = _packings(kernel)
-    if not packings or not _pays(kernel, packings, chip):
+    needed = [p for p in packings if p.is_needed(kernel)]
+    if packings and _pays(kernel, packings, chip, WORTH_LINES):
+        chosen = packings
+    elif needed and _pays(kernel, needed, chip):
+        chosen = needed
+    else:
         return kernel
+    return _repacked(kernel, chosen)
+
+
+def _repacked(kernel: Kernel, packings: Sequence[Packing]) -> Kernel:
     new: dict[Value, Value] = {}
     for packing in packings:
         param = kernel.inputs[packing.operand]
@@ -77,13 +97,18 @@ def repack(kernel: Kernel, chip: Gpu) -> Kernel:
     )
 
 
-def _pays(kernel: Kernel, packings: Sequence[Packing], chip: Gpu) -> bool:
+def _pays(
+    kernel: Kernel, packings: Sequence[Packing], chip: Gpu, times: float = 1.0
+) -> bool:
+    """Whether the products take so many times as long as making the arrays."""
     params = [kernel.inputs[p.operand].ref for p in packings]
     moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
     rates = [chip.rate(ref.dtype.name) for ref in params]
     rate = min((r for r in rates if r), default=max(chip.rates.values()))
     bandwidth = chip.main.bytes_per_second
-    return bandwidth is not None and moved / bandwidth < cost(kernel).flops / rate
+    if bandwidth is None:
+        return False
+    return times * moved / bandwidth < cost(kernel).flops / rate
 
 
 # --- which operands ---
@@ -112,7 +137,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
         width = param.ref.dtype.bytes
         turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE
         columns = param.ref.shape[-2 if turned else -1]
-        added = -columns % max(1, ROW_MULTIPLE // width)
+        added = -columns % max(1, LINE // width)
         by_blocks = all(user.name == "block_view" for user in users[param])
         if turned or (added and by_blocks):
             found.append(Packing(operand, turned, added if by_blocks else 0))

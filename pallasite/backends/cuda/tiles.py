@@ -266,7 +266,8 @@ class Tiles(Core):
         (value,) = op.operands
         source = self.whole(value, op)
         if source.spread is None:
-            self.refuse(op, "every element is the same number")
+            self.reduce_uniform(op, source)
+            return
         spread, dtype = source.spread, value.tile.dtype
         wide = I32 if dtype == BOOL else computed(dtype)
         left = spread.without(axes)
@@ -286,6 +287,19 @@ class Tiles(Core):
         self.across_lanes(op, kind, sums, moving)
         self.across_warps(op, kind, sums, moving)
         self.finish_reduce(op, sums, dtype)
+
+    def reduce_uniform(self, op: Op, source: Tile) -> None:
+        """Of a tile whose elements are all the same number."""
+        kind, dtype = op.attrs["kind"], source.dtype
+        count = op.operands[0].tile.size // op.result.tile.size
+        if count > 1 and kind in ("prod", "xor"):
+            self.refuse(op, "every element is the same number")
+        if count == 1 or kind != "sum":
+            self.env[op.result] = source
+            return
+        times = op.with_(operands=(Value(op.result.tile.with_dtype(computed(dtype))),))
+        total = infix("*")(times, source.element(), number(count, computed(dtype)))
+        self.env[op.result] = self.let(dtype, total, op)
 
     def combined(self, op: Op, kind: str, dtype: DType, x: str, y: str) -> str:
         if kind in ("max", "min"):

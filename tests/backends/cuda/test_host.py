@@ -75,6 +75,33 @@ def test_floats_that_are_no_integers(old, new, tmp_path):
     assert got.tolist() == [0, ends.max, low, ends.max, low, one, 2]
 
 
+def uniform_kernel(x_ref, o_ref):
+    """Reductions of tiles whose elements are all the same."""
+    number = x_ref[0, pl.program_id(0)]
+    tile = jnp.full((4, 16), number)
+    sums = (
+        jnp.sum(tile, axis=1, keepdims=True)
+        + jnp.max(tile)
+        + jnp.sum(jnp.full((1, 1), number))
+    )
+    o_ref[...] = jnp.broadcast_to(sums, o_ref.shape)
+
+
+def test_reductions_of_one_number(tmp_path):
+    x = kernels.normal(3, 16)
+    call = lambda x: pl.pallas_call(
+        uniform_kernel,
+        grid=3,
+        in_specs=[pl.BlockSpec(x.shape, lambda i: (0, 0))],
+        out_specs=pl.BlockSpec((4, 16), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((12, 16), f32),
+        backend="cuda",
+    )(x)
+    (got,) = run(call, x, folder=tmp_path)
+    want = np.repeat(18 * np.asarray(x)[0, :3], 4)[:, None]
+    np.testing.assert_allclose(got, np.broadcast_to(want, (12, 16)), rtol=1e-6)
+
+
 ZOO = ["two_pass_softmax", "mandelbrot", "loop_with_when", "gcd_pairs", "collatz"]
 ZOO += ["residual_rms_norm", "no_grid_two_outputs", "four_dimensional_blocks"]
 

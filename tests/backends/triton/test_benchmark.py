@@ -22,6 +22,16 @@ def is_tested(problem, contender):
     return contender.startswith("ours") and any(x in contender for x in LABELS)
 
 
+def test_the_chart_compares_the_chosen_backend_with_the_rivals():
+    row = lambda name, rate, **more: dict(
+        contender=name, rate=rate, unit="TB/s", **more
+    )
+    rows = [row("XLA", 2.0), row("ours a", 5.0), row("ours b", 3.0, chosen=True)]
+    made = gpu.chart({"p": rows, "failed": [{"contender": "XLA", "failed": "no"}]})
+    assert "p: ours b, 3 TB/s" in made and ">1.50<" in made
+    assert "ours a" not in made and "failed" not in made
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_our_kernels_are_emitted(name, monkeypatch):
     monkeypatch.setattr(gpu, "_backends", lambda: ("triton",))

@@ -13,14 +13,12 @@ from pallasite import tpu as pltpu
 from pallasite.backends import base
 from pallasite.backends.triton import PASSES
 from pallasite.backends.triton.launch import (
-    EVICT,
     GROUP,
     STAGES,
     WARPS,
     schedule_launch,
 )
 from pallasite.errors import ResourceError
-from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
@@ -243,24 +241,6 @@ def test_backward_of_softmax_keeps_its_tiles_in_registers():
     kernel = kernels_in(backward, x, x)[-1]
     made = base.Compiled(base.get("triton"), kernel, base.Options(chip=H200))
     assert find_pipeline(made.scheduled).attrs[WARPS] == 8  # with 4 they would spill
-
-
-def test_the_cache_keeps_what_all_programs_read():
-    def kernel(x_ref, w_ref, o_ref):
-        o_ref[...] = x_ref[...] * w_ref[...]
-
-    row = pl.BlockSpec((1, 512), lambda i: (i, 0))
-    call = pl.pallas_call(
-        kernel,
-        out_shape=shape(64, 512),
-        grid=64,
-        in_specs=[row, pl.BlockSpec((1, 512), lambda i: (0, 0))],
-        out_specs=row,
-    )
-    (kernel,) = kernels_in(call, shape(64, 512), shape(1, 512))
-    made = base.Compiled(base.get("triton"), kernel, base.Options(chip=H200))
-    loads = [op for op in walk(made.scheduled.body) if op.name == "load"]
-    assert [op.attrs.get(EVICT) for op in loads] == ["first", "last"]
 
 
 # --- loops that stream ---
