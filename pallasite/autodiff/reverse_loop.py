@@ -57,7 +57,9 @@ class ReverseLoop:
             yields.append(self.inner.add(total, found[value]))
         block = Block((*given, *sums), tuple(self.inner.ops), tuple(yields))
         inits = [self.result_cotangent(n) for n in varied]
-        inits += [self.ct.get(v) or self.b.constant(0, cotangent_type(v)) for v in captured]
+        inits += [
+            self.ct.get(v) or self.b.constant(0, cotangent_type(v)) for v in captured
+        ]
         results = self.emit_loop(live(block), inits)
         for value, total in zip(captured, results[len(varied) :], strict=True):
             self.ct[value] = total
@@ -67,15 +69,11 @@ class ReverseLoop:
 
     def cotangent(self, found: Cotangents, value: Value) -> Value:
         # The same value may stand for a captured one: its share is taken once.
-        return found.pop(value, None) or self.inner.constant(
-            0, cotangent_type(value)
-        )
+        return found.pop(value, None) or self.inner.constant(0, cotangent_type(value))
 
     def result_cotangent(self, n: int) -> Value:
         result = self.op.results[n]
-        return self.ct.pop(result, None) or self.b.constant(
-            0, cotangent_type(result)
-        )
+        return self.ct.pop(result, None) or self.b.constant(0, cotangent_type(result))
 
     def emit_loop(self, block: Block, inits: list[Value]) -> Sequence[Value]:
         needed = [n for n, p in enumerate(self.params) if p in used_values(block)]

@@ -173,4 +173,3 @@ class _CutSums(Divided):
             ]
             return b.op(op.name, *operands, **op.attrs)
         return new.get(value, value)
-
