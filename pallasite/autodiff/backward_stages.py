@@ -291,17 +291,26 @@ def _all(ops: Sequence[Op]) -> Iterable[Op]:
 
 
 def _saved_ref(value: Value, sizes: Sequence[int]) -> Value:
+    """An array of the values that all programs save.
+
+    Those of the last axis are next to each other along the first dimension of the
+    tile, so that blocks of several programs, or of parts of one, are blocks of it.
+    """
     tile = value.tile
     name = f"saved_{value.name}" if value.name else "saved"
-    return Value(RefType((*sizes, *tile.shape), tile.dtype, "any"), name)
+    shape = (*sizes, *tile.shape)
+    if sizes and tile.shape:
+        shape = (*sizes[:-1], sizes[-1] * tile.shape[0], *tile.shape[1:])
+    return Value(RefType(shape, tile.dtype, "any"), name)
 
 
 def _block(
     b: Builder, ref: Value, ids: Sequence[Value], value: Value, mode: str
 ) -> Value:
     """The part of a saved ref that belongs to one program."""
-    lead = [BlockDim(1, "squeezed")] * len(ids)
-    rest = [BlockDim(n) for n in value.tile.shape]
-    zeros = [b.index(0) for _ in rest]
-    window = Window((*lead, *rest), mode)
+    shape = value.tile.shape
+    apart = len(ref.ref.shape) - len(shape)  # axes with a dimension of their own
+    dims = [BlockDim(1, "squeezed")] * apart + [BlockDim(n) for n in shape]
+    zeros = [b.index(0) for _ in range(len(dims) - len(ids))]
+    window = Window(tuple(dims), mode)
     return b.op("block_view", ref, *ids, *zeros, window=window)

@@ -5,13 +5,13 @@ multiprocessors as there are, depths to what several stages of loads have room f
 other code is cut to what a program has registers for.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
 from pallasite.errors import ChipMemoryError
-from pallasite.ir.nodes import Kernel, Value
+from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.ir.roles import Dot
 from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.choose_blocks import LEAST_ROW, Blocks, Sizes, blocks_of, is_last
@@ -43,6 +43,7 @@ def for_gpu(
     chip: Gpu,
     tuned: bool = False,
     register_share: float = REGISTER_SHARE,
+    keeps_operands: bool = False,
 ) -> Kernel:
     """Blocks that fit a multiprocessor's registers and shared memory.
 
@@ -51,6 +52,7 @@ def for_gpu(
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: they stay if they fit.
         register_share: of a multiprocessor's registers, for results of products.
+        keeps_operands: operands that are computed are multiplied from registers, too.
 
     Raises:
         ChipMemoryError: blocks do not fit, and cannot be cut.
@@ -60,7 +62,7 @@ def for_gpu(
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    return _WithProducts(blocks, chip, register_share).kernel(tuned)
+    return _WithProducts(blocks, chip, register_share, keeps_operands).kernel(tuned)
 
 
 def _power_of_two(n: int) -> int:
@@ -75,9 +77,21 @@ def _physical(shape: Sequence[int]) -> int:
 class _WithProducts:
     """Blocks of a kernel with products."""
 
-    def __init__(self, blocks: Blocks, chip: Gpu, register_share: float):
+    def __init__(
+        self, blocks: Blocks, chip: Gpu, register_share: float, keeps_operands: bool
+    ):
         self.blocks, self.chip = blocks, chip
-        self.most_results = register_share * 4 * chip.registers
+        self.most_in_registers = register_share * 4 * chip.registers
+        # Sums have 32 bits, whatever they are rounded to.
+        self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
+        if keeps_operands:
+            sides = [side.value for dot in blocks.dots for side in dot.sides]
+            made = {v: op for op in walk(blocks.body) for v in op.results}
+            self.in_registers += [
+                (v, v.tile.dtype.bytes)
+                for v in dict.fromkeys(sides)
+                if not _is_loaded(v, made)
+            ]
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -135,8 +149,8 @@ class _WithProducts:
 
     def _has_room(self, sizes: Sizes) -> bool:
         """Whether all stages of operands fit, and all results."""
-        results = self._result_bytes(sizes)
-        return self._stages(sizes) >= STAGES and results <= self.most_results
+        held = self._register_bytes(sizes)
+        return self._stages(sizes) >= STAGES and held <= self.most_in_registers
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
@@ -169,17 +183,19 @@ class _WithProducts:
         available = int(SHARED_SHARE * self.chip.shared.bytes)
         return available // max(self._operand_bytes(sizes), 1)
 
-    def _result_bytes(self, sizes: Sizes) -> int:
-        """Registers for the results of all products."""
-        shapes = (self.blocks.shape(d.op.result, sizes) for d in self.blocks.dots)
-        return 4 * sum(map(_physical, shapes))
+    def _register_bytes(self, sizes: Sizes) -> int:
+        """Registers for results of products, and for operands that are kept there."""
+        return sum(
+            _physical(self.blocks.shape(v, sizes)) * width
+            for v, width in self.in_registers
+        )
 
     def seconds(self, sizes: Sizes) -> float | None:
         """An estimate; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if self._result_bytes(sizes) > self.most_results:
+        if self._register_bytes(sizes) > self.most_in_registers:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
@@ -249,6 +265,14 @@ class _WithProducts:
                     "smaller blocks along the dimensions that are kept whole",
                 )
         return blocks.rewritten(smallest)
+
+
+def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
+    """Whether a tile is loaded, or a load's transpose."""
+    op = made.get(value)
+    while op is not None and op.name in ("transpose", "reshape"):
+        op = made.get(op.operands[0])
+    return op is not None and op.name == "load"
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:

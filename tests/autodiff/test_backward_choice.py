@@ -15,6 +15,8 @@ from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
 from pallasite.ir.nodes import walk
+from pallasite.ir.rewrite import users_of
+from pallasite.ir.types import BF16
 from pallasite.primitive import calls_in, chip_for, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
@@ -183,11 +185,68 @@ def test_a_gpu_gets_kernels_over_queries_and_over_keys(style, is_causal):
         assert "grid=(64, 32, 32)" in kernel.text and parallel in kernel.text
     names = [p.name for p in over_keys.outputs]
     assert sorted(names) == ["d_k_ref", "d_v_ref"]
-    # What is saved is a column per block of queries, not a tile per step.
-    shapes = {p.ref.shape for p in statistics.outputs}
-    assert shapes == {(64, 32, 64, 1)} and len(statistics.outputs) == 3
+    # What is saved is two columns per block of queries, and the cotangent of the result
+    # as it is multiplied; not a tile per step.
+    saved = [(p.ref.shape, str(p.ref.dtype)) for p in statistics.outputs]
+    column, factor = ((64, 2048, 1), "f32"), ((64, 2048, 64), "bf16")
+    assert sorted(saved) == [column, column, factor]
+    # Sums of steps are stored in the type of what they are the cotangents of.
+    results = (*over_queries.outputs, *over_keys.outputs)
+    assert {str(p.ref.dtype) for p in results} == {"bf16"}
     assert made.choices[0].estimate.programs == (2048, 2048, 2048)
     assert made.choices[1].estimate.programs == (64,)
+
+
+def with_cdiv(q, k, v, is_causal, bq=16, bk=8):
+    """A loop whose length is rounded up by jnp: a dozen ops for `i + 1`."""
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        i, q = pl.program_id(1), q_ref[...]
+
+        def step(j, state):
+            keys = pl.ds(j * bk, bk)
+            return absorb(
+                state, scores_of(q, k_ref[keys, :], i, j, is_causal), v_ref[keys, :]
+            )
+
+        steps = pl.cdiv((i + 1) * bq, bk)
+        _, total, out = lax.fori_loop(0, steps, step, start(bq, q.shape[1]))
+        o_ref[...] = (out / total).astype(o_ref.dtype)
+
+    heads, length, width = q.shape
+    query = pl.BlockSpec((None, bq, width), lambda h, i: (h, i, 0))
+    keys = pl.BlockSpec((None, length, width), lambda h, i: (h, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(heads, length // bq),
+        in_specs=[query, keys, keys],
+        out_specs=query,
+    )(q, k, v)
+
+
+def test_the_length_of_a_loop_may_be_a_quotient(monkeypatch):
+    run = functools.partial(with_cdiv, is_causal=True, bq=64, bk=64)
+    made = plan_of(run, heads(64, 2048, 64, jnp.bfloat16), chip("h200"))
+    assert [products(s.kernel) for s in made.steps] == [2, 3, 4]
+    assert "grid=(64, 32, 32)" in made.steps[2].kernel.text
+    check(
+        functools.partial(with_cdiv, is_causal=True),
+        functools.partial(attention, is_causal=True),
+        *(normal(n, 2, 64, 16) for n in range(3)),
+        target=MANY_CORES, monkeypatch=monkeypatch, kernels=3,
+    )  # fmt: skip
+
+
+@STYLES
+def test_cotangents_are_rounded_only_to_be_multiplied_or_stored(style):
+    run = functools.partial(style, is_causal=True, bq=64, bk=64)
+    for step in plan_of(run, heads(64, 2048, 64, jnp.bfloat16), chip("h200")).steps:
+        users = users_of(step.kernel.body)
+        for op in walk(step.kernel.body):
+            if op.name == "cast" and op.attrs["dtype"] == BF16:
+                names = {user.name for user in users[op.result]}
+                assert names <= {"dot", "store", "reshape"}
 
 
 @STYLES

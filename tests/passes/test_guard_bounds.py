@@ -95,6 +95,24 @@ def test_causal_guard_is_the_limit():
     """)
 
 
+def test_a_guard_on_a_quotient_of_the_index_is_a_bound():
+    """`i * 4 < (j / 2 + 1) * 4`, `j` counting halves of blocks: from `2 i` on."""
+    guard = """
+          %c2: i32 = constant {value=2}
+          %half: i32 = div %j, %c2
+          %next: i32 = add %half, %c1
+          %x: i32 = mul %i, %c4
+          %y: i32 = mul %next, %c4
+          %g: bool = lt %x, %y
+    """
+    text = shortened(loop_with(guard))
+    assert "cond" not in text and "for %c0" not in text
+    kernel = guard_bounds(canonicalize(parse_kernel(loop_with(guard))))
+    (results,) = Walker(kernel, NumpyNumbers()).run([np.zeros(4, np.int32)])
+    for i, total in enumerate(results):
+        assert total == sum(j for j in range(8) if i * 4 < (j // 2 + 1) * 4)
+
+
 def test_window_has_a_first_step_too():
     guard = """
           %x: i32 = mul %j, %c4
@@ -312,7 +330,7 @@ class Maker:
         return b.not_(test) if self.pick(True, False, False) else test
 
     def sum(self, b: Builder, j: Value, fixed: list[Value]) -> Value:
-        value = j
+        value = self.pick(*[j] * 7, b.div(j, b.like(self.pick(2, 3), j)))
         for _ in range(self.pick(0, 1, 2)):
             number = b.like(self.pick(-3, -1, 0, 1, 2, 4, 7), j)
             other = self.pick(number, number, number, *fixed)

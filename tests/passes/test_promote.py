@@ -168,6 +168,23 @@ def test_last_step_goes_behind_the_loop():
     assert after.strip().startswith("store %ob[:, :] = %acc")
 
 
+def test_all_that_the_last_step_does_goes_after_the_loop():
+    again = """
+      %again: i32 = cast %last {dtype=i32}
+      cond %again
+        branch () {}
+        branch () {
+          %u: f32[8,8] = load %ob[:, :]
+          %w: f32[8,8] = neg %u
+          store %ob[:, :] = %w
+        }
+    """
+    text = promoted(SCAN.format(rows=8, index="%z1", body=LAST + again))
+    loop, after = text.split("    }\n", 1)
+    assert "store" not in loop and "cond" not in loop
+    assert [op for op in ("neg", "store") if op in after] == ["neg", "store"]
+
+
 def test_branches_carry_what_they_change():
     body = """
       %c: i32 = constant {value=2}

@@ -37,9 +37,9 @@ from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
-# Of a multiprocessor's registers, for results of products: two computing warpgroups
-# have nine tenths of them (`specialize.REGISTERS`).
-REGISTER_SHARE = 0.75
+# Of a multiprocessor's registers, for results and computed operands of products: two
+# computing warpgroups have nine tenths of them (`specialize.REGISTERS`).
+REGISTER_SHARE = 0.875
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes dots apart.
 NATIVE_OPS = frozenset({"dot", *emit.RULES})
@@ -52,7 +52,12 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     return (
         Pass(
             "choose_blocks",
-            partial(for_gpu, chip=chip, register_share=REGISTER_SHARE),
+            partial(
+                for_gpu,
+                chip=chip,
+                register_share=REGISTER_SHARE,
+                keeps_operands=True,
+            ),
         ),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),

@@ -124,9 +124,43 @@ class Solver:
         bounds = self._solve(part, b)
         if bounds is None:
             self.made = made
-        else:
-            self.ops += b.ops
+            return self._solve_for_quotient(part, loc)
+        self.ops += b.ops
         return bounds
+
+    def _solve_for_quotient(self, part: Part, loc: Loc | None) -> Bounds | None:
+        """Where a condition is one on `index / n`: `index / n >= k` is `index >= n k`.
+
+        Steps of parts of a block (`cut_sums.py`) have the block's number as a quotient.
+        """
+        low = self.facts.of(self.first).low
+        for value, op in self.inside.items():
+            number = self.facts.of(op.operands[1]).number if op.name == "div" else None
+            if not number or number < 0 or op.operands[0] is not self.index or low < 0:
+                continue
+            b = Builder(loc, watch=self.facts.note_op)
+            by = b.like(number, self.first)
+            solver = Solver(
+                value,
+                b.div(self.first, by),
+                {v: o for v, o in self.inside.items() if v is not value},
+                lambda v: v is not self.index and self.outside(v),
+                self.is_stable,
+                self.facts,
+            )
+            bounds = solver.solve(part, loc)
+            if bounds is None:
+                continue
+            b.ops += solver.ops
+            ends = [
+                tuple(b.mul(v, by) for v in each)
+                for each in (bounds.lows, bounds.highs)
+            ]
+            if any(op.name == "mul" and self.facts.may_wrap(op) for op in b.ops):
+                continue
+            self.ops += b.ops
+            return Bounds(*ends, bounds.needed)
+        return None
 
     # --- what is the same at every step ---
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.autodiff.explain_grad import full_plan
 from pallasite.backends import cuda
 from pallasite.primitive import calls_in
 from pallasite.target import GPUS
@@ -284,3 +286,38 @@ def test_plain_attention(name, tmp_path, small_chip):
     (got,) = run(function, *given, folder=tmp_path)
     want = kernels.plain_attention_reference(*operands, **how)
     assert kernels.error(got, want) < 2e-2
+
+
+def gradients(function, operands, seed, folder: Path) -> list[np.ndarray]:
+    """Cotangents of the operands, by the kernels that a large GPU would run."""
+    (call,) = calls_in(function, *operands)
+    made = full_plan(call.kernel, machine=Machine.of(GPUS["h200"]))
+    (way,) = (way for way in made.choices if len(way.steps) == 3)
+    arrays = dict(zip(made.primals, operands, strict=True)) | {made.seeds[0]: seed}
+    for number, step in enumerate(way.steps):
+        here = folder / str(number)
+        here.mkdir()
+        given = [np.asarray(arrays[ref]) for ref in step.operands]
+        found = host.run(step.kernel, given, here)
+        arrays |= dict(zip(step.results, found, strict=True))
+    return [arrays[made.targets[n]] for n in range(len(operands))]
+
+
+@pytest.mark.parametrize(
+    ("style", "causal", "width", "block"),
+    [
+        ("grid", False, 128, (128, 128)),  # steps of half a block of queries
+        ("loop", True, 128, (128, 128)),
+        ("grid", True, 64, (64, 64)),
+    ],
+)
+def test_gradient_of_attention(style, causal, width, block, tmp_path, small_chip):
+    *operands, seed = (
+        kernels.normal(2, 256, width, dtype=bf16, seed=n) for n in range(4)
+    )
+    run = partial(kernels.attention, style=style, causal=causal, block=block)
+    got = gradients(run, operands, seed, tmp_path)
+    reference = partial(kernels.attention_reference, causal=causal)
+    want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == bf16 and kernels.error(x, y) < 1e-2

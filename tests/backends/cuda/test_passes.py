@@ -14,6 +14,7 @@ from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
+from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.roles import Pipeline
@@ -135,6 +136,78 @@ def test_overlap_keeps_the_meaning(text: str):
     assert after is not before
     for a, b in zip(*(emulate(k)(*arrays) for k in (before, after)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+
+
+# dv += p^T @ do and dk += ds^T @ q, as a gradient has them.
+BACKWARD = """
+kernel @backward(%q: ref<bf16[256,64] any>, %k: ref<bf16[128,64] any>, %d: ref<bf16[256,64] any>, %m: ref<f32[256,1] any>, %o: ref<f32[128,64] any>, %u: ref<f32[128,64] any>) outputs 2 {
+  pipeline {grid=(2,), windows=(), semantics=("parallel",)}
+    body (%i: i32) {
+      %zero: f32[64,64] = constant {value=0.0}
+      %first: i32 = constant {value=0}
+      %step: i32 = constant {value=1}
+      %limit: i32 = constant {value=4}
+      %ob: ref<f32[64,64] block> = block_view %o, %i, %first {window=out[64, 64]}
+      %ub: ref<f32[64,64] block> = block_view %u, %i, %first {window=out[64, 64]}
+      %kb: ref<bf16[64,64] block> = block_view %k, %i, %first {window=in[64, 64]}
+      %keys: bf16[64,64] = load %kb[:, :]
+      %turned: bf16[64,64] = transpose %keys {perm=(1, 0)}
+      %dv: f32[64,64], %dk: f32[64,64] = for %first, %limit, %step, %zero, %zero
+        body (%n: i32, %acc: f32[64,64], %sum: f32[64,64]) {
+          %qb: ref<bf16[64,64] block> = block_view %q, %n, %first {window=in[64, 64]}
+          %db: ref<bf16[64,64] block> = block_view %d, %n, %first {window=in[64, 64]}
+          %mb: ref<f32[64,1] block> = block_view %m, %n, %first {window=in[64, 1]}
+          %queries: bf16[64,64] = load %qb[:, :]
+          %do: bf16[64,64] = load %db[:, :]
+          %most: f32[64,1] = load %mb[:, :]
+          %s: f32[64,64] = dot %queries, %turned {contract=((1,), (0,)), batch=((), ()), dtype=f32, precision=None}
+          %wide: f32[64,64] = broadcast_in_dim %most {shape=(64, 64), dims=(0, 1)}
+          %rows: i32[64,64] = iota {dim=0}
+          %columns: i32[64,64] = iota {dim=1}
+          %seen: bool[64,64] = ge %rows, %columns
+          %less: f32[64,64] = sub %s, %wide
+          %t: f32[64,64] = tanh %less
+          %masked: f32[64,64] = select_n %seen, %zero, %t
+          %p: bf16[64,64] = cast %masked {dtype=bf16}
+          %c: f32[64,64] = dot %p, %do {contract=((0,), (0,)), batch=((), ()), dtype=f32, precision=None}
+          %next: f32[64,64] = add %acc, %c
+          %e: f32[64,64] = dot %queries, %p {contract=((0,), (0,)), batch=((), ()), dtype=f32, precision=None}
+          %f: f32[64,64] = transpose %e {perm=(1, 0)}
+          %more: f32[64,64] = add %sum, %f
+          yield %next, %more
+        }
+      store %ob[:, :] = %dv
+      store %ub[:, :] = %dk
+    }
+}
+"""  # noqa: E501
+
+
+def test_tiles_are_turned_where_products_want_their_transpose():
+    """Keys by queries, so that p and its products need no transposition."""
+    made = canonicalize(turn_tiles(kernel(BACKWARD)))
+    check_golden("turned_backward.txt", made)
+    check_golden("specialized_backward.txt", specialize(made, CHIP))
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(n, 64)).astype(bf16) for n in (256, 128, 256)]
+    arrays.append(rng.normal(size=(256, 1)).astype("f4"))
+    for a, b in zip(
+        *(emulate(k)(*arrays) for k in (kernel(BACKWARD), made)), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-4)
+
+
+def test_tiles_that_products_want_both_ways_stay():
+    """As p and as its transpose: neither is better."""
+    other = BACKWARD.replace("%do {contract=((0,), (0,))", "%do {contract=((1,), (0,))")
+    text = turn_tiles(kernel(other)).text
+    assert "%seen: bool[64,64] = ge %rows, %columns" in text
+    assert "dot %p, %do {contract=((1,), (0,))" in text
+
+
+def test_products_with_no_computed_side_are_left_alone():
+    assert turn_tiles(kernel(MATMUL)).text == kernel(MATMUL).text
+    assert turn_tiles(kernel(KNOWN)).text == kernel(KNOWN).text
 
 
 COUNTED = (
