@@ -6,7 +6,7 @@ the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from pallasite.ir import types as T
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, At, Block, Op, Span, Value
 from pallasite.ir.rule_table import RuleTable
+from pallasite.passes.analysis.memory import VIEWS
 
 RULES = RuleTable()
 PARITIES = 32  # bits of a word
@@ -168,7 +169,7 @@ def _store_to_gmem(im: Importer, eqn: Any, *_: Value) -> None:
 
 
 def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
-    source, target = (view(im, ref, transforms) for ref, transforms in ends)
+    source, target = (_box(im, ref, transforms) for ref, transforms in ends)
     if source.ref.tile != target.ref.tile:
         raise KernelTypeError(
             "a copy needs a source and a destination of one shape and dtype",
@@ -181,6 +182,66 @@ def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
             "slice both with .at[...]",
         )
     return source, target
+
+
+def _box(im: Importer, ref: Value, transforms: Any) -> Value:
+    """One end of a copy: a single view, of an array, whatever views it is made of.
+
+    So only what is copied has to be inside the array, not what it is a part of.
+    """
+    b, before = im.builder, len(im.builder.ops)
+    found = view(im, ref, transforms)
+    made = {op.result: op for op in b.ops[before:] if op.name in VIEWS}
+    chain = [op for op in made.values() if op.name == "subview"]
+    if ref.ref.space != "gmem" or len(made) < 2 or len(chain) < len(made):
+        return found
+    index: list[At | Span] = [Span(0, n) for n in found.ref.shape]
+    operands: list[Value | None] = [None] * found.ref.rank
+    for op in reversed(chain):
+        index, operands = _inside(b, Access.of(op), index, operands)
+    b.ops[before:] = [op for op in b.ops[before:] if op not in chain]
+    return b.subview(ref, tuple(index), [v for v in operands if v is not None])
+
+
+def _inside(
+    b: Builder, outer: Access, index: Sequence[At | Span], operands: Sequence[Any]
+) -> tuple[list[At | Span], list[Value | None]]:
+    """The index of a view of a view."""
+    inner, entries, starts = iter(zip(index, operands, strict=True)), [], []
+    for entry, operand in outer.split_index():
+        assert isinstance(entry, (At, Span))
+        if isinstance(entry, Span):
+            part, start = next(inner)
+            first, more = _plus(
+                b, entry.start, operand, part.start, start, entry.stride
+            )
+            step = entry.stride
+            entry = (
+                replace(part, start=first, stride=step * part.stride)
+                if isinstance(part, Span)
+                else At(first)
+            )
+            operand = more
+        entries.append(entry)
+        starts.append(operand)
+    return entries, starts
+
+
+def _plus(
+    b: Builder,
+    x: int | None,
+    dynamic_x: Value | None,
+    y: int | None,
+    dynamic_y: Value | None,
+    step: int,
+) -> tuple[int | None, Value | None]:
+    """x + y * step, of starts that are known or values."""
+    if dynamic_x is None and dynamic_y is None:
+        assert x is not None and y is not None
+        return x + y * step, None
+    left = b.index(x or 0) if dynamic_x is None else dynamic_x
+    right = b.index(y or 0) if dynamic_y is None else dynamic_y
+    return None, b.add(left, b.mul(right, b.index(step)))
 
 
 @RULES.rule("pallasite_wait_smem_to_gmem")

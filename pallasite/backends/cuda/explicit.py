@@ -8,7 +8,7 @@ and a single thread starts copies after all warps are done with what they overwr
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product as each_of
 from math import prod
 
@@ -22,9 +22,10 @@ from pallasite.backends.cuda.memory import (
     multiple_of,
     plus,
     text_of,
+    times,
 )
 from pallasite.backends.cuda.shared import ROW_BYTES, Ring, Shared
-from pallasite.ir.nodes import Access, Op, Value
+from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
 from pallasite.passes.analysis.carried import covers_whole
@@ -77,7 +78,9 @@ class Explicit(Shared):
     def emit_subview(self, op: Op) -> None:
         ref = op.operands[0]
         super().emit_subview(op)
-        if ref in self.barriers:
+        if self.is_authored and ref.ref.space == "gmem":
+            self.views[op.result] = self.with_true_starts(op)
+        elif ref in self.barriers:
             view = self.views[op.result]
             offset = "" if view.offset == 0 else f" + ({text_of(view.offset)}) * 8"
             self.barriers[op.result] = view.pointer + offset
@@ -85,6 +88,20 @@ class Explicit(Shared):
             part = self.part_of_ring(op, self.rings[ref])
             if part is not None:
                 self.rings[op.result] = part
+
+    def with_true_starts(self, op: Op) -> View:
+        """A view whose `starts` are where the author says, be it past the end.
+
+        Only copies use them. The copy engine touches nothing outside of an array.
+        """
+        access = Access.of(op)
+        whole = self.views[access.ref]
+        starts = list(whole.starts)
+        for dim, (entry, operand) in zip(whole.dims, access.split_index(), strict=True):
+            assert not isinstance(entry, Gather)
+            first = self.start(entry, operand, dim.size, clamp=False)
+            starts[dim.axis] = plus(starts[dim.axis], times(first, dim.step))
+        return replace(self.views[op.result], starts=tuple(starts))
 
     # --- barriers ---
 

@@ -134,6 +134,7 @@ template <int N> void map_stride(u32 at, u64 bytes) {
 }
 inline void map_publish(u32 at, void* to) {
   if (threadIdx.x % 32 == 0) memcpy(to, shared + at, sizeof(host::Map));
+  __syncwarp();  // as the instruction does
 }
 inline void map_seen(const void*) {}
 template <class... C> void copy_in(u32 to, const void* map, u32 barrier, C... c) {
