@@ -28,7 +28,7 @@ from pallasite.backends.tpu.windows import (
     shown_block,
     tiling,
 )
-from pallasite.errors import PerformanceWarning, compose
+from pallasite.errors import PerformanceWarning, UnsupportedError, compose
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
     Access,
@@ -321,6 +321,7 @@ class _Fitting:
 
     def _new_window(self, b: Builder, fitted: _Fitted) -> Shown:
         old, param = fitted.shown, self._own_param(fitted.shown)
+        self._check_fill(fitted)
         if not fitted.changes:
             return old._replace(array=param.value)
         ref = old.array.ref.with_shape(fitted.form.carried_shape)
@@ -330,6 +331,28 @@ class _Fitting:
         block = Value(kind, old.block.name)
         self.replaced[old.block] = fitted.part(b, block, self.pipeline.ids)
         return Shown(param.value, window, fitted.index_map(b.loc), block)
+
+    def _check_fill(self, fitted: _Fitted) -> None:
+        """The padding of a form keeps what is stored there, and fill= says otherwise."""
+        shown = fitted.shown
+        written = shown.array in self.kernel.outputs and shown.window.fill is not None
+        if not written or not any(map(any, fitted.form.padding)):
+            return
+        ops = walk(self.pipeline.body)
+        if all(shown.block not in op.operands or op.name == "store" for op in ops):
+            return
+        raise UnsupportedError(
+            "backend 'tpu': an output block with fill= is read past the array's end, and"
+            " misses the tiles",
+            [
+                ("operand", operand_name(self.kernel, shown.array)),
+                ("block", shown_block(shown.window)),
+                ("tiles", tiling(shown.array.ref)),
+            ],
+            at=self.pipeline.op.loc or self.kernel.loc,
+            fix=f"use a block of {fitting_block(shown.array.ref, shown.window)}, or no"
+            " fill for the output",
+        )
 
     def _own_param(self, shown: Shown) -> _Param:
         """The parameter of a window; the second window of an operand has its own."""

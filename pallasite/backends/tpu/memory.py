@@ -5,11 +5,12 @@ main memory only through copies. Dynamic starts are clamped into the ref unless 
 proves them inside; `shifting.py` helps where they are not aligned to tiles.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd
+from itertools import product
+from math import gcd, prod
 
-from pallasite.backends.tpu.shifting import Shifting
+from pallasite.backends.tpu.shifting import Shifting, Slide
 from pallasite.backends.tpu.tiles import COMBINE, resized
 from pallasite.backends.tpu.views import (
     LANES,
@@ -19,11 +20,14 @@ from pallasite.backends.tpu.views import (
     View,
     required_alignment,
 )
-from pallasite.backends.tpu.writer import array, memref, tile_text
+from pallasite.backends.tpu.writer import array, held_dtype, memref, tile_text
 from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import BOOL, I32, DType, TileType
 
 COPY_FIX = "copy it to VMEM first (sync_copy, make_async_copy) or give it a BlockSpec"
+
+
+MOST_SCALARS = 512  # that one access of scalar memory is written out for
 
 
 class Memory(Shifting):
@@ -40,9 +44,18 @@ class Memory(Shifting):
 
     def _picked(self, access: Access) -> View:
         """The view a load, store or subview touches."""
+        return self._picked_sliding(access)[0]
+
+    def _picked_sliding(self, access: Access) -> tuple[View, list[Slide]]:
+        """The view, and by how much what is wanted is past it.
+
+        Of a masked access each element is inside the ref or not: a part of it may be
+        outside. It is made with the nearest part that is all inside.
+        """
         view = self.view(access.ref)
         spans: list[tuple[Span, Start | None]] = []
         kept: list[bool] = []
+        slides: list[Slide] = []
         for dim, (entry, operand) in enumerate(access.split_index()):
             if isinstance(entry, Gather):
                 self.refuse(
@@ -52,24 +65,38 @@ class Memory(Shifting):
             span = Span(entry.start, 1) if isinstance(entry, At) else entry
             start = None
             if operand is not None:
-                start = self._dynamic_start(access, view, dim, span, operand)
+                start = self._dynamic_start(view, dim, span, operand)
+                slide = self._slide(access, view, span, operand, dim, sum(kept))
+                slides += [] if slide is None else [slide]
             spans.append((span, start))
             kept.append(isinstance(entry, Span))
-        return view.narrowed(spans, kept)
+        return view.narrowed(spans, kept), slides
 
-    def _dynamic_start(
-        self, access: Access, view: View, dim: int, span: Span, operand: Value
-    ) -> Start:
+    def _slide(
+        self, access: Access, view: View, span: Span, operand: Value, dim: int, at: int
+    ) -> Slide | None:
+        limit = view.ref.shape[dim] - span.extent
+        fact = self.facts.of(operand).wrapped(I32)
+        if access.mask is None or fact.within(0, limit):
+            return None
+        if span.stride != 1:
+            self.refuse(
+                f"a masked access along dimension {dim} may start outside the ref, and"
+                " has a stride",
+                fix="keep the start inside (jnp.minimum) and shift the mask instead",
+            )
+        wanted = self.convert(self.name(operand), self.tile_type(operand), I32)
+        inside = self._clamped(operand, limit)
+        by = self.out.value(f"arith.subi {wanted}, {inside} : i32")
+        is_kept = isinstance(access.index[dim], Span)
+        return Slide(at if is_kept else None, by, span.size)
+
+    def _dynamic_start(self, view: View, dim: int, span: Span, operand: Value) -> Start:
         """An index operand as a start in the memref, kept inside the view."""
         limit = view.ref.shape[dim] - span.extent
         fact = self.facts.of(operand).wrapped(I32)
         target = view.dims[dim]
         base, stride = view.starts[target], view.strides[target]
-        if access.mask is not None and not fact.within(0, limit):
-            self.refuse(
-                f"a masked access along dimension {dim} may start outside the ref",
-                fix="keep the start inside (jnp.minimum) and shift the mask instead",
-            )
         if fact.number is not None:
             first = min(max(fact.number, 0), limit)
             return Start(base.static + first * stride, base.dynamic, base.multiple)
@@ -109,9 +136,11 @@ class Memory(Shifting):
 
     def emit_load(self, op: Op) -> str:
         access = Access.of(op)
-        view = self._picked(access)
+        view, slides = self._picked_sliding(access)
         result = self.tile_type(op.result)
         name = self.read(view, result)
+        for slide in slides:
+            name = self.slid(name, result, slide)
         if access.other is None or access.mask is None:
             return name
         other, mask = self.name(access.other), self.name(access.mask)
@@ -128,25 +157,78 @@ class Memory(Shifting):
 
     def _read_scalar(self, view: View, stored: TileType) -> str:
         if stored.size != 1:
-            self.refuse(
-                "scalar memory is read one number at a time",
-                fix="index it with integers, or place it in VMEM",
-            )
+            return self._read_scalars(view, stored)
         indices = self._indices(view)
         name = self.out.value(f"memref.load {view.memref}[{indices}] : {view.type}")
         name = self.from_element(name, stored.dtype)
         return self.reshaped(name, stored.with_shape(()), stored.shape)
 
+    def _read_scalars(self, view: View, stored: TileType) -> str:
+        """A tile of scalar memory: its numbers one by one, each put in its place."""
+        words = stored.with_shape(view.sizes).with_dtype(held_dtype(stored.dtype))
+        integers = words.with_dtype(I32)
+        places, name = self._places(integers), self.out.number(0, words)
+        for place, element in enumerate(self._elements(view)):
+            number = self._read_scalar(element, stored.with_shape(()))
+            spread = self.repeat(number, words.with_shape(()), words.shape)
+            here = self.out.number(place, words.with_dtype(I32))
+            mask = self.arith(
+                "arith.cmpi eq,", places, here, tile=words.with_dtype(I32)
+            )
+            name = self.select(mask, spread, name, words, True)
+        name = self.convert(name, words, stored.dtype)
+        return self._to_ref_shape(name, words.with_dtype(stored.dtype), view)
+
+    def _elements(self, view: View) -> Iterator[View]:
+        """Each number of a view of scalar memory, in the memref's order."""
+        if prod(view.sizes) > MOST_SCALARS:
+            self.refuse(
+                f"scalar memory is read and written one number at a time, here"
+                f" {prod(view.sizes)} of them",
+                fix="index it with integers, or place it in VMEM",
+            )
+        for offsets in product(*map(range, view.sizes)):
+            element = view
+            for dim, offset in enumerate(offsets):
+                element = element.part(dim, offset)
+            yield element
+
+    def _places(self, words: TileType) -> str:
+        """Each element's number in row-major order."""
+        name, step = self.out.number(0, words), 1
+        for dim in reversed(range(words.rank)):
+            along = self.counted(words, dim)
+            by = self.out.number(step, words)
+            along = self.arith("arith.muli", along, by, tile=words)
+            name = self.arith("arith.addi", name, along, tile=words)
+            step *= words.shape[dim]
+        return name
+
     def _read_vector(self, view: View, stored: TileType) -> str:
         self._check_vector_memory(view)
-        part, shifts = self.aligned(view)
-        name = self._load(part, stored.dtype)
-        if shifts:
-            name = self.taken_out(name, stored.with_shape(part.sizes), shifts)
         tile = stored.with_shape(view.sizes)
+        name = self._get(view, tile)
         if view.fill is not None:
             name = self._filled(name, tile, view)
-        return self._to_ref_shape(name, tile, view, stored.shape)
+        return self._to_ref_shape(name, tile, view)
+
+    def _get(self, view: View, tile: TileType) -> str:
+        """A vector in the memref's order of dimensions."""
+        dim = self._stepped(view)
+        if dim is not None and not self._is_aligned(view, dim):
+            parts = [view.part(dim, step) for step in range(view.sizes[dim])]
+            one = resized(tile, dim, 1)
+            return self.joined([(self._get(part, one), one) for part in parts], dim)
+        part, shifts = self.aligned(view)
+        name = self._load(part, tile.dtype)
+        if shifts:
+            name = self.taken_out(name, tile.with_shape(part.sizes), shifts)
+        return name
+
+    def _is_aligned(self, view: View, dim: int) -> bool:
+        start = view.starts[dim]
+        tile = required_alignment(view, dim)
+        return start.dynamic is None or start.is_multiple_of(tile)
 
     def _load(self, view: View, dtype: DType) -> str:
         """A vector from memory, at aligned places, in the memref's order."""
@@ -200,9 +282,7 @@ class Memory(Shifting):
         result = tile.with_shape((*lead, size, *rest))
         return self.reshaped(name, first, result.shape), result
 
-    def _to_ref_shape(
-        self, name: str, tile: TileType, view: View, shape: Sequence[int]
-    ) -> str:
+    def _to_ref_shape(self, name: str, tile: TileType, view: View) -> str:
         """From the memref's order of dimensions to the ref's."""
         order = sorted(view.dims)
         name = self.reshaped(name, tile, [tile.shape[d] for d in order])
@@ -253,12 +333,13 @@ class Memory(Shifting):
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
         assert access.value is not None
-        view = self._picked(access)
+        view, slides = self._picked_sliding(access)
         tile = self.tile_type(access.value)
         name = self.name(access.value)
         if access.mask is not None:
             old = self.read(view, tile)
             mask = self.name(access.mask)
+            name, mask = self.slid_back(name, mask, tile, slides)
             name = self._choose(mask, name, old, tile, bool(tile.shape))
         self.write(view, name, tile)
 
@@ -273,56 +354,80 @@ class Memory(Shifting):
 
     def _write_scalar(self, view: View, name: str, stored: TileType) -> None:
         if stored.size != 1:
-            self.refuse(
-                "scalar memory is written one number at a time",
-                fix="index it with integers, or place it in VMEM",
-            )
+            name, tile = self._to_memref_order(name, stored, view)
+            offsets = product(*map(range, view.sizes))
+            one = tile.with_shape((1,) * tile.rank)
+            for element, starts in zip(self._elements(view), offsets, strict=True):
+                number = self.sliced(name, tile, starts, one.shape)
+                self._write_scalar(element, number, one)
+            return
         name = self.to_element(self.reshaped(name, stored, ()), stored.dtype)
         indices = self._indices(view)
         self.out.line(f"memref.store {name}, {view.memref}[{indices}] : {view.type}")
 
     def _write_vector(self, view: View, name: str, stored: TileType) -> None:
         self._check_vector_memory(view)
+        self._put(view, *self._to_memref_order(name, stored, view))
+
+    def _to_memref_order(
+        self, name: str, stored: TileType, view: View
+    ) -> tuple[str, TileType]:
+        """From the ref's order of dimensions to the memref's."""
         order = sorted(view.dims)
         perm = [view.dims.index(d) for d in order]
         name = self.transposed(name, stored, perm)
         lined_up = stored.with_shape([stored.shape[d] for d in perm])
         tile = stored.with_shape(view.sizes)
-        name = self.reshaped(name, lined_up, tile.shape)
+        return self.reshaped(name, lined_up, tile.shape), tile
+
+    def _put(self, view: View, name: str, tile: TileType) -> None:
+        """Store a vector in the memref's order of dimensions."""
+        dim = self._stepped(view)
+        if dim is not None:
+            for step in range(view.sizes[dim]):
+                self._put(view.part(dim, step), *self.along(name, tile, dim, step, 1))
+            return
         part, shifts = self.aligned(view)
         if shifts:
-            whole = stored.with_shape(part.sizes)
-            old = self._load(part, stored.dtype)
+            whole = tile.with_shape(part.sizes)
+            old = self._load(part, tile.dtype)
             name, tile = self.put_in(name, tile, old, whole, shifts), whole
         indices = self._indices(part)
         types = f"{part.type}, {tile_text(tile)}"
         if not part.has_strides:
             self.out.line(f"vector.store {name}, {part.memref}[{indices}] : {types}")
             return
-        if not self._strides_natively(part):
-            self.refuse(
-                "Mosaic stores every n-th row only, of 32-bit memory 128 lanes wide",
-                fix="interleave the values and store them all",
-                ref=f"{part.element}{list(part.shape)}",
-            )
         attrs = f"{{strides = {array('i32', part.strides)}}}"
         self.out.line(
             f"tpu.strided_store {part.memref}[{indices}], {name} {attrs} : {types}"
         )
+
+    def _stepped(self, view: View) -> int | None:
+        """A dimension with a stride that Mosaic lacks: gone along step by step."""
+        native = self._strides_natively(view)
+        for dim, stride in enumerate(view.strides):
+            if stride != 1 and not (native and self._is_aligned(view, dim)):
+                return dim
+        return None
 
     # --- atomics: programs of one core run one after another ---
 
     def emit_atomic_rmw(self, op: Op) -> str:
         access = Access.of(op)
         assert access.value is not None
-        view, tile = self._picked(access), self.tile_type(access.value)
+        view, slides = self._picked_sliding(access)
+        tile = self.tile_type(access.value)
         old, value = self.read(view, tile), self.name(access.value)
+        mask = None if access.mask is None else self.name(access.mask)
+        if mask is not None:
+            value, mask = self.slid_back(value, mask, tile, slides)
         kind = op.attrs["kind"]
         new = value if kind == "xchg" else self._combined(kind, old, value, tile)
-        if access.mask is not None:
-            mask = self.name(access.mask)
+        if mask is not None:
             new = self._choose(mask, new, old, tile, bool(tile.shape))
         self.write(view, new, tile)
+        for slide in slides:
+            old = self.slid(old, tile, slide)
         return old
 
     def _combined(self, kind: str, old: str, value: str, tile: TileType) -> str:

@@ -23,6 +23,18 @@ class Shift:
     size: int
 
 
+@dataclass(frozen=True)
+class Slide:
+    """A masked access made `by` elements before the place that was asked for.
+
+    Along dimension `dim` of the tile, which has `size` elements; None: of an index.
+    """
+
+    dim: int | None
+    by: str
+    size: int
+
+
 class Shifting(Tiles):
     """Writes what unaligned accesses need besides a load or store."""
 
@@ -104,6 +116,79 @@ class Shifting(Tiles):
         assert inside is not None
         name = self.select(inside, name, around, old_words, True)
         return self.convert(name, old_words, whole.dtype)
+
+    # --- masked accesses that are partly outside their ref ---
+
+    def slid(self, name: str, tile: TileType, slide: Slide) -> str:
+        """What was read, moved to where it was asked for; the ends are repeated."""
+        if slide.dim is None:
+            return name
+        dim, size = slide.dim, slide.size
+        name, words = self.in_words(name, tile)
+        first, one = self.along(name, words, dim, 0, 1)
+        last, _ = self.along(name, words, dim, size - 1, 1)
+        zero = self.out.i32(0)
+        back = self.out.value(f"arith.subi {zero}, {slide.by} : i32")
+        name = self._rolled(name, words, dim, back)
+        places = words.with_dtype(I32)
+        place = self._asked_place(places, slide, "arith.addi")
+        low = self.out.number(0, places)
+        high = self.out.number(size - 1, places)
+        before = self.arith("arith.cmpi slt,", place, low, tile=places)
+        after = self.arith("arith.cmpi sgt,", place, high, tile=places)
+        for mask, end in ((before, first), (after, last)):
+            end = self._along_all(end, one, words)
+            name = self.select(mask, end, name, words, True)
+        return self.convert(name, words, tile.dtype)
+
+    def slid_back(
+        self, name: str, mask: str, tile: TileType, slides: Sequence[Slide]
+    ) -> tuple[str, str]:
+        """A value and a mask, moved to where the access is made."""
+        bools = tile.with_dtype(BOOL)
+        for slide in slides:
+            inside = self._is_inside(bools, slide)
+            if slide.dim is not None:
+                value, words = self.in_words(name, tile)
+                value = self._rolled(value, words, slide.dim, slide.by)
+                name = self.convert(value, words, tile.dtype)
+                bits, words = self.in_words(mask, bools)
+                bits = self._rolled(bits, words, slide.dim, slide.by)
+                mask = self.convert(bits, words, BOOL)
+            mask = self.arith("arith.andi", mask, inside, tile=bools)
+        return name, mask
+
+    def _is_inside(self, bools: TileType, slide: Slide) -> str:
+        """Where a moved tile has elements that are inside the ref."""
+        if slide.dim is None:
+            here = self.out.value(f"arith.cmpi eq, {slide.by}, {self.out.i32(0)} : i32")
+            scalar = bools.with_shape(())
+            return self.repeat(here, scalar, bools.shape) if bools.shape else here
+        words = bools.with_dtype(I32)
+        place = self._asked_place(words, slide, "arith.subi")
+        size = self.out.number(slide.size, words)
+        # Unsigned: places before the start are large numbers.
+        return self.arith("arith.cmpi ult,", place, size, tile=words)
+
+    def _asked_place(self, words: TileType, slide: Slide, combine: str) -> str:
+        assert slide.dim is not None
+        place = self.counted(words, slide.dim)
+        by = self.repeat(slide.by, words.with_shape(()), words.shape)
+        return self.arith(combine, place, by, tile=words)
+
+    def _along_all(self, name: str, one: TileType, whole: TileType) -> str:
+        return name if one.shape == whole.shape else self.repeat(name, one, whole.shape)
+
+    def _rolled(self, name: str, tile: TileType, dim: int, amount: str) -> str:
+        """Element i moves to i + amount, which may be any number."""
+        size = tile.shape[dim]
+        if size == 1:
+            return name
+        count = self.out.i32(size)
+        rest = self.out.value(f"arith.remsi {amount}, {count} : i32")
+        up = self.out.value(f"arith.addi {rest}, {count} : i32")
+        up = self.out.value(f"arith.remsi {up}, {count} : i32")
+        return self._rotated(name, tile, dim, up)
 
     def _lengthened(
         self, name: str, tile: TileType, shift: Shift, whole: TileType

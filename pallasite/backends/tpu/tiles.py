@@ -5,8 +5,10 @@ come out by `vector.extract`. Masks change shape as 32-bit integers.
 """
 
 from collections.abc import Sequence
+from math import gcd
 
 from pallasite.backends.tpu.elementwise import Elementwise
+from pallasite.backends.tpu.views import LANES
 from pallasite.backends.tpu.writer import array, tile_text
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Dot, DotSide
@@ -67,8 +69,27 @@ class Tiles(Elementwise):
             return self._extract(name, tile)
         if not tile.shape:
             return self.repeat(name, tile, shape)
+        if not _is_cast(tile.shape, shape):
+            return self._reshaped_by_parts(name, tile, shape)
         types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
         return self.out.value(f"vector.shape_cast {name} : {types}")
+
+    def _reshaped_by_parts(
+        self, name: str, tile: TileType, shape: tuple[int, ...]
+    ) -> str:
+        """Rows are cut into parts that rows of both shapes consist of, then joined."""
+        before, after = tile.shape[-1], shape[-1]
+        part = gcd(before, after)
+        rows = tile.with_shape((tile.size // before, 1, before))
+        name = self.reshaped(name, tile, rows.shape)
+        parts = [self.along(name, rows, 2, at, part) for at in range(0, before, part)]
+        cut = rows.with_shape((rows.shape[0], before // part, part))
+        count = after // part
+        groups = tile.with_shape((tile.size // after, count, part))
+        name = self.reshaped(self.joined(parts, 1), cut, groups.shape)
+        parts = [self.along(name, groups, 1, at, 1) for at in range(count)]
+        whole = tile.with_shape((tile.size // after, 1, after))
+        return self.reshaped(self.joined(parts, 2), whole, shape)
 
     def _extract(self, name: str, tile: TileType) -> str:
         """The one element of a vector, as a scalar (Mosaic extracts 32-bit ones)."""
@@ -436,6 +457,16 @@ RULES = {
     "scan": Tiles.emit_scan,
     "dot": Tiles.emit_dot,
 }
+
+
+def _is_cast(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether libtpu brings about a change of shape by itself.
+
+    Rows are regrouped freely; lanes where they fit one register or fill them all.
+    """
+    lanes = {before[-1], after[-1]}
+    plain = all(n <= LANES or n % LANES == 0 for n in lanes)
+    return len(lanes) == 1 or 1 in lanes or plain
 
 
 def resized(tile: TileType, axis: int, size: int) -> TileType:

@@ -129,6 +129,22 @@ class View:
             ref=self.ref.with_shape(shape),
         )
 
+    def part(self, dim: int, first: int, size: int = 1) -> "View":
+        """`size` elements from the `first` one along a dimension of the memref.
+
+        The ref's own shape is left as it is: this is for accesses in the memref's.
+        """
+        starts, sizes = [*self.starts], [*self.sizes]
+        offset = first * self.strides[dim]
+        starts[dim] = replace(starts[dim], static=starts[dim].static + offset)
+        strides = [
+            1 if d == dim and size == 1 else s for d, s in enumerate(self.strides)
+        ]
+        sizes[dim] = size
+        return replace(
+            self, starts=tuple(starts), sizes=tuple(sizes), strides=tuple(strides)
+        )
+
     def transposed(self, perm: Sequence[int]) -> "View":
         dims = tuple(self.dims[d] for d in perm)
         shape = [self.ref.shape[d] for d in perm]

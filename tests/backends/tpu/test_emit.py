@@ -172,14 +172,14 @@ def test_load_from_main_memory_is_refused():
     assert "copy it to VMEM first" in text
 
 
-def test_vector_of_scalar_memory_is_refused():
+def test_large_vector_of_scalar_memory_is_refused():
     def whole(x_ref, o_ref):
         o_ref[...] = x_ref[...]
 
     smem = pl.BlockSpec(memory_space=pl.MemorySpace.SMEM)
-    call = pl.pallas_call(whole, out_shape=array(128), in_specs=[smem])
-    text = refusal(kernel(call, array(128)))
-    assert "scalar memory is read one number at a time" in text
+    call = pl.pallas_call(whole, out_shape=array(1024), in_specs=[smem])
+    text = refusal(kernel(call, array(1024)))
+    assert "scalar memory is read and written one number at a time, here 1024" in text
 
 
 def test_dot_of_two_contracted_dimensions_is_refused():
