@@ -1,0 +1,504 @@
+"""Kernels for TPUs against upstream Pallas: libtpu's estimates, without a TPU.
+
+Each problem is one portable source, compiled by this package and by upstream as it is
+written. The cycles are libtpu's own static estimate of a call (one TensorCore, copies
+modelled, nothing measured). "flash by hand" is the attention kernel that upstream
+tunes for TPUs: its cycles stand in place of those of the portable source.
+
+    python benchmarks/tpu.py                      # all problems, v5e and v6e
+    python benchmarks/tpu.py matmul --chip v6e    # problems with this in their names
+    python benchmarks/tpu.py --only ours          # upstream's numbers as they were
+    python benchmarks/tpu.py --python PYTHON      # another Python that has libtpu
+
+Numbers go to benchmarks/results/tpu.json; those that were not run stay.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+from jax import lax
+
+from pallasite.backends.base import Compiled, Options, get
+from pallasite.passes.run import run as run_shared_passes
+from pallasite.primitive import calls_in
+from pallasite.runtime.aot import Job, compile_all
+from pallasite.target import TPUS
+
+RESULTS = Path(__file__).parent / "results" / "tpu.json"
+CHIPS = ("v5e", "v6e")
+BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
+MASKED = -1e30
+
+
+class Pallas(NamedTuple):
+    """One implementation: its names, and its names for TPUs."""
+
+    pl: ModuleType
+    tpu: ModuleType
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A portable source.
+
+    Args:
+        name: what is selected on the command line.
+        make: the function, given an implementation.
+        operands: what it is called with.
+        rival: upstream's own function for the problem, where it is not this source.
+    """
+
+    name: str
+    make: Callable[[Pallas], Callable]
+    operands: Sequence[Shape]
+    rival: Callable[[], Callable] | None = None
+
+
+# --- the sources ---
+
+
+def matmul(on: Pallas, block: int, n: int = 4096) -> Callable:
+    pl = on.pl
+
+    def kernel(x_ref, y_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=F32)
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((n, n), BF16),
+        grid=(n // block,) * 3,
+        in_specs=[
+            pl.BlockSpec((block, block), lambda i, j, k: (i, k)),
+            pl.BlockSpec((block, block), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((block, block), lambda i, j, k: (i, j)),
+        scratch_shapes=[on.tpu.VMEM((block, block), F32)],
+    )
+
+
+def absorb(q, k, v, refs, scale, mask=None) -> None:
+    """One step of the running softmax, whose state is in scratch."""
+    top_ref, total_ref, acc_ref = refs
+    scores = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=F32)
+    scores *= scale
+    if mask is not None:
+        scores = jnp.where(mask(scores.shape), scores, MASKED)
+    old = top_ref[...]
+    top = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
+    shrink, weights = jnp.exp(old - top), jnp.exp(scores - top)
+    top_ref[...] = top
+    total_ref[...] = shrink * total_ref[...] + weights.sum(axis=-1, keepdims=True)
+    product = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=F32)
+    acc_ref[...] = shrink * acc_ref[...] + product
+
+
+def begin(refs) -> None:
+    top_ref, total_ref, acc_ref = refs
+    top_ref[...] = jnp.full_like(top_ref, MASKED)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+
+def finish(refs, o_ref) -> None:
+    _, total_ref, acc_ref = refs
+    o_ref[...] = (acc_ref[...] / total_ref[...]).astype(o_ref.dtype)
+
+
+def softmax_state(on: Pallas, rows: int, width: int) -> list[Any]:
+    shapes = ((rows, 1), (rows, 1), (rows, width))
+    return [on.tpu.VMEM(shape, F32) for shape in shapes]
+
+
+HEADS, LENGTH, WIDTH = 8, 2048, 128
+
+
+def flash(on: Pallas, block: int, causal: bool = False) -> Callable:
+    pl = on.pl
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, *refs):
+        i, j = pl.program_id(1), pl.program_id(2)
+
+        def mask(shape):
+            rows = i * block + lax.broadcasted_iota(I32, shape, 0)
+            return rows >= j * block + lax.broadcasted_iota(I32, shape, 1)
+
+        @pl.when(j == 0)
+        def _():
+            begin(refs)
+
+        @pl.when(j <= i if causal else j >= 0)
+        def _():
+            scale = WIDTH**-0.5
+            operands = q_ref[...], k_ref[...], v_ref[...]
+            absorb(*operands, refs, scale, mask if causal else None)
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _():
+            finish(refs, o_ref)
+
+    queries = pl.BlockSpec((None, block, WIDTH), lambda h, i, j: (h, i, 0))
+    keys = pl.BlockSpec((None, block, WIDTH), lambda h, i, j: (h, j, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((HEADS, LENGTH, WIDTH), BF16),
+        grid=(HEADS, LENGTH // block, LENGTH // block),
+        in_specs=[queries, keys, keys],
+        out_specs=queries,
+        scratch_shapes=softmax_state(on, block, WIDTH),
+    )
+
+
+def flash_by_hand(causal: bool) -> Callable:
+    rival = importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
+    sizes = rival.BlockSizes(block_q=512, block_k_major=512, block_k=512, block_b=1)
+
+    def run(q, k, v):
+        call = functools.partial(
+            rival.flash_attention, causal=causal, block_sizes=sizes
+        )
+        return call(q[None], k[None], v[None], sm_scale=WIDTH**-0.5)
+
+    return run
+
+
+def softmax(on: Pallas, rows: int, n: int = 8192, width: int = 2048) -> Callable:
+    def kernel(x_ref, o_ref):
+        x = x_ref[...]
+        weights = jnp.exp(x - x.max(axis=-1, keepdims=True))
+        o_ref[...] = weights / weights.sum(axis=-1, keepdims=True)
+
+    spec = on.pl.BlockSpec((rows, width), lambda i: (i, 0))
+    return on.pl.pallas_call(
+        kernel,
+        out_shape=Shape((n, width), F32),
+        grid=(n // rows,),
+        in_specs=[spec],
+        out_specs=spec,
+    )
+
+
+def layer_norm(on: Pallas, rows: int, n: int = 8192, width: int = 2048) -> Callable:
+    def kernel(x_ref, scale_ref, shift_ref, o_ref):
+        x = x_ref[...].astype(F32)
+        centred = x - x.mean(axis=-1, keepdims=True)
+        deviation = lax.rsqrt((centred * centred).mean(axis=-1, keepdims=True) + 1e-6)
+        scaled = centred * deviation * scale_ref[...] + shift_ref[...]
+        o_ref[...] = scaled.astype(o_ref.dtype)
+
+    spec = on.pl.BlockSpec((rows, width), lambda i: (i, 0))
+    vector = on.pl.BlockSpec((1, width), lambda i: (0, 0))
+    return on.pl.pallas_call(
+        kernel,
+        out_shape=Shape((n, width), BF16),
+        grid=(n // rows,),
+        in_specs=[spec, vector, vector],
+        out_specs=spec,
+    )
+
+
+def grouped(on: Pallas, rows: int, columns: int, depth: int) -> Callable:
+    """Tiles of rows, each of which belongs to one group with its own weights."""
+    pl, (n, k, m) = on.pl, (4096, 2048, 2048)
+
+    def kernel(group_ref, x_ref, w_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(x_ref[...], w_ref[...], preferred_element_type=F32)
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((n, m), BF16),
+        grid_spec=on.tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(n // rows, m // columns, k // depth),
+            in_specs=[
+                pl.BlockSpec((rows, depth), lambda i, j, k, groups: (i, k)),
+                pl.BlockSpec(
+                    (None, depth, columns), lambda i, j, k, groups: (groups[i], k, j)
+                ),
+            ],
+            out_specs=pl.BlockSpec((rows, columns), lambda i, j, k, groups: (i, j)),
+            scratch_shapes=[on.tpu.VMEM((rows, columns), F32)],
+        ),
+    )
+
+
+def paged_decode(on: Pallas, page: int, pages: int) -> Callable:
+    """One new token for each of 8 sequences; keys and values in pages of a pool."""
+    pl, sequences, heads, group = on.pl, 8, 4, 8
+
+    def kernel(lengths_ref, table_ref, q_ref, k_ref, v_ref, o_ref, *refs):
+        number = pl.program_id(2)
+        length = lengths_ref[pl.program_id(0)]
+
+        def mask(shape):
+            return number * page + lax.broadcasted_iota(I32, shape, 1) < length
+
+        @pl.when(number == 0)
+        def _():
+            begin(refs)
+
+        @pl.when(number * page < length)
+        def _():
+            scale = WIDTH**-0.5
+            absorb(q_ref[...], k_ref[...], v_ref[...], refs, scale, mask)
+
+        @pl.when(number == pl.num_programs(2) - 1)
+        def _():
+            finish(refs, o_ref)
+
+    queries = pl.BlockSpec((None, None, group, WIDTH), lambda b, h, p, *_: (b, h, 0, 0))
+    keys = pl.BlockSpec(
+        (None, None, page, WIDTH),
+        lambda b, h, p, lengths, table: (h, table[b, p], 0, 0),
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((sequences, heads, group, WIDTH), BF16),
+        grid_spec=on.tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(sequences, heads, pages),
+            in_specs=[queries, keys, keys],
+            out_specs=queries,
+            scratch_shapes=softmax_state(on, group, WIDTH),
+        ),
+    )
+
+
+def stencil(on: Pallas, rows: int, n: int = 4096, width: int = 2048) -> Callable:
+    """Second differences: the block above, this one and the one below."""
+    pl, last = on.pl, n // rows - 1
+
+    def kernel(above_ref, here_ref, below_ref, o_ref):
+        i = pl.program_id(0)
+        above = jnp.where(i > 0, above_ref[rows - 1 :, :], 0.0)
+        below = jnp.where(i < last, below_ref[:1, :], 0.0)
+        x = here_ref[...]
+        up = jnp.concatenate([above, x[:-1]], axis=0)
+        down = jnp.concatenate([x[1:], below], axis=0)
+        o_ref[...] = up - 2.0 * x + down
+
+    specs = [
+        pl.BlockSpec((rows, width), lambda i: (jnp.maximum(i - 1, 0), 0)),
+        pl.BlockSpec((rows, width), lambda i: (i, 0)),
+        pl.BlockSpec((rows, width), lambda i: (jnp.minimum(i + 1, last), 0)),
+    ]
+    call = pl.pallas_call(
+        kernel,
+        out_shape=Shape((n, width), F32),
+        grid=(n // rows,),
+        in_specs=specs,
+        out_specs=specs[1],
+    )
+    return lambda x: call(x, x, x)
+
+
+def problems() -> Iterator[Problem]:
+    square = Shape((4096, 4096), BF16)
+    for block in (128, 256, 512):
+        name = f"matmul 4096, blocks of {block}"
+        yield Problem(name, functools.partial(matmul, block=block), (square, square))
+    head = Shape((HEADS, LENGTH, WIDTH), BF16)
+    for block in (128, 512):
+        for causal in (False, True):
+            make = functools.partial(flash, block=block, causal=causal)
+            name = f"flash{' causal' * causal}, blocks of {block}"
+            yield Problem(name, make, (head,) * 3)
+    for causal in (False, True):
+        make = functools.partial(flash, block=512, causal=causal)
+        hand = functools.partial(flash_by_hand, causal)
+        name = f"flash{' causal' * causal} by hand"
+        yield Problem(name, make, (head,) * 3, hand)
+    for rows in (8, 256):
+        make = functools.partial(softmax, rows=rows)
+        yield Problem(f"softmax, {rows} rows", make, (Shape((8192, 2048), F32),))
+    vector = Shape((1, 2048), F32)
+    for rows in (8, 256):
+        make = functools.partial(layer_norm, rows=rows)
+        operands = Shape((8192, 2048), BF16), vector, vector
+        yield Problem(f"layer norm, {rows} rows", make, operands)
+    for block in (128, 512):
+        make = functools.partial(grouped, rows=128, columns=block, depth=block)
+        operands = (
+            Shape((4096 // 128,), I32),
+            Shape((4096, 2048), BF16),
+            Shape((8, 2048, 2048), BF16),
+        )
+        yield Problem(f"grouped matmul, blocks of {block}", make, operands)
+    for page in (16, 128):
+        pages = 2048 // page
+        pool = Shape((4, 8 * pages, page, WIDTH), BF16)
+        operands = (
+            Shape((8,), I32),
+            Shape((8, pages), I32),
+            Shape((8, 4, 8, WIDTH), BF16),
+            pool,
+            pool,
+        )
+        make = functools.partial(paged_decode, page=page, pages=pages)
+        yield Problem(f"paged decode, pages of {page}", make, operands)
+    for rows in (8, 128):
+        make = functools.partial(stencil, rows=rows)
+        yield Problem(f"stencil, {rows} rows", make, (Shape((4096, 2048), F32),))
+
+
+# --- what libtpu compiles ---
+
+
+def our_job(problem: Problem, chip: str) -> Job:
+    pl = importlib.import_module("pallasite")
+    tpu = importlib.import_module("pallasite.tpu")
+    function = problem.make(Pallas(pl, tpu))
+    (call,) = calls_in(function, *problem.operands)
+    kernel = run_shared_passes(call.kernel)
+    options = Options(chip=TPUS[chip])
+    backend = get("tpu")
+    launch = backend.launch(Compiled(backend, kernel, options, shared=()))
+    return Job.of(problem.name, kernel, launch)
+
+
+def upstream_job(problem: Problem, chip: str) -> Job:
+    if problem.rival is not None:
+        function = problem.rival()
+    else:
+        pl = importlib.import_module("jax.experimental.pallas")
+        tpu = importlib.import_module("jax.experimental.pallas.tpu")
+        function = problem.make(Pallas(pl, tpu))
+    traced = jax.jit(function).trace(*problem.operands)
+    module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
+    (call,) = _custom_calls(module.operation)
+    config = call.attributes["backend_config"].value
+    aliases = _aliases(str(call.attributes["output_operand_aliases"]))
+    operands = tuple(_array(o.type) for o in call.operands)
+    results = tuple(_array(r.type) for r in call.results)
+    return Job(problem.name, "tpu_custom_call", config, operands, results, 1, aliases)
+
+
+def _custom_calls(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                if inner.operation.name == "stablehlo.custom_call":
+                    yield inner.operation
+                yield from _custom_calls(inner.operation)
+
+
+def _aliases(text: str) -> tuple[tuple[int, int], ...]:
+    pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
+    return tuple((int(i), int(o or 0)) for o, i in re.findall(pattern, text))
+
+
+def _array(type_: Any) -> tuple[tuple[int, ...], str]:
+    text = str(type_)
+    *shape, element = re.fullmatch(r"tensor<(.*)>", text).group(1).split("x")  # pyright: ignore
+    names = {"bf16": "bfloat16", "f32": "float32", "i32": "int32"}
+    return tuple(map(int, shape)), names[element]
+
+
+# --- numbers ---
+
+
+def measured(jobs: list[tuple[str, Job]], chip: str) -> dict[str, dict[str, Any]]:
+    """Estimated cycles, or the error, by problem and contender."""
+    found: dict[str, dict[str, Any]] = {}
+    results = compile_all([job for _, job in jobs], chip, cycles=True, timeout=3000)
+    for (who, job), result in zip(jobs, results, strict=True):
+        number = result.cycles if result.ok else None
+        if not result.ok:
+            print(f"{job.name}, {who}, {chip}: {result.error[:600]}", flush=True)
+        found.setdefault(job.name, {})[who] = number
+    return found
+
+
+def jobs_of(
+    chosen: Sequence[Problem], who: Sequence[str], chip: str
+) -> Iterator[tuple[str, Job]]:
+    makers = {"ours": our_job, "upstream": upstream_job}
+    for problem in chosen:
+        for name in who:
+            try:
+                yield name, makers[name](problem, chip)
+            except Exception as error:
+                text = str(error).strip() or repr(error)
+                print(f"{problem.name}, {name}, {chip}: {text[:600]}", flush=True)
+
+
+def shown(cycles: dict[str, dict[str, Any]]) -> None:
+    width = max(map(len, cycles), default=0)
+    print(f"{''.ljust(width)}  {'ours':>12}  {'upstream':>12}  ratio")
+    ratios = []
+    for name, row in cycles.items():
+        ours, upstream = row.get("ours"), row.get("upstream")
+        cells = [f"{n:,}" if n else "-" for n in (ours, upstream)]
+        ratio = ""
+        if ours and upstream:
+            ratio = f"{ours / upstream:5.3f}"
+            ratios.append(ours / upstream)
+        print(f"{name.ljust(width)}  {cells[0]:>12}  {cells[1]:>12}  {ratio}")
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        print(f"geometric mean {mean:.3f}, largest {max(ratios):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--chip", action="append", choices=CHIPS)
+    parser.add_argument("--only", choices=("ours", "upstream"))
+    parser.add_argument("--python", help="the one that has libtpu", default="")
+    arguments = parser.parse_args()
+    sys.executable = arguments.python or sys.executable
+    chosen = [
+        p
+        for p in problems()
+        if not arguments.names or any(n in p.name for n in arguments.names)
+    ]
+    who = (arguments.only,) if arguments.only else ("ours", "upstream")
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for chip in arguments.chip or CHIPS:
+        cycles = stored.setdefault("cycles", {}).setdefault(chip, {})
+        for name, row in measured(list(jobs_of(chosen, who, chip)), chip).items():
+            cycles.setdefault(name, {}).update(row)
+        print(f"--- {chip}, estimated cycles")
+        shown({p.name: cycles[p.name] for p in chosen if p.name in cycles})
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+        stored["versions"] = versions
+        stored["date"] = datetime.now(UTC).date().isoformat()
+        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
