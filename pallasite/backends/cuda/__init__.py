@@ -10,7 +10,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.backends.base import (
+    Compiled,
+    Launch,
+    Options,
+    Stage,
+    scheduled_kernel,
+)
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
@@ -18,7 +24,6 @@ from pallasite.backends.cuda.specialize import specialize
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Kernel, Op
 from pallasite.ir.opdef import TILE, table
-from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.gpu_blocks import for_gpu
@@ -159,7 +164,7 @@ def _quoted(text: str) -> str:
 
 def make_cuda(scheduled: str, shared_bytes: int) -> str:
     """The CUDA C++ of a scheduled kernel."""
-    return emit.emit(parse_kernel(scheduled), shared_bytes)
+    return emit.emit(scheduled_kernel(scheduled), shared_bytes)
 
 
 BACKEND = CudaBackend()
