@@ -22,6 +22,27 @@ if TYPE_CHECKING:
     from pallasite.passes.run import Pass, Step
 
 
+class Scheduled(str):
+    """The text of a scheduled kernel, which the first stage need not read again."""
+
+    kernel: Kernel
+
+    @staticmethod
+    def of(kernel: Kernel) -> "Scheduled":
+        from pallasite.ir.text import print_kernel
+
+        text = Scheduled(print_kernel(kernel, locs=True))
+        text.kernel = kernel
+        return text
+
+
+def scheduled_kernel(text: str) -> Kernel:
+    """The kernel a first stage starts from; any text of one will do."""
+    from pallasite.ir.text import parse_kernel
+
+    return text.kernel if isinstance(text, Scheduled) else parse_kernel(text)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A named function from the text before it to its own text (or machine code)."""
@@ -136,9 +157,7 @@ class Compiled(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             if name == "scheduled":
-                from pallasite.ir.text import print_kernel
-
-                made = print_kernel(self.scheduled, locs=True)
+                made = Scheduled.of(self.scheduled)
             else:
                 made = self._stages[name].make(self[self._before(name)])
                 if self._dump is not None and isinstance(made, str):

@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from pallasite import target
-from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.backends.base import (
+    Compiled,
+    Launch,
+    Options,
+    Stage,
+    scheduled_kernel,
+)
 from pallasite.backends.cpu.call import compile as compiler
 from pallasite.backends.cpu.call.own_inputs import own_inputs
 from pallasite.backends.cpu.call.parallel_units import nanoseconds, share_programs
@@ -19,7 +25,7 @@ from pallasite.backends.cpu.emit import NATIVE, emit_kernel, is_native
 from pallasite.backends.cpu.ops.debugging import RULES as DEBUG_RULES
 from pallasite.backends.cpu.tiles.plan_memory import plan_memory
 from pallasite.ir.nodes import Kernel, walk
-from pallasite.ir.text import parse_kernel, print_kernel
+from pallasite.ir.text import print_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.guard_bounds import guard_bounds
@@ -108,12 +114,12 @@ class CpuBackend:
 
 def make_llvm(scheduled: str) -> str:
     """The LLVM module of a scheduled kernel."""
-    return emit_kernel(parse_kernel(scheduled))
+    return emit_kernel(scheduled_kernel(scheduled))
 
 
 def llvm_text(kernel: Kernel) -> str:
     """The LLVM module of any kernel."""
-    return make_llvm(print_kernel(run(kernel, passes_for(target.host())), locs=True))
+    return emit_kernel(run(kernel, passes_for(target.host())))
 
 
 def _identity(kernel: Kernel) -> str:

@@ -10,7 +10,13 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.backends.base import (
+    Compiled,
+    Launch,
+    Options,
+    Stage,
+    scheduled_kernel,
+)
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role
 from pallasite.backends.cuda.counters import counters
@@ -19,7 +25,6 @@ from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
-from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.gpu_blocks import for_gpu
@@ -163,7 +168,7 @@ def _quoted(text: str) -> str:
 
 def make_cuda(scheduled: str, shared_bytes: int) -> str:
     """The CUDA C++ of a scheduled kernel."""
-    return emit.emit(parse_kernel(scheduled), shared_bytes)
+    return emit.emit(scheduled_kernel(scheduled), shared_bytes)
 
 
 BACKEND = CudaBackend()

@@ -10,8 +10,13 @@ see `runtime/aot.py`.
 from collections.abc import Sequence
 from functools import cached_property, partial
 
-from pallasite.backends.base import Compiled, Launch, Options, Stage
-from pallasite.ir.text import parse_kernel
+from pallasite.backends.base import (
+    Compiled,
+    Launch,
+    Options,
+    Stage,
+    scheduled_kernel,
+)
 from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
@@ -96,7 +101,7 @@ def make_mosaic(scheduled: str, debug: bool = False) -> str:
     """The Mosaic module of a scheduled kernel."""
     from pallasite.backends.tpu.emit import emit_module
 
-    return emit_module(parse_kernel(scheduled), debug)
+    return emit_module(scheduled_kernel(scheduled), debug)
 
 
 BACKEND = TpuBackend()

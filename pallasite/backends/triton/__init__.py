@@ -12,12 +12,17 @@ from math import prod
 
 import numpy as np
 
-from pallasite.backends.base import Compiled, Launch, Options, Stage
+from pallasite.backends.base import (
+    Compiled,
+    Launch,
+    Options,
+    Stage,
+    scheduled_kernel,
+)
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
 from pallasite.backends.triton.prints import WORDS, reader, sites_of
 from pallasite.backends.triton.schedule import is_native, plain_copies
-from pallasite.ir.text import parse_kernel
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
@@ -111,7 +116,7 @@ def _chip(options: Options) -> Gpu:
 
 def make_ttir(scheduled: str) -> str:
     """The TTIR module of a scheduled kernel."""
-    return emit.emit(parse_kernel(scheduled))
+    return emit.emit(scheduled_kernel(scheduled))
 
 
 BACKEND = TritonBackend()
