@@ -37,7 +37,7 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
 
 
 def in_float32(plain: Callable) -> Callable:
-    """`plain` on operands widened to float32; results have the first operand's dtype."""
+    """`plain` on operands widened to float32; results as the first operand."""
 
     def widened(first, *rest, **options):
         wide = [_widen(x) for x in (first, *rest)]
