@@ -1,9 +1,9 @@
 """Attention masks as objects: which query may look at which key.
 
 Masks compose: `Causal() & Segments(ids, ids)`, `Window(1023, 0) | Prefix(64)`. Each
-says three things: which pairs it allows, whether a whole block of pairs can have an allowed
-one (blocks without are skipped), and which arrays it needs to say so. They are
-pytrees, so a jitted function can take them as arguments.
+says which pairs it allows, whether a whole block of pairs can have an allowed one
+(blocks without are skipped), and which arrays it needs to say so. They are pytrees,
+so a jitted function can take them as arguments.
 """
 
 import dataclasses

@@ -333,7 +333,7 @@ class _Fitting:
         return Shown(param.value, window, fitted.index_map(b.loc), block)
 
     def _check_fill(self, fitted: _Fitted) -> None:
-        """The padding of a form keeps what is stored there, and fill= says otherwise."""
+        """A form's padding keeps what is stored there; fill= says otherwise."""
         shown = fitted.shown
         written = shown.array in self.kernel.outputs and shown.window.fill is not None
         if not written or not any(map(any, fitted.form.padding)):
@@ -342,8 +342,8 @@ class _Fitting:
         if all(shown.block not in op.operands or op.name == "store" for op in ops):
             return
         raise UnsupportedError(
-            "backend 'tpu': an output block with fill= is read past the array's end, and"
-            " misses the tiles",
+            "backend 'tpu': an output block with fill= is read past the array's end,"
+            " and misses the tiles",
             [
                 ("operand", operand_name(self.kernel, shown.array)),
                 ("block", shown_block(shown.window)),
