@@ -107,6 +107,7 @@ class Emitter(Explicit):
         if roles:
             self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
         self.arch = "sm_90a" if roles else ""
+        self.per_core = roles[0].attrs.get("cuda.per_core", 1) if roles else 1
 
     def anchors(self) -> dict[Value, Spread]:
         """Tiles whose layout an instruction fixes."""
@@ -150,7 +151,9 @@ class Emitter(Explicit):
             self.arch,
             self.program.op.attrs.get(REPACKED, ()),
         )
-        bounds = f"{self.threads}, 1" if self.arch else str(self.threads)
+        bounds = str(self.threads)
+        if self.arch:  # the compiler has all registers for so many programs
+            bounds += f", {self.per_core}"
         shared = "  extern __shared__ __align__(1024) char shared[];"
         head = [
             f'extern "C" __global__ void __launch_bounds__({bounds})',

@@ -26,8 +26,10 @@ ROW_MULTIPLE = 16  # bytes that divide the rows of arrays it copies
 K_BYTES = 32  # of each operand's row that one instruction multiplies
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers of a thread for one product
-MOST_STAGES = 6
+MOST_STAGES, ENOUGH_STAGES = 6, 3
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
+RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
+MOST_SHARED_REGISTERS = 176  # of a thread where two programs share a multiprocessor
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
@@ -116,6 +118,7 @@ class Plan:
             Group(loads, block, self.ring(loads)) for loads, block in self.together()
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
+        self.per_core = 1  # programs of a multiprocessor at once
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
@@ -358,7 +361,35 @@ class Plan:
         return self.rings[-1]
 
     def choose_stages(self) -> None:
-        """As deep as shared memory allows where loads repeat; one or two elsewhere."""
+        """As deep as shared memory allows where loads repeat; one or two elsewhere.
+
+        One warpgroup that multiplies leaves the tensor cores idle while it does the
+        rest, so two such programs share a multiprocessor if they fit.
+        """
+        whole = self.chip.shared.bytes
+        half = (whole + RESERVED_BYTES) // 2 - RESERVED_BYTES
+        small = self.warpgroups == 1 and self.registers <= MOST_SHARED_REGISTERS
+        if small and self.has_stages(half, least=2):
+            self.per_core = 2
+        elif not self.has_stages(whole, least=1):
+            needed = sum(r.bytes * self.at_once(r) for r in self.rings)
+            self.refuse(
+                self.products[0].dot,
+                f"its operands take {needed} bytes of shared memory, of {whole}",
+                "use smaller blocks",
+            )
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, for sums and computed left sides of one step."""
+        sums = {self.group_of[id(p.rhs.load)].ring: p.result for p in self.products}
+        made = {p.lhs.value.tile for p in self.products if p.lhs.load is None}
+        words = 4 * sum(v.tile.size for v in sums.values())
+        words += sum(tile.size * tile.dtype.bytes for tile in made)
+        return words // 4 // (128 * self.warpgroups)
+
+    def has_stages(self, available: int, least: int) -> bool:
+        """Give rings their stages, if at least so many fit where loads repeat."""
         again = [
             ring
             for ring in self.rings
@@ -368,22 +399,19 @@ class Plan:
             ring.stages = self.at_once(ring)
         once = sum(r.bytes * r.stages for r in self.rings if r not in again)
         size = sum(r.bytes for r in again)
-        staging = STAGING_BYTES * self.warpgroups
-        left = self.chip.shared.bytes - SPARE_BYTES - staging - once
-        stages = min(MOST_STAGES, left // size) if size else 1
-        if stages < max((r.stages for r in again), default=1) or left < 0:
-            needed = once + sum(r.bytes * r.stages for r in again)
-            self.refuse(
-                self.products[0].dot,
-                f"its operands take {needed} bytes of shared memory, "
-                f"of {self.chip.shared.bytes}",
-                "use smaller blocks",
-            )
-        for ring in again:
-            ring.stages = stages
-        if left - stages * size >= once:  # the next program's, while this one runs
+        left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups - once
+        stages = min(MOST_STAGES, left // size) if size else least
+        if stages < max([least, *(r.stages for r in again)]) or left < 0:
+            return False
+        # The next program's, while this one runs: worth more than many stages.
+        rest = left - once
+        if rest >= size * min(stages, ENOUGH_STAGES):
+            stages = min(stages, rest // size) if size else stages
             for ring in self.rings:
                 ring.stages *= 1 if ring in again else 2
+        for ring in again:
+            ring.stages = stages
+        return True
 
     def at_once(self, ring: Ring) -> int:
         """How many slots code that runs from its start to its end may have in use."""

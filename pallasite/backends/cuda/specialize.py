@@ -36,9 +36,10 @@ LOAD, COMPUTE = "load", "compute"
 # Registers of a thread for products that stay in flight from one step to the next. With
 # more, ptxas runs all products of a kernel one after another.
 MOST_IN_FLIGHT = 200
-# Registers of a thread in each role, by the number of computing warpgroups; None: all
-# threads keep what the kernel starts with.
-REGISTERS = {1: None, 2: (40, 232), 3: (32, 160)}
+# Registers of a thread in each role, by the number of computing warpgroups of a
+# program, and of programs of a multiprocessor; None: all threads keep what they start
+# with.
+REGISTERS = {(1, 1): None, (1, 2): (40, 216), (2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -48,7 +49,8 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
         return kernel
     plan = Plan(kernel, pipeline.body, chip)
     memory = _Memory(plan)
-    blocks = min(prod(n for n in pipeline.grid if n is not None), chip.cores)
+    programs = prod(n for n in pipeline.grid if n is not None)
+    blocks = min(programs, chip.cores * plan.per_core)
     order = Order.of(pipeline, blocks)
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
@@ -61,7 +63,8 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     notes = {
         "cuda.names": (LOAD, COMPUTE),
         "cuda.warpgroups": (1, plan.warpgroups),
-        "cuda.registers": REGISTERS[plan.warpgroups],
+        "cuda.registers": REGISTERS[plan.warpgroups, plan.per_core],
+        "cuda.per_core": plan.per_core,
     }
     inner.ops.append(
         Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
