@@ -14,6 +14,7 @@ from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
 from pallasite.backends.cuda.memory import Memory, Number, Term, View, plus, text_of
+from pallasite.backends.cuda.products import ROUNDED
 from pallasite.ir.nodes import Access, At, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
@@ -53,6 +54,7 @@ class Map:
     shape: tuple[int, ...]
     dtype: DType
     box: tuple[int, ...]
+    is_rounded: bool = False  # f32 to the 19 bits that are multiplied
 
 
 class Explicit(Memory):
@@ -144,7 +146,8 @@ class Explicit(Memory):
         source, target, barrier = op.operands
         view, ring = self.views[source], self.rings[target]
         columns = ring.panel_columns
-        number = self.map_of(view, ring.shape[0], columns)
+        is_rounded = bool(op.attrs.get(ROUNDED))
+        number = self.map_of(view, ring.shape[0], columns, is_rounded)
         for panel in range(ring.shape[1] // columns):
             starts: list[Number] = list(view.starts)
             starts[-1] = plus(starts[-1], panel * columns)
@@ -154,14 +157,16 @@ class Explicit(Memory):
             call = f"copy_in_{len(starts)}({at}, {where}, {self.barriers[barrier]}"
             self.out.line(f"{call}, {places});")
 
-    def map_of(self, view: View, rows: int, columns: int) -> int:
+    def map_of(
+        self, view: View, rows: int, columns: int, is_rounded: bool = False
+    ) -> int:
         """The number of the description by which boxes of a view are copied."""
         root = view.memory
         assert root is not None
         box = [1] * root.ref.rank
         down, across = view.dims
         box[down.axis], box[across.axis] = rows, columns
-        found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box))
+        found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box), is_rounded)
         if found not in self.maps:
             self.maps.append(found)
         number = self.maps.index(found)
@@ -334,7 +339,7 @@ class Explicit(Memory):
 
     def fill_map(self, each: Map) -> None:
         rank, width = len(each.shape), each.dtype.bytes
-        code = hopper.ELEMENT_CODES[each.dtype.name]
+        code = hopper.ELEMENT_CODES["tf32" if each.is_rounded else each.dtype.name]
         self.out.line(f"map_array<{rank}, {code}>(at, {each.pointer});")
         pairs = zip(reversed(each.shape), reversed(each.box), strict=True)
         for n, (size, box) in enumerate(pairs):

@@ -123,7 +123,15 @@ MAPS: dict[str, str] = {
         ' :: "l"(map) : "memory");\n}\n'
     ),
 }
-ELEMENT_CODES = {"f16": 6, "f32": 7, "bf16": 10, "i8": 0, "f8e4m3fn": 0, "f8e5m2": 0}
+ELEMENT_CODES = {
+    "f16": 6,
+    "f32": 7,
+    "bf16": 10,
+    "i8": 0,
+    "f8e4m3fn": 0,
+    "f8e5m2": 0,
+    "tf32": 11,
+}
 
 
 def copy_in(rank: int) -> str:

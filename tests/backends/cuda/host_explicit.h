@@ -109,7 +109,7 @@ template <int RANK, int TYPE> void map_array(u32 at, const void* p) {
   host::Map& m = host::map_at(at);
   m.array = (char*)p;
   m.rank = RANK;
-  m.bytes = TYPE == 0 ? 1 : TYPE == 7 ? 4 : 2;
+  m.bytes = TYPE == 0 ? 1 : TYPE == 7 || TYPE == 11 ? 4 : 2;
 }
 template <int N> void map_dim(u32 at, u32 size, u32 box) {
   host::check(box <= 256, "a box of more than 256 elements");
