@@ -24,6 +24,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
+from pallasite.backends.cuda.products import ROUNDED
 from pallasite.backends.cuda.shared import ROW_BYTES, Ring, Shared
 from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
@@ -47,6 +48,7 @@ class Map:
     dtype: DType
     box: tuple[int, ...]
     swizzle: int = ROW_BYTES
+    is_rounded: bool = False  # f32 to the 19 bits that are multiplied
 
 
 class Explicit(Shared):
@@ -184,7 +186,7 @@ class Explicit(Shared):
             base, swizzle = self.plain_address(op, shared), 0
         if any(n % size for n, size in zip(sizes, box, strict=True)):
             self.refuse(op, f"more than {MAX_BOX} rows, and not a multiple of them")
-        number = self.map_of(view, box, swizzle)
+        number = self.map_of(view, box, swizzle, bool(op.attrs.get(ROUNDED)))
         axes = [range(0, n, size) for n, size in zip(sizes, box, strict=True)]
         for firsts in each_of(*reversed(axes)):  # panels one after another
             starts: list[Number] = list(view.starts)
@@ -234,14 +236,22 @@ class Explicit(Shared):
         offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
         return f"shared_address({view.pointer}{offset})"
 
-    def map_of(self, view: View, sizes: Sequence[int], swizzle: int = ROW_BYTES) -> int:
+    def map_of(
+        self,
+        view: View,
+        sizes: Sequence[int],
+        swizzle: int = ROW_BYTES,
+        is_rounded: bool = False,
+    ) -> int:
         """The number of the description by which boxes of a view are copied."""
         root = view.memory
         assert root is not None
         box = [1] * root.ref.rank
         for dim, size in zip(view.dims, sizes, strict=True):
             box[dim.axis] = size
-        found = Map(view.pointer, root.ref.shape, view.dtype, tuple(box), swizzle)
+        found = Map(
+            view.pointer, root.ref.shape, view.dtype, tuple(box), swizzle, is_rounded
+        )
         if found not in self.maps:
             self.maps.append(found)
         number = self.maps.index(found)
@@ -434,7 +444,7 @@ class Explicit(Shared):
 
     def fill_map(self, each: Map) -> None:
         rank, width = len(each.shape), each.dtype.bytes
-        code = hopper.ELEMENT_CODES[each.dtype.name]
+        code = hopper.ELEMENT_CODES["tf32" if each.is_rounded else each.dtype.name]
         mode = SWIZZLES[each.swizzle]
         self.out.line(f"map_array<{rank}, {code}, {mode}>(at, {each.pointer});")
         pairs = zip(reversed(each.shape), reversed(each.box), strict=True)

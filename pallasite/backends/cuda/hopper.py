@@ -133,7 +133,15 @@ MAPS: dict[str, str] = {
     ),
 }
 ELEMENT_CODES = {"f16": 6, "f32": 7, "bf16": 10, "i8": 0, "f8e4m3fn": 0, "f8e5m2": 0}
-ELEMENT_CODES |= {"u8": 0, "bool": 0, "i16": 1, "u16": 1, "u32": 2, "i32": 3}
+ELEMENT_CODES |= {
+    "u8": 0,
+    "bool": 0,
+    "i16": 1,
+    "u16": 1,
+    "u32": 2,
+    "i32": 3,
+    "tf32": 11,
+}
 
 
 def copy_in(rank: int) -> str:

@@ -33,6 +33,7 @@ MOST_SHARED_REGISTERS = 176  # of a thread where two programs share a multiproce
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
+ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 

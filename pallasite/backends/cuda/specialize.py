@@ -19,14 +19,22 @@ from math import prod
 
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import uses_product
-from pallasite.backends.cuda.products import SWIZZLE, Group, Plan, Product, Ring, Side
+from pallasite.backends.cuda.products import (
+    ROUNDED,
+    SWIZZLE,
+    Group,
+    Plan,
+    Product,
+    Ring,
+    Side,
+)
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import clone, inline, writes
 from pallasite.ir.roles import Loop, Pipeline
-from pallasite.ir.types import I32, INDEX, Layout, RefType, TileType
+from pallasite.ir.types import F32, I32, INDEX, Layout, RefType, TileType
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.promote import promote_refs
 from pallasite.passes.unused import drop_unused
@@ -287,7 +295,9 @@ class _Loading(_Role):
             indices = self.values(access.index_operands)
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
-            b.emit("copy_start", source, target, full, priority=0)
+            # Products of f32 are of its upper 19 bits, to which copies round it.
+            notes = {ROUNDED: True} if load.result.tile.dtype == F32 else {}
+            b.emit("copy_start", source, target, full, priority=0, **notes)
 
 
 def _is_tile(value: Value) -> bool:

@@ -120,7 +120,7 @@ template <int RANK, int TYPE, int SWIZZLE> void map_array(u32 at, const void* p)
   host::Map& m = host::map_at(at);
   m.array = (char*)p;
   m.rank = RANK;
-  m.bytes = TYPE == 0 ? 1 : TYPE == 7 || TYPE == 2 || TYPE == 3 ? 4 : 2;
+  m.bytes = TYPE == 0 ? 1 : TYPE == 1 || TYPE == 6 || TYPE == 10 ? 2 : 4;
   m.swizzle = 16 << SWIZZLE;
 }
 template <int N> void map_dim(u32 at, u32 size, u32 box) {

@@ -199,6 +199,14 @@ def test_xla_repacks_operands_before_the_call(dtype, sizes, made):
     assert all(part in text for part in ("@__gpu$xla.gpu.ptx", *made))
 
 
+def test_copies_round_f32_to_what_is_multiplied():
+    """Cutting off the lower bits instead would make every product a little smaller."""
+    tf32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+    kernel = matmul(512, 512, 512, f32, right="nk", block=(128, 64, 32), precision=tf32)
+    text = body_of(text_of(kernel))
+    assert text.count("map_array<2, 11>") == 2 and text.count("map_array<2, 7>") == 1
+
+
 def test_results_in_16_bits_are_computed_by_approximations():
     """Those that both GPU backends use; what is stored in f32 stays exact."""
     rough = ("__expf(", "divide_fast(")
