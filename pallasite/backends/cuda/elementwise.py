@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op
-from pallasite.ir.types import F32, DType
+from pallasite.ir.types import DTYPES, F32, DType
 
 Row = Callable[..., str]
 
@@ -163,8 +163,9 @@ def _shift(word: str, logical: bool, past: str) -> Row:
     def row(op: Op, x: str, y: str) -> str:
         dtype = _dtype(op)
         bits, kind = dtype.bits, c_type(dtype)
-        held = f"(u{bits}){x}" if logical else x
-        far = f"{x} >> {bits - 1}" if past == "sign" and dtype.is_signed_int else "0"
+        shifted = DTYPES[f"{'u' if logical else 'i'}{bits}"]
+        held = f"({c_type(shifted)}){x}"
+        far = f"{held} >> {bits - 1}" if past == "sign" else "0"
         inside = f"(u{bits}){y} < {bits}"
         return f"({kind})({inside} ? {held} {word} ({y} & {bits - 1}) : {far})"
 

@@ -25,6 +25,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
+from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import (
@@ -83,7 +84,7 @@ class Emitter(Explicit):
         self.program = Pipeline.of(find_pipeline(kernel))
         accesses = accesses_of(kernel)
         check_inputs_are_kept(kernel, accesses, "cuda")
-        self.fenced = _written_and_read(accesses)
+        self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(self.program.body, accesses)
@@ -274,6 +275,8 @@ class Emitter(Explicit):
         first, limit, step = (self.env[v].name for v in loop.bounds)
         if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
+        if self.facts.may_overshoot(loop):
+            self.refuse(op, "the last step of a loop may pass the end of its type")
         if loop.index.tile.dtype.is_signed_int:
             self.facts.note_counter(loop)
         carried = [self.variable(v, op) for v in loop.carried]
@@ -383,8 +386,3 @@ def _threads(body: Block, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
-
-
-def _written_and_read(accesses: Mapping[Value, list[Op]]) -> set[Value]:
-    """Memory some threads of a program may access after others have written it."""
-    return {m for m in _written(accesses) if len(accesses[m]) > 1}

@@ -18,6 +18,8 @@ from pallasite.backends.cuda.tiles import Tiles
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.block_table import last_number
+from pallasite.passes.analysis.intervals import HIGHEST
+from pallasite.passes.analysis.masks import Positions, Sum
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def plus(x: Number, y: Number) -> Number:
         return x
     divisor = gcd(multiple_of(x), multiple_of(y))
     return Term(f"{text_of(x)} + {text_of(y)}", divisor)
+
+
+def nearest(text: str, size: int) -> str:
+    """A position inside a dimension of a size."""
+    return f"min(max({text}, 0), {size - 1})"
 
 
 def times(x: Number, factor: int, wide: bool = False) -> Number:
@@ -97,14 +104,24 @@ class View:
 
 
 @dataclass(frozen=True)
+class Spot:
+    """Positions along one dimension of a view."""
+
+    dim: Dim
+    along: int | Tile  # an axis of the accessed tile, or positions from an index array
+    stride: int = 1
+    first: Number = 0
+    nearest: bool = False  # what is outside reads the nearest element
+
+
+@dataclass(frozen=True)
 class Place:
     """Where an access goes, as expressions of a register number."""
 
     view: View
     spread: Spread | None
-    spots: tuple[tuple[Dim, int | Tile, int], ...]  # axis or index tile, stride
+    spots: tuple[Spot, ...]
     tests: tuple[str, ...]  # with `{n}` for the position at spot n
-    reads: bool
 
 
 class Memory(Tiles):
@@ -239,9 +256,12 @@ class Memory(Tiles):
         if isinstance(start, int):
             return min(max(start, 0), last) if clamp else start
         text, multiple = start.text, start.multiple
-        if clamp and fact.low < 0:
+        if not clamp:  # far outside is as good as just outside, and cannot wrap around
+            past = fact.high + size - last > HIGHEST
+            return Term(f"min({text}, {size})") if past else start
+        if fact.low < 0:
             text = f"max({text}, 0)"
-        if clamp and fact.high > last:
+        if fact.high > last:
             text, multiple = f"min({text}, {last})", gcd(multiple, last)
         return Term(text, multiple)
 
@@ -252,7 +272,8 @@ class Memory(Tiles):
         axis = next(
             (len(v.tile.shape) for e, v in entries if isinstance(e, Gather) and v), 0
         )
-        spots: list[tuple[Dim, int | Tile, int]] = []
+        positions = Positions(self.facts, self.producers, access.mask)
+        spots: list[Spot] = []
         tests: list[str] = []
         for dim, (entry, operand) in zip(view.dims, entries, strict=True):
             if isinstance(entry, Gather):
@@ -261,21 +282,34 @@ class Memory(Tiles):
                     self.refuse(op, f"an index of type {operand.tile.dtype}")
                 wanted = self.index_spread(spread, operand)
                 index = self.get(operand, wanted, op)
-                spots.append((dim, index, 1))
+                spots.append(Spot(dim, index, nearest=reads))
                 if not reads:
                     tests.append(f"(u32){{{len(spots) - 1}}} < {dim.size}u")
                 continue
             first = self.start(entry, operand, dim.size, clamp)
-            view = self.shifted(view, dim, first)
-            is_span = isinstance(entry, Span)
-            if is_span:
-                spots.append((dim, axis, entry.stride))
+            spot, steps, step = None, Sum(), 1
+            if isinstance(entry, Span):
+                spot, step = Spot(dim, axis, entry.stride), entry.stride
+                steps = positions.along(axis, entry.size)
                 axis += 1
             if not clamp and operand is not None:
-                at = f" + {{{len(spots) - 1}}}" if is_span else ""
-                tests.append(f"(u32)({text_of(first)}{at}) < {dim.size}u")
+                fact = positions.range(positions.of(operand).plus(steps, step))
+                is_inside = fact.within(0, dim.size - 1)
+                if reads and not is_inside:  # each element by itself
+                    if spot is None:
+                        first = Term(nearest(text_of(first), dim.size))
+                    else:
+                        spot, first = replace(spot, first=first, nearest=True), 0
+                elif not is_inside:
+                    at = f" + {{{len(spots)}}}" if spot is not None else ""
+                    tests.append(f"(u32)({text_of(first)}{at}) < {dim.size}u")
+            view = self.shifted(view, dim, first)
+            if spot is not None:
+                spots.append(spot)
         tests += [self.inside_edge(key, edge, spots) for key, edge in view.edges]
-        return Place(view, spread, tuple(spots), tuple(tests), reads)
+        if any(dim.size == 0 for dim in view.dims):
+            tests.append("false")  # there is no nearest element
+        return Place(view, spread, tuple(spots), tuple(tests))
 
     def index_spread(self, spread: Spread | None, index: Value) -> Spread | None:
         if spread is None or not index.tile.shape:
@@ -283,30 +317,32 @@ class Memory(Tiles):
         gone = range(len(index.tile.shape), len(spread.shape))
         return spread.without(list(gone))
 
-    def inside_edge(self, key: int, edge: Edge, spots: Sequence) -> str:
+    def inside_edge(self, key: int, edge: Edge, spots: Sequence[Spot]) -> str:
         """A test that an access stays inside the array along one of its dimensions."""
         terms = [] if edge.start == 0 else [text_of(edge.start)]
-        for number_, (dim, _, _) in enumerate(spots):
-            if dim.edge == key:
-                step = f" * {dim.step}" if dim.step > 1 else ""
+        for number_, spot in enumerate(spots):
+            if spot.dim.edge == key:
+                step = f" * {spot.dim.step}" if spot.dim.step > 1 else ""
                 terms.append(f"{{{number_}}}{step}")
         position = " + ".join(terms) or "0"
         test = f"{position} < {text_of(edge.stop)}"
         return f"{position} >= 0 && {test}" if edge.below else test
 
-    def spot_text(self, place: Place, spot: tuple[Dim, int | Tile, int], i: str) -> str:
+    def spot_text(self, place: Place, spot: Spot, i: str) -> str:
         """The position of an element along a dimension of the view."""
-        dim, axis, stride = spot
+        axis, size = spot.along, spot.dim.size
         if isinstance(axis, Tile):
             kept = None
             if axis.spread is not None and place.spread is not None:
                 gone = range(len(axis.spread.shape), len(place.spread.shape))
                 kept = place.spread.register_without(list(gone), i)
-            index = axis.held(kept or i)
-            return f"min(max({index}, 0), {dim.size - 1})" if place.reads else index
-        assert place.spread is not None
-        at = self.coordinate(place.spread, axis, i)
-        return at if stride == 1 else f"({at}) * {stride}"
+            at = axis.held(kept or i)
+        else:
+            assert place.spread is not None
+            at = self.coordinate(place.spread, axis, i)
+            at = at if spot.stride == 1 else f"({at}) * {spot.stride}"
+            at = at if spot.first == 0 else f"{text_of(spot.first)} + {at}"
+        return nearest(at, size) if spot.nearest else at
 
     def vector(self, place: Place, masked: bool) -> int:
         """How many consecutive elements move at once."""
@@ -314,7 +350,8 @@ class Memory(Tiles):
         most = VECTOR_BYTES // view.dtype.bytes
         if spread is None or masked or not spread.digits or not place.spots:
             return 1
-        dim, axis, stride = place.spots[-1]
+        fastest = place.spots[-1]
+        dim, axis, stride = fastest.dim, fastest.along, fastest.stride
         last, inner = len(spread.shape) - 1, spread.digits[-1]
         contiguous = axis == last == inner.dim and inner.stride == stride == 1
         if not contiguous or dim.stride != 1:
@@ -322,10 +359,10 @@ class Memory(Tiles):
         known = gcd(most, inner.count, multiple_of(view.offset))
         known = gcd(known, spread.lane_multiple(last))
         known = gcd(known, *(d.stride for d in spread.digits[:-1] if d.dim == last))
-        for other, at, step in place.spots[:-1]:
-            if isinstance(at, Tile):
+        for other in place.spots[:-1]:
+            if isinstance(other.along, Tile):
                 return 1
-            known = gcd(known, other.stride * step)
+            known = gcd(known, other.dim.stride * other.stride)
         if spread.has_padding(last):
             known = gcd(known, spread.shape[last])
         for key, edge in view.edges:
@@ -338,7 +375,8 @@ class Memory(Tiles):
         view = place.view
         spots = [self.spot_text(place, spot, i) for spot in place.spots]
         terms = []
-        for (dim, _, _), text in zip(place.spots, spots, strict=True):
+        for spot, text in zip(place.spots, spots, strict=True):
+            dim = spot.dim
             if text != "0" and dim.stride:
                 cast = "(i64)" if view.wide else ""
                 step = f" * {dim.stride}" if dim.stride != 1 or view.wide else ""

@@ -6,7 +6,7 @@ are in the classes this one inherits; `RULES` says what emits which op.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
+from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.memory import accesses_of, check_inputs_are_kept
@@ -73,7 +74,7 @@ class Emitter(Prints):
         self.kernel = kernel
         accesses = accesses_of(kernel)
         check_inputs_are_kept(kernel, accesses, "triton")
-        self.fenced = _written_and_read(accesses)
+        self.fenced = fenced(kernel, accesses)
         self.rounded_away = rounded_away(kernel)
         self.print_numbers = {op: n for n, op in enumerate(print_ops(kernel))}
 
@@ -244,6 +245,8 @@ class Emitter(Prints):
         first, limit, step = (self.env[v] for v in loop.bounds)
         if self.facts.of(loop.step).low < 1:
             self.refuse(op, "the step of a loop must be known to be positive")
+        if self.facts.may_overshoot(loop):
+            self.refuse(op, "the last step of a loop may pass the end of its type")
         index = loop.index
         if index.tile.dtype.is_signed_int:
             self.facts.note_counter(loop)
@@ -390,12 +393,3 @@ def _pointer(elem: str, params: list[str]) -> Val:
     name, kind = f"%arg{len(params)}", f"!tt.ptr<{elem}>"
     params.append(f"{name}: {kind} {{tt.divisibility = 16 : i32}}")
     return Val(name, (), kind)
-
-
-def _written_and_read(accesses: Mapping[Value, list[Op]]) -> set[Value]:
-    """Memory some threads of a program may access after others have written it."""
-    return {
-        memory
-        for memory, ops in accesses.items()
-        if any(op.name != "load" for op in ops) and len(ops) > 1
-    }

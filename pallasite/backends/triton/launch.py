@@ -323,7 +323,8 @@ def _varying(ops: Sequence[Op]) -> dict[Value, tuple[int, ...]]:
                 found[result] = tuple(old.get(d, 1) for d in range(len(full)))
             elif rows[op.name].elementwise:
                 shapes = [shape(v) for v in op.operands if v.tile.rank == len(full)]
-                found[result] = tuple(map(max, zip(*shapes, strict=True)))
+                # No operand is of the rank of a bitcast between widths.
+                found[result] = tuple(map(max, zip(*shapes or [full], strict=True)))
             else:
                 found[result] = full
     return found

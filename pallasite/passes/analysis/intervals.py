@@ -192,6 +192,11 @@ class Facts:
             last = max(first.low, limit.high - 1)
             self._known[loop.index] = Fact(first.low, last, divisor)
 
+    def may_overshoot(self, loop: Loop) -> bool:
+        """Whether a step beyond the limit may wrap around, so that it never ends."""
+        _, limit, step = map(self.of, loop.bounds)
+        return limit.high - 1 + step.high > loop.index.tile.dtype.limits[1]
+
     def most_steps(self, loop: Loop) -> int | None:
         """The greatest number of steps of a loop that counts upwards."""
         first, limit, step = map(self.of, loop.bounds)

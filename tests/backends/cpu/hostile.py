@@ -376,21 +376,49 @@ def inner_pipeline_kernel(dtype: DType) -> Kernel:
     return Kernel("inner_pipeline", (x, where, y, out), b.block(), 1, ((2, 0),))
 
 
-def kernels() -> Iterator[tuple[str, Kernel]]:
-    """At least a hundred, each with another mix of index and element type."""
+def program_kernel(emit: Template, index: DType, dtype: DType, blocks: bool) -> Kernel:
+    """The same as a grid of one program, which has the arrays or blocks of them."""
+    x, y, out = (main_ref(n, *SHAPE, dtype=dtype) for n in ("x", "y", "out"))
+    where = main_ref("where", COUNT, dtype=index)
+    b, refs = Builder(), (x, where, out) if blocks else ()
+    windows = [
+        Window(tuple(BlockDim(n) for n in ref.ref.shape), mode)
+        for ref, mode in zip(refs, ("in", "in", "out"), strict=False)
+    ]
+    first_block = lambda rank: lambda c, i: [c.index(0)] * rank
+    maps = [first_block(ref.ref.rank) for ref in refs]
+
+    def body(c: Builder, ids: Sequence[Value], *given: Value) -> None:
+        emit(Hostile(c, *(given or (x, where, out))))
+
+    emit_pipeline(b, refs, windows, maps, (1,), body)
+    name = f"{emit.__name__}_{'blocks' if blocks else 'arrays'}"
+    return with_level(Kernel(name, (x, where, y, out), b.block(), 1, ((2, 0),)))
+
+
+def kernels(programs: bool = False) -> Iterator[tuple[str, Kernel]]:
+    """At least a hundred, each with another mix of index and element type.
+
+    Args:
+        programs: whether all are grids of programs, as a `pallas_call` is.
+    """
     pairs = list(itertools.product(INDEX_TYPES, ELEMENTS))
     number = 0
     for emit in _TEMPLATES.values():
-        for _ in range(4):
+        for n in range(4):
             index, dtype = (T.DTYPES[name] for name in pairs[number % len(pairs)])
             number += 7
-            kernel = kernel_of(emit, index, dtype)
+            kernel = (
+                program_kernel(emit, index, dtype, blocks=n % 2 == 0)
+                if programs
+                else kernel_of(emit, index, dtype)
+            )
             yield f"{kernel.name} {index} {dtype}", kernel
     for n, (kind, aliased) in enumerate(itertools.product(WINDOWS, (False, True))):
         dtype = T.DTYPES[ELEMENTS[n % len(ELEMENTS)]]
         kernel = window_kernel(kind, dtype, aliased)
         yield f"{kernel.name} {dtype}", kernel
-    for name in ELEMENTS[:3]:
+    for name in ELEMENTS[: 0 if programs else 3]:
         yield f"inner_pipeline {name}", inner_pipeline_kernel(T.DTYPES[name])
 
 

@@ -70,8 +70,10 @@ inline bool __all_sync(unsigned, bool x) {
 inline float __uint_as_float(unsigned x) { float r; memcpy(&r, &x, 4); return r; }
 inline unsigned __float_as_uint(float x) { unsigned r; memcpy(&r, &x, 4); return r; }
 inline double __longlong_as_double(long long x) { double r; memcpy(&r, &x, 8); return r; }
-inline int min(int x, int y) { return x < y ? x : y; }
-inline int max(int x, int y) { return x > y ? x : y; }
+#define CHOICE(T) \
+  inline T min(T x, T y) { return x < y ? x : y; } \
+  inline T max(T x, T y) { return x > y ? x : y; }
+CHOICE(int) CHOICE(unsigned) CHOICE(long long) CHOICE(unsigned long long)
 inline float __expf(float x) { return expf(x); }
 inline double rsqrt(double x) { return 1 / sqrt(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -101,13 +103,15 @@ inline long long __double2ll_rz(double x) { return saturated<long long>(x); }
 inline unsigned long long __double2ull_rz(double x) {
   return saturated<unsigned long long>(x);
 }
-inline double erfinv(double x) {  // Newton's steps on erfc, from Winitzki's formula
+inline double erfinv(double x) {  // Newton's steps from Winitzki's formula
   const double size = fabs(x), pi = 3.14159265358979323846;
   if (!(size < 1)) return size == 1 ? x / 0.0 : NAN;
   const double rest = log1p(-size * size), half = 2 / (pi * 0.147) + rest / 2;
   double y = sqrt(sqrt(half * half - rest / 0.147) - half);
-  for (int n = 0; n < 4; ++n)
-    y += (erfc(y) - (1 - size)) / (2 / sqrt(pi) * exp(-y * y));
+  for (int n = 0; n < 4; ++n) {
+    const double rest = size < 0.5 ? size - erf(y) : erfc(y) - (1 - size);
+    y += rest / (2 / sqrt(pi) * exp(-y * y));
+  }
   return copysign(y, x);
 }
 inline float erfinvf(float x) { return (float)erfinv((double)x); }
