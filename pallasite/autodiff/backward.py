@@ -31,6 +31,7 @@ from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
 from pallasite.autodiff.per_program import Program, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
+from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.reverse_rules import accumulated
@@ -50,6 +51,8 @@ MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
 )
 SMALL_SHARE = 1 / 32
+KEPT_SHARE = 1 / 8  # of the bytes of operands and results, for what a call keeps
+UNREPEATABLE = ("debug_print", "debug_check", "delay", "atomic_rmw", "atomic_cas")
 LEAST_PARTS = 8  # devices share parts: with fewer, few devices could share the axis
 
 
@@ -72,10 +75,46 @@ class Way:
 
     steps: tuple[Built, ...]
     estimate: Estimate
+    stages: Stages
+
+
+@dataclass(frozen=True)
+class KeepingPlan:
+    """A forward kernel that keeps something, and the backward kernels that use it."""
+
+    forward: Built  # the kernel's results, and `kept`
+    kept: tuple[Value, ...]  # refs that no operand of the call holds
+    results: tuple[Value, ...]  # the kernel's, some of which the backward kernels read
+    backward: BackwardPlan
+
+
+def keeping(
+    call: Any, primals: Sequence[Any], active: Sequence[bool]
+) -> tuple[list[Any], list[Any]] | None:
+    """Results of a call, and what the forward kernel keeps for `cotangents`.
+
+    None where it keeps nothing.
+
+    Args:
+        call: the `Call`.
+        primals: the operands.
+        active: those whose cotangents will be asked for.
+    """
+    made = keeping_plan(call.kernel, tuple(active), Machine.of(chip_for(call.backend)))
+    if made is None:
+        return None
+    arrays: dict[Value, Any] = dict(zip(made.backward.primals, primals, strict=True))
+    arrays |= _run(call, made.forward, arrays, _names(call.partition, made.backward))
+    results = [arrays[ref] for ref in made.results]
+    return results, [arrays[ref] for ref in (*made.results, *made.kept)]
 
 
 def cotangents(
-    call: Any, primals: Sequence[Any], cotangents: Sequence[Any], wanted: Sequence[bool]
+    call: Any,
+    primals: Sequence[Any],
+    cotangents: Sequence[Any],
+    wanted: Sequence[bool],
+    kept: Sequence[Any] = (),
 ) -> list[Any]:
     """The cotangents of a call's operands, by backward kernels.
 
@@ -84,6 +123,7 @@ def cotangents(
         primals: the operands.
         cotangents: of the results; None is zero, as for every integer result.
         wanted: the operands whose cotangents are asked for.
+        kept: what `keeping` gave, for the same operands and all results; or nothing.
 
     Returns:
         One array per operand; None where it is zero or was not wanted.
@@ -95,8 +135,14 @@ def cotangents(
     if not any(known):
         return [None] * len(primals)
     machine = Machine.of(chip_for(call.backend))
-    made = plan(call.kernel, tuple(map(bool, wanted)), known, machine)
+    wanted = tuple(map(bool, wanted))
+    keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
+    if keeps is not None and known == _floats(call.kernel.outputs):
+        made, there = keeps.backward, (*keeps.results, *keeps.kept)
+    else:
+        made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
+    arrays |= dict(zip(there, kept, strict=True))
     arrays |= {ref: cotangents[n] for n, ref in made.seeds.items()}
     for n, ref in made.changing.items():
         start = cotangents[n]
@@ -167,6 +213,73 @@ def plan(
     Raises:
         NoBackwardKernel: there are none.
     """
+    return _plan(kernel, wanted, known, machine)
+
+
+@functools.lru_cache(maxsize=1024)
+def keeping_plan(
+    kernel: Kernel, wanted: tuple[bool, ...], machine: Machine
+) -> KeepingPlan | None:
+    """Backward kernels that use what the forward kernel keeps, where that pays.
+
+    It does where a first backward kernel would run products or loops of the program
+    again, and where what is kept is small beside operands and results.
+    """
+    known = _floats(kernel.outputs)
+    try:
+        made = plan(kernel, wanted, known, machine)
+        names = (
+            {op.name for op in walk(made.steps[0].kernel.body)} if made.steps else ()
+        )
+        if kernel.aliases or made.changing or not {"dot", "for"} & {*names}:
+            return None
+        if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
+            return None
+        made = _plan(kernel, wanted, known, machine, kernel.outputs)
+    except NoBackwardKernel:
+        return None
+    way = made.choices[0]
+    kept = None
+    if way.stages.saved:
+        first, *rest = way.stages.programs
+        kept = keep(first, list(made.seeds.values()), kernel.outputs)
+    if kept is None or sum(map(_bytes, kept.refs)) > KEPT_SHARE * sum(
+        map(_bytes, kernel.params)
+    ):
+        return None
+    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), 0)
+    if len(forward) != 1:
+        return None
+    (one,) = forward
+    one = replace(one, kernel=one.kernel.with_(name=kernel.name))
+    results = [*made.targets.values(), *way.stages.saved]
+    steps = [
+        step
+        for stage in (kept.stage, *rest)
+        for step in _kernels(stage, results, set(), 0)
+    ]
+    final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
+    steps = tuple(_narrowed(steps, final))
+    estimated = estimate([step.kernel for step in steps], machine)
+    if estimated.seconds >= way.estimate.seconds:
+        return None
+    choices = (Way(steps, estimated, way.stages), *made.choices)
+    backward = replace(made, steps=steps, choices=choices)
+    return KeepingPlan(one, kept.refs, kernel.outputs, backward)
+
+
+def _floats(refs: Sequence[Value]) -> tuple[bool, ...]:
+    return tuple(ref.ref.dtype.is_float for ref in refs)
+
+
+def _plan(
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+    machine: Machine,
+    written: Sequence[Value] = (),
+) -> BackwardPlan:
+    """See `plan`; `written`: results that the stages write, too."""
     program = _with_exact_limits(step_blocks(program_of(kernel)))
     shared = {o: i for i, o in kernel.aliases}
     targets = {
@@ -182,7 +295,8 @@ def plan(
     memory = {
         n: kernel.inputs[shared[n]] if n in shared else kernel.outputs[n] for n in seeds
     }
-    made = _reversed(kernel, program, targets, {memory[n]: seeds[n] for n in seeds})
+    given = {memory[n]: seeds[n] for n in seeds}
+    made = _reversed(kernel, program, targets, given, written)
     changing = {n: made.changing[r] for n, r in memory.items() if r in made.changing}
     for n, ref in changing.items():
         if shared.get(n) in targets:
@@ -200,7 +314,7 @@ def plan(
             steps += _kernels(stage, refs, set(changing.values()), budget)
         steps = _narrowed(steps, final)
         estimated = estimate([step.kernel for step in steps], machine)
-        ways.append(Way(tuple(steps), estimated))
+        ways.append(Way(tuple(steps), estimated, stages))
     ways.sort(key=lambda way: way.estimate.seconds)
     return BackwardPlan(
         ways[0].steps, kernel.inputs, seeds, targets, changing, tuple(ways), machine
@@ -235,6 +349,7 @@ def _reversed(
     program: Program,
     targets: dict[int, Value],
     seeds: dict[Value, Value],
+    written: Sequence[Value],
 ) -> Reversed:
     body, copies = harmless_edges(program.body)
     sums = plain_sums(narrow_carries(body))
@@ -245,6 +360,7 @@ def _reversed(
         program.sizes,
         copies | sums.scales,
         kernel.inputs,
+        written,
     )
     # The reverse is that of plain sums; their values come from the loop as written.
     return replace(made, body=substitute(made.body, sums.same))
@@ -285,7 +401,7 @@ def _repeats_products(stage: Program, results: Sequence[Value]) -> bool:
     refs = Roots(stage.body).written(stage.body)
     chains = groups([place(stage, ref) for ref in results if ref in refs])
     parts = [only(stage, [p.ref for p in chain]) for chain in chains]
-    return sum(map(_products, parts)) > _products(stage.simplified())
+    return sum(map(_products, parts)) > _products(only(stage, results))
 
 
 def _products(stage: Program) -> int:

@@ -88,7 +88,7 @@ def _with_known_length(program: Program, op: Op) -> tuple[Program, Op] | None:
     if trip_count(op, body) is not None:
         return program, op
     first, _, step = (_constant(v, body) for v in loop.bounds)
-    before = _Slice(body.ops[: body.ops.index(op)])
+    before = Slice(body.ops[: body.ops.index(op)])
     most = facts_of(body, program.sizes).most_steps(loop)
     if (first, step) != (0, 1) or not most or most > MOST_STEPS:
         return None
@@ -145,19 +145,19 @@ def _cut(program: Program, loop: Op) -> tuple[Program, Program, list[Value]]:
     assert count is not None
     region = Loop.of(loop).body
     before = body.ops[: body.ops.index(loop)]
-    slicer = _Slice(before)
+    slicer = Slice(before)
     needed = _captured(region)
     factors = {v for op in walk(region) if op.name == "dot" for v in op.operands}
     costly = slicer.to_save([v for v in needed if not v.is_ref], factors)
-    saved = [_saved_ref(v, program.sizes) for v in costly]
+    saved = [saved_ref(v, program.sizes) for v in costly]
 
     main = Builder()
     main.ops += [op for op in body.ops if op is not loop]
     reload = Builder()
     loaded: dict[Value, Value] = {}
     for value, ref in zip(costly, saved, strict=True):
-        main.store(_block(main, ref, body.params, value, "out"), value)
-        loaded[value] = reload.load(_block(reload, ref, body.params, value, "in"))
+        main.store(save_block(main, ref, body.params, value, "out"), value)
+        loaded[value] = reload.load(save_block(reload, ref, body.params, value, "in"))
     ops = (*slicer.closure(needed, costly), *region.ops)
     moved = substitute(Block((), ops), loaded)
     params = (*body.params, Loop.of(loop).index)
@@ -208,7 +208,7 @@ def _captured(region: Block) -> list[Value]:
     return [v for v in dict.fromkeys(used_values(region)) if v not in inside]
 
 
-class _Slice:
+class Slice:
     """What of a list of ops some values need."""
 
     def __init__(self, ops: Sequence[Op]):
@@ -290,7 +290,7 @@ def _all(ops: Sequence[Op]) -> Iterable[Op]:
     return walk(Block((), tuple(ops)))
 
 
-def _saved_ref(value: Value, sizes: Sequence[int]) -> Value:
+def saved_ref(value: Value, sizes: Sequence[int]) -> Value:
     """An array of the values that all programs save.
 
     Those of the last axis are next to each other along the first dimension of the
@@ -304,7 +304,7 @@ def _saved_ref(value: Value, sizes: Sequence[int]) -> Value:
     return Value(RefType(shape, tile.dtype, "any"), name)
 
 
-def _block(
+def save_block(
     b: Builder, ref: Value, ids: Sequence[Value], value: Value, mode: str
 ) -> Value:
     """The part of a saved ref that belongs to one program."""

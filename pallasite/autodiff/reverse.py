@@ -47,6 +47,7 @@ def reverse_program(
     sizes: Sequence[int | None],
     constants: Iterable[Value] = (),
     inputs: Iterable[Value] = (),
+    results: Iterable[Value] = (),
 ) -> "Reversed":
     """The program's code followed by its reverse.
 
@@ -59,12 +60,19 @@ def reverse_program(
         sizes: the grid.
         constants: values that count as independent of the operands.
         inputs: the refs that hold something when the program starts.
+        results: refs that the code is to write as the program does.
 
     Raises:
         NoBackwardKernel: something in the program has no reverse.
     """
     return _Reverse(
-        body, targets, seeds, sizes, frozenset(constants), frozenset(inputs)
+        body,
+        targets,
+        seeds,
+        sizes,
+        frozenset(constants),
+        frozenset(inputs),
+        frozenset(results),
     ).run()
 
 
@@ -88,6 +96,7 @@ class _Reverse:
     sizes: Sequence[int | None]
     constants: frozenset[Value]
     inputs: frozenset[Value]
+    results: frozenset[Value]
     # refs and views by their primal twin
     memory: dict[Value, Value] = field(default_factory=dict[Value, Value])
     copied: set[Value] = field(default_factory=set[Value])  # their seed is a copy
@@ -104,7 +113,9 @@ class _Reverse:
     def run(self) -> Reversed:
         b = Builder()
         self.find_lost(self.body, set())
-        b.ops += self.again(self.body.ops, first=True)
+        for op in self.body.ops:
+            is_result = op.name == "store" and self.writes_result(op)
+            b.ops += [op] if is_result else self.again([op], first=True)
         self.open_scratch(b)
         self.open_seeds(b)
         self.backward(b, self.body.ops, {})
@@ -148,6 +159,9 @@ class _Reverse:
                 op = op.with_(regions=tuple(regions))
             kept.append(op)
         return tuple(kept)
+
+    def writes_result(self, op: Op) -> bool:
+        return self.activity.root(op.operands[0]) in self.results
 
     def is_private(self, op: Op) -> bool:
         """Whether an op does something to scratch, and to nothing else."""

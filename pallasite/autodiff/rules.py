@@ -4,7 +4,8 @@ Two primitives of their own keep derivatives of a call together, so that they ca
 batched, partitioned and differentiated again as one operation:
 
 - `tangent_p` takes operands and tangents and gives tangents of the results. It runs the
-  tangent kernel (`tangent.py`) through the same backends as the call.
+  tangent kernel (`tangent.py`) through the same backends as the call. What a forward
+  kernel kept (`residuals.py`) comes last among its operands, for its transpose only.
 - `cotangent_p` takes operands and cotangents of the results and gives cotangents of
   operands, through the functional form of the kernel (`reversible.py`).
 
@@ -31,7 +32,7 @@ from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.partition import pull_back_rule
 from pallasite.passes.shard import shard
-from pallasite.primitive import Call, call_p
+from pallasite.primitive import Call, call_p, wants_emulation
 from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
 from pallasite.sharding.rule import Partition, inherit, local_of, rule_of
 
@@ -49,6 +50,7 @@ def pull_back(
     primals: Sequence[Array],
     cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
+    kept: Sequence[Array] = (),
 ) -> list[Array | None]:
     """Cotangents of a call's operands: the one place that chooses how.
 
@@ -57,6 +59,7 @@ def pull_back(
         primals: its operands.
         cotangents: of its results; None is zero.
         wanted: the operands whose cotangents are asked for; others give None.
+        kept: what the forward kernel kept for this, if anything.
     """
     if all(c is None for c in cotangents):
         return [None] * len(primals)
@@ -68,7 +71,7 @@ def pull_back(
     try:
         if local_of(call) is not None:
             raise NoBackwardKernel("the author says what one device runs")
-        made = backward.cotangents(call, primals, cotangents, wanted)
+        made = backward.cotangents(call, primals, cotangents, wanted, kept)
         return [
             # Its type must be that of what it belongs to, also on explicit mesh axes.
             c if c is None else jaxcompat.lying_as(c, jaxcompat.aval_of(p))
@@ -86,11 +89,29 @@ def pull_back(
 
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and beside it a call of its tangent kernel."""
-    results = call_p.bind(*primals, call=call)
-    return results, _push(call, primals, tangents)
+    found = _keeping(call, primals, tangents)
+    results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
+    return results, _push(call, primals, tangents, kept)
 
 
-def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list[Any]:
+def _keeping(
+    call: Call, primals: Sequence[Array], tangents: Sequence[Any]
+) -> tuple[list[Array], list[Array]] | None:
+    """Results of the call, and what its kernel keeps for a reverse; None: nothing."""
+    avals = list(map(jaxcompat.aval_of, primals))
+    if wants_emulation(call) or local_of(call) is not None:
+        return None
+    if any(jaxcompat.manual_axes(a) or any(jaxcompat.explicit_spec(a)) for a in avals):
+        return None
+    return backward.keeping(call, primals, tuple(map(_is_active, tangents)))
+
+
+def _push(
+    call: Call,
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    kept: Sequence[Array] = (),
+) -> list[Any]:
     """Tangents of the call's results, some of them symbolic zeros."""
     active = tuple(map(_is_active, tangents))
     avals = list(map(jaxcompat.aval_of, primals))
@@ -99,7 +120,7 @@ def _push(call: Call, primals: Sequence[Array], tangents: Sequence[Any]) -> list
     if outputs:
         given = [t for t, a in zip(tangents, active, strict=True) if a]
         operands = jaxcompat.vary_alike([*primals, *given])
-        found = tangent_p.bind(*operands, call=call, active=active)
+        found = tangent_p.bind(*operands, *kept, call=call, active=active)
         for position, tangent in zip(outputs, found, strict=True):
             pushed[position] = tangent
     return pushed
@@ -245,8 +266,10 @@ def _transpose_tangent(
     outputs = activity(call.kernel, active).outputs
     for position, cotangent in zip(outputs, cotangents, strict=True):
         full[position] = _instantiated(cotangent)
-    found = pull_back(call, primals, full, wanted)
-    return [*[None] * count, *(x for x, a in zip(found, active, strict=True) if a)]
+    kept = operands[count + sum(active) :]
+    found = pull_back(call, primals, full, wanted, kept)
+    asked = (x for x, a in zip(found, active, strict=True) if a)
+    return [*[None] * count, *asked, *[None] * len(kept)]
 
 
 def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
@@ -359,8 +382,12 @@ def _jvp_in_line(
 def _batch_tangent(
     operands: Sequence[Array], dims: Sequence[int | None], *, call: Call, active: Flags
 ) -> Any:
-    """The tangent of the batched call. An operand and its tangent are batched alike."""
+    """The tangent of the batched call. An operand and its tangent are batched alike.
+
+    What was kept is of another kernel than the batched one keeps, and is left out.
+    """
     count = len(active)
+    operands, dims = (x[: count + sum(active)] for x in (operands, dims))
     tangent_dims = _split(dims, active)[1]
     needed = [
         d is not None or t is not None
@@ -429,6 +456,7 @@ def _lead(
 
 @tangent_p.def_abstract_eval
 def _tangent_types(*avals: Any, call: Call, active: Flags) -> list[Any]:
+    avals = avals[: len(active) + sum(active)]
     results = primitive.result_types(call, avals[: len(active)], avals)
     return [results[n] for n in activity(call.kernel, active).outputs]
 

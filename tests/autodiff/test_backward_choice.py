@@ -239,6 +239,83 @@ def test_the_length_of_a_loop_may_be_a_quotient(monkeypatch):
 
 
 @STYLES
+@CAUSAL
+def test_the_forward_kernel_keeps_what_the_backward_kernels_need(
+    style, is_causal, monkeypatch
+):
+    """Maximum and sum of each row; the accumulator comes from the result."""
+    monkeypatch.setattr(backward, "chip_for", lambda _: MANY_CORES)
+    run = functools.partial(style, is_causal=is_causal)
+    args = [normal(n, 2, 64, 16) for n in range(4)]
+
+    def gradient(q, k, v, seed):
+        result, pull = jax.vjp(run, q, k, v)
+        return result, *pull(seed)
+
+    forward, *others = kernels_in(gradient, *args)
+    assert [products(kernel) for kernel in (forward, *others)] == [2, 0, 3, 4]
+    kept = [p.ref.shape for p in forward.outputs[1:]]
+    assert kept == [(2, 64, 1)] * 2
+    reference = functools.partial(attention, is_causal=is_causal)
+    want, pull = jax.vjp(reference, *args[:3])
+    for x, y in zip(gradient(*args), (want, *pull(args[3])), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    # What is kept is of no use to a batch of calls, nor to other cotangents.
+    loss = lambda f: lambda q: jax.grad(lambda q: (f(q, *args[1:3]) ** 2).sum())(q)
+    twice = jnp.stack([args[0], args[3]])
+    got, want = (jax.vmap(loss(f))(twice) for f in (run, reference))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_second_derivative_of_a_kernel_that_keeps(monkeypatch):
+    monkeypatch.setattr(backward, "chip_for", lambda _: MANY_CORES)
+    _, k, v = args = [normal(n, 1, 32, 8) for n in range(3)]
+
+    def twice(f):
+        slope = jax.grad(lambda q: (f(q, k, v, is_causal=True) ** 2).sum())
+        return jax.grad(lambda q: (slope(q) ** 2).sum())(args[0])
+
+    got, want = twice(in_a_loop), twice(attention)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+
+
+def large_accumulator(x, w):
+    """A product along the grid and a tanh: the reverse needs all of the product."""
+
+    def kernel(x_ref, w_ref, o_ref, acc_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += jnp.dot(x_ref[...], w_ref[...])
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o_ref[...] = jnp.tanh(acc_ref[...])
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        grid=(4, 4, 2),
+        in_specs=[
+            pl.BlockSpec((16, 16), lambda i, j, k: (i, k)),
+            pl.BlockSpec((16, 16), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((16, 16), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((16, 16), jnp.float32)],
+    )(x, w)
+
+
+def test_what_would_take_much_memory_is_not_kept(monkeypatch):
+    monkeypatch.setattr(backward, "chip_for", lambda _: MANY_CORES)
+    args = [normal(0, 64, 32), normal(1, 32, 64)]
+    forward, *_ = kernels_in(
+        lambda *a: jax.vjp(large_accumulator, *a)[1](args[0] @ args[1]), *args
+    )
+    assert len(forward.outputs) == 1
+
+
+@STYLES
 def test_cotangents_are_rounded_only_to_be_multiplied_or_stored(style):
     run = functools.partial(style, is_causal=True, bq=64, bk=64)
     for step in plan_of(run, heads(64, 2048, 64, jnp.bfloat16), chip("h200")).steps:

@@ -320,6 +320,14 @@ class _Flight:
     frees: list[tuple[Group, Value]]
 
 
+@dataclass(frozen=True)
+class _Chained:
+    """Sums that stay in flight from step to step, and what is started beside them."""
+
+    sums: list[Product]
+    early: list[Product]
+
+
 class _Computing(_Role):
     """What the warpgroups do: products in flight, waited for at their first use."""
 
@@ -333,6 +341,7 @@ class _Computing(_Role):
             for op in (p.dot, p.add)
             if op is not None and id(op) not in plan.by_op
         }
+        self.waits_for: dict[int, Value] = {}  # results, by ops of products after them
         self.freed_at_wait: list[Group] = []  # by the next wait: slots of a step before
         b = Builder()
         self.held: dict[Ring, Value] = {}  # the slot not freed yet, or -1
@@ -362,8 +371,8 @@ class _Computing(_Role):
             self.arrived(op, group, builder)
         elif op.name == "for" and self.is_stream(Loop.of(op)):
             self.stream(Loop.of(op), builder)
-        elif op.name == "for" and (chains := self.chained_sums(Loop.of(op))):
-            self.chained(Loop.of(op), chains, builder)
+        elif op.name == "for" and (chained := self.chained_sums(Loop.of(op))):
+            self.chained(Loop.of(op), chained, builder)
         elif op.regions:
             self.settle_all(builder)
             self.kept(op, builder)
@@ -491,6 +500,9 @@ class _Computing(_Role):
     # --- products ---
 
     def start(self, product: Product, b: Builder) -> None:
+        before = self.waits_for.get(id(self.plan.place_of(product)))
+        if before is not None:
+            self.settle([before], b)
         computed = [] if product.addend is None else [product.addend]
         if product.lhs.load is None:
             computed.append(product.lhs.value)
@@ -594,15 +606,17 @@ class _Computing(_Role):
 
     # --- loops whose steps end with sums of what they computed ---
 
-    def chained_sums(self, loop: Loop) -> list[Product]:
+    def chained_sums(self, loop: Loop) -> "_Chained | None":
         """Sums that a step need not wait for, because the next one does.
 
         Each step adds a product of something that it computed from another product.
         Waiting for that other one, the next step waits for all that were started
-        before; only then it adds to the sum.
+        before; only then it adds to the sum. Their operands stay in registers until
+        then: where there are too few for all, it is the last sum only, and the next
+        step starts only its first product before that wait.
         """
         if any(op.regions for op in loop.body.ops):
-            return []
+            return None
         here = {v: op for op in loop.body.ops for v in op.results}
         products = [self.plan.by_op.get(id(op)) for op in loop.body.ops]
         found = []
@@ -617,26 +631,49 @@ class _Computing(_Role):
             if alone and is_yield and late:
                 found.append(product)
         groups = [g for p in found for g in self.groups_of(p) if g.block is loop.body]
-        # The slots of two steps are in use at once, and so are the operands of these
-        # sums and the results of the next step's first products.
-        has_slots = all(g.ring.stages > 1 for g in groups)
-        results = [p.result for p in products if p is not None]
-        operands = [p.lhs.value for p in found]
-        used = sum(map(self.registers, [*results, *operands]))
-        return found if has_slots and used <= MOST_IN_FLIGHT else []
+        if not found or any(g.ring.stages < 2 for g in groups):
+            return None  # the slots of two steps are in use at once
+        started = [p for p in products if p is not None]
+        early = [p for p in started if self.needs(p, here) is not None]
+        sums = [p.result for p in started if p not in early]
+        for left, first in ((found, early), (found[-1:], early[:1])):
+            used = [p.lhs.value for p in left] + [p.result for p in first]
+            if sum(map(self.registers, [*sums, *used])) <= MOST_IN_FLIGHT:
+                return _Chained(left, early if first == early else first)
+        return None
 
     def registers(self, value: Value) -> int:
         """Of a thread, for a tile."""
         return value.tile.size * value.tile.dtype.bytes // 4 // self.plan.threads
 
+    def first_alone(self, ops: list[Op], chained: "_Chained") -> list[Op]:
+        """Ops in an order in which other early products wait for the first."""
+        early = [op for op in ops if self.plan.by_op.get(id(op)) in chained.early]
+        here = {v: op for op in ops for v in op.results}
+        late = [
+            op
+            for op in ops
+            if (product := self.plan.by_op.get(id(op))) is not None
+            and op not in early
+            and self.needs(product, here) is not None
+        ]
+        if not late:
+            return ops
+        result = chained.early[0].result
+        self.waits_for = {id(op): result for op in late}
+        rest = [op for op in ops if op not in late]
+        place = next(n for n, op in enumerate(rest) if result in op.operands)
+        return [*rest[:place], *late, *rest[place:]]
+
     def groups_of(self, product: Product) -> list[Group]:
         loads = [side.load for side in product.sides if side.load is not None]
         return [self.plan.group_of[id(load)] for load in loads]
 
-    def chained(self, loop: Loop, sums: Sequence[Product], b: Builder) -> None:
+    def chained(self, loop: Loop, chained: "_Chained", b: Builder) -> None:
         """The sums of one step end while the first products of the next run."""
         self.settle_all(b)
-        ordered = self.products_first(loop.body)
+        sums = chained.sums
+        ordered = self.first_alone(self.products_first(loop.body), chained)
         places = {id(op) for op in ordered if self.plan.by_op.get(id(op)) in sums}
         groups = [g for g in self.plan.groups if g.block is loop.body]
         kept = [

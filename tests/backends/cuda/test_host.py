@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite.autodiff.backward import keeping_plan
 from pallasite.autodiff.backward_choice import Machine
-from pallasite.autodiff.explain_grad import full_plan
 from pallasite.backends import cuda
 from pallasite.primitive import calls_in
 from pallasite.target import GPUS
@@ -291,10 +291,12 @@ def test_plain_attention(name, tmp_path, small_chip):
 def gradients(function, operands, seed, folder: Path) -> list[np.ndarray]:
     """Cotangents of the operands, by the kernels that a large GPU would run."""
     (call,) = calls_in(function, *operands)
-    made = full_plan(call.kernel, machine=Machine.of(GPUS["h200"]))
-    (way,) = (way for way in made.choices if len(way.steps) == 3)
+    machine = replace(Machine.of(GPUS["h200"]), start=0.0)  # as if there were more work
+    keeping = keeping_plan(call.kernel, (True,) * 3, machine)
+    assert keeping is not None
+    made = keeping.backward
     arrays = dict(zip(made.primals, operands, strict=True)) | {made.seeds[0]: seed}
-    for number, step in enumerate(way.steps):
+    for number, step in enumerate((keeping.forward, *made.steps)):
         here = folder / str(number)
         here.mkdir()
         given = [np.asarray(arrays[ref]) for ref in step.operands]

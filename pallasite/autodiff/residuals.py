@@ -1,0 +1,188 @@
+"""What a forward kernel keeps for the backward kernels, so that it need not run again.
+
+The first stage of a reverse computes what the others need of the program (in attention
+the maximum and sum of each row) from the operands alone, by running all of it. `keep`
+divides such a stage in two: the program itself, with these values as more results, and
+a stage that has them loaded. A value that a result was made from by a division, as an
+accumulator is in attention, is taken from the result instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pallasite.autodiff.backward_stages import Slice, save_block, saved_ref
+from pallasite.autodiff.backward_windows import only
+from pallasite.autodiff.per_program import Program, main_refs, producers_of
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, Op, Value, walk
+from pallasite.ir.rewrite import clone, substitute
+from pallasite.passes.analysis.carried import covers_whole
+from pallasite.passes.analysis.memory import Roots
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stage of a reverse, in two."""
+
+    forward: Program  # writes the kernel's results and `refs`
+    stage: Program  # reads them, and the cotangents of the results
+    refs: tuple[Value, ...]
+
+
+def keep(
+    stage: Program, seeds: Sequence[Value], results: Sequence[Value]
+) -> Kept | None:
+    """Divide a stage; None where it is not the program and something after it.
+
+    Args:
+        stage: code that stores the program's results and what other stages need.
+        seeds: the refs of the cotangents of the results.
+        results: the program's results.
+    """
+    return _Keep(stage, seeds, results).run()
+
+
+class _Keep:
+    def __init__(
+        self, stage: Program, seeds: Sequence[Value], results: Sequence[Value]
+    ):
+        self.program, self.results = stage, results
+        self.body, self.roots = stage.body, Roots(stage.body)
+        self.made = producers_of(self.body)
+        self.later = self.depends_on(seeds)
+        self.stores = [op for op in self.body.ops if op.name == "store"]
+
+    def run(self) -> Kept | None:
+        inside = [op for op in walk(self.body) if op.name in ("store", "atomic_rmw")]
+        written = {self.roots.of(op.operands[0]) for op in self.stores}
+        if len(inside) > len(self.stores) or not written.issuperset(self.results):
+            return None
+        slicer = Slice(self.body.ops)
+        kept = slicer.to_save([v for v in self.handed_on() if not v.is_ref])
+        ways = {v: way for v in kept if (way := self.way_to_result(v)) is not None}
+        loads = [v for v in kept if v not in ways]
+        if not all(way.is_cheap(slicer, loads) for way in ways.values()):
+            return None
+        ids, after, b = self.body.params, Builder(), Builder()
+        loaded: dict[Value, Value] = {}
+        refs = [saved_ref(v, self.program.sizes) for v in loads]
+        for value, ref in zip(loads, refs, strict=True):
+            after.store(save_block(after, ref, ids, value, "out"), value)
+            loaded[value] = b.load(save_block(b, ref, ids, value, "in"))
+        for value, way in ways.items():
+            loaded[value] = way.undone(b, slicer, loaded)
+        known = self.with_known(b, loaded)
+        early = [
+            root
+            for op in self.stores
+            if (root := self.roots.of(op.operands[0])) not in self.results
+            and op not in self.later
+        ]
+        forward = Block(ids, (*self.body.ops, *after.ops))
+        mine = [*self.results, *early, *refs]
+        others = [r for r in written if r not in mine]
+        first = only(self.program.with_body(forward), mine)
+        second = only(self.program.with_body(known), others)
+        # The program must not run again after all.
+        if any(op.name in ("for", "while", "dot") for op in walk(second.body)):
+            return None
+        if not main_refs(second.body):
+            return None
+        return Kept(first, second, (*early, *refs))
+
+    def depends_on(self, refs: Sequence[Value]) -> set[Value | Op]:
+        """Values and ops that some refs have a part in."""
+        found: set[Value | Op] = set(refs)
+        for op in self.body.ops:
+            inside = [*walk(Block((), (op,)))]
+            used = [v for o in inside for v in o.operands]
+            used += [v for o in inside for r in o.regions for v in r.yields]
+            if any(v in found for v in used):
+                found |= {op, *op.results}
+        return found
+
+    def handed_on(self) -> list[Value]:
+        """What later ops use of the program."""
+        found: dict[Value, None] = {}
+        for op in self.body.ops:
+            if op not in self.later:
+                continue
+            for inner in walk(Block((), (op,))):
+                yields = (v for region in inner.regions for v in region.yields)
+                for value in (*inner.operands, *yields):
+                    if value in self.made and value not in self.later:
+                        found[value] = None
+        return list(found)
+
+    def with_known(self, b: Builder, loaded: Mapping[Value, Value]) -> Block:
+        body = substitute(self.body, loaded)
+        return Block(self.body.params, (*b.ops, *body.ops), body.yields)
+
+    def way_to_result(self, value: Value) -> "_Way | None":
+        """How a result was made of a value, if that can be undone."""
+        for op in self.stores:
+            access, view = Access.of(op), self.made.get(op.operands[0])
+            root = self.roots.of(op.operands[0])
+            if root not in self.results or access.mask is not None or view is None:
+                continue
+            if view.name != "block_view":
+                continue
+            ops = self.steps(value, access.value)
+            if ops is not None and covers_whole(access.ref.ref.shape, access.index):
+                return _Way(access, view, ops)
+        return None
+
+    def steps(self, source: Value, stored: Value | None) -> list[Op] | None:
+        """The ops from one value to another, if all of them can be undone."""
+        ops: list[Op] = []
+        value = stored
+        while value is not source:
+            op = self.made.get(value) if value is not None else None
+            if op is None or op.name not in ("cast", "reshape", "div"):
+                return None
+            if not all(v.tile.dtype.is_float for v in (*op.operands, op.result)):
+                return None
+            ops.insert(0, op)
+            value = op.operands[0]
+        return ops
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """How a result was made of a value: casts, reshapes, divisions, then a store."""
+
+    stored: Access
+    view: Op
+    ops: list[Op]
+
+    @property
+    def needed(self) -> list[Value]:
+        """Divisors, then what chooses the block and the place in it."""
+        divisors = [op.operands[1] for op in self.ops if op.name == "div"]
+        return [*divisors, *self.view.operands[1:], *self.stored.index_operands]
+
+    def is_cheap(self, slicer: Slice, known: Sequence[Value]) -> bool:
+        """Whether all of that is, from values that are known."""
+        return not any(map(slicer.is_costly, slicer.closure(self.needed, known)))
+
+    def undone(self, b: Builder, slicer: Slice, known: Mapping[Value, Value]) -> Value:
+        """The value again, from the result; outside of it: zero."""
+        ops = slicer.closure(self.needed, list(known))
+        again = clone(Block((), ops, tuple(self.needed)), dict(known))
+        b.ops += again.ops
+        array, *numbers = self.view.operands
+        count = len(again.yields) - len(self.stored.index_operands)
+        pending = list(again.yields[: count - len(numbers)])
+        numbers, starts = again.yields[len(pending) : count], again.yields[count:]
+        window = replace(self.view.attrs["window"], mode="in", fill=0)
+        block = b.op("block_view", array, *numbers, window=window)
+        value = b.load(block, self.stored.index, starts)
+        for op in reversed(self.ops):
+            x = op.operands[0].tile
+            if op.name == "cast":
+                value = b.cast(value, x.dtype)
+            elif op.name == "reshape":
+                value = b.op("reshape", value, shape=x.shape)
+            else:
+                value = b.mul(value, pending.pop())
+        return value
