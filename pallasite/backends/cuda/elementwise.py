@@ -198,6 +198,8 @@ def cast(x: str, old: DType, new: DType) -> str:
         return f"{x} != {number(0, computed(old))}"
     if old.is_float and new.is_integer:
         return _to_integer(x, computed(old), new)
+    if old.name in ("i8", "u8") and c_type(wide) == "float":
+        return f"float_of({x})"
     return x if computed(old) == wide else f"({c_type(wide)}){x}"
 
 
@@ -294,4 +296,6 @@ NATIVE: dict[str, Row] = {
 }
 
 # These take and give the bits of an element as they are held.
+# Where the author asks for approximate math: f32 only.
+APPROXIMATE: dict[str, Row] = {"div": lambda op, x, y: f"divide_fast({x}, {y})"}
 OF_BITS = frozenset({"bitcast"})

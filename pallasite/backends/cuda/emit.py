@@ -64,9 +64,17 @@ def function_name(kernel: Kernel) -> str:
     return re.sub(r"\W", "_", kernel.name, flags=re.ASCII) or "kernel"
 
 
-def emit(kernel: Kernel, shared_bytes: int) -> str:
-    """The CUDA C++ of a promoted kernel; `shared_bytes`: what a program may have."""
-    return Emitter(kernel, shared_bytes).text()
+def emit(kernel: Kernel, shared_bytes: int, approx_math: bool = False) -> str:
+    """The CUDA C++ of a promoted kernel.
+
+    Args:
+        kernel: after all passes.
+        shared_bytes: what a program may have.
+        approx_math: the author prefers instructions that are less exact.
+    """
+    emitter = Emitter(kernel, shared_bytes)
+    emitter.approx_math = approx_math
+    return emitter.text()
 
 
 class Emitter(Explicit):

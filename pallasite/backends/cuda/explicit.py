@@ -59,6 +59,7 @@ class Explicit(Shared):
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
+        self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
         self.seen_maps: set[int] = set()  # that the role uses
         self.staging: int | None = None  # shared memory of tiles on their way out
@@ -361,10 +362,18 @@ class Explicit(Shared):
         names = op.attrs["cuda.names"]
         counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
         before = len(self.out.lines)
+        self.warpgroups_of = counts
         first, usual, outer = 0, self.threads, self.bases
+        if self.is_authored:  # the compiler sees that a warp has one role
+            self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
         for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
             end = first + counts[number] * WARPGROUP
-            head = f"if (threadIdx.x < {end})" if number < len(names) - 1 else ""
+            test = (
+                f"role < {end // WARPGROUP}"
+                if self.is_authored
+                else f"threadIdx.x < {end}"
+            )
+            head = f"if ({test})" if number < len(names) - 1 else ""
             with self.out.block(f"else {head}".rstrip() if number else head):
                 self.out.line(f"const u32 thread = threadIdx.x - {first};")
                 if registers is not None:
@@ -417,16 +426,17 @@ class Explicit(Shared):
             self.out.line("barriers_made();")
 
     def make_maps(self) -> None:
-        """By the first warp, the one that copies."""
-        offset = self.reserve(MAP_BYTES)
+        """Each by another warp, as far as there are."""
         total = MAP_BYTES * len(self.maps)
         self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
-        with self.out.block("if (threadIdx.x < 32)"):
-            self.out.line(f"const u32 at = shared_address(shared) + {offset};")
-            for number, each in enumerate(self.maps):
-                self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x] = 0;")
+        warps = sum(self.warpgroups_of) * WARPS
+        for number, each in enumerate(self.maps):
+            offset = self.reserve(MAP_BYTES)
+            with self.out.block(f"if (threadIdx.x / 32 == {number % warps})"):
+                self.out.line(f"const u32 at = shared_address(shared) + {offset};")
+                self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x % 32] = 0;")
                 self.out.line("__syncwarp();")
-                with self.out.block("if (threadIdx.x == 0)"):
+                with self.out.block("if (threadIdx.x % 32 == 0)"):
                     self.fill_map(each)
                 self.out.line("__syncwarp();")
                 self.out.line(f"map_publish(at, maps + {number * MAP_BYTES});")

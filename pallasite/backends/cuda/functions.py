@@ -117,6 +117,15 @@ FUNCTIONS: dict[str, str] = {
     "exp2_fast": _convert(
         "exp2_fast", "float x", "float", "ex2.approx.ftz.f32 %0, %1;", "f", '"f"(x)'
     ),
+    "divide_fast": _convert(
+        "divide_fast", "float x, float y", "float", "div.full.f32 %0, %1, %2;", "f",
+        '"f"(x), "f"(y)',
+    ),
+    # Of small integers, by adding them to the bits of 1.5 * 2^23: conversions are slow.
+    "float_of": (
+        "DEVICE float float_of(int x) "
+        "{ return __uint_as_float(0x4b400000u + x) - 12582912.0f; }\n"
+    ),
     # Between registers and global memory, B bytes at once.
     "get": (
         "template <int B> struct Bytes;\n"

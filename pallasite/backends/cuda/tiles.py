@@ -7,6 +7,7 @@ from pallasite.backends.cuda.assign import narrowed as narrowed_spread
 from pallasite.backends.cuda.assign import part_of, reshaped
 from pallasite.backends.cuda.core import Core, Tile
 from pallasite.backends.cuda.elementwise import (
+    APPROXIMATE,
     NATIVE,
     OF_BITS,
     choice,
@@ -17,7 +18,7 @@ from pallasite.backends.cuda.elementwise import (
 from pallasite.backends.cuda.layouts import WARP, Lane, Spread
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import BOOL, I32, DType
+from pallasite.ir.types import BOOL, F32, I32, DType
 from pallasite.ops.neutral import neutral
 
 # Integer ops that cost less than a register for each of their results.
@@ -33,6 +34,8 @@ class Tiles(Core):
 
     def emit_elementwise(self, op: Op) -> None:
         tile, row = op.result.tile, NATIVE[op.name]
+        if self.approx_math and computed(tile.dtype) == F32:
+            row = APPROXIMATE.get(op.name, row)
         for value in (*op.operands, op.result):
             self.type(value.tile.dtype, op)
         if op.name == "bitcast" and op.operands[0].tile.dtype.bits != tile.dtype.bits:

@@ -37,6 +37,7 @@ OWN = {
     "reciprocal_root": "DEVICE float reciprocal_root(float x) "
     "{ return (float)(1 / sqrt((double)x)); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
+    "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.MAPS, ""),
     **dict.fromkeys(hopper.COPIES, ""),
