@@ -24,7 +24,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.backends.cuda.shared import ROW_BYTES, Ring, Shared
+from pallasite.backends.cuda.shared import ROW_BYTES, ROWS, Ring, Shared
 from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
@@ -174,8 +174,10 @@ class Explicit(Shared):
         self.check_array(op, view)
         ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
         if ring is not None:
-            if len(sizes) != 2 or not ring.is_whole or sizes[1] % ring.panel_columns:
-                self.refuse(op, f"a copy is of {ROW_BYTES // 16} whole rows or more")
+            aligned = ring.has_whole_rows or ring.swizzle == ROW_BYTES
+            whole = ring.has_whole_panels and sizes[-1] % ring.panel_columns == 0
+            if len(sizes) != 2 or not aligned or not whole:
+                self.refuse(op, f"a copy is of {ROWS} whole rows or more, swizzled")
             box = [min(sizes[0], MAX_BOX), ring.panel_columns]
             base, swizzle = ring.address, ring.swizzle
         else:
@@ -516,7 +518,7 @@ class Explicit(Shared):
             if not side.is_ref:
                 continue
             ring = self.rings.get(side)
-            if ring is None or not ring.is_whole:
+            if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
                 self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
             if contract != along_k and dtype.bytes != 2:
                 self.refuse(op, f"{dtype} operands are stored along k")

@@ -148,6 +148,13 @@ FUNCTIONS: dict[str, str] = {
         "  const int at = panel + row * SWIZZLE + x % SWIZZLE;\n"
         "  return (at ^ (at >> 7 & SWIZZLE / 16 - 1) << 4) / BYTES;\n}\n"
     ),
+    # What the exclusive or of a column's register part must be with, see `in_parts`.
+    "swizzled_part": (
+        "template <int SWIZZLE, int BYTES> "
+        "DEVICE int swizzled_part(int row, int column) {\n"
+        "  const int x = row * SWIZZLE >> 7 & SWIZZLE / 16 - 1;\n"
+        "  return column ^ x * (16 / BYTES);\n}\n"
+    ),
     **hopper.BARRIERS,
     **hopper.MAPS,
     **hopper.COPIES,
