@@ -18,6 +18,7 @@ from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.meetings import NOTHING, Meetings
 from pallasite.backends.cuda.memory import VECTOR_BYTES
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.text import c_type
@@ -90,10 +91,11 @@ class Emitter(Explicit):
         self.written = _written(accesses)
         self.threads, self.vector_elements = _threads(self.program.body)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
-        self.roots = Roots(kernel)
+        roots = Roots(kernel)
+        self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
-        self.uses = uses_of(self.program.body, self.roots)
-        if self.is_authored:  # `before_read` and `before_write` see to shared memory
+        self.uses = uses_of(self.program.body, roots)
+        if self.is_authored:  # `meetings` sees to shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if roles:
             *_, computing = roles[0].attrs["cuda.warpgroups"]
@@ -323,7 +325,7 @@ class Emitter(Explicit):
                 self.block(branch)
                 self.hand_over(results, branch.yields, op)
             after.append(self.accessed)
-        self.accessed = frozenset().union(*after)
+        self.accessed = NOTHING.union(*after)
         self.env.update(zip(op.results, results, strict=True))
 
     # --- the rest ---

@@ -15,6 +15,7 @@ from math import prod
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
+from pallasite.backends.cuda.meetings import NOTHING
 from pallasite.backends.cuda.memory import (
     Number,
     Term,
@@ -136,7 +137,7 @@ class Explicit(Shared):
     def sync(self) -> None:
         if self.warpgroups and self.in_role:
             self.out.line(f"meet({self.meeting}, {self.threads});")
-            self.have_met()
+            self.accessed = NOTHING
         else:
             super().sync()
 
@@ -147,14 +148,13 @@ class Explicit(Shared):
     def emit_copy_start(self, op: Op) -> None:
         source, target, *rest = op.operands
         spaces = [ref.ref.space == "smem" for ref in (source, target)]
+        self.meet_before(op)
         if spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
-            self.before_write(target, by_warps=False)
             for at, number, places in self.boxes(op, self.views[source], target):
                 where = f"maps + {number * MAP_BYTES}, {self.barriers[rest[0]]}"
                 call = f"copy_in_{len(places)}({at}, {where}, {', '.join(places)});"
                 self.out.line(self.once + call)
         elif spaces == [True, False] and not rest:
-            self.before_copy_out(source)
             for at, number, places in self.boxes(op, self.views[target], source):
                 where = f"maps + {number * MAP_BYTES}, {at}"
                 call = f"copy_out_{len(places)}({where}, {', '.join(places)});"
@@ -272,7 +272,7 @@ class Explicit(Shared):
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
         if self.is_authored or not self.in_role or not self.can_copy_out(access):
-            self.before_write(access.ref)
+            self.meet_before(op)
             super().emit_store(op)
             return
         view = self.views[access.ref]
@@ -386,7 +386,7 @@ class Explicit(Shared):
                 self.threads = counts[number] * WARPGROUP
                 self.in_role, self.alone = True, name == ALONE
                 self.meeting = 1 + number if self.is_authored else 1
-                self.have_met()
+                self.accessed = NOTHING
                 if self.alone:
                     with self.out.block("if (thread == 0)"):
                         self.block(region)
@@ -467,9 +467,7 @@ class Explicit(Shared):
         self.copy(result, start)
         anew = start.spread is None and self.is_zero(sums)
         left, right = parts.contract
-        for side in (lhs, rhs):
-            if side.is_ref:
-                self.before_read(side)
+        self.meet_before(op)
         self.check_product(op, parts)
         ring = self.rings[rhs]
         step = 32 // ring.dtype.bytes  # elements along k of one instruction

@@ -1,14 +1,10 @@
-"""Shared memory: swizzled rings, and the order of a warpgroup's accesses to it.
+"""Swizzled shared memory, and loads of it.
 
 Swizzled memory is written and read by the copy engine and by tensor cores: its last two
 dimensions are rows of 32, 64 or 128 bytes, a wider tile being several *panels* of such
 rows one after another, and the sixteenths of a kilobyte in a row change places with the
 row's number. A ref to it is a `Ring` (what copies and products use) and a `View` (what
 loads and stores use); `address` knows where each element is.
-
-The warps of a warpgroup run by themselves, but the ops of a role mean that all of them
-have done one op before any does the next. `before_read` and `before_write` let the
-warps meet where one could see the difference.
 """
 
 from collections.abc import Sequence
@@ -17,6 +13,7 @@ from math import gcd, prod
 
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import Digit, Lane
+from pallasite.backends.cuda.meetings import NOTHING, Meetings
 from pallasite.backends.cuda.memory import (
     Memory,
     Number,
@@ -27,12 +24,11 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.ir.nodes import Access, Block, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, Block, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.memory import Roots
 
 ROW_BYTES = 128
-_ACCESSES = {"load": "read", "wgmma": "read", "store": "written"}
 ROWS = 8  # whose chunks are swizzled together
 
 
@@ -69,9 +65,8 @@ class Shared(Memory):
         self.rings: dict[Value, Ring] = {}
         self.in_role = False
         self.is_authored = False  # the roles are an author's, not `specialize`'s
-        self.roots = Roots(Block())
-        # Shared memory that the warps of the role read and wrote since they last met.
-        self.accessed: frozenset[tuple[str, Value]] = frozenset()
+        self.meetings = Meetings(Roots(Block()))
+        self.accessed = NOTHING
 
     # --- swizzled memory ---
 
@@ -204,49 +199,22 @@ class Shared(Memory):
 
     # --- the order of accesses ---
 
-    def before_read(self, ref: Value) -> None:
-        """Ordinary loads, or products, read shared memory next."""
-        root = self.roots.of(ref)
-        if not self.is_tracked(root):
+    def meet_before(self, op: Op) -> None:
+        """Let the warps of the role meet before an op, if one could see that they do
+        not."""
+        if not self.is_authored or not self.in_role:
             return
-        if ("written", root) in self.accessed:
+        needed, after = self.meetings.before(op, self.accessed)
+        if needed:
             self.sync()
-        self.accessed |= {("read", root)}
-
-    def before_write(self, ref: Value, by_warps: bool = True) -> None:
-        """Ordinary stores, or the copy engine, write shared memory next."""
-        root = self.roots.of(ref)
-        if not self.is_tracked(root):
-            return
-        if any(other is root for _, other in self.accessed):
-            self.sync()
-        if by_warps:
-            self.accessed |= {("written", root)}
-
-    def before_copy_out(self, ref: Value) -> None:
-        """The copy engine reads shared memory next."""
-        if ("written", self.roots.of(ref)) in self.accessed:
-            self.sync()
-
-    def is_tracked(self, root: Value) -> bool:
-        return self.is_authored and self.in_role and root.ref.space == "smem"
-
-    def have_met(self) -> None:
-        """The warps of the role have met."""
-        self.accessed = frozenset()
+        self.accessed = after
 
     def enter_loop(self, *blocks: Block) -> None:
-        """What a step of a loop accesses, the next one comes after."""
-        for block in blocks:
-            for op in walk(block):
-                for ref in (v for v in op.operands if v.is_ref):
-                    root = self.roots.of(ref)
-                    how = _ACCESSES.get(op.name)
-                    if how is not None and self.is_tracked(root):
-                        self.accessed |= {(how, root)}
+        if self.is_authored and self.in_role:
+            self.accessed = self.meetings.in_loop(blocks, self.accessed)
 
     def emit_load(self, op: Op) -> None:
-        self.before_read(op.operands[0])
+        self.meet_before(op)
         super().emit_load(op)
 
 
