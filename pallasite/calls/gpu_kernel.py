@@ -49,7 +49,7 @@ def kernel(
         out_shape: shape and dtype of the results (`out_type` is the newer spelling).
         scratch_shapes: memory that the warpgroups of a block share
             (`scratch_types` is the newer spelling).
-        compiler_params: accepted; changes no result.
+        compiler_params: of these, `approx_math` lets a backend divide less exactly.
         grid, grid_names: blocks, and names for `lax.axis_index`.
         cluster, cluster_names: blocks of a cluster; each works for itself.
         num_threads, thread_name: warpgroups of a block.
@@ -81,7 +81,6 @@ def kernel(
             [("num_threads", num_threads), ("thread_name", thread_name)],
             at,
         )
-    del compiler_params
     out = out_shape if out_type is None else out_type
     scratch = scratch_shapes if scratch_types is None else scratch_types
 
@@ -99,7 +98,10 @@ def kernel(
                 out_specs=jax.tree.map(lambda _: whole, out, is_leaf=is_shaped),
                 name=name or name_of(fn),
                 axis_names=(*grid_names, *cluster_names),
-                compiler_params={"dimension_semantics": ("parallel",) * len(axes)},
+                compiler_params={
+                    "dimension_semantics": ("parallel",) * len(axes),
+                    "approx_math": bool(getattr(compiler_params, "approx_math", False)),
+                },
                 interpret=_mode(interpret),
                 _threads=(thread_name, num_threads or 1, names),
             )(*args)

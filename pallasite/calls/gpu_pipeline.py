@@ -109,10 +109,10 @@ class _Steps:
 
     def indices(self, step: Any) -> tuple[Any, ...]:
         found, rest = [], jnp.int32(step)
-        for size in reversed(self.grid):
+        for size in reversed(self.grid[1:]):
             found.append(lax.rem(rest, jnp.int32(size)))
             rest = lax.div(rest, jnp.int32(size))
-        return tuple(reversed(found))
+        return tuple(reversed([*found, rest][: len(self.grid)]))
 
     def slot(self, step: Any) -> Any:
         return lax.rem(jnp.int32(step), jnp.int32(self.slots))

@@ -409,7 +409,7 @@ class LoweringSemantics(enum.Enum):
 
 @dataclass(frozen=True)
 class CompilerParams:
-    """Settings of upstream's compiler: accepted, and change no result."""
+    """Settings of upstream's compiler: accepted; all but `approx_math` are ignored."""
 
     approx_math: bool = False
     dimension_semantics: Any = None

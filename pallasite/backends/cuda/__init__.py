@@ -112,8 +112,9 @@ class CudaBackend:
     def stages(self, options: Options) -> Sequence[Stage]:
         chip = _chip(options)
         arch = _arch(chip)
+        approx = {"approx_math": bool(options.compiler_params.get("approx_math"))}
         return (
-            Stage("cuda", partial(make_cuda, shared_bytes=chip.shared.bytes)),
+            Stage("cuda", partial(make_cuda, shared_bytes=chip.shared.bytes, **approx)),
             Stage("ptx", partial(nvrtc.stored_ptx, arch=arch)),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
@@ -166,9 +167,9 @@ def _quoted(text: str) -> str:
     return '"' + kept.replace("\n", "\\0A").replace("\t", "\\09") + '"'
 
 
-def make_cuda(scheduled: str, shared_bytes: int) -> str:
+def make_cuda(scheduled: str, shared_bytes: int, approx_math: bool = False) -> str:
     """The CUDA C++ of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled), shared_bytes)
+    return emit.emit(scheduled_kernel(scheduled), shared_bytes, approx_math)
 
 
 BACKEND = CudaBackend()

@@ -205,6 +205,8 @@ def cast(x: str, old: DType, new: DType) -> str:
         return f"{x} != {number(0, computed(old))}"
     if old.is_float and new.is_integer:
         return _to_integer(x, computed(old), new)
+    if old.name in ("i8", "u8") and c_type(wide) == "float":
+        return f"float_of({x})"
     return x if computed(old) == wide else f"({c_type(wide)}){x}"
 
 

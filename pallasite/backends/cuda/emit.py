@@ -18,8 +18,9 @@ from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.meetings import NOTHING, Meetings
 from pallasite.backends.cuda.repack import REPACKED
-from pallasite.backends.cuda.shared import widest_swizzle
+from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -70,9 +71,17 @@ def function_name(kernel: Kernel) -> str:
     return "pl_" + re.sub(r"\W", "_", kernel.name, flags=re.ASCII)
 
 
-def emit(kernel: Kernel, shared_bytes: int) -> str:
-    """The CUDA C++ of a promoted kernel; `shared_bytes`: what a program may have."""
-    return Emitter(kernel, shared_bytes).text()
+def emit(kernel: Kernel, shared_bytes: int, approx_math: bool = False) -> str:
+    """The CUDA C++ of a promoted kernel.
+
+    Args:
+        kernel: after all passes.
+        shared_bytes: what a program may have.
+        approx_math: the author prefers instructions that are less exact.
+    """
+    emitter = Emitter(kernel, shared_bytes)
+    emitter.approx_math = approx_math
+    return emitter.text()
 
 
 class Emitter(Explicit):
@@ -89,15 +98,11 @@ class Emitter(Explicit):
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(self.program.body, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
-        self.roots = Roots(kernel)
+        roots = Roots(kernel)
+        self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
-        self.multiplied = {
-            self.roots.of(v)
-            for op in walk(self.program.body)
-            for v in op.operands
-            if op.name == "wgmma" and v.is_ref
-        }
-        if self.is_authored:  # `before_read` and `before_write` see to shared memory
+        self.uses = uses_of(self.program.body, roots)
+        if self.is_authored:  # `meetings` sees to shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if roles:
             *_, computing = roles[0].attrs["cuda.warpgroups"]
@@ -231,8 +236,10 @@ class Emitter(Explicit):
             self.alloc_barriers(op)
         elif ref.layout is not None and ref.layout.kind == "swizzle":
             self.alloc_ring(op, ref.layout.numbers[0])
-        elif op.result in self.multiplied:
+        elif "wgmma" in self.uses.get(op.result, ()):
             self.alloc_ring(op, widest_swizzle(ref))
+        elif self.is_better_swizzled(op.result):
+            self.alloc_ring(op)
         elif ref.is_semaphore or (self.is_authored and ref.space == "regs"):
             self.refuse(op)
         else:
@@ -240,6 +247,12 @@ class Emitter(Explicit):
             offset = self.reserve(ref.size * ref.dtype.bytes)
             self.out.line(f"{kind}* {name} = ({kind}*)(shared + {offset});")
             self.views[op.result] = self.array(ref, name, op.result)
+
+    def is_better_swizzled(self, memory: Value) -> bool:
+        """Whether rows that threads access and copies move would share their banks."""
+        uses = self.uses.get(memory, frozenset())
+        both = "copy_start" in uses and not uses.isdisjoint(("load", "store"))
+        return self.is_authored and both and can_swizzle(memory.ref)
 
     # --- control flow ---
 
@@ -325,7 +338,7 @@ class Emitter(Explicit):
                 self.block(branch)
                 self.hand_over(results, branch.yields, op)
             after.append(self.accessed)
-        self.accessed = frozenset().union(*after)
+        self.accessed = NOTHING.union(*after)
         self.env.update(zip(op.results, results, strict=True))
 
     # --- the rest ---
@@ -386,3 +399,13 @@ def _threads(body: Block, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def uses_of(body: Block, roots: Roots) -> dict[Value, frozenset[str]]:
+    """The names of the ops that use each memory."""
+    found: dict[Value, frozenset[str]] = {}
+    for op in walk(body):
+        for ref in (v for v in op.operands if v.is_ref):
+            root = roots.of(ref)
+            found[root] = found.get(root, frozenset()) | {op.name}
+    return found

@@ -15,6 +15,7 @@ from math import prod
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
 from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
+from pallasite.backends.cuda.meetings import NOTHING
 from pallasite.backends.cuda.memory import (
     Number,
     Term,
@@ -25,7 +26,7 @@ from pallasite.backends.cuda.memory import (
     times,
 )
 from pallasite.backends.cuda.products import ROUNDED
-from pallasite.backends.cuda.shared import ROW_BYTES, Ring, Shared
+from pallasite.backends.cuda.shared import ROW_BYTES, ROWS, Ring, Shared
 from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
@@ -61,6 +62,7 @@ class Explicit(Shared):
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
+        self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
         self.seen_maps: set[int] = set()  # that the role uses
         self.staging: int | None = None  # shared memory of tiles on their way out
@@ -137,7 +139,7 @@ class Explicit(Shared):
     def sync(self) -> None:
         if self.warpgroups and self.in_role:
             self.out.line(f"meet({self.meeting}, {self.threads});")
-            self.have_met()
+            self.accessed = NOTHING
         else:
             super().sync()
 
@@ -148,14 +150,13 @@ class Explicit(Shared):
     def emit_copy_start(self, op: Op) -> None:
         source, target, *rest = op.operands
         spaces = [ref.ref.space == "smem" for ref in (source, target)]
+        self.meet_before(op)
         if spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
-            self.before_write(target, by_warps=False)
             for at, number, places in self.boxes(op, self.views[source], target):
                 where = f"maps + {number * MAP_BYTES}, {self.barriers[rest[0]]}"
                 call = f"copy_in_{len(places)}({at}, {where}, {', '.join(places)});"
                 self.out.line(self.once + call)
         elif spaces == [True, False] and not rest:
-            self.before_copy_out(source)
             for at, number, places in self.boxes(op, self.views[target], source):
                 where = f"maps + {number * MAP_BYTES}, {at}"
                 call = f"copy_out_{len(places)}({where}, {', '.join(places)});"
@@ -175,8 +176,10 @@ class Explicit(Shared):
         self.check_array(op, view)
         ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
         if ring is not None:
-            if len(sizes) != 2 or not ring.is_whole or sizes[1] % ring.panel_columns:
-                self.refuse(op, f"a copy is of {ROW_BYTES // 16} whole rows or more")
+            aligned = ring.has_whole_rows or ring.swizzle == ROW_BYTES
+            whole = ring.has_whole_panels and sizes[-1] % ring.panel_columns == 0
+            if len(sizes) != 2 or not aligned or not whole:
+                self.refuse(op, f"a copy is of {ROWS} whole rows or more, swizzled")
             box = [min(sizes[0], MAX_BOX), ring.panel_columns]
             base, swizzle = ring.address, ring.swizzle
         else:
@@ -279,7 +282,7 @@ class Explicit(Shared):
     def emit_store(self, op: Op) -> None:
         access = Access.of(op)
         if self.is_authored or not self.in_role or not self.can_copy_out(access):
-            self.before_write(access.ref)
+            self.meet_before(op)
             super().emit_store(op)
             return
         view = self.picked(access)
@@ -372,10 +375,18 @@ class Explicit(Shared):
         names = op.attrs["cuda.names"]
         counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
         before = len(self.out.lines)
+        self.warpgroups_of = counts
         first, usual, outer = 0, self.threads, self.bases
+        if self.is_authored:  # the compiler sees that a warp has one role
+            self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
         for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
             end = first + counts[number] * WARPGROUP
-            head = f"if (threadIdx.x < {end})" if number < len(names) - 1 else ""
+            test = (
+                f"role < {end // WARPGROUP}"
+                if self.is_authored
+                else f"threadIdx.x < {end}"
+            )
+            head = f"if ({test})" if number < len(names) - 1 else ""
             with self.out.block(f"else {head}".rstrip() if number else head):
                 self.out.line(f"const u32 thread = threadIdx.x - {first};")
                 if registers is not None:
@@ -386,7 +397,7 @@ class Explicit(Shared):
                 self.threads = counts[number] * WARPGROUP
                 self.in_role, self.alone = True, name == ALONE
                 self.meeting = 1 + number if self.is_authored else 1
-                self.have_met()
+                self.accessed = NOTHING
                 if self.alone:
                     with self.out.block("if (thread == 0)"):
                         self.block(region)
@@ -428,16 +439,17 @@ class Explicit(Shared):
             self.out.line("barriers_made();")
 
     def make_maps(self) -> None:
-        """By the first warp, the one that copies."""
-        offset = self.reserve(MAP_BYTES)
+        """Each by another warp, as far as there are."""
         total = MAP_BYTES * len(self.maps)
         self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
-        with self.out.block("if (threadIdx.x < 32)"):
-            self.out.line(f"const u32 at = shared_address(shared) + {offset};")
-            for number, each in enumerate(self.maps):
-                self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x] = 0;")
+        warps = sum(self.warpgroups_of) * WARPS
+        for number, each in enumerate(self.maps):
+            offset = self.reserve(MAP_BYTES)
+            with self.out.block(f"if (threadIdx.x / 32 == {number % warps})"):
+                self.out.line(f"const u32 at = shared_address(shared) + {offset};")
+                self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x % 32] = 0;")
                 self.out.line("__syncwarp();")
-                with self.out.block("if (threadIdx.x == 0)"):
+                with self.out.block("if (threadIdx.x % 32 == 0)"):
                     self.fill_map(each)
                 self.out.line("__syncwarp();")
                 self.out.line(f"map_publish(at, maps + {number * MAP_BYTES});")
@@ -466,9 +478,7 @@ class Explicit(Shared):
         self.copy(result, start)
         anew = start.spread is None and self.is_zero(sums)
         left, right = parts.contract
-        for side in (lhs, rhs):
-            if side.is_ref:
-                self.before_read(side)
+        self.meet_before(op)
         self.check_product(op, parts)
         ring = self.rings[rhs]
         step = 32 // ring.dtype.bytes  # elements along k of one instruction
@@ -517,7 +527,7 @@ class Explicit(Shared):
             if not side.is_ref:
                 continue
             ring = self.rings.get(side)
-            if ring is None or not ring.is_whole:
+            if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
                 self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
             if contract != along_k and dtype.bytes != 2:
                 self.refuse(op, f"{dtype} operands are stored along k")

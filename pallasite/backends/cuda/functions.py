@@ -121,6 +121,11 @@ FUNCTIONS: dict[str, str] = {
     "exp2_fast": _convert(
         "exp2_fast", "float x", "float", "ex2.approx.ftz.f32 %0, %1;", "f", '"f"(x)'
     ),
+    # Of small integers, by adding them to the bits of 1.5 * 2^23: conversions are slow.
+    "float_of": (
+        "DEVICE float float_of(int x) "
+        "{ return __uint_as_float(0x4b400000u + x) - 12582912.0f; }\n"
+    ),
     # Between registers and global memory, B bytes at once.
     "get": (
         "template <int B> struct Bytes;\n"
@@ -142,6 +147,13 @@ FUNCTIONS: dict[str, str] = {
         "  const int panel = x / SWIZZLE * (ROWS * SWIZZLE);\n"
         "  const int at = panel + row * SWIZZLE + x % SWIZZLE;\n"
         "  return (at ^ (at >> 7 & SWIZZLE / 16 - 1) << 4) / BYTES;\n}\n"
+    ),
+    # What the exclusive or of a column's register part must be with, see `in_parts`.
+    "swizzled_part": (
+        "template <int SWIZZLE, int BYTES> "
+        "DEVICE int swizzled_part(int row, int column) {\n"
+        "  const int x = row * SWIZZLE >> 7 & SWIZZLE / 16 - 1;\n"
+        "  return column ^ x * (16 / BYTES);\n}\n"
     ),
     **hopper.BARRIERS,
     **hopper.MAPS,

@@ -123,12 +123,12 @@ MAPS: dict[str, str] = {
     "map_publish": (
         "DEVICE void map_publish(u32 at, void* to) {\n"
         '  asm volatile("tensormap.cp_fenceproxy.global.shared::cta'
-        '.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"'
+        '.tensormap::generic.release.cta.sync.aligned [%0], [%1], 128;"'
         ' :: "l"(to), "r"(at) : "memory");\n}\n'
     ),
     "map_seen": (
         "DEVICE void map_seen(const void* map) {\n"
-        '  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;"'
+        '  asm volatile("fence.proxy.tensormap::generic.acquire.cta [%0], 128;"'
         ' :: "l"(map) : "memory");\n}\n'
     ),
 }

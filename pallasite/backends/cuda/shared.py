@@ -1,19 +1,19 @@
-"""Shared memory: swizzled rings, and the order of a warpgroup's accesses to it.
+"""Swizzled shared memory, and loads of it.
 
 Swizzled memory is written and read by the copy engine and by tensor cores: its last two
 dimensions are rows of 32, 64 or 128 bytes, a wider tile being several *panels* of such
 rows one after another, and the sixteenths of a kilobyte in a row change places with the
 row's number. A ref to it is a `Ring` (what copies and products use) and a `View` (what
 loads and stores use); `address` knows where each element is.
-
-The warps of a warpgroup run by themselves, but the ops of a role mean that all of them
-have done one op before any does the next. `before_read` and `before_write` let the
-warps meet where one could see the difference.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import gcd, prod
 
+from pallasite.backends.cuda.core import Tile
+from pallasite.backends.cuda.layouts import Digit, Lane
+from pallasite.backends.cuda.meetings import NOTHING, Meetings
 from pallasite.backends.cuda.memory import (
     Memory,
     Number,
@@ -24,12 +24,11 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.ir.nodes import Access, Block, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, Block, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.memory import Roots
 
 ROW_BYTES = 128
-_ACCESSES = {"load": "read", "wgmma": "read", "store": "written"}
 ROWS = 8  # whose chunks are swizzled together
 
 
@@ -42,7 +41,8 @@ class Ring:
     dtype: DType
     rows: int  # of a panel, of which this may be a part
     swizzle: int = ROW_BYTES  # bytes of a row
-    is_whole: bool = True  # starts where a swizzle does, and ends no panel but its own
+    has_whole_rows: bool = True  # starts at the first of those swizzled together
+    has_whole_panels: bool = True  # or is inside of one
 
     @property
     def bytes(self) -> int:
@@ -65,9 +65,8 @@ class Shared(Memory):
         self.rings: dict[Value, Ring] = {}
         self.in_role = False
         self.is_authored = False  # the roles are an author's, not `specialize`'s
-        self.roots = Roots(Block())
-        # Shared memory that the warps of the role read and wrote since they last met.
-        self.accessed: frozenset[tuple[str, Value]] = frozenset()
+        self.meetings = Meetings(Roots(Block()))
+        self.accessed = NOTHING
 
     # --- swizzled memory ---
 
@@ -99,7 +98,7 @@ class Shared(Memory):
         entries = access.split_index()
         if not all(isinstance(entry, Span) for entry, _ in entries[-2:]):
             return None
-        shape, whole = [], True
+        shape, rows, panels = [], ring.has_whole_rows, ring.has_whole_panels
         for dim, (entry, operand) in enumerate(entries):
             size = ring.shape[dim]
             start = self.start(entry, operand, size, clamp=self.is_authored)
@@ -109,14 +108,19 @@ class Shared(Memory):
                 step = prod(ring.shape[dim + 1 :]) * ring.dtype.bytes
                 start = times(start, step)
             elif dim == len(entries) - 2:
-                whole = multiple_of(start) % ROWS == 0
+                rows = rows and multiple_of(start) % ROWS == 0
                 start = times(start, ring.swizzle)
             else:
-                whole = whole and _fits_panels(start, shape[-1], ring.panel_columns)
+                panels = panels and _fits_panels(start, shape[-1], ring.panel_columns)
                 start = self.columns_in_ring(ring, start)
             at = at if start == 0 else f"{at} + {text_of(start)}"
-        whole = whole and ring.is_whole
-        return Ring(at, tuple(shape), ring.dtype, ring.rows, ring.swizzle, whole)
+        return replace(
+            ring,
+            address=at,
+            shape=tuple(shape),
+            has_whole_rows=rows,
+            has_whole_panels=panels,
+        )
 
     def columns_in_ring(self, ring: Ring, start: Number) -> Number:
         """Bytes from a ring's start to one of its columns."""
@@ -133,20 +137,60 @@ class Shared(Memory):
         if ring is None:
             return super().address(place, i)
         _, test = super().address(place, i)
-        view = place.view
-        at = [text_of(start) for start in view.starts]
+        at = [text_of(start) for start in place.view.starts]
+        parts = self.in_parts(place, ring, i)
         for spot in place.spots:
             dim, text = spot[0], self.spot_text(place, spot, i)
             step = "" if dim.step == 1 else f" * {dim.step}"
             at[dim.axis] = f"{at[dim.axis]} + ({text}){step}"
         *slots, row, column = at
-        shape, slot = ring.shape, "0"
-        for number, size in zip(slots, shape, strict=False):
-            slot = f"({slot}) * {size} + ({number})" if slot != "0" else number
         numbers = f"{ring.swizzle}, {ring.dtype.bytes}, {ring.rows}"
-        inside = f"swizzled<{numbers}>({row}, {column})"
-        whole = prod(shape[-2:])
+        inside = parts or f"swizzled<{numbers}>({row}, {column})"
+        slot = "0"
+        for number, size in zip(slots, ring.shape, strict=False):
+            slot = f"({slot}) * {size} + ({number})" if slot != "0" else number
+        whole = prod(ring.shape[-2:])
         return (f"({slot}) * {whole} + {inside}" if slots else inside), test
+
+    def in_parts(self, place: Place, ring: Ring, i: str) -> str | None:
+        """The number of an element in a slot, where each thread swizzles once.
+
+        The thread's part of a column and the register's have no bits in common, and the
+        register's part of a row is a multiple of the rows that are swizzled together.
+        So the swizzle is an exclusive or of the thread's part alone.
+        """
+        spread, starts = place.spread, place.view.starts
+        spots = {dim.axis: (axis, dim.step * step) for dim, axis, step in place.spots}
+        down, across = (spots.get(len(starts) - n) for n in (2, 1))
+        if spread is None or down is None or across is None:
+            return None
+        (row, row_step), (column, column_step) = down, across
+        if isinstance(row, Tile) or isinstance(column, Tile):
+            return None
+        first, columns = starts[-1], ring.panel_columns
+        if (row_step, column_step) != (1, 1) or multiple_of(first) % columns:
+            return None
+        lanes = _bits([p for p in spread.lanes if p.dim == column])
+        digits = _bits([p for p in spread.digits if p.dim == column])
+        rows = [p.stride % ROWS for p in spread.digits if p.dim == row and p.count > 1]
+        if lanes is None or digits is None or lanes & digits or any(rows):
+            return None
+        if lanes >= columns:
+            return None
+        numbers = f"{ring.swizzle}, {ring.dtype.bytes}"
+        own_row = f"{text_of(starts[-2])} + {self.base(spread, row)}"
+        own = self.integer_variable(
+            f"swizzled_part<{numbers}>({own_row}, {self.base(spread, column)})"
+        )
+        at = f"{text_of(first)} + {spread.digit_text(column, i)}"
+        down_text = f"({own_row}) + ({spread.digit_text(row, i)})"
+        panel = f"({at}) / {columns} * {columns * ring.rows}"
+        return f"({down_text}) * {columns} + {panel} + (({at}) % {columns} ^ {own})"
+
+    def integer_variable(self, text: str) -> str:
+        name = self.out.fresh("y")
+        self.out.line(f"const int {name} = {text};")
+        return name
 
     def based(self, place: Place, op: Op, const: bool) -> str:
         if place.view.memory in self.rings:
@@ -155,50 +199,41 @@ class Shared(Memory):
 
     # --- the order of accesses ---
 
-    def before_read(self, ref: Value) -> None:
-        """Ordinary loads, or products, read shared memory next."""
-        root = self.roots.of(ref)
-        if not self.is_tracked(root):
+    def meet_before(self, op: Op) -> None:
+        """Let the warps of the role meet before an op, if one could see that they do
+        not."""
+        if not self.is_authored or not self.in_role:
             return
-        if ("written", root) in self.accessed:
+        needed, after = self.meetings.before(op, self.accessed)
+        if needed:
             self.sync()
-        self.accessed |= {("read", root)}
-
-    def before_write(self, ref: Value, by_warps: bool = True) -> None:
-        """Ordinary stores, or the copy engine, write shared memory next."""
-        root = self.roots.of(ref)
-        if not self.is_tracked(root):
-            return
-        if any(other is root for _, other in self.accessed):
-            self.sync()
-        if by_warps:
-            self.accessed |= {("written", root)}
-
-    def before_copy_out(self, ref: Value) -> None:
-        """The copy engine reads shared memory next."""
-        if ("written", self.roots.of(ref)) in self.accessed:
-            self.sync()
-
-    def is_tracked(self, root: Value) -> bool:
-        return self.is_authored and self.in_role and root.ref.space == "smem"
-
-    def have_met(self) -> None:
-        """The warps of the role have met."""
-        self.accessed = frozenset()
+        self.accessed = after
 
     def enter_loop(self, *blocks: Block) -> None:
-        """What a step of a loop accesses, the next one comes after."""
-        for block in blocks:
-            for op in walk(block):
-                for ref in (v for v in op.operands if v.is_ref):
-                    root = self.roots.of(ref)
-                    how = _ACCESSES.get(op.name)
-                    if how is not None and self.is_tracked(root):
-                        self.accessed |= {(how, root)}
+        if self.is_authored and self.in_role:
+            self.accessed = self.meetings.in_loop(blocks, self.accessed)
 
     def emit_load(self, op: Op) -> None:
-        self.before_read(op.operands[0])
+        self.meet_before(op)
         super().emit_load(op)
+
+
+def _bits(parts: Sequence[Lane | Digit]) -> int | None:
+    """The bits that a sum of digits may have; None: adding them up may carry."""
+    found = 0
+    for part in parts:
+        bits = ((1 << (part.count - 1).bit_length()) - 1) * part.stride
+        if found & bits or part.stride & (part.stride - 1):
+            return None
+        found |= bits
+    return found
+
+
+def can_swizzle(ref: RefType) -> bool:
+    """Whether memory can have rows of 128 bytes."""
+    if ref.rank < 2:
+        return False
+    return not (ref.shape[-2] % ROWS or ref.shape[-1] * ref.dtype.bytes % ROW_BYTES)
 
 
 def widest_swizzle(ref: RefType) -> int:

@@ -19,7 +19,7 @@ from pallasite.backends.cuda.elementwise import (
 from pallasite.backends.cuda.layouts import WARP, Lane, Spread
 from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op, Value
-from pallasite.ir.types import BOOL, I32, DType
+from pallasite.ir.types import BOOL, F32, I32, DType
 from pallasite.ops.neutral import neutral
 
 # Integer ops that cost less than a register for each of their results.
@@ -71,8 +71,14 @@ class Tiles(Core):
         self.env[op.result] = result
 
     def is_rough(self, op: Op) -> bool:
-        """Whether the result is rounded to 16 bits or fewer, here or further on."""
-        return is_narrow(op.result.tile.dtype) or op.result in self.rounded_away
+        """Whether the result is rounded to 16 bits or fewer, here or further on.
+
+        Or the author prefers speed to the last digits of f32.
+        """
+        dtype = op.result.tile.dtype
+        if self.approx_math and computed(dtype) == F32:
+            return True
+        return is_narrow(dtype) or op.result in self.rounded_away
 
     def operand_of(
         self, op: Op, value: Value, spread: Spread | None, lanes: tuple[Lane, ...]

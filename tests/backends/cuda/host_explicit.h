@@ -24,7 +24,7 @@ inline void check(bool fine, const char* what) {
 }
 // Every element of a box with its place in shared memory; outside ones have none.
 template <class F> void each(const Map& m, unsigned at, const int* first, F&& f) {
-  check(at % (m.swizzle > 16 ? 8 * m.swizzle : 128) == 0, "a box is not aligned");
+  check(at % 128 == 0, "a box is not aligned");
   check(m.box[0] * m.bytes % 16 == 0, "a box is not of multiples of 16 bytes");
   check(m.swizzle == 16 || m.box[0] * m.bytes <= m.swizzle, "a box is too wide");
   int n[5] = {0, 0, 0, 0, 0}, number = 0;

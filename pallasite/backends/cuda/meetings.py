@@ -1,0 +1,75 @@
+"""Where the warps of an author's role must meet.
+
+The warps of a warpgroup run by themselves, but the ops of a role mean that all of them
+have done one op before any does the next. So they meet between two accesses to the same
+shared memory of which one writes it, where nothing else lets them meet. What they have
+accessed since they last met is a set (`Accessed`), followed through branches and loops.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir.nodes import Block, Op, Value
+from pallasite.passes.analysis.memory import Roots
+
+Accessed = frozenset[tuple[str, Value]]  # "read" or "written", and the memory
+NOTHING: Accessed = frozenset()
+MEETS = ("fence_async", "bulk_wait")  # all warps meet in these
+
+
+class Meetings:
+    """The accesses of a kernel's ops to its shared memory."""
+
+    def __init__(self, roots: Roots):
+        self.roots = roots
+
+    def before(self, op: Op, accessed: Accessed) -> tuple[bool, Accessed]:
+        """Whether warps meet before an op, and what they have accessed after it."""
+        if op.name in MEETS:
+            return False, NOTHING
+        reads, writes = self.accesses(op)
+        needed = any(("written", memory) in accessed for memory in reads) or any(
+            (how, memory) in accessed
+            for memory in writes
+            for how in ("read", "written")
+        )
+        accessed = NOTHING if needed else accessed
+        if op.name == "copy_start":  # by the copy engine, which its waits are for
+            return needed, accessed
+        found = {("read", m) for m in reads} | {("written", m) for m in writes}
+        return needed, accessed | found
+
+    def accesses(self, op: Op) -> tuple[list[Value], list[Value]]:
+        """The shared memory that an op reads and writes."""
+        if op.name in ("load", "wgmma"):
+            return self.shared(op.operands), []
+        if op.name == "store":
+            return [], self.shared(op.operands[:1])
+        if op.name == "copy_start":
+            return self.shared(op.operands[:1]), self.shared(op.operands[1:2])
+        return [], []
+
+    def shared(self, values: Sequence[Value]) -> list[Value]:
+        roots = [self.roots.of(v) for v in values if v.is_ref]
+        return [root for root in roots if root.ref.space == "smem"]
+
+    def after(self, block: Block, accessed: Accessed) -> Accessed:
+        """What warps have accessed at the end of a block."""
+        for op in block.ops:
+            if op.name == "cond":
+                ends = [self.after(region, accessed) for region in op.regions]
+                accessed = NOTHING.union(*ends)
+            elif op.regions:
+                accessed = self.in_loop(op.regions, accessed)
+            else:
+                _, accessed = self.before(op, accessed)
+        return accessed
+
+    def in_loop(self, regions: Sequence[Block], accessed: Accessed) -> Accessed:
+        """What warps may have accessed where a step of a loop starts."""
+        while True:
+            end = accessed
+            for region in regions:
+                end = self.after(region, end)
+            if end <= accessed:
+                return accessed
+            accessed |= end
