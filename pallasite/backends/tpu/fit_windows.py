@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.backends.tpu.aliased import check_apart
+from pallasite.backends.tpu.aliased import reads_other_blocks
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import (
     fitting_block,
@@ -276,7 +276,8 @@ class _Fitting:
     def __init__(self, kernel: Kernel, pipeline: Pipeline):
         self.kernel, self.pipeline = kernel, pipeline
         aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
-        self.windows = [self._fitted(s, s.array in aliased) for s in pipeline.shown]
+        shown = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        self.windows = [self._fitted(s, s.array in aliased) for s in shown]
         self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
         self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
         self.aliases = [
@@ -293,8 +294,7 @@ class _Fitting:
     def _fitted(self, shown: Shown, is_aliased: bool) -> _Fitted:
         ref, window = shown.array.ref, shown.window
         same = tuple(_Dim("same", dim) for dim in window.dims)
-        odd = 0 in ref.shape or any(d.kind == "bounded" for d in window.dims)
-        if odd or not ref.shape:
+        if 0 in ref.shape or not ref.shape:
             return _Fitted(shown, same)
         tiles = tiling(ref)
         tiles = (1,) * (ref.rank - len(tiles)) + tiles
@@ -333,7 +333,7 @@ class _Fitting:
         return Shown(param.value, window, fitted.index_map(b.loc), block)
 
     def _check_fill(self, fitted: _Fitted) -> None:
-        """The padding of a form keeps what is stored there, and fill= says otherwise."""
+        """The padding of a form keeps what is stored there; fill= says otherwise."""
         shown = fitted.shown
         written = shown.array in self.kernel.outputs and shown.window.fill is not None
         if not written or not any(map(any, fitted.form.padding)):
@@ -342,7 +342,7 @@ class _Fitting:
         if all(shown.block not in op.operands or op.name == "store" for op in ops):
             return
         raise UnsupportedError(
-            "backend 'tpu': an output block with fill= is read past the array's end, and"
+            "backend 'tpu': an output block with fill= is read past the array end, and"
             " misses the tiles",
             [
                 ("operand", operand_name(self.kernel, shown.array)),
@@ -376,10 +376,10 @@ class _Fitting:
     def _join_forms(self) -> None:
         """An operand and the result that is its memory have one form."""
         for number, (operand, result) in enumerate(self.aliases):
-            if operand.note == result.note:
+            apart = reads_other_blocks(self.kernel, operand.source, result.source)
+            if operand.note == result.note and not apart:
                 continue
             if self._is_used(operand.source):
-                check_apart(self.kernel, operand.source, result.source)
                 operand = self._again(operand.source)
                 self.aliases[number] = (operand, result)
             ref = result.value.ref
@@ -465,6 +465,32 @@ class _Fitting:
         aliases = tuple((number[a], b.source) for a, b in self.aliases)
         values = tuple(param.value for param in params)
         return kernel.with_(params=values, body=body, aliases=aliases)
+
+
+def _of_fixed_length(kernel: Kernel, shown: Shown) -> Shown:
+    """Blocks of varying length that are read only may as well be of the full length."""
+    window = shown.window
+    if not any(dim.kind == "bounded" for dim in window.dims):
+        return shown
+    if window.mode == "out" or window.fill is not None:
+        raise UnsupportedError(
+            "backend 'tpu' has no blocks of varying length (BoundedSlice) that are"
+            " written or filled",
+            [("operand", operand_name(kernel, shown.array))],
+            at=kernel.loc,
+            fix="use pl.Element or a fixed block and mask",
+        )
+    dims, numbers = [], []
+    pending = iter(shown.index_map.yields)
+    for dim in window.dims:
+        numbers.append(next(pending))
+        if dim.kind == "bounded":
+            next(pending)
+            dim = replace(dim, kind="element")
+        dims.append(dim)
+    index_map = replace(shown.index_map, yields=tuple(numbers))
+    window = replace(window, dims=tuple(dims))
+    return shown._replace(window=window, index_map=index_map)
 
 
 def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
