@@ -509,7 +509,7 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     """A dimension whose blocks start anywhere."""
     low, high = dim.padding
     aligned = index.multiple % tile == 0 and low % tile == 0
-    if dim.size % tile == 0 and aligned:
+    if dim.size % tile == 0 and aligned and not (mode == "out" and low):
         return _Dim("same", dim)
     if dim.size == size and not (low or high) and index.number == 0:
         return _Dim("same", dim)
