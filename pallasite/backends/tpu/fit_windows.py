@@ -7,7 +7,8 @@ is of the array. Along a dimension where a block is neither, one of these applie
 - blocks side by side are cut apart by XLA before the call, so that each is whole in
   its last two dimensions (a `Form`; the note `tpu.forms` on the pipeline keeps it);
 - blocks that overlap (pl.Element) come with the tiles around them if they are read,
-  and in a window of the whole dimension if they are written.
+  and in a window of the whole dimension if they are written;
+- a small result whose blocks are returned to is one window, too.
 
 The body sees the block it saw before, as a part of the new one. Kernel in, Kernel out.
 """
@@ -21,10 +22,12 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends.tpu.aliased import reads_other_blocks
+from pallasite.backends.tpu.resident import MOST_BYTES
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import (
     fitting_block,
     operand_name,
+    returned_to,
     shown_block,
     tiling,
 )
@@ -241,6 +244,8 @@ class _Fitted:
                 index.append(Span(0, size))
                 continue
             start = starts[d]
+            if old.kind == "blocked":
+                start = b.mul(start, b.index(old.size))
             if each.how == "around":
                 start = b.rem(start, b.index(each.tile))
             operands.append(start)
@@ -277,6 +282,8 @@ class _Fitting:
         self.kernel, self.pipeline = kernel, pipeline
         aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
         shown = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
+        self.kept = {b for b in returned if _is_small(b, pipeline)}
         self.windows = [self._fitted(s, s.array in aliased) for s in shown]
         self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
         self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
@@ -296,6 +303,9 @@ class _Fitting:
         same = tuple(_Dim("same", dim) for dim in window.dims)
         if 0 in ref.shape or not ref.shape:
             return _Fitted(shown, same)
+        if shown.block in self.kept:
+            pairs = zip(window.dims, ref.shape, strict=True)
+            return _Fitted(shown, tuple(_whole(*pair) for pair in pairs))
         tiles = tiling(ref)
         tiles = (1,) * (ref.rank - len(tiles)) + tiles
         facts = number_facts(shown.index_map, window, ref.shape, self.pipeline.grid)
@@ -521,6 +531,21 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
             "around", BlockDim(around, "element"), (low, total - low - size), tile
         )
     total = max(low + size, last + dim.size)
+    return _Dim("whole", BlockDim(total), (low, total - low - size))
+
+
+def _is_small(block: Value, pipeline: Pipeline) -> bool:
+    ref = pipeline.arrays[pipeline.blocks.index(block)].ref
+    return ref.size * ref.dtype.bytes <= MOST_BYTES
+
+
+def _whole(dim: BlockDim, size: int) -> _Dim:
+    """A dimension that a window has all of, with what blocks have past its end."""
+    low = dim.padding[0]
+    if dim.kind == "blocked":
+        total = _rounded_up(size, dim.size)
+    else:
+        total = max(low + size, low + size + dim.padding[1] - 1 + dim.size)
     return _Dim("whole", BlockDim(total), (low, total - low - size))
 
 
