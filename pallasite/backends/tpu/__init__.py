@@ -36,9 +36,12 @@ class TpuBackend:
 
     def passes(self, options: Options) -> Sequence[Pass]:
         from pallasite.backends.tpu.aliased import join_aliased
+        from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
+        from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
+        from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.passes.canonicalize import canonicalize
@@ -48,6 +51,7 @@ class TpuBackend:
         from pallasite.passes.place_windows import place_windows
 
         return (
+            Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
             *self._blocks(options),
@@ -58,6 +62,8 @@ class TpuBackend:
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
             Pass("inner_pipelines", schedule),
+            Pass("gathers", loop_over_gathers),
+            Pass("dots", plain_dots),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
 

@@ -43,15 +43,22 @@ def join_aliased(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def check_apart(kernel: Kernel, operand: int, result: int) -> None:
-    """Refuse a kernel that reads, in the operand, what it stored into the result."""
+def reads_other_blocks(kernel: Kernel, operand: int, result: int) -> bool:
+    """Whether an operand is seen in other blocks than the result that is its memory,
+    and the result's blocks keep some of what they were.
+
+    Raises:
+        UnsupportedError: what is stored into the result would be read in the operand.
+    """
     pipeline = main_pipeline(kernel)
     assert pipeline is not None
     pair = _Pair(kernel, pipeline, kernel.inputs[operand], kernel.outputs[result])
     seen, written = pair.shown(pair.source), pair.shown(pair.output)
     uses = _uses(pair.body, seen.block) if seen else []
-    if uses and seen and written:
-        pair.check_apart(seen, written, uses)
+    if not uses or seen is None or written is None or _same_blocks(seen, written):
+        return False
+    pair.check_apart(seen, written, uses)
+    return not pair.is_filled(written)
 
 
 class _Pair:
@@ -82,10 +89,14 @@ class _Pair:
         reads_new = bool(uses and stored) and uses[-1] >= stored[0]
         along = [a for a, n in enumerate(self.grid) if n != 1]
         apart = set(along) <= self.moves(written).apart
+        filled = self.is_filled(written)
+        return reads_new or not filled or (bool(uses) and not apart)
+
+    def is_filled(self, written: Shown) -> bool:
+        """Whether each visit of a result's block overwrites all of it."""
         last = max(self.moves(written).axes, default=-1)
         first = {i: 0 for a, i in enumerate(self.ids) if a > last or self.grid[a] == 1}
-        filled = is_overwritten(self.body.ops, written.block, first)
-        return reads_new or not filled or (bool(uses) and not apart)
+        return is_overwritten(self.body.ops, written.block, first)
 
     def moves(self, shown: Shown) -> WindowMoves:
         number = self.pipeline.blocks.index(shown.block)
@@ -165,6 +176,9 @@ class _Pair:
 
     def check_apart(self, seen: Shown, written: Shown, uses: Sequence[int]) -> None:
         """Refuse a kernel in which a step reads what it or an earlier one wrote."""
+        kinds = [d.kind for s in (seen, written) for d in s.window.dims]
+        if "bounded" in kinds:
+            return
         stored = _uses(self.body, written.block)
         reads_new = bool(stored) and uses[-1] >= stored[0]
         steps = all_steps(self.grid)

@@ -479,7 +479,6 @@ _GAPS: dict[str, Callable[[Op], bool]] = {
     "integer_pow": lambda op: op.attrs["y"] < 0 and not op.result.tile.dtype.is_float,
     "population_count": lambda op: not op.result.tile.shape,
     "scan": lambda op: op.attrs["kind"] == "logsumexp",
-    "slice": lambda op: any(s != 1 for s in op.attrs["strides"]),
     "pad": lambda op: any(op.attrs["interior"]),
 }
 

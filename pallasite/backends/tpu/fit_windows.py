@@ -7,7 +7,8 @@ is of the array. Along a dimension where a block is neither, one of these applie
 - blocks side by side are cut apart by XLA before the call, so that each is whole in
   its last two dimensions (a `Form`; the note `tpu.forms` on the pipeline keeps it);
 - blocks that overlap (pl.Element) come with the tiles around them if they are read,
-  and in a window of the whole dimension if they are written.
+  and in a window of the whole dimension if they are written;
+- a small result whose blocks are returned to is one window, too.
 
 The body sees the block it saw before, as a part of the new one. Kernel in, Kernel out.
 """
@@ -20,11 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from pallasite.backends.tpu.aliased import check_apart
+from pallasite.backends.tpu.aliased import reads_other_blocks
+from pallasite.backends.tpu.resident import MOST_BYTES
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import (
     fitting_block,
     operand_name,
+    returned_to,
     shown_block,
     tiling,
 )
@@ -241,6 +244,8 @@ class _Fitted:
                 index.append(Span(0, size))
                 continue
             start = starts[d]
+            if old.kind == "blocked":
+                start = b.mul(start, b.index(old.size))
             if each.how == "around":
                 start = b.rem(start, b.index(each.tile))
             operands.append(start)
@@ -276,7 +281,10 @@ class _Fitting:
     def __init__(self, kernel: Kernel, pipeline: Pipeline):
         self.kernel, self.pipeline = kernel, pipeline
         aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
-        self.windows = [self._fitted(s, s.array in aliased) for s in pipeline.shown]
+        shown = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
+        self.kept = {b for b in returned if _is_small(b, pipeline)}
+        self.windows = [self._fitted(s, s.array in aliased) for s in shown]
         self.inputs = [_Param(v, n) for n, v in enumerate(kernel.inputs)]
         self.outputs = [_Param(v, n) for n, v in enumerate(kernel.outputs)]
         self.aliases = [
@@ -293,9 +301,11 @@ class _Fitting:
     def _fitted(self, shown: Shown, is_aliased: bool) -> _Fitted:
         ref, window = shown.array.ref, shown.window
         same = tuple(_Dim("same", dim) for dim in window.dims)
-        odd = 0 in ref.shape or any(d.kind == "bounded" for d in window.dims)
-        if odd or not ref.shape:
+        if 0 in ref.shape or not ref.shape:
             return _Fitted(shown, same)
+        if shown.block in self.kept:
+            pairs = zip(window.dims, ref.shape, strict=True)
+            return _Fitted(shown, tuple(_whole(*pair) for pair in pairs))
         tiles = tiling(ref)
         tiles = (1,) * (ref.rank - len(tiles)) + tiles
         facts = number_facts(shown.index_map, window, ref.shape, self.pipeline.grid)
@@ -333,7 +343,7 @@ class _Fitting:
         return Shown(param.value, window, fitted.index_map(b.loc), block)
 
     def _check_fill(self, fitted: _Fitted) -> None:
-        """A form's padding keeps what is stored there; fill= says otherwise."""
+        """The padding of a form keeps what is stored there; fill= says otherwise."""
         shown = fitted.shown
         written = shown.array in self.kernel.outputs and shown.window.fill is not None
         if not written or not any(map(any, fitted.form.padding)):
@@ -342,8 +352,8 @@ class _Fitting:
         if all(shown.block not in op.operands or op.name == "store" for op in ops):
             return
         raise UnsupportedError(
-            "backend 'tpu': an output block with fill= is read past the array's end,"
-            " and misses the tiles",
+            "backend 'tpu': an output block with fill= is read past the array end, and"
+            " misses the tiles",
             [
                 ("operand", operand_name(self.kernel, shown.array)),
                 ("block", shown_block(shown.window)),
@@ -376,10 +386,10 @@ class _Fitting:
     def _join_forms(self) -> None:
         """An operand and the result that is its memory have one form."""
         for number, (operand, result) in enumerate(self.aliases):
-            if operand.note == result.note:
+            apart = reads_other_blocks(self.kernel, operand.source, result.source)
+            if operand.note == result.note and not apart:
                 continue
             if self._is_used(operand.source):
-                check_apart(self.kernel, operand.source, result.source)
                 operand = self._again(operand.source)
                 self.aliases[number] = (operand, result)
             ref = result.value.ref
@@ -467,6 +477,32 @@ class _Fitting:
         return kernel.with_(params=values, body=body, aliases=aliases)
 
 
+def _of_fixed_length(kernel: Kernel, shown: Shown) -> Shown:
+    """Blocks of varying length that are read only may as well be of the full length."""
+    window = shown.window
+    if not any(dim.kind == "bounded" for dim in window.dims):
+        return shown
+    if window.mode == "out" or window.fill is not None:
+        raise UnsupportedError(
+            "backend 'tpu' has no blocks of varying length (BoundedSlice) that are"
+            " written or filled",
+            [("operand", operand_name(kernel, shown.array))],
+            at=kernel.loc,
+            fix="use pl.Element or a fixed block and mask",
+        )
+    dims, numbers = [], []
+    pending = iter(shown.index_map.yields)
+    for dim in window.dims:
+        numbers.append(next(pending))
+        if dim.kind == "bounded":
+            next(pending)
+            dim = replace(dim, kind="element")
+        dims.append(dim)
+    index_map = replace(shown.index_map, yields=tuple(numbers))
+    window = replace(window, dims=tuple(dims))
+    return shown._replace(window=window, index_map=index_map)
+
+
 def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
     block = 1 if dim.kind == "squeezed" else dim.size
     if dim.kind == "element":
@@ -483,7 +519,7 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
     """A dimension whose blocks start anywhere."""
     low, high = dim.padding
     aligned = index.multiple % tile == 0 and low % tile == 0
-    if dim.size % tile == 0 and aligned:
+    if dim.size % tile == 0 and aligned and not (mode == "out" and low):
         return _Dim("same", dim)
     if dim.size == size and not (low or high) and index.number == 0:
         return _Dim("same", dim)
@@ -495,6 +531,21 @@ def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Di
             "around", BlockDim(around, "element"), (low, total - low - size), tile
         )
     total = max(low + size, last + dim.size)
+    return _Dim("whole", BlockDim(total), (low, total - low - size))
+
+
+def _is_small(block: Value, pipeline: Pipeline) -> bool:
+    ref = pipeline.arrays[pipeline.blocks.index(block)].ref
+    return ref.size * ref.dtype.bytes <= MOST_BYTES
+
+
+def _whole(dim: BlockDim, size: int) -> _Dim:
+    """A dimension that a window has all of, with what blocks have past its end."""
+    low = dim.padding[0]
+    if dim.kind == "blocked":
+        total = _rounded_up(size, dim.size)
+    else:
+        total = max(low + size, low + size + dim.padding[1] - 1 + dim.size)
     return _Dim("whole", BlockDim(total), (low, total - low - size))
 
 

@@ -262,25 +262,8 @@ class Memory(Shifting):
             zip(view.sizes, view.strides, strict=True)
         ):
             if stride > 1:
-                name, tile = self._every(name, tile, dim, size, stride)
+                name, tile = self.every(name, tile, dim, size, stride)
         return name
-
-    def _every(
-        self, name: str, tile: TileType, dim: int, size: int, stride: int
-    ) -> tuple[str, TileType]:
-        """Each `stride`-th element along a dimension: the first of each group."""
-        missing = size * stride - tile.shape[dim]
-        if missing:
-            filler = resized(tile, dim, missing)
-            blank = self.out.number(0, filler)
-            name = self.joined([(name, tile), (blank, filler)], dim)
-        lead, rest = tile.shape[:dim], tile.shape[dim + 1 :]
-        whole = resized(tile, dim, size * stride)
-        groups = tile.with_shape((*lead, size, stride, *rest))
-        name = self.reshaped(name, whole, groups.shape)
-        name, first = self.along(name, groups, dim + 1, 0, 1)
-        result = tile.with_shape((*lead, size, *rest))
-        return self.reshaped(name, first, result.shape), result
 
     def _to_ref_shape(self, name: str, tile: TileType, view: View) -> str:
         """From the memref's order of dimensions to the ref's."""

@@ -148,16 +148,18 @@ class Tiles(Elementwise):
 
     def emit_slice(self, op: Op) -> str:
         x = op.operands[0]
-        starts, limits = op.attrs["starts"], op.attrs["limits"]
-        if any(s != 1 for s in op.attrs["strides"]):
-            self.refuse(
-                "Mosaic slices vectors without strides",
-                fix="read them straight from the ref: ref[pl.ds(0, n, stride)]",
-            )
-        if 0 in op.result.tile.shape:
+        starts, strides = op.attrs["starts"], op.attrs["strides"]
+        sizes = op.result.tile.shape
+        if 0 in sizes:
             return NOTHING
-        sizes = [hi - lo for lo, hi in zip(starts, limits, strict=True)]
-        return self.sliced(self.name(x), self.tile_type(x), starts, sizes)
+        extents = [(n - 1) * s + 1 for n, s in zip(sizes, strides, strict=True)]
+        name, tile = self.name(x), self.tile_type(x)
+        name = self.sliced(name, tile, starts, extents)
+        tile = tile.with_shape(extents)
+        for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            if stride > 1:
+                name, tile = self.every(name, tile, dim, size, stride)
+        return name
 
     def sliced(
         self, name: str, tile: TileType, starts: Sequence[int], sizes: Sequence[int]
@@ -174,6 +176,23 @@ class Tiles(Elementwise):
         types = f"({tile_text(tile)}) -> {tile_text(tile.with_shape(sizes))}"
         text = f'"vector.extract_strided_slice"({name}) <{{{attrs}}}> : {types}'
         return self.out.value(text)
+
+    def every(
+        self, name: str, tile: TileType, dim: int, size: int, stride: int
+    ) -> tuple[str, TileType]:
+        """Each `stride`-th element along a dimension: the first of each group."""
+        missing = size * stride - tile.shape[dim]
+        if missing:
+            filler = resized(tile, dim, missing)
+            blank = self.out.number(0, filler)
+            name = self.joined([(name, tile), (blank, filler)], dim)
+        lead, rest = tile.shape[:dim], tile.shape[dim + 1 :]
+        whole = resized(tile, dim, size * stride)
+        groups = tile.with_shape((*lead, size, stride, *rest))
+        name = self.reshaped(name, whole, groups.shape)
+        name, first = self.along(name, groups, dim + 1, 0, 1)
+        result = tile.with_shape((*lead, size, *rest))
+        return self.reshaped(name, first, result.shape), result
 
     def emit_concatenate(self, op: Op) -> str:
         parts = [(self.name(v), self.tile_type(v)) for v in op.operands]

@@ -4,12 +4,12 @@
 with the operand's name and a shape that works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pallasite.backends.tpu.views import LANES, SUBLANES
 from pallasite.errors import SpecError, UnsupportedError
 from pallasite.ir.nodes import BlockDim, Kernel, Loc, Value, Window
-from pallasite.ir.roles import Pipeline
+from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.carried import carried_from, is_overwritten
 from pallasite.passes.analysis.grid import WindowMoves, analyze
@@ -73,20 +73,8 @@ def check_window(
 
 
 def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
-    """Refuse an output whose blocks are entered again and would have to be kept.
-
-    Mosaic writes a block back when the next step has another one, and the block that a
-    step enters starts out as rubbish. That is seen unless steps fill what they enter.
-    """
-    aliased = {kernel.outputs[result] for _, result in kernel.aliases}
-    moves = analyze(kernel).windows
-    for shown, move in zip(pipeline.shown, moves, strict=True):
-        if shown.array not in kernel.outputs or shown.array in aliased:
-            continue
-        found = _entered_again(pipeline.grid, move)
-        if found is None or _fills(pipeline, shown.block, move):
-            continue
-        outer, inner = found
+    """Refuse an output whose blocks are entered again and would have to be kept."""
+    for shown, outer, inner in returned_to(kernel, pipeline):
         name = operand_name(kernel, shown.array)
         raise UnsupportedError(
             f"backend 'tpu' cannot return to a block of {name}",
@@ -103,6 +91,24 @@ def check_left_once(kernel: Kernel, pipeline: Pipeline) -> None:
             fix=f"make axis {outer} the last axis of the grid, or write the whole block"
             " at each visit",
         )
+
+
+def returned_to(kernel: Kernel, pipeline: Pipeline) -> Iterator[tuple[Shown, int, int]]:
+    """Outputs whose blocks are left, entered again, and needed as they were.
+
+    Mosaic writes a block back when the next step has another one, and the block that a
+    step enters starts out as rubbish. That is seen unless steps fill what they enter.
+    With each: an axis along which the block stays, and one inside it that it moves
+    along.
+    """
+    aliased = {kernel.outputs[result] for _, result in kernel.aliases}
+    moves = analyze(kernel).windows
+    for shown, move in zip(pipeline.shown, moves, strict=True):
+        if shown.array not in kernel.outputs or shown.array in aliased:
+            continue
+        found = _entered_again(pipeline.grid, move)
+        if found is not None and not _fills(pipeline, shown.block, move):
+            yield shown, *found
 
 
 def _entered_again(

@@ -20,6 +20,7 @@ from pallasite.ops import meaning
 
 ELEMENTS = {
     "i1": np.bool_,
+    "i4": ml_dtypes.int4,
     "i8": np.int8,
     "i16": np.int16,
     "i32": np.int32,
