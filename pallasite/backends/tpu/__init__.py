@@ -15,6 +15,8 @@ from pallasite.ir.text import parse_kernel
 from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
+LANES = 128  # of a vector register of every TPU
+
 
 class TpuBackend:
     """See `backends.base.Backend`."""
@@ -36,12 +38,16 @@ class TpuBackend:
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
+        from pallasite.passes.known_comparisons import known_comparisons
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
+        from pallasite.passes.replicate_columns import replicate_columns
 
         return (
             *self._blocks(options),
-            Pass("canonicalize", canonicalize, if_changed=True),
+            Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
+            Pass("known_comparisons", known_comparisons),
+            Pass("canonicalize", canonicalize),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
             Pass("idle_windows", idle_windows),
