@@ -20,6 +20,8 @@ from pallasite.backends.base import (
 from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
+LANES = 128  # of a vector register of every TPU
+
 
 class TpuBackend:
     """See `backends.base.Backend`."""
@@ -47,15 +49,19 @@ class TpuBackend:
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
+        from pallasite.passes.known_comparisons import known_comparisons
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
+        from pallasite.passes.replicate_columns import replicate_columns
 
         return (
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
             *self._blocks(options),
-            Pass("canonicalize", canonicalize, if_changed=True),
+            Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
+            Pass("known_comparisons", known_comparisons),
+            Pass("canonicalize", canonicalize),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
             Pass("idle_windows", idle_windows),

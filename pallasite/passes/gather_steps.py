@@ -1,0 +1,119 @@
+"""gather_steps: several steps of the last grid axis in one, with larger windows.
+
+In: a kernel whose last axis counts steps that depend on each other, such as those of a
+running softmax. Out: a grid that is shorter by a factor, windows that show as many
+blocks at once, and a body that does one step after another, each with its part of the
+windows. What a step means, and the order of steps, stay as they are; the grid's own
+work is done less often, and the compiler can begin a step before the one before it has
+ended. `merge_k_steps.py` is for steps that only add up: those become one.
+"""
+
+from dataclasses import dataclass, replace
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import inline
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.resized_code import CannotReblock
+
+
+def gather_steps(kernel: Kernel, factor: int) -> Kernel:
+    """Programs that each do `factor` steps along the last axis.
+
+    Raises:
+        CannotReblock: a window does not move block by block along it.
+    """
+    if kernel.aliases:  # a step may read what the one before it wrote
+        raise CannotReblock("operands share memory with results")
+    if kernel.level != TILE:
+        raise CannotReblock("copies, semaphores or roles are spelled out in it")
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    steps = pipeline.grid[-1] if pipeline.grid else None
+    if steps is None or steps % factor:
+        raise CannotReblock(f"{steps} steps are not {factor} times as many")
+    moved = [_moved(shown, steps) for shown in pipeline.shown]
+    new = _gathered(pipeline, moved, factor)
+    ops = [new if op is pipeline.op else op for op in kernel.body.ops]
+    return kernel.with_(body=replace(kernel.body, ops=tuple(ops)))
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A window whose block number along one dimension is the step."""
+
+    array_dim: int
+    dim: BlockDim
+    place: int  # of the block's dimension; where it would be if it is squeezed
+
+    def window(self, shown: Shown, factor: int) -> Shown:
+        dims = list(shown.window.dims)
+        dims[self.array_dim] = BlockDim(self.dim.size * factor)
+        shape = list(shown.block.ref.shape)
+        if self.dim.kind == "squeezed":
+            shape.insert(self.place, factor)
+        else:
+            shape[self.place] *= factor
+        block = Value(shown.block.ref.with_shape(tuple(shape)), shown.block.name)
+        window = replace(shown.window, dims=tuple(dims))
+        return shown._replace(window=window, block=block)
+
+    def view(self, b: Builder, block: Value, number: int) -> Value:
+        """The part of a block that one of its steps sees."""
+        index: list[At | Span] = [Span(0, n) for n in block.ref.shape]
+        if self.dim.kind == "squeezed":
+            index[self.place] = At(number)
+        else:
+            size = self.dim.size
+            index[self.place] = Span(number * size, size)
+        return b.subview(block, tuple(index))
+
+
+def _moved(shown: Shown, steps: int) -> _Moved | None:
+    """How a window moves along the last axis; None: it does not."""
+    *_, step = shown.index_map.params
+    places = [n for n, value in enumerate(shown.index_map.yields) if value is step]
+    inside = any(step in op.operands for op in walk(shown.index_map))
+    if not places and not inside:
+        return None
+    name = shown.array.name or "a window"
+    dims = shown.window.dims
+    plain = all(d.kind in ("blocked", "squeezed") for d in dims)
+    if inside or len(places) != 1 or not plain or shown.window.fill is not None:
+        raise CannotReblock(f"{name} does not follow the axis block by block")
+    (array_dim,) = places
+    dim = dims[array_dim]
+    if steps * dim.size > shown.array.ref.shape[array_dim]:
+        raise CannotReblock(f"the last block of {name} is not all inside")
+    squeezed = sum(d.kind == "squeezed" for d in dims[:array_dim])
+    return _Moved(array_dim, dim, array_dim - squeezed)
+
+
+def _gathered(pipeline: Pipeline, moved: list[_Moved | None], factor: int) -> Op:
+    *grid, steps = pipeline.grid
+    assert steps is not None
+    shown = [
+        each if how is None else how.window(each, factor)
+        for each, how in zip(pipeline.shown, moved, strict=True)
+    ]
+    body = _body(pipeline, moved, [each.block for each in shown], factor)
+    new = pipeline.with_(grid=(*grid, steps // factor))
+    return new.showing(shown, body).to_op()
+
+
+def _body(
+    pipeline: Pipeline, moved: list[_Moved | None], blocks: list[Value], factor: int
+) -> Block:
+    """The steps of a program, one after another."""
+    b = Builder(pipeline.op.loc)
+    *outer, step = (Value(i.type, i.name) for i in pipeline.ids)
+    first = b.mul(step, b.index(factor))
+    for number in range(factor):
+        index = b.add(first, b.index(number))
+        views = [
+            block if how is None else how.view(b, block, number)
+            for block, how in zip(blocks, moved, strict=True)
+        ]
+        inline(b, pipeline.body, (*outer, index, *views))
+    return b.block((*outer, step, *blocks))

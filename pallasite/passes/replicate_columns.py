@@ -1,0 +1,227 @@
+"""replicate_columns: a number per row, kept in all lanes of a row.
+
+In: tiles of shape (rows, 1), as reductions with `keepdims` give them: the maxima and
+sums of a softmax, the mean of a norm. A TPU keeps such a tile as one lane of each
+vector register and moves it to the other lanes for every row that it is combined with.
+Out: the same numbers as tiles of shape (rows, lanes), which take as many registers;
+scratch for them has that shape, too. To repeat a row's number along a wider tile is
+then to name the same registers several times. Columns of blocks, and what no rule here
+is for, stay (rows, 1).
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, full_index, walk
+from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import dead_code, users_of
+from pallasite.ir.roles import Loop
+from pallasite.ir.types import BOOL, F32, I32, Type
+
+_DTYPES = (F32, I32)  # of columns that are brought to all lanes
+_SHAPES = {"broadcast_in_dim", "reshape", "constant"}
+
+
+def replicate_columns(kernel: Kernel, lanes: int) -> Kernel:
+    """Columns in all `lanes` of their rows, where rows are combined with them."""
+    if not any(map(_is_repeated, walk(kernel.body))):
+        return kernel
+    new = kernel.with_(body=_Walk(kernel, lanes).block(kernel.body))
+    return dead_code(new)
+
+
+def _is_column(type_: Type, dtypes: Sequence[object] = (*_DTYPES, BOOL)) -> bool:
+    """One number per row, of several rows."""
+    *_, rows, columns = (1, 1, *type_.shape)
+    return columns == 1 and rows > 1 and type_.dtype in dtypes
+
+
+def _is_repeated(op: Op) -> bool:
+    """Whether an op repeats a column along rows."""
+    if op.name != "broadcast_in_dim" or not _is_column(op.operands[0].type, _DTYPES):
+        return False
+    x, dims = op.operands[0].tile.shape, op.attrs["dims"]
+    shape = op.attrs["shape"]
+    same_rows = tuple(shape[:-1]) == x[:-1]
+    return same_rows and tuple(dims) == tuple(range(len(shape))) and shape[-1] > 1
+
+
+class _Walk:
+    """Rebuilds blocks; `wide` has the replicated form of columns, where there is one.
+
+    A column has its narrow form, its wide form, or both: whichever is missing is made
+    from the other where it is asked for.
+    """
+
+    def __init__(self, kernel: Kernel, lanes: int):
+        self.lanes = lanes
+        self.wide: dict[Value, Value] = {}
+        self.new: dict[Value, Value] = {}
+        self.replaced: set[Value] = set()  # columns without their narrow form
+        self.scratch = _scratch(kernel)
+
+    # --- values ---
+
+    def type(self, type_: Type) -> Type:
+        return type_.with_shape((*type_.shape[:-1], self.lanes))
+
+    def narrow(self, b: Builder, value: Value) -> Value:
+        if value not in self.replaced:
+            return self.new.get(value, value)
+        wide = self.wide[value]
+        shape = value.tile.shape
+        starts = (0,) * len(shape)
+        strides = (1,) * len(shape)
+        return b.op("slice", wide, starts=starts, limits=shape, strides=strides)
+
+    def widened(self, b: Builder, value: Value) -> Value:
+        if value in self.wide:
+            return self.wide[value]
+        shape = self.type(value.type).shape
+        return b.broadcast(self.new.get(value, value), shape, range(len(shape)))
+
+    def operands(self, b: Builder, op: Op) -> tuple[Value, ...]:
+        return tuple(self.narrow(b, v) for v in op.operands)
+
+    def set_wide(self, old: Value, wide: Value) -> None:
+        self.wide[old] = wide
+        self.replaced.add(old)
+
+    # --- blocks and ops ---
+
+    def block(self, block: Block, wide: Sequence[bool] = ()) -> Block:
+        """`wide`: which of its parameters, from the second on, and yields are."""
+        b = Builder()
+        for op in block.ops:
+            b.loc = op.loc
+            self.op(b, op)
+        yields = [
+            self.widened(b, v) if is_wide else self.narrow(b, v)
+            for v, is_wide in zip(
+                block.yields, wide or (False,) * len(block.yields), strict=True
+            )
+        ]
+        params = [
+            self.wide.get(p, p) if p in self.replaced else p for p in block.params
+        ]
+        return b.block(params, yields)
+
+    def op(self, b: Builder, op: Op) -> None:
+        if op.name == "alloc" and op.result in self.scratch:
+            type_ = self.type(op.result.type)
+            self.new[op.result] = b.op("alloc", type=type_)
+        elif op.name == "load" and op.operands[0] in self.scratch:
+            self.set_wide(op.result, b.load(self.new[op.operands[0]]))
+        elif op.name == "store" and op.operands[0] in self.scratch:
+            ref, value = op.operands
+            b.store(self.new[ref], self.widened(b, value))
+        elif op.name in ("cond", "for"):
+            self.control(b, op)
+        elif _is_repeated(op):
+            self.new[op.result] = self.repeated(b, op)
+        elif not (self.is_wide_shape(b, op) or self.is_wide_elementwise(b, op)):
+            self.kept(b, op)
+
+    def kept(self, b: Builder, op: Op) -> None:
+        regions = tuple(self.block(region) for region in op.regions)
+        b.ops.append(op.with_(operands=self.operands(b, op), regions=regions))
+
+    def control(self, b: Builder, op: Op) -> None:
+        """What branches and loops hand on is wide."""
+        wide = [_is_column(v.type, _DTYPES) for v in op.results]
+        if not any(wide):
+            self.kept(b, op)
+            return
+        results = [
+            Value(self.type(v.type), v.name) if is_wide else v
+            for v, is_wide in zip(op.results, wide, strict=True)
+        ]
+        operands = list(self.operands(b, op))
+        if op.name == "for":
+            loop = Loop.of(op)
+            first = len(operands) - len(wide)
+            for n, is_wide in enumerate(wide):
+                if is_wide:
+                    operands[first + n] = self.widened(b, op.operands[first + n])
+                    old = loop.carried[n]
+                    self.set_wide(old, Value(self.type(old.type), old.name))
+        regions = tuple(self.block(region, wide) for region in op.regions)
+        for old, new, is_wide in zip(op.results, results, wide, strict=True):
+            if is_wide:
+                self.set_wide(old, new)
+        changed = op.with_(
+            operands=tuple(operands), results=tuple(results), regions=regions
+        )
+        b.ops.append(changed)
+
+    def repeated(self, b: Builder, op: Op) -> Value:
+        """A row's number along a tile: its registers, several times."""
+        wide, (*_, n) = self.widened(b, op.operands[0]), op.attrs["shape"]
+        copies = [wide] * -(-n // self.lanes)
+        joined = wide
+        if len(copies) > 1:
+            joined = b.op("concatenate", *copies, axis=len(op.attrs["shape"]) - 1)
+        if joined.tile.shape[-1] == n:
+            return joined
+        shape = op.attrs["shape"]
+        whole = dict(starts=(0,) * len(shape), strides=(1,) * len(shape))
+        return b.op("slice", joined, limits=shape, **whole)
+
+    def is_wide_shape(self, b: Builder, op: Op) -> bool:
+        """Takes in a column made of a number, or of one number per row."""
+        if op.name not in _SHAPES or not _is_column(op.result.type, _DTYPES):
+            return False
+        shape = self.type(op.result.type).shape
+        if op.name == "constant":
+            type_ = op.result.tile.with_shape(shape)
+            self.set_wide(op.result, b.constant(op.attrs["value"], type_))
+            return True
+        (x,) = op.operands
+        if op.name == "reshape":
+            if x.tile.shape != shape[:-1]:
+                return False
+            dims = tuple(range(len(shape) - 1))
+        else:
+            dims = tuple(op.attrs["dims"])
+            if len(shape) - 1 in dims:
+                return False  # it has a last dimension of its own
+        self.set_wide(op.result, b.broadcast(self.narrow(b, x), shape, dims))
+        return True
+
+    def is_wide_elementwise(self, b: Builder, op: Op) -> bool:
+        """Takes in an elementwise op on columns."""
+        if not table()[op.name].elementwise or not _is_column(op.result.type):
+            return False
+        columns = [v for v in op.operands if v.type.shape]
+        if not any(v in self.wide for v in columns):
+            return False
+        for value in columns:
+            if value not in self.wide and value.type.dtype not in _DTYPES:
+                return False
+        operands = [
+            self.widened(b, v) if v.type.shape else self.narrow(b, v)
+            for v in op.operands
+        ]
+        self.set_wide(op.result, b.op(op.name, *operands, **op.attrs))
+        return True
+
+
+def _scratch(kernel: Kernel) -> set[Value]:
+    """Scratch that holds columns, and is read and written as a whole only."""
+    users = users_of(kernel.body)
+    return {
+        op.result
+        for op in walk(kernel.body)
+        if op.name == "alloc"
+        and op.result.ref.space == "vmem"
+        and _is_column(op.result.type, _DTYPES)
+        and all(_is_whole(user, op.result) for user in users[op.result])
+    }
+
+
+def _is_whole(op: Op, ref: Value) -> bool:
+    if op.name not in ("load", "store"):
+        return False
+    access = Access.of(op)
+    whole = access.index == full_index(ref.ref.shape) and access.mask is None
+    return whole and access.ref is ref

@@ -1,0 +1,119 @@
+"""Several steps of the last axis in one. Text in, text out."""
+
+import numpy as np
+import pytest
+
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.text import parse_kernel
+from pallasite.ir.verify import verify
+from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.gather_steps import gather_steps
+from pallasite.passes.known_comparisons import known_comparisons
+from pallasite.passes.resized_code import CannotReblock
+from tests.passes.test_promote import expect
+from tests.passes.test_row_strips import code
+from tests.passes.test_same_meaning import outputs
+
+
+def kernel(body: str, x_map: str = "yield %z, %i", n: int = 32) -> Kernel:
+    """Eight steps over x[8,4], rows of w and a block o that stays."""
+    text = f"""
+    kernel @k(%x: ref<f32[8,{n}] any>, %w: ref<f32[8,4] any>, %o: ref<f32[8,4] any>)
+        outputs 1 {{
+      pipeline %x, %w, %o {{grid=(8,),
+          windows=(in[8, 4], in[squeezed 1, 4], out[8, 4]), semantics=("arbitrary",)}}
+        map (%i: i32) {{ %z: i32 = constant {{value=0}} {x_map} }}
+        map (%i1: i32) {{ %z1: i32 = constant {{value=0}} yield %i1, %z1 }}
+        map (%i2: i32) {{ %z2: i32 = constant {{value=0}} yield %z2, %z2 }}
+        body (%s: i32, %xb: ref<f32[8,4] block>, %wb: ref<f32[4] block>,
+              %ob: ref<f32[8,4] block>) {{
+          {body}
+        }}
+    }}"""
+    made = parse_kernel(text)
+    verify(made)
+    return made
+
+
+RUNNING = """
+%zero: i32 = constant {value=0}
+%first: bool = eq %s, %zero
+%which: i32 = cast %first {dtype=i32}
+cond %which
+  branch () {}
+  branch () { %one: f32[8,4] = constant {value=1.0} store %ob[:, :] = %one }
+%x0: f32[8,4] = load %xb[:, :]
+%w0: f32[4] = load %wb[:]
+%w1: f32[8,4] = broadcast_in_dim %w0 {shape=(8, 4), dims=(1,)}
+%old: f32[8,4] = load %ob[:, :]
+%sum: f32[8,4] = add %x0, %w1
+%new: f32[8,4] = max %old, %sum
+store %ob[:, :] = %new
+"""
+
+
+def gathered(made: Kernel, factor: int) -> Kernel:
+    new = canonicalize(known_comparisons(gather_steps(made, factor)))
+    verify(new)
+    return new
+
+
+def test_each_step_has_its_part_of_larger_windows():
+    new = gathered(kernel(RUNNING), 2)
+    assert "grid=(4,), windows=(in[8, 8], in[2, 4], out[8, 4])" in new.text
+    assert code(new) == expect(
+        """
+        %0: i32 = constant {value=2}
+        %1: i32 = mul %s, %0
+        %2: i32 = constant {value=0}
+        %first: bool = eq %1, %2
+        %which: i32 = cast %first {dtype=i32}
+        cond %which
+          branch () {}
+          branch () {
+            %one: f32[8,4] = constant {value=1.0}
+            store %ob[:, :] = %one
+          }
+        %3: f32[8,4] = load %xb[:, 0:+4]
+        %4: f32[4] = load %wb[0, :]
+        %w1: f32[8,4] = broadcast_in_dim %4 {shape=(8, 4), dims=(1,)}
+        %old: f32[8,4] = load %ob[:, :]
+        %sum: f32[8,4] = add %3, %w1
+        %new: f32[8,4] = max %old, %sum
+        store %ob[:, :] = %new
+        %5: f32[8,4] = load %xb[:, 4:+4]
+        %6: f32[4] = load %wb[1, :]
+        %w1_1: f32[8,4] = broadcast_in_dim %6 {shape=(8, 4), dims=(1,)}
+        %old_1: f32[8,4] = load %ob[:, :]
+        %sum_1: f32[8,4] = add %5, %w1_1
+        %new_1: f32[8,4] = max %old_1, %sum_1
+        store %ob[:, :] = %new_1
+        """
+    )
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+def test_meaning_stays(factor: int):
+    made = kernel(RUNNING)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=p.ref.shape).astype("f4") for p in made.inputs]
+    (got,), (want,) = outputs(gathered(made, factor), arrays), outputs(made, arrays)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "made, factor, reason",
+    [
+        (kernel(RUNNING), 3, "8 steps are not 3 times as many"),
+        (kernel(RUNNING, n=30), 2, "the last block of x is not all inside"),
+        (
+            kernel(RUNNING, "%j: i32 = sub %z, %i yield %z, %j"),
+            2,
+            "x does not follow the axis block by block",
+        ),
+    ],
+    ids=["count", "edge", "order"],
+)
+def test_steps_that_cannot_be_gathered(made: Kernel, factor: int, reason: str):
+    with pytest.raises(CannotReblock, match=reason):
+        gather_steps(made, factor)
