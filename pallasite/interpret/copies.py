@@ -6,6 +6,7 @@ between (`waits.py`). Reads of its destination and writes of either end are repo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,13 +26,14 @@ class End:
     view: View
     elements: Elements
 
-    @property
+    # Each access asks every copy in flight for these.
+    @cached_property
     def root(self) -> Value:
         return self.view.root
 
-    @property
+    @cached_property
     def key(self) -> tuple[Value, tuple[Any, ...]]:
-        return self.root, tuple(self.elements.box())
+        return self.root, self.elements.box
 
 
 @dataclass(eq=False)
@@ -57,15 +59,15 @@ class Copy:
     lane: int = 0  # who it is to the clocks
     moved: bool = False
 
-    @property
+    @cached_property
     def semaphore_key(self) -> Any:
         return None if self.semaphore is None else self.semaphore.key
 
-    @property
+    @cached_property
     def reads(self) -> dict[str, End]:
         return {"source": self.source}
 
-    @property
+    @cached_property
     def writes(self) -> dict[str, End]:
         return {"destination": self.target}
 
@@ -177,7 +179,7 @@ class Copies:
 def _common(a: Elements, b: Elements, shape: Sequence[int]) -> tuple[int, ...] | None:
     """An element of both, if there is one."""
     first = []
-    for (low_a, high_a), (low_b, high_b) in zip(a.box(), b.box(), strict=True):
+    for (low_a, high_a), (low_b, high_b) in zip(a.box, b.box, strict=True):
         if max(low_a, low_b) >= min(high_a, high_b):
             return None
         first.append(max(low_a, low_b))

@@ -223,7 +223,7 @@ class GpuWalker(WaitingWalker):
         return known
 
     def place(self, barrier: Barrier) -> tuple[int, ...]:
-        return tuple(low for low, _ in barrier.end.elements.box())
+        return tuple(low for low, _ in barrier.end.elements.box)
 
     def loads(self, barrier: Barrier) -> list[Load]:
         flying = self.copies.flying

@@ -6,6 +6,7 @@ mode looks at its shadow arrays through it.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -109,8 +110,6 @@ Region = Run | Gathered
 class Elements:
     """A set of array elements: `array[index]`, of those the ones in `where`."""
 
-    __slots__ = ("index", "where")
-
     def __init__(self, index: tuple, where: np.ndarray | None = None):
         self.index, self.where = index, where
 
@@ -124,16 +123,17 @@ class Elements:
         else:
             _view(array, self.index)[self.where] = value
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether it is a rectangle without holes."""
         return self.where is None and all(
             isinstance(i, slice) and i.step in (None, 1) for i in self.index
         )
 
-    def box(self) -> list[tuple[int, int]]:
+    @cached_property
+    def box(self) -> tuple[tuple[int, int], ...]:
         """First and past-last position along each dimension."""
-        return [_reach(i) for i in self.index]
+        return tuple([_reach(i) for i in self.index])
 
     def position(self, shape: Sequence[int], n: int) -> tuple[int, ...]:
         """The position of the n-th of `of(array)` in an array of this shape."""

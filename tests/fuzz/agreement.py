@@ -5,7 +5,7 @@ inexact op shaken by what its row allows; how far the results move is how far an
 may be off. A value that moves between finite and not is not compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -236,6 +236,22 @@ def expected(
         exact = case.kernel.outputs[n] in case.exact
         bounds.append(None if exact else _bound(result, others))
     return results, bounds
+
+
+def beyond_op_table(case: Case, runs: Iterable[Arrays]) -> str | None:
+    """What is wrong with some run's results by the op table's errors alone, or None.
+
+    How far those go takes several runs, and is found out if a run is off.
+    """
+    wanted, is_exact = close_to(case), False
+    for got in runs:
+        wrong = mismatch(got, *wanted)
+        if wrong is not None and not is_exact:
+            wanted, is_exact = expected(case, ulps={}), True
+            wrong = mismatch(got, *wanted)
+        if wrong is not None:
+            return wrong
+    return None
 
 
 def _bound(result: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:

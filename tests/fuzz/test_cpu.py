@@ -2,7 +2,7 @@
 
 The code is called directly, as XLA would. Most kernels skip LLVM's optimisation, which
 is most of the time; every kernel of some batches has it. Vector widths and the number
-of threads change from kernel to kernel.
+of threads change from kernel to kernel. `make fuzz` draws more.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ OPTIMISED_EVERY = 40  # batches
 HOSTS = (None, target.AVX2, target.SSE)
 # Batches per family and type width; families with little code have more.
 PARTS = {
-    "elementwise": (35, 15),
-    "tiles": (60, 20),
-    "memory": (140, 45),
-    "control": (145, 40),
-    "grids": (90, 30),
-    "products": (30, 10),
-    "edges": (25, 10),
+    "elementwise": (20, 8),
+    "tiles": (35, 12),
+    "memory": (60, 20),
+    "control": (65, 20),
+    "grids": (50, 16),
+    "products": (20, 6),
+    "edges": (20, 8),
 }
 THREADS = 3
 
@@ -71,6 +71,6 @@ def test_machine_code_agrees_with_numpy(family: str, wide: bool):
     assert seen >= (0.9 if SHARE == 1 else 0.7) * count * BATCH
 
 
-def test_at_least_five_thousand_kernels():
+def test_at_least_twenty_five_hundred_kernels():
     assert set(PARTS) == {*FAMILIES, "edges"}
-    assert 0.9 * BATCH * sum(map(sum, PARTS.values())) >= 5000
+    assert 0.9 * BATCH * sum(map(sum, PARTS.values())) >= 2500

@@ -56,10 +56,10 @@ def emulation(case: Case) -> Arrays:
 
 # Kernels to try, and the part of them that a backend does not refuse.
 ENGINES: dict[str, tuple[Callable[[Case], Arrays], int, float]] = {
-    "place_windows": (placed, 400, 1.0),
-    "cpu": (native, 400, 1.0),
-    "triton": (on_triton, 240, 0.9),
-    "tpu": (on_tpu, 240, 0.7),
+    "place_windows": (placed, 240, 1.0),
+    "cpu": (native, 240, 1.0),
+    "triton": (on_triton, 120, 0.9),
+    "tpu": (on_tpu, 120, 0.7),
     "emulation": (emulation, 40, 1.0),
 }
 

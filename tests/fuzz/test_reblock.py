@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel
@@ -21,10 +19,10 @@ from pallasite.passes.reblock import cut, grow
 from pallasite.passes.resized_code import CannotReblock
 from pallasite.passes.tpu_blocks import for_tpu
 from pallasite.target import GPUS, TPUS, Memory
-from tests.fuzz.agreement import expected, mismatch, run_numpy, same
+from tests.fuzz.agreement import beyond_op_table, run_numpy, same
 from tests.fuzz.blocks import block_kernel
 from tests.fuzz.choices import Seeded, Stream, pick
-from tests.fuzz.generate import BYTES, Case
+from tests.fuzz.generate import Case
 from tests.fuzz.test_passes import families, for_random_kernels
 
 Rewrite = Callable[[Kernel, LoopDim, Stream], Kernel]
@@ -79,16 +77,7 @@ def check_blocks(case: Case, choices, rewrites=REWRITES) -> int:
 
 
 def test_kernels_over_rows_mean_the_same():
-    @hypothesis.settings(max_examples=60)
-    @hypothesis.given(st.binary(min_size=BYTES, max_size=BYTES))
-    def run(data: bytes) -> None:
-        check_blocks(block_kernel(Stream(data)), Stream(data[::-1]))
-
-    run()
-
-
-def test_most_kernels_over_rows_can_be_rewritten():
-    """So that the test above tests something."""
+    """Most can be rewritten: else this would test nothing."""
     counts = []
     for seed in range(60):
         choices = Seeded(seed)
@@ -136,9 +125,10 @@ def test_what_is_chosen_means_the_same(chip: str, monkeypatch):
 @families
 def test_other_kernels_mean_the_same(family: str):
     def check(case: Case, choices: Stream) -> None:
-        for new in rewritten(case.kernel, REWRITES, choices):
-            values, bounds = expected(case, ulps={})
-            wrong = mismatch(run_numpy(new, case.arrays), values, bounds)
-            assert wrong is None, f"{wrong}\n{case!r}\n{new.text}"
+        news = list(rewritten(case.kernel, REWRITES, choices))
+        runs = (run_numpy(new, case.arrays) for new in news)
+        wrong = beyond_op_table(case, runs) if news else None
+        texts = "\n".join(new.text for new in news)
+        assert wrong is None, f"{wrong}\n{case!r}\n{texts}"
 
     for_random_kernels(family, check)
