@@ -7,6 +7,9 @@ on every chip the language runs on. This file lists the public names.
 from pallasite.kernels import masks as masks
 from pallasite.kernels.attention import AttentionConfig as AttentionConfig
 from pallasite.kernels.attention import attention as attention
+from pallasite.kernels.decode import DecodeConfig as DecodeConfig
+from pallasite.kernels.decode import decode_attention as decode_attention
+from pallasite.kernels.decode import paged_attention as paged_attention
 from pallasite.kernels.glu import GluConfig as GluConfig
 from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
 from pallasite.kernels.norms import NormConfig as NormConfig

@@ -1,0 +1,117 @@
+"""Attention over caches, contiguous and paged, of sequences of any length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallasite import kernels
+
+from .agreement import gradients_agree, modes_agree, values_agree
+
+BATCH, HEADS, KV_HEADS, WIDTH, KEYS, PAGE = 3, 6, 2, 24, 70, 16
+LENGTHS = jnp.array([0, 1, KEYS], jnp.int32)
+
+
+def normal(*shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def contiguous(dtype=jnp.float32):
+    return (
+        normal(BATCH, HEADS, WIDTH, dtype=dtype),
+        normal(BATCH, KEYS, KV_HEADS, WIDTH, dtype=dtype, seed=1),
+        normal(BATCH, KEYS, KV_HEADS, WIDTH + 8, dtype=dtype, seed=2),
+        LENGTHS,
+    )
+
+
+def paged(dtype=jnp.float32):
+    """Pages in no order; table entries past a sequence's length are out of range."""
+    pages, longest = 20, -(-KEYS // PAGE)
+    table = np.random.default_rng(3).permutation(pages)[: BATCH * longest]
+    table = table.reshape(BATCH, longest)
+    used = np.arange(longest) * PAGE < np.asarray(LENGTHS)[:, None]
+    return (
+        normal(BATCH, HEADS, WIDTH, dtype=dtype),
+        normal(pages, PAGE, KV_HEADS, WIDTH, dtype=dtype, seed=1),
+        normal(pages, PAGE, KV_HEADS, WIDTH, dtype=dtype, seed=2),
+        LENGTHS,
+        jnp.asarray(np.where(used, table, 10**6), jnp.int32),
+    )
+
+
+OPERATIONS = {
+    "contiguous": (kernels.decode_attention, contiguous),
+    "paged": (kernels.paged_attention, paged),
+}
+by_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@by_operation
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values(name, splits, dtype):
+    operation, operands = OPERATIONS[name]
+    config = kernels.DecodeConfig(block_kv=32, splits=splits)
+    options = functools.partial(operation, config=config, soft_cap=5.0)
+    values_agree(options, *operands(dtype))
+
+
+@by_operation
+def test_gradients_and_modes(name):
+    operation, operands = OPERATIONS[name]
+    gradients_agree(operation, *operands())
+    modes_agree(operation, *operands())
+
+
+@by_operation
+def test_what_is_past_the_length_does_not_matter(name):
+    operation, operands = OPERATIONS[name]
+    query, keys, values, lengths, *table = operands()
+    want = operation(query, keys, values, lengths, *table)
+    if name == "contiguous":
+        past = jnp.arange(KEYS)[:, None, None] >= lengths[:, None, None, None]
+        keys, values = (jnp.where(past, jnp.nan, x) for x in (keys, values))
+    else:
+        # The page after the last whole one: of the sequence of one key.
+        page = table[0][1, 0]
+        keys, values = (x.at[page, 1:].set(jnp.nan) for x in (keys, values))
+    np.testing.assert_array_equal(operation(query, keys, values, lengths, *table), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: normal(3, 5, 24)}, "does not divide"),
+        ({1: normal(3, 70, 2, 25)}, "do not fit the query"),
+        ({3: jnp.ones(2, int)}, "needs shape  (3,)"),
+        ({3: jnp.ones(3)}, "pass them as int32"),
+    ],
+)
+def test_refusals(change, message):
+    args = [change.get(n, x) for n, x in enumerate(contiguous())]
+    with pytest.raises(ValueError) as error:
+        kernels.decode_attention(*args)
+    assert message in str(error.value)
+
+
+def test_a_cache_grows_under_jit():
+    """One compiled step for all lengths."""
+    query, keys, values, _ = contiguous()
+    traced = []
+
+    @jax.jit
+    def step(*operands):
+        traced.append(operands)
+        return kernels.decode_attention(*operands)
+
+    for length in (1, 33, KEYS):
+        lengths = jnp.full(BATCH, length, jnp.int32)
+        want = kernels.decode_attention(
+            query, keys, values, lengths, implementation="reference"
+        )
+        np.testing.assert_allclose(step(query, keys, values, lengths), want, atol=1e-5)
+    assert len(traced) == 1
