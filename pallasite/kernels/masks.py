@@ -6,6 +6,7 @@ says which pairs it allows, whether a whole block of pairs can have an allowed o
 so a jitted function can take them as arguments.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
@@ -38,19 +39,19 @@ class Data(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Mask:
+class Mask(abc.ABC):
     """The interface of every mask, and how masks compose."""
 
     # The sides ("batch", "query" or "key") along which each array field varies.
     SIDES: ClassVar[dict[str, str]] = {}
 
+    @abc.abstractmethod
     def allows(self, rows: Any, columns: Any, data: Data) -> Any:
         """Which pairs are allowed: broadcast booleans for positions rows, columns."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def may_allow(self, rows: Span, columns: Span, data: Data) -> Any:
         """False only if no pair of the block is allowed."""
-        raise NotImplementedError
 
     def arrays(self) -> Iterator[tuple[str, str, jax.Array]]:
         """(field, side, array) of everything the mask reads, parts first to last."""
