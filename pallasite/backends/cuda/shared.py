@@ -140,7 +140,7 @@ class Shared(Memory):
         at = [text_of(start) for start in place.view.starts]
         parts = self.in_parts(place, ring, i)
         for spot in place.spots:
-            dim, text = spot[0], self.spot_text(place, spot, i)
+            dim, text = spot.dim, self.spot_text(place, spot, i)
             step = "" if dim.step == 1 else f" * {dim.step}"
             at[dim.axis] = f"{at[dim.axis]} + ({text}){step}"
         *slots, row, column = at
@@ -160,15 +160,19 @@ class Shared(Memory):
         So the swizzle is an exclusive or of the thread's part alone.
         """
         spread, starts = place.spread, place.view.starts
-        spots = {dim.axis: (axis, dim.step * step) for dim, axis, step in place.spots}
+        spots = {spot.dim.axis: spot for spot in place.spots}
         down, across = (spots.get(len(starts) - n) for n in (2, 1))
         if spread is None or down is None or across is None:
             return None
-        (row, row_step), (column, column_step) = down, across
+        row, column = down.along, across.along
         if isinstance(row, Tile) or isinstance(column, Tile):
             return None
         first, columns = starts[-1], ring.panel_columns
-        if (row_step, column_step) != (1, 1) or multiple_of(first) % columns:
+        plain = all(
+            s.dim.step * s.stride == 1 and s.first == 0 and not s.nearest
+            for s in (down, across)
+        )
+        if not plain or multiple_of(first) % columns:
             return None
         lanes = _bits([p for p in spread.lanes if p.dim == column])
         digits = _bits([p for p in spread.digits if p.dim == column])

@@ -124,7 +124,7 @@ def test_blocks_that_hang_over_are_masked():
 @pytest.fixture
 def blocks_as_written(monkeypatch):
     """Without the pass that cuts and grows blocks."""
-    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, chip: kernel)
+    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, **_: kernel)
 
 
 def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written):
@@ -204,7 +204,9 @@ def test_copies_round_f32_to_what_is_multiplied():
     tf32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
     kernel = matmul(512, 512, 512, f32, right="nk", block=(128, 64, 32), precision=tf32)
     text = body_of(text_of(kernel))
-    assert text.count("map_array<2, 11>") == 2 and text.count("map_array<2, 7>") == 1
+    assert (
+        text.count("map_array<2, 11, 3>") == 2 and text.count("map_array<2, 7, 3>") == 1
+    )
 
 
 def test_results_in_16_bits_are_computed_by_approximations():
