@@ -6,6 +6,7 @@ other code is cut to what a program has registers for.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import ceil, prod
@@ -21,8 +22,6 @@ from pallasite.target import Gpu
 
 # Of what a multiprocessor has: the rest is for addresses, masks and what is in flight.
 SHARED_SHARE = 0.88  # of shared memory, for operands of products
-REGISTER_SHARE = 0.5  # of registers, for results of products
-STAGES = 3  # buffers of operands that keep the tensor cores busy
 LEAST_SIDE = 16  # of a product's tile
 LARGEST_SIDE = 256
 ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
@@ -38,13 +37,34 @@ TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
-def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
+@dataclass(frozen=True)
+class Tiles:
+    """What products of a backend take of a multiprocessor.
+
+    Args:
+        register_share: of its registers, for results.
+        stages: buffers of operands that keep the tensor cores busy.
+        padded: each side of a tile takes as much as the next power of two.
+    """
+
+    register_share: float = 0.5
+    stages: int = 3
+    padded: bool = True
+
+    def elements(self, shape: Sequence[int]) -> int:
+        return _physical(shape) if self.padded else prod(shape)
+
+
+def for_gpu(
+    kernel: Kernel, chip: Gpu, tuned: bool = False, tiles: Tiles | None = None
+) -> Kernel:
     """Blocks that fit a multiprocessor's registers and shared memory.
 
     Args:
         kernel: what to rewrite.
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: they stay if they fit.
+        tiles: what products take; None: as in Triton.
 
     Raises:
         ChipMemoryError: blocks do not fit, and cannot be cut.
@@ -54,7 +74,7 @@ def for_gpu(kernel: Kernel, chip: Gpu, tuned: bool = False) -> Kernel:
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    return _WithProducts(blocks, chip).kernel(tuned)
+    return _WithProducts(blocks, chip, tiles or Tiles()).kernel(tuned)
 
 
 def _power_of_two(n: int) -> int:
@@ -69,8 +89,8 @@ def _physical(shape: Sequence[int]) -> int:
 class _WithProducts:
     """Blocks of a kernel with products."""
 
-    def __init__(self, blocks: Blocks, chip: Gpu):
-        self.blocks, self.chip = blocks, chip
+    def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
+        self.blocks, self.chip, self.tiles = blocks, chip, tiles
 
     def kernel(self, tuned: bool) -> Kernel:
         own = self.seconds({})
@@ -88,7 +108,7 @@ class _WithProducts:
         """Steps that are shallower than a row of shared memory, merged."""
         depth = ROW_BYTES // self._widest(self.blocks.dots)
         own = [d for d in self._deep if d.size < depth and d not in sizes]
-        if self._stages({**sizes, **dict.fromkeys(own, depth)}) < STAGES:
+        if self._stages({**sizes, **dict.fromkeys(own, depth)}) < self.tiles.stages:
             return kernel
         return merge_k_steps(kernel, depth, COMPUTED_BYTES) if own else kernel
 
@@ -120,9 +140,8 @@ class _WithProducts:
         """How deep products may be, so that there is room for all stages."""
         found = dict[LoopDim, int]()
         for dim, depths in self._deep.items():
-            fits = (
-                n for n in depths if self._stages({**sizes, **found, dim: n}) >= STAGES
-            )
+            stages = ((n, self._stages({**sizes, **found, dim: n})) for n in depths)
+            fits = (n for n, count in stages if count >= self.tiles.stages)
             depth = next(fits, depths[-1])
             if depth != dim.size:
                 found[dim] = depth
@@ -148,7 +167,7 @@ class _WithProducts:
         """Shared memory for one stage of the largest product's operands."""
         return max(
             sum(
-                _physical(self.blocks.shape(side.value, sizes))
+                self.tiles.elements(self.blocks.shape(side.value, sizes))
                 * side.value.tile.dtype.bytes
                 for side in dot.sides
             )
@@ -162,19 +181,21 @@ class _WithProducts:
     def _result_bytes(self, sizes: Sizes) -> int:
         """Registers for the results of all products."""
         shapes = (self.blocks.shape(d.op.result, sizes) for d in self.blocks.dots)
-        return 4 * sum(map(_physical, shapes))
+        return 4 * sum(map(self.tiles.elements, shapes))
 
     def seconds(self, sizes: Sizes) -> float | None:
         """An estimate; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if self._result_bytes(sizes) > REGISTER_SHARE * 4 * self.chip.registers:
+        registers = self.tiles.register_share * 4 * self.chip.registers
+        if self._result_bytes(sizes) > registers:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
         steps = self.blocks.steps
-        return waves * steps * work * (1 + 0.3 * max(STAGES - stages, 0)) / self._rate
+        missing = max(self.tiles.stages - stages, 0)
+        return waves * steps * work * (1 + 0.3 * missing) / self._rate
 
     @cached_property
     def _rate(self) -> float:
@@ -193,7 +214,7 @@ class _WithProducts:
         for side in dot.sides:
             shape = self.blocks.shape(side.value, sizes)
             free = [shape[d] for d in side.free]
-            sides.append(max(_physical(free), LEAST_SIDE))
+            sides.append(max(self.tiles.elements(free), LEAST_SIDE))
         shape = self.blocks.shape(dot.lhs.value, sizes)
         batch = prod(shape[d] for d in dot.lhs.batch)
         m, n = sides

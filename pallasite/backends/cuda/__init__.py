@@ -21,7 +21,7 @@ from pallasite.ir.opdef import TILE, table
 from pallasite.ir.text import parse_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.gpu_blocks import for_gpu
+from pallasite.passes.gpu_blocks import Tiles, for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
@@ -35,6 +35,8 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
+# Sums of products are in registers without padding, one warpgroup beside the others.
+TILES = Tiles(register_share=0.7, stages=2, padded=False)
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
@@ -49,7 +51,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
-        Pass("choose_blocks", partial(for_gpu, chip=chip)),
+        Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),

@@ -6,7 +6,7 @@ another. The copy engine reads arrays by descriptions (`Map`), which the kernel 
 before anything else in a scratch result of the call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -34,7 +34,11 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.bytes
+        return swizzled_bytes(self.shape, self.dtype)
+
+    @property
+    def panels(self) -> int:
+        return -(-self.shape[-1] // self.panel_columns)
 
     @property
     def panel_columns(self) -> int:
@@ -55,6 +59,12 @@ class Map:
     box: tuple[int, ...]
 
 
+def swizzled_bytes(shape: Sequence[int], dtype: DType) -> int:
+    """Of shared memory, where rows are whole rows of panels."""
+    row = -(-shape[-1] * dtype.bytes // ROW_BYTES) * ROW_BYTES
+    return prod(shape[:-1]) * row
+
+
 class Explicit(Memory):
     """Emits roles and what they do to each other."""
 
@@ -62,6 +72,7 @@ class Explicit(Memory):
         super().__init__()
         self.rings: dict[Value, Ring] = {}
         self.barriers: dict[Value, str] = {}
+        self.users: Mapping[Value, Sequence[Op]] = {}  # of values of the program
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}
@@ -113,7 +124,11 @@ class Explicit(Memory):
 
     def emit_barrier_expect(self, op: Op) -> None:
         at = self.barriers[op.operands[0]]
-        self.out.line(f"barrier_expect({at}, {op.attrs['bytes']});")
+        # What copies bring beside the tile, to fill panels.
+        copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
+        refs = [u.operands[1].ref for u in copies]
+        more = [swizzled_bytes(r.shape, r.dtype) - r.size * r.dtype.bytes for r in refs]
+        self.out.line(f"barrier_expect({at}, {op.attrs['bytes'] + sum(more)});")
 
     def emit_barrier_arrive(self, op: Op) -> None:
         at = self.barriers[op.operands[0]]
@@ -145,7 +160,7 @@ class Explicit(Memory):
         view, ring = self.views[source], self.rings[target]
         columns = ring.panel_columns
         number = self.map_of(view, ring.shape[0], columns)
-        for panel in range(ring.shape[1] // columns):
+        for panel in range(ring.panels):
             starts: list[Number] = list(view.starts)
             starts[-1] = plus(starts[-1], panel * columns)
             at = ring.address + (f" + {panel * ring.panel_bytes}" if panel else "")

@@ -8,6 +8,7 @@ shared memory. What a Hopper warpgroup cannot multiply is refused here, with the
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NoReturn
 
 from pallasite.errors import UnsupportedError
@@ -81,7 +82,14 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Of one stage."""
+        """Of one stage, whose rows are whole rows of panels."""
+        return sum(
+            prod(t.shape[:-1]) * -(-t.shape[-1] * t.dtype.bytes // SWIZZLE) * SWIZZLE
+            for t in self.tiles
+        )
+
+    @property
+    def tile_bytes(self) -> int:
         return sum(t.size * t.dtype.bytes for t in self.tiles)
 
 
@@ -239,8 +247,8 @@ class Plan:
     def check_copy(self, op: Op, side: Side) -> None:
         rows, columns = side.value.tile.shape
         width = side.value.tile.dtype.bytes
-        if columns * width % SWIZZLE:
-            self.refuse(op, f"rows of {columns * width} bytes, not of {SWIZZLE}")
+        if columns * width % K_BYTES:
+            self.refuse(op, f"rows of {columns * width} bytes, not of {K_BYTES}")
         if rows > BOX or rows % 8:
             self.refuse(op, f"{rows} rows of an operand; at most {BOX}, by 8")
 

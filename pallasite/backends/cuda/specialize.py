@@ -275,7 +275,7 @@ class _Loading(_Role):
         empty = self.barrier(b, memory.empty[ring], slot)
         full = self.barrier(b, memory.full[ring], slot)
         b.emit("barrier_wait", empty, b.sub(b.index(1), parity))
-        b.emit("barrier_expect", full, bytes=ring.bytes)
+        b.emit("barrier_expect", full, bytes=ring.tile_bytes)
         for load in group.loads:
             access = Access.of(load)
             indices = self.values(access.index_operands)

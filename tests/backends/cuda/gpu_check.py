@@ -29,6 +29,8 @@ from tests.backends.cuda.kernels import (
     matmul,
     normal,
     operand,
+    plain_attention,
+    plain_attention_reference,
     reference,
     rmsnorm_kernel,
     rmsnorm_reference,
@@ -202,6 +204,46 @@ for _style in ("grid", "loop"):
         check(f"{_name} 128", 3, 512, 128, **_how)(one_attention)
         check(f"{_name} 64", 3, 512, 64, **_how)(one_attention)
         check(f"{_name} 64x64", 2, 256, 64, block=(64, 64), **_how)(one_attention)
+
+
+KINDS = [(512, ""), (333, ""), (512, "loop"), (700, "heads"), (512, "bias")]
+KINDS += [(512, "ids"), (512, "cap")]
+
+
+def plain_attention_errors(causal):
+    """Widths, blocks, odd lengths, shared heads, bias, segments, soft cap."""
+    ids = lambda length: [jnp.asarray(np.arange(length)[None] // 100, jnp.int32)] * 2
+    normals = lambda seed, *size: normal(*size, dtype=bf16, seed=seed)
+    worst, failed = 0.0, []
+    for width in (32, 64, 80, 96, 128, 192, 256):
+        for block in ((128, 128), (128, 64), (64, 64), (64, 128)):
+            for length, kind in KINDS:
+                if kind and (width, block) not in ((64, (64, 64)), (128, (128, 128))):
+                    continue
+                shared = 2 if kind == "heads" else 1
+                q = normals(0, 4, length, width)
+                k, v = (normals(n, 4 // shared, length, width) for n in (1, 2))
+                more = [normal(4, length, length, seed=3)] if kind == "bias" else []
+                more += [None, *ids(length)] if kind == "ids" else []
+                how = dict(causal=causal, softcap=20.0 if kind == "cap" else None)
+                style = "loop" if kind == "loop" else "grid"
+                try:
+                    got = plain_attention(q, k, v, *more, block=block, style=style,
+                                          **how)  # fmt: skip
+                    want = plain_attention_reference(q, k, v, *more, **how)
+                    found = error(got, want)
+                    if not found < 2e-2:
+                        failed.append(f"{width} {block} {length} {kind} {found:.1e}")
+                    worst = max(worst, found)
+                except Exception as failure:
+                    lines = str(failure).splitlines()
+                    why = [line for line in lines if " why " in line] or lines[:1]
+                    failed.append(f"{width} {block} {length} {kind} {why}"[:160])
+    return f"error {worst:.1e} {failed}"
+
+
+check("plain attention", False)(plain_attention_errors)
+check("plain attention causal", True)(plain_attention_errors)
 
 
 def attention_times(batch, heads, length, width, causal, blocks=((128, 128),)):

@@ -121,7 +121,7 @@ def test_blocks_that_hang_over_are_masked():
 @pytest.fixture
 def blocks_as_written(monkeypatch):
     """Without the pass that cuts and grows blocks."""
-    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, chip: kernel)
+    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, **_: kernel)
 
 
 def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written):
@@ -236,8 +236,8 @@ REFUSED = {
         "its operands take 327680 bytes of shared memory",
     ),
     "narrow": (
-        lambda: matmul(512, 512, 512, block=(128, 128, 32)),
-        "rows of 64 bytes, not of 128",
+        lambda: matmul(512, 512, 512, block=(128, 128, 8)),
+        "a depth of 8, not a multiple of 16",
     ),
     "unaligned": (lambda: matmul(512, 511, 512), "rows of 1022 bytes, not of 16"),
     "int8 by k": (
