@@ -28,7 +28,8 @@ MOST_SUMS = 200  # registers of a thread for one product
 MOST_STAGES, ENOUGH_STAGES = 6, 3
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
-MOST_SHARED_REGISTERS = 176  # of a thread where two programs share a multiprocessor
+# Of a thread, for tiles, where so many programs share a multiprocessor; and stages.
+SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
@@ -342,14 +343,15 @@ class Plan:
         """As deep as shared memory allows where loads repeat; one or two elsewhere.
 
         One warpgroup that multiplies leaves the tensor cores idle while it does the
-        rest, so two such programs share a multiprocessor if they fit.
+        rest, so several such programs share a multiprocessor if they fit.
         """
         whole = self.chip.shared.bytes
-        half = (whole + RESERVED_BYTES) // 2 - RESERVED_BYTES
-        small = self.warpgroups == 1 and self.registers <= MOST_SHARED_REGISTERS
-        if small and self.has_stages(half, least=2):
-            self.per_core = 2
-        elif not self.has_stages(whole, least=1):
+        for count, most in SHARED_REGISTERS.items() if self.warpgroups == 1 else ():
+            part = (whole + RESERVED_BYTES) // count - RESERVED_BYTES
+            if self.registers <= most and self.has_stages(part, SHARED_STAGES):
+                self.per_core = count
+                return
+        if not self.has_stages(whole, least=1):
             needed = sum(r.bytes * self.at_once(r) for r in self.rings)
             self.refuse(
                 self.products[0].dot,

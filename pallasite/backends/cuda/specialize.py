@@ -35,7 +35,8 @@ LOAD, COMPUTE = "load", "compute"
 # Registers of a thread in each role, by the number of computing warpgroups of a
 # program, and of programs of a multiprocessor; None: all threads keep what they start
 # with.
-REGISTERS = {(1, 1): None, (1, 2): (40, 216), (2, 1): (40, 232), (3, 1): (32, 160)}
+REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
+REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:

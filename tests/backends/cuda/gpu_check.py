@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -206,40 +207,44 @@ for _style in ("grid", "loop"):
         check(f"{_name} 64x64", 2, 256, 64, block=(64, 64), **_how)(one_attention)
 
 
-KINDS = [(512, ""), (333, ""), (512, "loop"), (700, "heads"), (512, "bias")]
-KINDS += [(512, "ids"), (512, "cap")]
+def plain_cases():
+    """Width, block, length, and what is not plain."""
+    for width in (32, 64, 80, 96, 128, 192, 256):
+        for block in ((128, 128), (64, 64)):
+            yield from ((width, block, length, "") for length in (512, 333))
+    for block in ((128, 64), (64, 128), (192, 128)):
+        yield from ((width, block, 1000, "") for width in (64, 128))
+    for width, block in ((64, (64, 64)), (128, (128, 128))):
+        for kind in ("loop", "heads", "bias", "ids", "cap"):
+            yield width, block, 768, kind
+
+
+def plain_attention_error(causal, case):
+    width, block, length, kind = case
+    some = lambda seed, n: normal(n, length, width, dtype=bf16, seed=seed)
+    q, k, v = some(0, 4), *(some(n, 2 if kind == "heads" else 4) for n in (1, 2))
+    ids = jnp.asarray(np.arange(length)[None] // 100, jnp.int32)
+    more = {"bias": [normal(4, length, length, seed=3)], "ids": [None, ids, ids]}
+    operands = (q, k, v, *more.get(kind, ()))
+    how = dict(causal=causal, softcap=20.0 if kind == "cap" else None)
+    style = "loop" if kind == "loop" else "grid"
+    try:
+        got = plain_attention(*operands, block=block, style=style, **how)
+        found = error(got, plain_attention_reference(*operands, **how))
+        return found, "" if found < 2e-2 else f"{case} {found:.1e}"
+    except Exception as failure:
+        lines = str(failure).splitlines()
+        why = [line for line in lines if " why " in line] or lines[:1]
+        return 0.0, f"{case} {why}"[:200]
 
 
 def plain_attention_errors(causal):
     """Widths, blocks, odd lengths, shared heads, bias, segments, soft cap."""
-    ids = lambda length: [jnp.asarray(np.arange(length)[None] // 100, jnp.int32)] * 2
-    normals = lambda seed, *size: normal(*size, dtype=bf16, seed=seed)
-    worst, failed = 0.0, []
-    for width in (32, 64, 80, 96, 128, 192, 256):
-        for block in ((128, 128), (128, 64), (64, 64), (64, 128)):
-            for length, kind in KINDS:
-                if kind and (width, block) not in ((64, (64, 64)), (128, (128, 128))):
-                    continue
-                shared = 2 if kind == "heads" else 1
-                q = normals(0, 4, length, width)
-                k, v = (normals(n, 4 // shared, length, width) for n in (1, 2))
-                more = [normal(4, length, length, seed=3)] if kind == "bias" else []
-                more += [None, *ids(length)] if kind == "ids" else []
-                how = dict(causal=causal, softcap=20.0 if kind == "cap" else None)
-                style = "loop" if kind == "loop" else "grid"
-                try:
-                    got = plain_attention(q, k, v, *more, block=block, style=style,
-                                          **how)  # fmt: skip
-                    want = plain_attention_reference(q, k, v, *more, **how)
-                    found = error(got, want)
-                    if not found < 2e-2:
-                        failed.append(f"{width} {block} {length} {kind} {found:.1e}")
-                    worst = max(worst, found)
-                except Exception as failure:
-                    lines = str(failure).splitlines()
-                    why = [line for line in lines if " why " in line] or lines[:1]
-                    failed.append(f"{width} {block} {length} {kind} {why}"[:160])
-    return f"error {worst:.1e} {failed}"
+    with ThreadPoolExecutor(12) as pool:
+        run = partial(plain_attention_error, causal)
+        found = list(pool.map(run, plain_cases()))
+    wrong = [what for _, what in found if what]
+    return f"error {max(e for e, _ in found):.1e} in {len(found)}; wrong: {wrong}"
 
 
 check("plain attention", False)(plain_attention_errors)
