@@ -385,12 +385,15 @@ class Plan:
             return False
         # The next program's, while this one runs: worth more than many stages.
         rest = left - once
-        if rest >= size * min(stages, ENOUGH_STAGES):
-            stages = min(stages, rest // size) if size else stages
+        if rest >= size * min(max(stages, 2), ENOUGH_STAGES):
+            stages, left = min(stages, rest // size) if size else stages, rest
             for ring in self.rings:
                 ring.stages *= 1 if ring in again else 2
+        left -= stages * size
         for ring in again:
             ring.stages = stages
+            if stages < ENOUGH_STAGES and ring.bytes <= left:
+                ring.stages, left = stages + 1, left - ring.bytes
         return True
 
     def at_once(self, ring: Ring) -> int:
