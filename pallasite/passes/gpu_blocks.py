@@ -6,6 +6,7 @@ other code is cut to what a program has registers for.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import ceil, prod
@@ -21,8 +22,6 @@ from pallasite.target import Gpu
 
 # Of what a multiprocessor has: the rest is for addresses, masks and what is in flight.
 SHARED_SHARE = 0.88  # of shared memory, for operands of products
-REGISTER_SHARE = 0.5  # of registers, for results of products
-STAGES = 3  # buffers of operands that keep the tensor cores busy
 LEAST_SIDE = 16  # of a product's tile
 LARGEST_SIDE = 256
 ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
@@ -38,12 +37,28 @@ TINY_TILE, SMALL_TILE = 512, 2048  # fewer elements than this grow to that
 PROGRAMS_PER_CORE = 4  # of those that have grown
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """What products of a backend take of a multiprocessor.
+
+    Args:
+        register_share: of its registers, for results.
+        keeps_operands: operands that are computed take registers, too.
+        stages: buffers of operands that keep the tensor cores busy.
+        padded: each side of a tile takes as much as the next power of two.
+    """
+
+    register_share: float = 0.5
+    stages: int = 3
+    padded: bool = True
+    keeps_operands: bool = False
+
+    def elements(self, shape: Sequence[int]) -> int:
+        return _physical(shape) if self.padded else prod(shape)
+
+
 def for_gpu(
-    kernel: Kernel,
-    chip: Gpu,
-    tuned: bool = False,
-    register_share: float = REGISTER_SHARE,
-    keeps_operands: bool = False,
+    kernel: Kernel, chip: Gpu, tuned: bool = False, tiles: Tiles | None = None
 ) -> Kernel:
     """Blocks that fit a multiprocessor's registers and shared memory.
 
@@ -51,8 +66,7 @@ def for_gpu(
         kernel: what to rewrite.
         chip: the GPU.
         tuned: the author chose stages or warps for these blocks: they stay if they fit.
-        register_share: of a multiprocessor's registers, for results of products.
-        keeps_operands: operands that are computed are multiplied from registers, too.
+        tiles: what products take; None: as in Triton.
 
     Raises:
         ChipMemoryError: blocks do not fit, and cannot be cut.
@@ -62,7 +76,7 @@ def for_gpu(
         return kernel
     if not blocks.dots:
         return _without_products(blocks, chip, tuned)
-    return _WithProducts(blocks, chip, register_share, keeps_operands).kernel(tuned)
+    return _WithProducts(blocks, chip, tiles or Tiles()).kernel(tuned)
 
 
 def _power_of_two(n: int) -> int:
@@ -77,14 +91,12 @@ def _physical(shape: Sequence[int]) -> int:
 class _WithProducts:
     """Blocks of a kernel with products."""
 
-    def __init__(
-        self, blocks: Blocks, chip: Gpu, register_share: float, keeps_operands: bool
-    ):
-        self.blocks, self.chip = blocks, chip
-        self.most_in_registers = register_share * 4 * chip.registers
+    def __init__(self, blocks: Blocks, chip: Gpu, tiles: Tiles):
+        self.blocks, self.chip, self.tiles = blocks, chip, tiles
+        self.most_in_registers = tiles.register_share * 4 * chip.registers
         # Sums have 32 bits, whatever they are rounded to.
         self.in_registers = [(dot.op.result, 4) for dot in blocks.dots]
-        if keeps_operands:
+        if tiles.keeps_operands:
             sides = [side.value for dot in blocks.dots for side in dot.sides]
             made = {v: op for op in walk(blocks.body) for v in op.results}
             self.in_registers += [
@@ -109,7 +121,7 @@ class _WithProducts:
         """Steps that are shallower than a row of shared memory, merged."""
         depth = ROW_BYTES // self._widest(self.blocks.dots)
         own = [d for d in self._deep if d.size < depth and d not in sizes]
-        if self._stages({**sizes, **dict.fromkeys(own, depth)}) < STAGES:
+        if self._stages({**sizes, **dict.fromkeys(own, depth)}) < self.tiles.stages:
             return kernel
         return merge_k_steps(kernel, depth, COMPUTED_BYTES) if own else kernel
 
@@ -150,7 +162,9 @@ class _WithProducts:
     def _has_room(self, sizes: Sizes) -> bool:
         """Whether all stages of operands fit, and all results."""
         held = self._register_bytes(sizes)
-        return self._stages(sizes) >= STAGES and held <= self.most_in_registers
+        return (
+            self._stages(sizes) >= self.tiles.stages and held <= self.most_in_registers
+        )
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
@@ -172,7 +186,7 @@ class _WithProducts:
         """Shared memory for one stage of the largest product's operands."""
         return max(
             sum(
-                _physical(self.blocks.shape(side.value, sizes))
+                self.tiles.elements(self.blocks.shape(side.value, sizes))
                 * side.value.tile.dtype.bytes
                 for side in dot.sides
             )
@@ -186,7 +200,7 @@ class _WithProducts:
     def _register_bytes(self, sizes: Sizes) -> int:
         """Registers for results of products, and for operands that are kept there."""
         return sum(
-            _physical(self.blocks.shape(v, sizes)) * width
+            self.tiles.elements(self.blocks.shape(v, sizes)) * width
             for v, width in self.in_registers
         )
 
@@ -200,7 +214,8 @@ class _WithProducts:
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
         steps = self.blocks.steps
-        return waves * steps * work * (1 + 0.3 * max(STAGES - stages, 0)) / self._rate
+        missing = max(self.tiles.stages - stages, 0)
+        return waves * steps * work * (1 + 0.3 * missing) / self._rate
 
     @cached_property
     def _rate(self) -> float:
@@ -223,7 +238,7 @@ class _WithProducts:
         for side in dot.sides:
             shape = self.blocks.shape(side.value, sizes)
             free = [shape[d] for d in side.free]
-            sides.append(max(_physical(free), LEAST_SIDE))
+            sides.append(max(self.tiles.elements(free), LEAST_SIDE))
             for d in side.free:
                 dim = self.blocks.dims.get((side.value, d))
                 if dim is not None and dim.products:

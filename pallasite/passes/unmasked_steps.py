@@ -101,14 +101,15 @@ class _Walk:
         return Block(block.params, (*b.ops, *rest.ops), rest.yields)
 
 
-def unmasked_loops(kernel: Kernel, least: int) -> Kernel:
+def unmasked_loops(kernel: Kernel, least: int, needed: str | None = "dot") -> Kernel:
     """Run steps of innermost loops that let everything through in a loop without masks.
 
     Args:
         kernel: what to rewrite.
         least: elements of a mask from which a loop more pays.
+        needed: an op that a step must have, as above.
     """
-    body = _LoopWalk(least).block(kernel.body)
+    body = _LoopWalk(least, needed).block(kernel.body)
     if body is kernel.body:
         return kernel
     return canonicalize(kernel.with_(body=body))
@@ -117,8 +118,8 @@ def unmasked_loops(kernel: Kernel, least: int) -> Kernel:
 class _LoopWalk:
     """Walks a kernel with what is known of its integers so far."""
 
-    def __init__(self, least: int):
-        self.least, self.facts = least, Facts()
+    def __init__(self, least: int, needed: str | None):
+        self.least, self.needed, self.facts = least, needed, Facts()
         self.makers: dict[Value, Op] = {}
 
     def block(self, block: Block) -> Block:
@@ -141,6 +142,10 @@ class _LoopWalk:
     def loop(self, loop: Loop) -> list[Op]:
         """The loop, or up to three in its place: of masks, of none, of masks."""
         is_innermost = all(not op.regions for op in loop.body.ops)
+        if self.needed is not None and all(
+            op.name != self.needed for op in loop.body.ops
+        ):
+            return [loop.op]
         most = self.facts.of(loop.limit).high - self.facts.of(loop.first).low
         if not is_innermost or self.facts.of(loop.step).number != 1 or most < FEW:
             return [loop.op]

@@ -341,7 +341,7 @@ LOOPS = {
 def test_steps_without_masks_have_a_loop_of_their_own(name: str, first: int):
     mask, wanted = LOOPS[name]
     kernel = looped(mask, first)
-    new = unmasked_loops(kernel, least=2)
+    new = unmasked_loops(kernel, least=2, needed=None)
     verify(new)
     assert bodies(new) == wanted
     assert (new is kernel) == (wanted == [True])
@@ -359,4 +359,5 @@ def test_steps_without_masks_have_a_loop_of_their_own(name: str, first: int):
 
 def test_small_masks_are_not_worth_a_loop():
     kernel = looped(LOOPS["causal"][0])
-    assert unmasked_loops(kernel, least=33) is kernel
+    assert unmasked_loops(kernel, least=33, needed=None) is kernel
+    assert unmasked_loops(kernel, least=2, needed="dot") is kernel

@@ -27,7 +27,7 @@ from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.fold_exp2 import fold_exp2
-from pallasite.passes.gpu_blocks import for_gpu
+from pallasite.passes.gpu_blocks import Tiles, for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
@@ -41,10 +41,10 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
+# Sums and computed operands of products are in registers without padding; two computing
+# warpgroups have nine tenths of them (`specialize.REGISTERS`).
+TILES = Tiles(register_share=0.875, stages=2, padded=False, keeps_operands=True)
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
-# Of a multiprocessor's registers, for results and computed operands of products: two
-# computing warpgroups have nine tenths of them (`specialize.REGISTERS`).
-REGISTER_SHARE = 0.875
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes dots apart.
 NATIVE_OPS = frozenset({"dot", *emit.RULES})
@@ -55,15 +55,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
-        Pass(
-            "choose_blocks",
-            partial(
-                for_gpu,
-                chip=chip,
-                register_share=REGISTER_SHARE,
-                keeps_operands=True,
-            ),
-        ),
+        Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),
         Pass("legalize", partial(legalize, native=_is_native, backend="cuda")),

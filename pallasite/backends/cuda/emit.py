@@ -24,6 +24,7 @@ from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.fences import fenced
@@ -113,6 +114,7 @@ class Emitter(Explicit):
         if roles:
             self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
         self.arch = "sm_90a" if roles else ""
+        self.users = users_of(self.program.body)
         self.per_core = roles[0].attrs.get("cuda.per_core", 1) if roles else 1
 
     def anchors(self) -> dict[Value, Spread]:

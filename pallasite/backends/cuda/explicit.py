@@ -7,7 +7,7 @@ waits as one: a barrier counts four arrivals, of each warp, where the author cou
 and a single thread starts copies after all warps are done with what they overwrite.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as each_of
 from math import prod
@@ -26,7 +26,13 @@ from pallasite.backends.cuda.memory import (
     times,
 )
 from pallasite.backends.cuda.products import ROUNDED
-from pallasite.backends.cuda.shared import ROW_BYTES, ROWS, Ring, Shared
+from pallasite.backends.cuda.shared import (
+    ROW_BYTES,
+    ROWS,
+    Ring,
+    Shared,
+    swizzled_bytes,
+)
 from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType
@@ -58,6 +64,7 @@ class Explicit(Shared):
     def __init__(self) -> None:
         super().__init__()
         self.barriers: dict[Value, str] = {}
+        self.users: Mapping[Value, Sequence[Op]] = {}  # of values of the program
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}
@@ -112,6 +119,11 @@ class Explicit(Shared):
     def emit_barrier_expect(self, op: Op) -> None:
         at, bytes_ = self.barriers[op.operands[0]], op.attrs["bytes"]
         if not self.is_authored:
+            # What copies bring beside the tile, to fill panels.
+            copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
+            for target in (u.operands[1].ref for u in copies):
+                bytes_ += swizzled_bytes(target.shape, target.dtype)
+                bytes_ -= target.size * target.dtype.bytes
             self.out.line(f"barrier_expect({at}, {bytes_});")
         elif bytes_:
             self.out.line(
@@ -177,11 +189,14 @@ class Explicit(Shared):
         ring, sizes = self.rings.get(shared), [dim.size for dim in view.dims]
         if ring is not None:
             aligned = ring.has_whole_rows or ring.swizzle == ROW_BYTES
-            whole = ring.has_whole_panels and sizes[-1] % ring.panel_columns == 0
+            whole = ring.has_whole_panels and (
+                not self.is_authored or sizes[-1] % ring.panel_columns == 0
+            )
             if len(sizes) != 2 or not aligned or not whole:
                 self.refuse(op, f"a copy is of {ROWS} whole rows or more, swizzled")
             box = [min(sizes[0], MAX_BOX), ring.panel_columns]
             base, swizzle = ring.address, ring.swizzle
+            sizes[1] = ring.held_columns
         else:
             box = [min(n, MAX_BOX) for n in sizes]
             if box[1:] != sizes[1:]:

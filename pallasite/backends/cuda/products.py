@@ -8,6 +8,7 @@ shared memory. What a Hopper warpgroup cannot multiply is refused here, with the
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.layouts import WARPGROUP
@@ -29,7 +30,8 @@ MOST_SUMS = 200  # registers of a thread for one product
 MOST_STAGES, ENOUGH_STAGES = 6, 3
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
-MOST_SHARED_REGISTERS = 176  # of a thread where two programs share a multiprocessor
+# Of a thread, for tiles, where so many programs share a multiprocessor; and stages.
+SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
@@ -85,7 +87,14 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        """Of one stage."""
+        """Of one stage, whose rows are whole rows of panels."""
+        return sum(
+            prod(t.shape[:-1]) * -(-t.shape[-1] * t.dtype.bytes // SWIZZLE) * SWIZZLE
+            for t in self.tiles
+        )
+
+    @property
+    def tile_bytes(self) -> int:
         return sum(t.size * t.dtype.bytes for t in self.tiles)
 
 
@@ -258,8 +267,8 @@ class Plan:
     def check_copy(self, op: Op, side: Side) -> None:
         rows, columns = side.value.tile.shape
         width = side.value.tile.dtype.bytes
-        if columns * width % SWIZZLE:
-            self.refuse(op, f"rows of {columns * width} bytes, not of {SWIZZLE}")
+        if columns * width % K_BYTES:
+            self.refuse(op, f"rows of {columns * width} bytes, not of {K_BYTES}")
         if rows > BOX or rows % 8:
             self.refuse(op, f"{rows} rows of an operand; at most {BOX}, by 8")
 
@@ -365,14 +374,15 @@ class Plan:
         """As deep as shared memory allows where loads repeat; one or two elsewhere.
 
         One warpgroup that multiplies leaves the tensor cores idle while it does the
-        rest, so two such programs share a multiprocessor if they fit.
+        rest, so several such programs share a multiprocessor if they fit.
         """
         whole = self.chip.shared.bytes
-        half = (whole + RESERVED_BYTES) // 2 - RESERVED_BYTES
-        small = self.warpgroups == 1 and self.registers <= MOST_SHARED_REGISTERS
-        if small and self.has_stages(half, least=2):
-            self.per_core = 2
-        elif not self.has_stages(whole, least=1):
+        for count, most in SHARED_REGISTERS.items() if self.warpgroups == 1 else ():
+            part = (whole + RESERVED_BYTES) // count - RESERVED_BYTES
+            if self.registers <= most and self.has_stages(part, SHARED_STAGES):
+                self.per_core = count
+                return
+        if not self.has_stages(whole, least=1):
             needed = sum(r.bytes * self.at_once(r) for r in self.rings)
             self.refuse(
                 self.products[0].dot,
@@ -406,12 +416,15 @@ class Plan:
             return False
         # The next program's, while this one runs: worth more than many stages.
         rest = left - once
-        if rest >= size * min(stages, ENOUGH_STAGES):
-            stages = min(stages, rest // size) if size else stages
+        if rest >= size * min(max(stages, 2), ENOUGH_STAGES):
+            stages, left = min(stages, rest // size) if size else stages, rest
             for ring in self.rings:
                 ring.stages *= 1 if ring in again else 2
+        left -= stages * size
         for ring in again:
             ring.stages = stages
+            if stages < ENOUGH_STAGES and ring.bytes <= left:
+                ring.stages, left = stages + 1, left - ring.bytes
         return True
 
     def at_once(self, ring: Ring) -> int:

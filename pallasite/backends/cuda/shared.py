@@ -46,7 +46,12 @@ class Ring:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.bytes
+        return swizzled_bytes(self.shape, self.dtype, self.swizzle)
+
+    @property
+    def held_columns(self) -> int:
+        """Columns with those that fill the last panel."""
+        return -(-self.shape[-1] // self.panel_columns) * self.panel_columns
 
     @property
     def panel_columns(self) -> int:
@@ -55,6 +60,12 @@ class Ring:
     @property
     def panel_bytes(self) -> int:
         return self.rows * self.swizzle
+
+
+def swizzled_bytes(shape: Sequence[int], dtype: DType, swizzle: int = ROW_BYTES) -> int:
+    """Of shared memory, where rows are whole rows of panels."""
+    row = -(-shape[-1] * dtype.bytes // swizzle) * swizzle
+    return prod(shape[:-1]) * row
 
 
 class Shared(Memory):
@@ -72,11 +83,8 @@ class Shared(Memory):
 
     def alloc_ring(self, op: Op, swizzle: int = ROW_BYTES) -> None:
         ref = op.result.ref
-        if (
-            ref.rank < 2
-            or ref.shape[-2] % ROWS
-            or ref.shape[-1] * ref.dtype.bytes % swizzle
-        ):
+        is_part = self.is_authored and ref.shape[-1] * ref.dtype.bytes % swizzle != 0
+        if ref.rank < 2 or ref.shape[-2] % ROWS or is_part:
             self.refuse(
                 op,
                 f"memory swizzled by {swizzle} bytes has rows of multiples of that "
@@ -105,7 +113,8 @@ class Shared(Memory):
             if isinstance(entry, Span):
                 shape.append(entry.size)
             if dim < len(entries) - 2:
-                step = prod(ring.shape[dim + 1 :]) * ring.dtype.bytes
+                inner = ring.shape[dim + 1 :]
+                step = swizzled_bytes(inner, ring.dtype, ring.swizzle)
                 start = times(start, step)
             elif dim == len(entries) - 2:
                 rows = rows and multiple_of(start) % ROWS == 0
@@ -149,7 +158,7 @@ class Shared(Memory):
         slot = "0"
         for number, size in zip(slots, ring.shape, strict=False):
             slot = f"({slot}) * {size} + ({number})" if slot != "0" else number
-        whole = prod(ring.shape[-2:])
+        whole = ring.shape[-2] * ring.held_columns
         return (f"({slot}) * {whole} + {inside}" if slots else inside), test
 
     def in_parts(self, place: Place, ring: Ring, i: str) -> str | None:

@@ -47,7 +47,8 @@ MOST_IN_FLIGHT = 200
 # Registers of a thread in each role, by the number of computing warpgroups of a
 # program, and of programs of a multiprocessor; None: all threads keep what they start
 # with.
-REGISTERS = {(1, 1): None, (1, 2): (40, 216), (2, 1): (40, 232), (3, 1): (32, 160)}
+REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
+REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -289,7 +290,7 @@ class _Loading(_Role):
         empty = self.barrier(b, memory.empty[ring], slot)
         full = self.barrier(b, memory.full[ring], slot)
         b.emit("barrier_wait", empty, b.sub(b.index(1), parity))
-        b.emit("barrier_expect", full, bytes=ring.bytes)
+        b.emit("barrier_expect", full, bytes=ring.tile_bytes)
         for load in group.loads:
             access = Access.of(load)
             indices = self.values(access.index_operands)

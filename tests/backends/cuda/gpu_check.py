@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -29,6 +30,8 @@ from tests.backends.cuda.kernels import (
     matmul,
     normal,
     operand,
+    plain_attention,
+    plain_attention_reference,
     reference,
     rmsnorm_kernel,
     rmsnorm_reference,
@@ -202,6 +205,50 @@ for _style in ("grid", "loop"):
         check(f"{_name} 128", 3, 512, 128, **_how)(one_attention)
         check(f"{_name} 64", 3, 512, 64, **_how)(one_attention)
         check(f"{_name} 64x64", 2, 256, 64, block=(64, 64), **_how)(one_attention)
+
+
+def plain_cases():
+    """Width, block, length, and what is not plain."""
+    for width in (32, 64, 80, 96, 128, 192, 256):
+        for block in ((128, 128), (64, 64)):
+            yield from ((width, block, length, "") for length in (512, 333))
+    for block in ((128, 64), (64, 128), (192, 128)):
+        yield from ((width, block, 1000, "") for width in (64, 128))
+    for width, block in ((64, (64, 64)), (128, (128, 128))):
+        for kind in ("loop", "heads", "bias", "ids", "cap"):
+            yield width, block, 768, kind
+
+
+def plain_attention_error(causal, case):
+    width, block, length, kind = case
+    some = lambda seed, n: normal(n, length, width, dtype=bf16, seed=seed)
+    q, k, v = some(0, 4), *(some(n, 2 if kind == "heads" else 4) for n in (1, 2))
+    ids = jnp.asarray(np.arange(length)[None] // 100, jnp.int32)
+    more = {"bias": [normal(4, length, length, seed=3)], "ids": [None, ids, ids]}
+    operands = (q, k, v, *more.get(kind, ()))
+    how = dict(causal=causal, softcap=20.0 if kind == "cap" else None)
+    style = "loop" if kind == "loop" else "grid"
+    try:
+        got = plain_attention(*operands, block=block, style=style, **how)
+        found = error(got, plain_attention_reference(*operands, **how))
+        return found, "" if found < 2e-2 else f"{case} {found:.1e}"
+    except Exception as failure:
+        lines = str(failure).splitlines()
+        why = [line for line in lines if " why " in line] or lines[:1]
+        return 0.0, f"{case} {why}"[:200]
+
+
+def plain_attention_errors(causal):
+    """Widths, blocks, odd lengths, shared heads, bias, segments, soft cap."""
+    with ThreadPoolExecutor(12) as pool:
+        run = partial(plain_attention_error, causal)
+        found = list(pool.map(run, plain_cases()))
+    wrong = [what for _, what in found if what]
+    return f"error {max(e for e, _ in found):.1e} in {len(found)}; wrong: {wrong}"
+
+
+check("plain attention", False)(plain_attention_errors)
+check("plain attention causal", True)(plain_attention_errors)
 
 
 def attention_times(batch, heads, length, width, causal, blocks=((128, 128),)):

@@ -251,6 +251,19 @@ def test_blocks_with_a_dimension_of_one_are_copied_out_by_the_engine():
     assert "copy_out_3(" in body_of(text_of(plain_attention()))
 
 
+@pytest.mark.parametrize(
+    ("width", "block", "count"),
+    [(64, (64, 64), 3), (128, (64, 64), 2), (128, (128, 128), 1), (256, (64, 64), 1)],
+)
+def test_programs_of_one_warpgroup_share_a_multiprocessor(width, block, count):
+    text = text_of(plain_attention(16, 4096, width, block=block), chip=GPUS["h100"])
+    launched = emit.Launched.of(text)
+    assert launched.programs == count * GPUS["h100"].cores
+    assert f"__launch_bounds__({launched.threads}, {count})" in text
+    memory = GPUS["h100"].shared.bytes + 1024  # with what each takes besides
+    assert count * (launched.shared_bytes + 1024) <= memory
+
+
 # --- refusals ---
 
 
@@ -279,8 +292,8 @@ REFUSED = {
         "its operands take 327680 bytes of shared memory",
     ),
     "narrow": (
-        lambda: matmul(512, 512, 512, block=(128, 128, 32)),
-        "rows of 64 bytes, not of 128",
+        lambda: matmul(512, 512, 512, block=(128, 128, 8)),
+        "a depth of 8, not a multiple of 16",
     ),
     "unaligned": (lambda: matmul(512, 511, 512), "rows of 1022 bytes, not of 16"),
     "int8 by k": (

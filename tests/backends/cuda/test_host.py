@@ -265,6 +265,8 @@ PLAIN = {
     "soft cap": (dict(), dict(softcap=20.0, block=(64, 64))),
     "bias": (dict(bias=True), dict(block=(64, 64))),
     "segments": (dict(segments=True), dict(block=(64, 64))),
+    "width 96": (dict(width=96), dict(block=(64, 64))),
+    "width 32": (dict(width=32), dict(block=(64, 64))),
     "width 192": (dict(width=192), dict(block=(64, 64))),
     "width 256": (dict(width=256), dict(block=(64, 64))),
     "mask of -inf": (dict(), dict(causal=True, mask=-jnp.inf, block=(64, 64))),
