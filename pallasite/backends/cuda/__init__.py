@@ -29,6 +29,7 @@ from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
+from pallasite.passes.sink_loads import sink_loads
 from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
@@ -64,6 +65,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("overlap", overlap),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("specialize", partial(specialize, chip=chip)),
+        Pass("sink_loads", sink_loads),
     )
 
 
