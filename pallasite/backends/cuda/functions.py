@@ -121,6 +121,8 @@ FUNCTIONS: dict[str, str] = {
     "exp2_fast": _convert(
         "exp2_fast", "float x", "float", "ex2.approx.ftz.f32 %0, %1;", "f", '"f"(x)'
     ),
+    # Computes nothing; the compiler does not know that.
+    "changed": 'DEVICE void changed(u32& x) { asm volatile("" : "+r"(x)); }\n',
     # Between registers and global memory, B bytes at once.
     "get": (
         "template <int B> struct Bytes;\n"
