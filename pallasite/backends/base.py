@@ -196,10 +196,31 @@ _FOR_CUDA = frozenset(("dot", "wgmma", "barrier_wait", "bulk_wait", "roles"))
 def defaults(platform: str | None, kernel: Kernel) -> tuple[str, ...]:
     """The backends of a platform in the order they are asked for a kernel."""
     named = DEFAULTS.get(platform or "", ())
-    if platform == "cuda" and not any(op.name in _FOR_CUDA for op in walk(kernel.body)):
-        # Without products Triton's code is as fast or faster (benchmarks/gpu.py).
-        return named[::-1]
-    return named
+    return named[::-1] if platform == "cuda" and not _suits_cuda(kernel) else named
+
+
+# Besides elementwise ops, what programs have that read, reduce and write rows.
+_ROW_OPS = {"pipeline", "load", "store", "reduce"}
+_ROW_OPS |= {"broadcast_in_dim", "reshape", "constant", "iota"}
+
+
+def _suits_cuda(kernel: Kernel) -> bool:
+    """Whether `cuda` is the faster backend (benchmarks/gpu.py): for products, and for
+    rows that each program reads once. What loops read, Triton reads steps ahead."""
+    from pallasite.ir.opdef import table
+    from pallasite.passes.analysis.grid import analyze
+
+    ops = list(walk(kernel.body))
+    if any(op.name in _FOR_CUDA for op in ops):
+        return True
+    rows = table()
+    if not all(op.name in _ROW_OPS or rows[op.name].elementwise for op in ops):
+        return False
+    reductions = [op for op in ops if op.name == "reduce"]
+    if any(op.operands[0].tile.rank - 1 not in op.attrs["axes"] for op in reductions):
+        return False
+    grids = [op for op in ops if op.name == "pipeline"]
+    return len(grids) == 1 and not analyze(kernel).sequential
 
 
 def names() -> tuple[str, ...]:

@@ -30,6 +30,11 @@ ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
 EDGE_ROWS, EDGE_COLUMNS = 20, 28
 GAIN = 1.25
 LEAST_SECONDS = 5e-6  # what a launch takes: not worth looking at
+# Products of f32 in all its bits are no matrix instructions: each thread holds the
+# whole depth of its part in registers, and deeper ones are several times as slow.
+EXACT = (None, "default", "highest", "ieee", "f32_f32_f32")
+EXACT_DEPTH, TOO_DEEP = 16, 4.0
+EXACT_BYTES = 1 << 16  # of their results
 COMPUTED_BYTES = 1 << 15  # of a tile that is computed before it is multiplied
 SHORT_TILE = 64  # rows below which Hopper's large matrix instructions are not used
 TILE_ELEMENTS = 8192  # of the largest tile in code without products
@@ -121,6 +126,7 @@ class _WithProducts:
         """Steps that are shallower than a row of shared memory, merged."""
         depth = ROW_BYTES // self._widest(self.blocks.dots)
         own = [d for d in self._deep if d.size < depth and d not in sizes]
+        own = [d for d in own if not any(map(_is_exact, map(Dot.of, d.products)))]
         if self._stages({**sizes, **dict.fromkeys(own, depth)}) < self.tiles.stages:
             return kernel
         return merge_k_steps(kernel, depth, COMPUTED_BYTES) if own else kernel
@@ -177,7 +183,10 @@ class _WithProducts:
                     dim.size >> n for n in range(1, 20) if not dim.size % (1 << n)
                 ]
                 swizzled = [n for n in halves if LEAST_SIDE <= n <= ROW_BYTES // widest]
-                deep[dim] = [dim.size, *swizzled]
+                depths = [dim.size, *swizzled]
+                if any(map(_is_exact, map(Dot.of, dim.products))):
+                    depths = [n for n in depths if n <= EXACT_DEPTH] or depths
+                deep[dim] = depths
         return deep
 
     # --- what it takes ---
@@ -210,6 +219,9 @@ class _WithProducts:
         if stages < 1:
             return None
         if self._register_bytes(sizes) > self.most_in_registers:
+            return None
+        is_exact = any(map(_is_exact, self.blocks.dots))
+        if is_exact and self._register_bytes(sizes) > EXACT_BYTES:
             return None
         waves = ceil(self.blocks.programs(sizes) / self.chip.cores)
         work = sum(self._work(dot, sizes) for dot in self.blocks.dots)
@@ -246,9 +258,11 @@ class _WithProducts:
         shape = self.blocks.shape(dot.lhs.value, sizes)
         batch = prod(shape[d] for d in dot.lhs.batch)
         m, n = sides
-        short = 1.5 if m < SHORT_TILE else 1.0
+        slow = 1.5 if m < SHORT_TILE else 1.0
+        at_once = prod(shape[d] for d in dot.lhs.contract)
+        slow *= TOO_DEEP if _is_exact(dot) and at_once > EXACT_DEPTH else 1.0
         work = rounds * batch * m * n * depth
-        return work * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * short
+        return work * (1 + EDGE_ROWS / m + EDGE_COLUMNS / n) * slow
 
     def _smallest(self) -> Kernel:
         """The smallest blocks, where none are known to fit.
@@ -288,6 +302,13 @@ def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:
     while op is not None and op.name in ("transpose", "reshape"):
         op = made.get(op.operands[0])
     return op is not None and op.name == "load"
+
+
+def _is_exact(dot: Dot) -> bool:
+    types = {side.value.tile.dtype.name for side in dot.sides}
+    precision = dot.op.attrs["precision"]
+    asked = precision.lower() if isinstance(precision, str) else precision
+    return types == {"f32"} and asked in EXACT
 
 
 def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:

@@ -66,11 +66,32 @@ def product(x, y):
     return pl.pallas_call(kernel, out_shape=shape)(x, y)
 
 
-def test_products_ask_cuda_first_and_rows_triton():
+def column_sums(x):
+    """Each program adds a block to the same result."""
+
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += x_ref[...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=4,
+        in_specs=[pl.BlockSpec((1, 8, 128), lambda i: (i, 0, 0))],
+        out_specs=pl.BlockSpec((1, 8, 128), lambda i: (0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((1, 8, 128), x.dtype),
+    )(x)
+
+
+def test_products_and_rows_ask_cuda_first_and_loops_triton():
     (rows,) = pl.lower(double)(X).kernels
+    (sums,) = pl.lower(column_sums)(jnp.ones((4, 8, 128))).kernels
     square = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     (products,) = pl.lower(product)(square, square).kernels
-    assert base.defaults("cuda", rows) == ("triton", "cuda")
+    assert base.defaults("cuda", rows) == ("cuda", "triton")
+    assert base.defaults("cuda", sums) == ("triton", "cuda")
     assert base.defaults("cuda", products) == ("cuda", "triton")
     assert base.defaults("cpu", rows) == ("cpu",) and base.defaults("rocm", rows) == ()
 

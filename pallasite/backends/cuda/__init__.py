@@ -36,6 +36,7 @@ from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
 from pallasite.passes.scale_after_max import scale_after_max
+from pallasite.passes.sink_loads import sink_loads
 from pallasite.passes.unmasked_steps import unmasked_loops
 from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
@@ -78,6 +79,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", one_role),
+        Pass("sink_loads", sink_loads),
     )
 
 

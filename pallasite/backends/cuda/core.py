@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn
 
+from pallasite.backends.cuda.again import Again
 from pallasite.backends.cuda.assign import Assignment
 from pallasite.backends.cuda.elementwise import narrowed, widened
 from pallasite.backends.cuda.layouts import Lane, Spread
@@ -76,6 +77,7 @@ class Core:
         self.producers: dict[Value, Op] = {}
         self.assignment = Assignment({}, frozenset())
         self.rounded_away: frozenset[Value] = frozenset()  # see `analysis/rounding.py`
+        self.again = Again()
         self.threads = 0
         self.shared_bytes = 0
         self.bases: dict[str, str] = {}  # expression of the thread number -> variable

@@ -14,6 +14,7 @@ from math import gcd, prod
 from typing import Any
 
 from pallasite.backends.cuda import explicit, functions, memory, tiles
+from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
@@ -30,6 +31,7 @@ from pallasite.ir.types import TileType
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import (
     Roots,
     accesses_of,
@@ -39,7 +41,12 @@ from pallasite.passes.analysis.rounding import rounded_away
 
 MAX_PROGRAMS = (1 << 31) - 1
 MAX_THREADS = 1024
-ELEMENTS = 16  # of the largest tile that a thread gets, if threads suffice
+# Of the largest tile, what a thread gets, if threads suffice. Threads that reduce rows
+# together wait for each other: then a warp takes a row alone if it can, and 256 threads
+# take up to twice as much before there are more of them.
+ELEMENTS, REDUCED_ELEMENTS, MOST_ELEMENTS = 16, 32, 64
+WARP_THREADS, USUAL_THREADS = 32, 256
+TILE_WORDS = 96  # registers of a thread for tiles
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class Emitter(Explicit):
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
         self.rounded_away = rounded_away(kernel)
-        self.threads, self.vector_elements = _threads(self.program.body, accesses)
+        self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
         roots = Roots(kernel)
         self.meetings = Meetings(roots)
@@ -105,7 +112,9 @@ class Emitter(Explicit):
         self.uses = uses_of(self.program.body, roots)
         if self.is_authored:  # `meetings` sees to shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
-        if roles:
+        if not roles:
+            self.again = computed_again(self.program.body)
+        else:
             *_, computing = roles[0].attrs["cuda.warpgroups"]
             self.warpgroups, self.threads = computing, computing * WARPGROUP
         self.assignment = assign(
@@ -370,10 +379,10 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
 # --- what is chosen for a whole kernel ---
 
 
-def _threads(body: Block, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]:
+def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]:
     """Threads of a program, and consecutive elements that one of them holds."""
-    sizes = [1]
-    for op in walk(body):
+    sizes, ops = [1], list(walk(kernel.body))
+    for op in ops:
         sizes += [v.tile.size for v in op.results if isinstance(v.type, TileType)]
     moved = [
         (array.ref, op.result if op.name == "load" else op.operands[1])
@@ -390,8 +399,16 @@ def _threads(body: Block, accesses: Mapping[Value, list[Op]]) -> tuple[int, int]
             vector = gcd(
                 vector, tile.shape[-1], *(ref.shape[-1:] if ref.rank > 1 else ())
             )
-    threads = 32
-    while threads < MAX_THREADS and threads * max(ELEMENTS, vector) < max(sizes):
+    reduces = any(op.name == "reduce" for op in ops)
+    words = LiveTiles(kernel).peak_words() if reduces else 0
+    threads = WARP_THREADS
+    while threads < MAX_THREADS:
+        most = ELEMENTS
+        if reduces:
+            few = WARP_THREADS < threads < USUAL_THREADS
+            most = REDUCED_ELEMENTS if few else MOST_ELEMENTS
+        if max(sizes) <= threads * max(most, vector) and words <= threads * TILE_WORDS:
+            break
         threads *= 2
     return threads, vector
 

@@ -126,6 +126,8 @@ FUNCTIONS: dict[str, str] = {
         "DEVICE float float_of(int x) "
         "{ return __uint_as_float(0x4b400000u + x) - 12582912.0f; }\n"
     ),
+    # Computes nothing; the compiler does not know that.
+    "changed": 'DEVICE void changed(u32& x) { asm volatile("" : "+r"(x)); }\n',
     # Between registers and global memory, B bytes at once.
     "get": (
         "template <int B> struct Bytes;\n"

@@ -58,7 +58,7 @@ class Tiles(Core):
             self.out.line(f"const {kind} {name} = {text};")
             self.env[op.result] = Tile(name, tile.dtype)
             return
-        if self.is_position(op, operands):
+        if self.is_position(op, operands) or op.result in self.again.values:
             self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
             return
         result = replace(self.declare(tile.dtype, spread, op), lanes=lanes)
@@ -268,12 +268,21 @@ class Tiles(Core):
     # --- reductions ---
 
     def emit_reduce(self, op: Op) -> None:
-        kind, axes = op.attrs["kind"], op.attrs["axes"]
-        (value,) = op.operands
-        source = self.whole(value, op)
+        source = self.whole(op.operands[0], op)
         if source.spread is None:
             self.reduce_uniform(op, source)
             return
+        self.reduce_spread(op, source)
+        for value in self.again.after.get(op, ()):
+            tile = self.env[value]
+            if tile.is_packed:
+                count, name = tile.registers // 2, tile.name
+                self.out.line(f"EACH({count}) changed({name}[i]);")
+
+    def reduce_spread(self, op: Op, source: Tile) -> None:
+        kind, axes = op.attrs["kind"], op.attrs["axes"]
+        (value,) = op.operands
+        assert source.spread is not None
         spread, dtype = source.spread, value.tile.dtype
         wide = I32 if dtype == BOOL else computed(dtype)
         left = spread.without(axes)

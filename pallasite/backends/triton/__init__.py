@@ -33,6 +33,7 @@ from pallasite.passes.legalize import legalize
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
+from pallasite.passes.sink_loads import sink_loads
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -53,6 +54,7 @@ PASSES = (
     Pass("hoist", hoist, if_changed=True),
     Pass("canonicalize", canonicalize, if_changed=True),
     Pass("fold_exp2", fold_exp2),
+    Pass("sink_loads", sink_loads),
 )
 
 

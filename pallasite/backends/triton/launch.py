@@ -21,9 +21,9 @@ from typing import Any
 from pallasite.backends.triton.text import physical, power_of_two
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
-from pallasite.ir.opdef import table
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.target import Gpu
 
@@ -123,16 +123,12 @@ class Need:
         return max(1, min(limits))
 
 
-class _Count:
+class _Count(LiveTiles):
     """Walks a promoted kernel once."""
 
     def __init__(self, kernel: Kernel):
-        self.kernel = kernel
-        self.ops = list(walk(kernel.body))
-        self.producers = {v: op for op in self.ops for v in op.results}
+        super().__init__(kernel)
         self.dots = [Dot.of(op) for op in self.ops if op.name == "dot"]
-        self.used = _users(self.ops)
-        self.varying = _varying(self.ops)
         self.same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
         self.roots = Roots(kernel)
         refs = [ref for op in self.ops for ref in written_refs(op)]
@@ -154,7 +150,7 @@ class _Count:
         outside = sum(_bytes(op.result) for op in loads if op not in in_loops)
         inside = max((self.step_bytes(loop) for loop in loops), default=0)
         return Need(
-            words=self.peak(self.kernel.body, set()),
+            words=self.peak_words(),
             elements=max(map(_elements, tiles), default=1),
             narrowest=min(self.widths(), default=4),
             loaded=max(outside, inside),
@@ -181,15 +177,6 @@ class _Count:
             if op.name == "load" and (among is None or op in among)
         )
 
-    def feeds_dot(self, op: Op) -> bool:
-        """Whether a loaded tile is an operand of products and nothing else."""
-        users = self.used.get(op.result, [])
-        moved = ("transpose", "reshape")
-        return bool(users) and all(
-            user.name == "dot" or (user.name in moved and self.feeds_dot(user))
-            for user in users
-        )
-
     def kept(self, loads: set[Op]) -> int:
         """Shared memory of operands that are no loads of the loop.
 
@@ -206,15 +193,6 @@ class _Count:
         tiles = [side.value for side in dot.sides if side.value.tile.dtype.bits <= 16]
         left, right = (side.value for side in dot.sides)
         return sum(_bytes(v) for v in tiles if v is right or self.is_loaded(left))
-
-    def is_added(self, product: Value) -> bool:
-        return [user.name for user in self.used.get(product, [])] == ["add"]
-
-    def is_loaded(self, value: Value) -> bool:
-        op = self.producers.get(value)
-        while op is not None and op.name in ("transpose", "reshape"):
-            op = self.producers.get(op.operands[0])
-        return op is not None and op.name == "load"
 
     def is_stream(self, loop: Op) -> bool:
         """Whether Triton may load a step of the loop ahead: no product (which it
@@ -238,104 +216,6 @@ class _Count:
             op.name == "load" and self.root(op.operands[0]) in self.written
             for op in inner
         )
-
-    # --- registers ---
-
-    def peak(self, block: Block, after: set[Value]) -> int:
-        """Most words live at once in a block, with what is needed after it.
-
-        Elementwise code and stores run element by element, so only what is live across
-        other ops takes registers as a whole.
-        """
-        live = after | set(block.yields)
-        most = total = sum(map(self.words, live))
-        for op in reversed(block.ops):
-            if not self.is_elementwise(op):
-                most = max(most, total)
-            gone = live.intersection(op.results)
-            live -= gone
-            total -= sum(map(self.words, gone))
-            for region in op.regions:
-                most = max(most, self.peak(region, live | self.captured(region)))
-            uses = set(op.operands).union(*map(self.captured, op.regions))
-            new = uses - live
-            live |= new
-            total += sum(map(self.words, new))
-            if op.name == "dot":  # its operands are whole tiles
-                most = max(most, total)
-        return most
-
-    def is_elementwise(self, op: Op) -> bool:
-        spread = ("store", "broadcast_in_dim", "reshape", "constant", "iota")
-        return op.name in spread or table()[op.name].elementwise
-
-    def captured(self, region: Block) -> set[Value]:
-        """Values from outside that a region uses."""
-        inside = set(region.params)
-        uses: list[Value] = [*region.yields]
-        for op in walk(region):
-            inside.update(op.results)
-            for inner in op.regions:
-                inside.update(inner.params)
-                uses += inner.yields
-            uses += op.operands
-        return set(uses) - inside
-
-    def words(self, value: Value) -> int:
-        if value.is_ref or not value.tile.shape:
-            return 0
-        op = self.producers.get(value)
-        if op is not None and op.name in ("constant", "iota"):
-            return 0
-        if op is not None and op.name == "load" and self.feeds_dot(op):
-            return 0  # in shared memory
-        if op is not None and op.name == "dot" and self.is_added(value):
-            return 0  # in the registers of the sum
-        bits = 8 if value.tile.dtype.is_bool else value.tile.dtype.bits
-        if op is not None and op.name == "cast":  # converted again where it is used
-            bits = min(bits, op.operands[0].tile.dtype.bits)
-        shape = self.varying.get(value, value.tile.shape)
-        return prod(physical(shape)) * bits // 32
-
-
-def _varying(ops: Sequence[Op]) -> dict[Value, tuple[int, ...]]:
-    """The shape of the different elements of each tile: 1 along an axis where all are
-    equal, since equal elements share a register."""
-    rows, found = table(), dict[Value, tuple[int, ...]]()
-
-    def shape(value: Value) -> tuple[int, ...]:
-        return found.get(value, value.tile.shape)
-
-    for op in ops:
-        for result in op.results:
-            if result.is_ref:
-                continue
-            full = result.tile.shape
-            if op.name == "constant":
-                found[result] = (1,) * len(full)
-            elif op.name == "iota":
-                along = op.attrs["dim"]
-                found[result] = tuple(
-                    n if d == along else 1 for d, n in enumerate(full)
-                )
-            elif op.name == "broadcast_in_dim":
-                old = dict(zip(op.attrs["dims"], shape(op.operands[0]), strict=True))
-                found[result] = tuple(old.get(d, 1) for d in range(len(full)))
-            elif rows[op.name].elementwise:
-                shapes = [shape(v) for v in op.operands if v.tile.rank == len(full)]
-                # No operand is of the rank of a bitcast between widths.
-                found[result] = tuple(map(max, zip(*shapes or [full], strict=True)))
-            else:
-                found[result] = full
-    return found
-
-
-def _users(ops: Sequence[Op]) -> dict[Value, list[Op]]:
-    users: dict[Value, list[Op]] = {}
-    for op in ops:
-        for value in op.operands:
-            users.setdefault(value, []).append(op)
-    return users
 
 
 def _rows(dot: Dot) -> int:

@@ -129,15 +129,28 @@ def blocks_as_written(monkeypatch):
 
 def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written):
     launched = emit.Launched.of(text_of(softmax(8, 8192, 64)))
-    assert (launched.programs, launched.threads) == (8, 512)
+    assert (launched.programs, launched.threads) == (8, 256)
     assert "for (int n" in body_of(text_of(softmax(8, 8192, 64)))
     assert "for (int n" not in body_of(text_of(softmax(8, 128, 64)))
 
 
+def test_a_warp_reduces_a_row_alone_if_it_can():
+    assert "__syncthreads" not in body_of(text_of(softmax(1, 2048, 64)))
+    assert "__syncthreads" in body_of(text_of(softmax(1, 4096, 64)))
+
+
+def test_what_is_cheap_is_computed_again_after_a_reduction():
+    """16-bit floats wait in registers, not what they are converted to."""
+    text = body_of(text_of(softmax(1, 8192, 64)))
+    first, _ = text.split("changed(x", 1)
+    assert "float v4[32]" not in first and "from_bf16" in first
+    assert "changed(" not in body_of(text_of(softmax(1, 8192, 64, f32)))
+
+
 def test_rows_that_start_anywhere_are_read_by_neighbouring_threads():
     aligned, odd = (body_of(text_of(softmax(1, n, 64))) for n in (8192, 8191))
-    assert "get<16>" in aligned and "thread % 512 * 8" in aligned
-    assert "get<" not in odd.split("__syncthreads")[0] and "thread % 512 * 1)" in odd
+    assert "get<16>" in aligned and "thread % 256 * 8" in aligned
+    assert "get<" not in odd.split("__syncthreads")[0] and "thread % 256 * 1)" in odd
 
 
 def test_no_address_is_computed_in_32_bits_where_an_array_is_larger():
@@ -169,7 +182,7 @@ def test_the_call_carries_ptx_and_launch():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.custom_call @__gpu$xla.gpu.ptx" in text
     assert "api_version = 3 : i32" in text
-    for part in ("grid_x = 300 : i32", "block_x = 64 : i32", ".target sm_90a"):
+    for part in ("grid_x = 300 : i32", "block_x = 32 : i32", ".target sm_90a"):
         assert part in text
 
 

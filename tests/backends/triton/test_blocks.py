@@ -93,6 +93,14 @@ def test_a_chip_with_less_shared_memory_gets_shallower_blocks():
         assert int(config["num_stages"]) >= 3
 
 
+@pytest.mark.parametrize("block", [(128, 128, 64), (512, 512, 512), (64, 64, 16)])
+def test_products_of_f32_in_all_its_bits_are_shallow(block):
+    """Threads hold the whole depth of their part of the operands in registers."""
+    text, _ = launched(matmul(4096, *block, "f32"))
+    (m, k), (_, n) = _operands(text)
+    assert k == 16 and m * n <= 128 * 128
+
+
 def _operands(ttir: str) -> list[tuple[int, int]]:
     """The shapes of what the module's dot multiplies."""
     dot = next(line for line in ttir.split("\n") if "tt.dot" in line)
