@@ -21,6 +21,7 @@ from pallasite.backends import base
 from pallasite.errors import (
     CheckError,
     ChipMemoryError,
+    CompileError,
     FallbackWarning,
     SpecError,
     UnknownBackendError,
@@ -240,6 +241,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     if chosen.launch is None:
         _announce(chosen, call, platform, ctx)
         return _lower_emulation(ctx, *operands, call=call)
+    _report_failures(chosen, call.kernel)
     from pallasite.runtime.ffi import lower_launch
 
     return lower_launch(chosen.launch, ctx, *operands)
@@ -287,7 +289,7 @@ def choose(call: Call, platform: str | None, exporting: bool = False) -> Choice:
             continue
         try:
             return Choice(name, tuple(refusals), _launch(name, call))
-        except (UnsupportedError, ChipMemoryError, ImportError) as error:
+        except (UnsupportedError, ChipMemoryError, ImportError, CompileError) as error:
             refusals.append((name, error))
     return Choice("interpret", tuple(refusals))
 
@@ -306,6 +308,21 @@ def _announce(chosen: Choice, call: Call, platform: str | None, ctx: Any) -> Non
         warn_fallback(call.kernel, *(error for _, error in chosen.refusals))
     elif not wants_emulation(call) and not base.DEFAULTS.get(platform or ""):
         _warn_no_default(tuple(ctx.module_context.platforms))
+
+
+def _report_failures(chosen: Choice, kernel: Kernel) -> None:
+    """Say where a backend took a kernel and its code was then refused."""
+    errors = [error for _, error in chosen.refusals if isinstance(error, CompileError)]
+    if not errors or "failure" + kernel.text in _warned:
+        return
+    _warned.add("failure" + kernel.text)
+    warnings.warn(
+        f"kernel '{kernel.name}' runs through '{chosen.backend}', because another "
+        "backend's code for it does not compile; please report it:\n"
+        + "\n".join(map(str, errors)),
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 def _launch(name: str, call: Call) -> base.Launch:

@@ -11,7 +11,12 @@ import pytest
 import pallasite as pl
 from pallasite import config
 from pallasite.backends import base
-from pallasite.errors import FallbackWarning, UnknownBackendError, UnsupportedError
+from pallasite.errors import (
+    CompileError,
+    FallbackWarning,
+    UnknownBackendError,
+    UnsupportedError,
+)
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments, assert_agrees
 
@@ -100,6 +105,24 @@ def test_what_is_compiled_for_a_chip_is_not_the_default_where_there_is_none():
     square = jnp.ones((64, 64), jnp.bfloat16)
     if jax.default_backend() == "cpu":
         assert TRITON in lowered(product, square, square)
+
+
+def test_code_that_its_compiler_refuses_goes_to_the_next_backend(monkeypatch):
+    """It is a bug of ours, which the author should hear of and not suffer from."""
+    from pallasite.backends import cuda
+
+    def refuse(self, compiled):
+        raise CompileError("NVRTC refused the code of a kernel", [("nvrtc", "line 1")])
+
+    monkeypatch.setattr(cuda.CudaBackend, "launch", refuse)
+    monkeypatch.setattr(cuda.CudaBackend, "exports", True)  # as if a GPU were here
+    square = jnp.ones((64, 48), jnp.bfloat16)
+    with pytest.warns(FallbackWarning) as caught:
+        assert TRITON in lowered(lambda x: product(x, x.T), square)
+    (warning,) = caught
+    said = str(warning.message)
+    assert "kernel 'kernel' runs through 'triton'" in said
+    assert "NVRTC refused the code of a kernel" in said and "report" in said
 
 
 @pytest.mark.gpu

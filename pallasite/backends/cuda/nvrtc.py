@@ -52,9 +52,13 @@ def compile_ptx(text: str, arch: str) -> str:
             log = _string(
                 nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program
             )
+            named = re.search(r"^pl_(\w+)\(", text, re.MULTILINE)
             raise CompileError(
                 "NVRTC refused the code of a kernel",
-                [("nvrtc", log.strip()[:4000])],
+                [
+                    ("kernel", named[1] if named else None),
+                    ("nvrtc", log.strip()[:4000]),
+                ],
                 fix="this is a bug in Pallasite; please report the kernel",
             )
         return _string(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)

@@ -1,5 +1,7 @@
 """What the cuda backend writes: texts, launches, custom calls, refusals."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,12 @@ from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, nvrtc
 from pallasite.errors import CompileError, UnsupportedError
 from pallasite.ir.nodes import Kernel
+from pallasite.primitive import calls_in
 from pallasite.target import GPUS
 from tests.backends.cuda import kernels
 from tests.backends.cuda.kernels import bf16, f32
+from tests.zoo import all_cases
+from tests.zoo.test_zoo import arguments
 
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.is_available(), reason="NVRTC is not installed (nvidia-cuda-nvrtc)"
@@ -423,10 +428,43 @@ def test_a_kernel_may_have_any_name(name: str):
     assert f".entry {emit.Launched.of(text).name}(" in nvrtc.compile_ptx(text, "sm_80")
 
 
+@cache
+def zoo_kernels() -> list[Kernel]:
+    calls = (
+        call
+        for case in all_cases()
+        for call in calls_in(
+            partial(case.run, interpret=False, backend="cuda"), *arguments(case, 0)
+        )
+    )
+    return [call.kernel for call in calls]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("chip", ["a100", "h100"])
+def test_nvrtc_takes_every_kernel_of_the_zoo(chip: str):
+    """All that the backend accepts, as one text: a call of NVRTC takes a while."""
+    texts: list[str] = []
+    for kernel in zoo_kernels():
+        try:
+            text = text_of(kernel, chip=GPUS[chip])
+        except UnsupportedError:
+            continue
+        name = emit.Launched.of(text).name
+        text = text.replace(f"\n{name}(", f"\n{name}_{len(texts)}(")
+        texts.append(f"namespace n{len(texts)} {{\n{text}}}\n")
+    assert len(texts) > 70
+    arch = cuda.OWN_CODE.get(GPUS[chip].arch, GPUS[chip].arch)
+    assert nvrtc.compile_ptx("".join(texts), arch).count(".entry ") == len(texts)
+
+
 @needs_nvrtc
 def test_text_that_nvrtc_refuses_is_an_error_of_ours():
     with pytest.raises(CompileError, match="NVRTC refused the code of a kernel"):
         nvrtc.compile_ptx("this is not C++", "sm_90a")
+    text = text_of(softmax(1, 96, 8)).replace("const u32 thread", "const u32 lost")
+    with pytest.raises(CompileError, match=r"kernel *softmax_kernel\n *nvrtc"):
+        nvrtc.compile_ptx(text, "sm_90a")
 
 
 def test_numbers_are_exact():
