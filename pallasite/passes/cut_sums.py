@@ -97,9 +97,10 @@ class _CutSums(Divided):
         for n, op in enumerate(ops):
             if op in guards:
                 self._check_sum(op, refs)
-            elif writes(op):
-                if places[0] < n < places[-1] or not self._is_step(op, n < places[0]):
-                    raise CannotReblock("a step does more than to add up products")
+                continue
+            between = places[0] < n < places[-1]
+            if writes(op) and (between or not self._is_step(op, n < places[0])):
+                raise CannotReblock("a step does more than to add up products")
 
     def _is_sum(self, op: Op) -> bool:
         return any(inner in self.sums for inner in walk(Block((), (op,))))
@@ -110,7 +111,7 @@ class _CutSums(Divided):
         for inner in walk(Block((), (op,))):
             other = writes(inner) and inner not in self.sums and inner.name != "cond"
             reads = inner.name == "load" and inner.operands[0] in refs
-            if other or inner.results and inner.name == "cond":
+            if other or (inner.results and inner.name == "cond"):
                 raise CannotReblock("a step does more than to add up products")
             if reads and inner.result not in loads:
                 raise CannotReblock("a step looks at sums")
