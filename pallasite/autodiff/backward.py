@@ -29,7 +29,7 @@ from pallasite.autodiff.backward_windows import (
 from pallasite.autodiff.edges import harmless_edges
 from pallasite.autodiff.narrow_carries import narrow_carries
 from pallasite.autodiff.narrow_results import narrow_results
-from pallasite.autodiff.per_program import Program, main_refs, program_of
+from pallasite.autodiff.per_program import Program, kernel_of, main_refs, program_of
 from pallasite.autodiff.rescaled_sums import plain_sums
 from pallasite.autodiff.residuals import keep
 from pallasite.autodiff.reverse import Reversed, reverse_program
@@ -40,8 +40,11 @@ from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
 from pallasite.ir.rewrite import substitute
+from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.exact_quotients import exact_quotients
+from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -281,6 +284,8 @@ def _plan(
 ) -> BackwardPlan:
     """See `plan`; `written`: results that the stages write, too."""
     program = _with_exact_limits(step_blocks(program_of(kernel)))
+    if machine.base_two:
+        program = _in_base_two(program)
     shared = {o: i for i, o in kernel.aliases}
     targets = {
         n: _cotangent_ref(ref, accumulated(ref.ref.dtype), f"operand{n}")
@@ -325,6 +330,12 @@ def _with_exact_limits(program: Program) -> Program:
     """Loops whose length is a quotient without a remainder, as that length."""
     facts = facts_of(program.body, program.sizes)
     return program.with_body(exact_quotients(program.body, facts)).simplified()
+
+
+def _in_base_two(program: Program) -> Program:
+    """Exponentials to base two, before what they need of maxima is kept or saved."""
+    folded = fold_exp2(kernel_of(program, main_refs(program.body), ()))
+    return program.with_body(Pipeline.of(find_pipeline(folded)).body)
 
 
 def _narrowed(steps: list[Built], final: dict[Value, T.DType]) -> list[Built]:

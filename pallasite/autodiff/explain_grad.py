@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pallasite.errors import NoBackwardKernel, SpecError
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 from pallasite.language.trace import user_location
 from pallasite.primitive import calls_in, chip_for
 
 if TYPE_CHECKING:
-    from pallasite.autodiff.backward import BackwardPlan
+    from pallasite.autodiff.backward import BackwardPlan, KeepingPlan
     from pallasite.autodiff.backward_choice import Machine
     from pallasite.autodiff.backward_windows import Built
 
@@ -97,7 +97,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
     """One row per operand of a kernel, every float result having a cotangent."""
     try:
-        made, reason = full_plan(kernel, backend), ""
+        made, reason = chosen_plan(kernel, backend), ""
     except NoBackwardKernel as error:
         made, reason = None, _one_line(error)
     rows = []
@@ -116,7 +116,7 @@ def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
 def backward_kernels(kernel: Kernel, backend: str | None = None) -> list[Kernel]:
     """The kernels that compute all cotangents of a kernel; none if there are none."""
     try:
-        return [step.kernel for step in full_plan(kernel, backend).steps]
+        return [step.kernel for step in chosen_plan(kernel, backend).steps]
     except NoBackwardKernel:
         return []
 
@@ -127,7 +127,7 @@ def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
     None where there is no choice.
     """
     try:
-        made = full_plan(kernel, backend)
+        made = chosen_plan(kernel, backend)
     except NoBackwardKernel:
         return []
     if len(made.choices) < 2:
@@ -136,8 +136,37 @@ def ways_of(kernel: Kernel, backend: str | None = None) -> list[str]:
     for n, way in enumerate(made.choices):
         names = ", ".join(step.kernel.name for step in way.steps)
         lead = f"{kernel.name} on {made.machine.name}:" if n == 0 else "instead of"
-        lines.append(f"{lead} {names}: {way.estimate}")
+        counts = " + ".join(str(_products(step.kernel)) for step in way.steps)
+        lines.append(f"{lead} {names}: {counts} products, {way.estimate}")
+    kept = kept_bytes(kernel, backend)
+    if kept:
+        lines[0] += f"; the forward kernel keeps {kept:,} bytes for them"
     return lines
+
+
+def _products(kernel: Kernel) -> int:
+    return sum(op.name == "dot" for op in walk(kernel.body))
+
+
+def kept_bytes(kernel: Kernel, backend: str | None = None) -> int:
+    """What the forward kernel keeps for the backward kernels, beside its results."""
+    found = _keeping(kernel, backend)
+    refs = () if found is None else found.kept
+    return sum(ref.ref.size * ref.ref.dtype.bytes for ref in refs)
+
+
+def _keeping(kernel: Kernel, backend: str | None) -> "KeepingPlan | None":
+    from pallasite.autodiff.backward import keeping_plan
+    from pallasite.autodiff.backward_choice import Machine
+
+    wanted = tuple(ref.ref.dtype.is_float for ref in kernel.inputs)
+    return keeping_plan(kernel, wanted, Machine.of(chip_for(backend)))
+
+
+def chosen_plan(kernel: Kernel, backend: str | None = None) -> "BackwardPlan":
+    """What a gradient of all float operands runs after the forward kernel."""
+    found = _keeping(kernel, backend)
+    return full_plan(kernel, backend) if found is None else found.backward
 
 
 def full_plan(

@@ -1,6 +1,7 @@
 """Cotangents of pure ops: a product has a rule of its own, JAX knows the others."""
 
 from collections.abc import Sequence
+from math import log
 
 from pallasite.autodiff.op_derivative import vjp_ops
 from pallasite.errors import NoBackwardKernel
@@ -10,6 +11,7 @@ from pallasite.ir.nodes import Op, Value
 from pallasite.ir.roles import Dot
 
 Dims = tuple[int, ...]
+LN_2 = log(2)
 
 
 def pull_back(
@@ -33,6 +35,15 @@ def pull_back(
         perm = op.attrs["perm"]
         back = tuple(perm.index(d) for d in range(len(perm)))
         return [b.op("transpose", cotangents[0], perm=back)]
+    if op.name == "exp2" and cotangents[0] is not None and is_f32(op.result):
+        return [_times(b, b.mul(cotangents[0], op.result), LN_2)]
+    if op.name == "mul" and cotangents[0] is not None and is_f32(op.result):
+        numbers = [_number(b, v) for v in op.operands]
+        if sum(n is not None for n in numbers) == 1:
+            return [
+                _times(b, cotangents[0], numbers[1 - n]) if is_wanted else None
+                for n, is_wanted in enumerate(wanted)
+            ]
     narrow = [
         c if c is None else b.cast(c, r.tile.dtype)
         for c, r in zip(cotangents, op.results, strict=True)
@@ -44,6 +55,45 @@ def pull_back(
         reason = str(error).splitlines()[0]
         what = f"{op.name} has no derivative here: {reason}"
         raise NoBackwardKernel(what, at=op.loc) from error
+
+
+def is_f32(value: Value) -> bool:
+    return value.tile.dtype == T.F32
+
+
+def _maker(b: Builder, value: Value) -> Op | None:
+    return next((op for op in reversed(b.ops) if value in op.results), None)
+
+
+def _number(b: Builder, value: Value) -> float | None:
+    """The number that a tile is full of, where the builder has made it."""
+    op = _maker(b, value)
+    if op is not None and op.name == "broadcast_in_dim":
+        return _number(b, op.operands[0])
+    return op.attrs["value"] if op is not None and op.name == "constant" else None
+
+
+def _times(b: Builder, value: Value, number: float | None) -> Value:
+    """A cotangent times a number; factors that come one after another are one.
+
+    So are those before and after a mask, which puts zeros where there is none.
+    """
+    assert number is not None
+    op = _maker(b, value)
+    if op is not None and op.name == "mul":
+        x, y = op.operands
+        before = _number(b, y)
+        if before is not None:
+            value, number = x, number * before
+    if op is not None and op.name == "select_n" and len(op.operands) == 3:
+        which, *cases = op.operands
+        if any(_number(b, v) == 0 for v in cases):
+            return b.op("select_n", which, *(_scaled(b, v, number) for v in cases))
+    return b.mul(value, b.constant(number, value.tile))
+
+
+def _scaled(b: Builder, value: Value, number: float) -> Value:
+    return value if _number(b, value) == 0 else _times(b, value, number)
 
 
 def accumulated(dtype: T.DType) -> T.DType:

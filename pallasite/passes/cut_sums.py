@@ -97,9 +97,9 @@ class _CutSums(Divided):
         for n, op in enumerate(ops):
             if op in guards:
                 self._check_sum(op, refs)
-            elif writes(op) and (
-                places[0] < n < places[-1] or not self._is_step(op, n < places[0])
-            ):
+                continue
+            between = places[0] < n < places[-1]
+            if writes(op) and (between or not self._is_step(op, n < places[0])):
                 raise CannotReblock("a step does more than to add up products")
 
     def _is_sum(self, op: Op) -> bool:

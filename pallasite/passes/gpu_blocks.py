@@ -18,6 +18,7 @@ from pallasite.passes.analysis.loop_dims import LoopDim
 from pallasite.passes.choose_blocks import LEAST_ROW, Blocks, Sizes, blocks_of, is_last
 from pallasite.passes.loop_over_k import why_not_in_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
+from pallasite.passes.resized_code import CannotReblock
 from pallasite.target import Gpu
 
 # Of what a multiprocessor has: the rest is for addresses, masks and what is in flight.
@@ -115,12 +116,14 @@ class _WithProducts:
         if own is not None and (tuned or own < LEAST_SECONDS):
             return self.blocks.kernel
         found = [(t, s) for s in self.choices() if (t := self.seconds(s)) is not None]
-        if not found:
-            return self._smallest()
-        best, sizes = min(found, key=lambda pair: pair[0])
-        if not sizes or (own is not None and own < GAIN * best):
-            return self.blocks.kernel
-        return self._deeper(self.blocks.rewritten(sizes), sizes)
+        for best, sizes in sorted(found, key=lambda pair: pair[0]):
+            if not sizes or (own is not None and own < GAIN * best):
+                return self.blocks.kernel
+            try:
+                return self._deeper(self.blocks.rewritten(sizes), sizes)
+            except CannotReblock:
+                continue  # one dimension can be divided, but not after another
+        return self._smallest() if own is None else self.blocks.kernel
 
     def _deeper(self, kernel: Kernel, sizes: Sizes) -> Kernel:
         """Steps that are shallower than a row of shared memory, merged."""
@@ -159,18 +162,13 @@ class _WithProducts:
         """How deep products may be, so that there is room for all stages."""
         found = dict[LoopDim, int]()
         for dim, depths in self._deep.items():
-            fits = (n for n in depths if self._has_room({**sizes, **found, dim: n}))
-            depth = next(fits, depths[-1])
+            options = {n: {**sizes, **found, dim: n} for n in depths}
+            fits = [n for n in depths if self._stages(options[n]) >= self.tiles.stages]
+            held = [n for n in fits if self._fits_registers(options[n])]
+            depth = next(iter(held or fits), depths[-1])
             if depth != dim.size:
                 found[dim] = depth
         return found
-
-    def _has_room(self, sizes: Sizes) -> bool:
-        """Whether all stages of operands fit, and all results."""
-        held = self._register_bytes(sizes)
-        return (
-            self._stages(sizes) >= self.tiles.stages and held <= self.most_in_registers
-        )
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
@@ -213,12 +211,15 @@ class _WithProducts:
             for v, width in self.in_registers
         )
 
+    def _fits_registers(self, sizes: Sizes) -> bool:
+        return self._register_bytes(sizes) <= self.most_in_registers
+
     def seconds(self, sizes: Sizes) -> float | None:
         """An estimate; None: it does not fit."""
         stages = self._stages(sizes)
         if stages < 1:
             return None
-        if self._register_bytes(sizes) > self.most_in_registers:
+        if not self._fits_registers(sizes):
             return None
         is_exact = any(map(_is_exact, self.blocks.dots))
         if is_exact and self._register_bytes(sizes) > EXACT_BYTES:

@@ -21,7 +21,7 @@ from typing import Any
 from pallasite.backends.triton.text import physical, power_of_two
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
-from pallasite.ir.roles import Dot, Pipeline
+from pallasite.ir.roles import Dot, DotSide, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -180,11 +180,12 @@ class _Count(LiveTiles):
     def kept(self, loads: set[Op]) -> int:
         """Shared memory of operands that are no loads of the loop.
 
-        A computed left operand is taken from registers, a right one is not.
+        A computed left operand is taken from registers, unless it is transposed; a
+        right one is not.
         """
-        computed = {
-            dot.rhs.value for dot in self.dots if not self.is_loaded(dot.rhs.value)
-        }
+        sides = [dot.rhs for dot in self.dots]
+        sides += [dot.lhs for dot in self.dots if _is_transposed(dot.lhs)]
+        computed = {s.value for s in sides if not self.is_loaded(s.value)}
         tiles = chain((op.result for op in loads), computed)
         return sum(map(_bytes, tiles))
 
@@ -266,6 +267,11 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
     wanted = (chip.main.bytes_per_second or 0) / chip.cores * LATENCY
     in_flight = min(1.0, programs * need.loaded / wanted) if wanted else 1.0
     return in_flight * min(1.0, programs * warps / BUSY_WARPS)
+
+
+def _is_transposed(side: DotSide) -> bool:
+    """Whether a product sums over another dimension of a matrix than its last."""
+    return side.contract != (side.value.tile.rank - 1,)
 
 
 def _stages(need: Need, warps: int, chip: Gpu) -> int:

@@ -10,12 +10,15 @@ import pytest
 import pallasite as pl
 from benchmarks import gpu
 from pallasite import tpu as pltpu
+from pallasite.autodiff.backward_choice import Machine
+from pallasite.autodiff.explain_grad import full_plan
 from pallasite.backends import base
 from pallasite.backends.triton import PASSES
 from pallasite.backends.triton.launch import (
     GROUP,
     STAGES,
     WARPS,
+    Need,
     schedule_launch,
 )
 from pallasite.errors import ResourceError
@@ -315,3 +318,27 @@ def test_groups_change_the_order_not_the_result(rows):
     assert ("arith.minsi" in made["ttir"]) == (rows == 7)
     (got,) = simulated(run_passes(kernel), [x, y], chip=chip)
     np.testing.assert_array_equal(got, x @ y)
+
+
+def test_computed_tiles_that_are_multiplied_transposed_take_shared_memory():
+    """p^T of a gradient, beside ds on the right and the blocks of keys and values."""
+    run = gpu.grid_attention((128, 128), causal=False)
+    (kernel,) = kernels_in(run, *[shape(64, 4096, 128)] * 3)
+    over_keys = full_plan(kernel, machine=Machine.of(H200)).steps[2].kernel
+    options = base.Options(chip=H200)
+    scheduled = base.Compiled(base.get("triton"), over_keys, options).scheduled
+    need = Need.of(scheduled)
+    assert need.once == 4 * 128 * 64 * 2
+    stages = find_pipeline(scheduled).attrs[STAGES]
+    assert need.once + stages * need.per_step <= H200.shared.bytes
+
+
+def test_dimensions_that_cannot_be_divided_one_after_another():
+    """Blocks that fit are found for each kernel of a gradient."""
+    run = gpu.loop_attention((128, 128), causal=True)
+    (kernel,) = kernels_in(run, *[shape(64, 4096, 128)] * 3)
+    for step in full_plan(kernel, machine=Machine.of(H200)).steps:
+        options = base.Options(chip=H200)
+        scheduled = base.Compiled(base.get("triton"), step.kernel, options).scheduled
+        need, stages = Need.of(scheduled), find_pipeline(scheduled).attrs[STAGES]
+        assert need.once + stages * need.per_step <= H200.shared.bytes
