@@ -142,6 +142,36 @@ def test_a_copy_waits_for_all_warps_that_read_what_it_overwrites():
     assert "meet(1, 128);" in between(role, "barrier_wait", "copy_in_2(")
 
 
+# --- two at once ---
+
+
+def pairs_kernel(x_ref, i_ref, o_ref, n_ref, xs, ns, barrier):
+    plgpu.copy_gmem_to_smem(x_ref, xs, barrier)
+    plgpu.copy_gmem_to_smem(i_ref, ns, barrier)
+    plgpu.barrier_wait(barrier)
+    x = xs[...]
+    o_ref[...] = (x * x - x) + x * 3
+    n_ref[...] = ns[...].astype(x.dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_pairs_of_small_floats_are_exact(dtype, tmp_path):
+    (x,) = operands((16, 64), dtype=dtype)
+    bytes_ = jnp.arange(-512, 512, dtype=jnp.int32).astype(jnp.int8).reshape(16, 64)
+    memory = [plgpu.SMEM(x.shape, dtype), plgpu.SMEM(x.shape, jnp.int8)]
+    memory.append(plgpu.Barrier(num_arrivals=2))
+    outs = [out(16, 64, dtype=dtype)] * 2
+    function = plgpu.kernel(pairs_kernel, outs, scratch_shapes=memory)
+    assert "pairs_mul" in text(function, x, bytes_)
+    got, numbers = run(function, x, bytes_, folder=tmp_path)
+    wide = np.asarray(x, np.float32)
+    rounded = lambda a: a.astype(x.dtype).astype(np.float32)
+    want = rounded(rounded(rounded(wide * wide) - wide) + rounded(wide * 3))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    np.testing.assert_array_equal(np.asarray(numbers, np.float32), bytes_)
+
+
 # --- products ---
 
 
