@@ -60,7 +60,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("overlap", overlap),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("specialize", partial(specialize, chip=chip)),
-        Pass("one_role", one_role),
+        Pass("one_role", partial(one_role, chip=chip)),
     )
 
 

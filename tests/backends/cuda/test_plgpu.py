@@ -10,6 +10,7 @@ import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import cuda
 from pallasite.errors import UnsupportedError
+from pallasite.target import GPUS
 from tests.backends.cuda import host
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -371,6 +372,12 @@ def test_products_that_the_instruction_has_not(given, message):
     function, args = product(**given)
     found = refused(function, *args)
     assert message in found and "wgmma" in found, found
+
+
+def test_chips_that_have_no_such_instructions(monkeypatch):
+    monkeypatch.setattr(cuda, "_chip", lambda options: GPUS["a100"])
+    function, args = product(64, 64, 64, F16)
+    assert "the chip is sm_80" in refused(function, *args)
 
 
 def test_more_shared_memory_than_there_is():
