@@ -140,7 +140,8 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
         access, inner = Access.of(made[one]), iter(places)
         places = []
         for entry, operand in access.split_index():
-            start = b.index(entry.start) if operand is None else operand
+            assert isinstance(entry, (At, Span))
+            start = b.index(entry.start or 0) if operand is None else operand
             if isinstance(entry, Span):
                 step = b.mul(next(inner), b.index(entry.stride))
                 start = b.add(start, step)

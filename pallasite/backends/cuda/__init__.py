@@ -78,7 +78,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
-        Pass("one_role", one_role),
+        Pass("one_role", partial(one_role, chip=chip)),
         Pass("sink_loads", sink_loads),
     )
 

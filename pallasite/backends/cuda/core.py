@@ -82,6 +82,7 @@ class Core:
         self.shared_bytes = 0
         self.bases: dict[str, str] = {}  # expression of the thread number -> variable
         self.loops = 0  # how many loops are open
+        self.arch = ""  # the only architecture that the code is for; empty: any
         self.approx_math = False  # the author wants speed, not the last digits
 
     def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:

@@ -7,7 +7,7 @@ that they call included. There is no #include: NVRTC has all that is needed buil
 import re
 from collections.abc import Mapping
 
-from pallasite.backends.cuda import hopper
+from pallasite.backends.cuda import hopper, pairs
 
 HEAD = """\
 typedef signed char i8;
@@ -157,6 +157,7 @@ FUNCTIONS: dict[str, str] = {
         "  const int x = row * SWIZZLE >> 7 & SWIZZLE / 16 - 1;\n"
         "  return column ^ x * (16 / BYTES);\n}\n"
     ),
+    **pairs.FUNCTIONS,
     **hopper.BARRIERS,
     **hopper.MAPS,
     **hopper.COPIES,

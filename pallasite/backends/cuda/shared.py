@@ -24,7 +24,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.ir.nodes import Access, Block, Op, Span, Value
+from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.memory import Roots
 
@@ -108,6 +108,7 @@ class Shared(Memory):
             return None
         shape, rows, panels = [], ring.has_whole_rows, ring.has_whole_panels
         for dim, (entry, operand) in enumerate(entries):
+            assert not isinstance(entry, Gather)
             size = ring.shape[dim]
             start = self.start(entry, operand, size, clamp=self.is_authored)
             if isinstance(entry, Span):

@@ -17,6 +17,7 @@ from pallasite.backends.cuda.elementwise import (
     narrowed,
 )
 from pallasite.backends.cuda.layouts import WARP, Lane, Spread
+from pallasite.backends.cuda.pairs import pairs
 from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, F32, I32, DType
@@ -62,7 +63,12 @@ class Tiles(Core):
             self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
             return
         result = replace(self.declare(tile.dtype, spread, op), lanes=lanes)
-        if op.name == "select_n" and self.is_mask(op, operands):
+        in_pairs = pairs(op, result, operands) if self.arch else None
+        if in_pairs is not None:
+            self.out.line(
+                f"EACH({result.registers // 2}) {result.name}[i] = {in_pairs};"
+            )
+        elif op.name == "select_n" and self.is_mask(op, operands):
             self.masked(op, result, operands)
         elif as_bits:
             self.put(result, element)

@@ -137,3 +137,20 @@ inline unsigned short host_to_f16(float x) {
   const int whole = (int)rintf(ldexpf(size, 10 - exponent));  // nearest even
   return sign | (whole >= 1024 ? (exponent + 14) * 1024 + whole : whole);
 }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
+  const unsigned long long both = (unsigned long long)y << 32 | x;
+  unsigned r = 0;
+  for (int n = 0; n < 4; ++n)
+    r |= (unsigned)(both >> 8 * (which >> 4 * n & 7) & 255) << 8 * n;
+  return r;
+}
+template <int F16, class F> unsigned host_pairs(unsigned x, unsigned y, F&& f) {
+  unsigned r = 0;
+  for (int n = 0; n < 32; n += 16) {
+    const unsigned short a = x >> n, b = y >> n;
+    const float z = F16 ? f(host_from_f16(a), host_from_f16(b))
+                        : f(__uint_as_float(a << 16), __uint_as_float(b << 16));
+    r |= (unsigned)(F16 ? host_to_f16(z) : host_to_bf16(z)) << n;
+  }
+  return r;
+}

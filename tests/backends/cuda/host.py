@@ -40,6 +40,13 @@ OWN = {
     "{ return x != x || y != y ? x + y : x < y ? x : y; }\n",
     "reciprocal_root": "DEVICE float reciprocal_root(float x) "
     "{ return (float)(1 / sqrt((double)x)); }\n",
+    **{
+        f"pairs_{name}_{kind}": f"DEVICE u32 pairs_{name}_{kind}(u32 x, u32 y) {{\n"
+        f"  auto f = [](float x, float y) {{ return x {sign} y; }};\n"
+        f"  return host_pairs<{n}>(x, y, f);\n}}\n"
+        for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"))
+        for n, kind in enumerate(("bf16", "f16"))
+    },
     "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),

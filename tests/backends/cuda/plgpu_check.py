@@ -175,6 +175,26 @@ def attention_by_pipeline():
     return attention(False, entry="attention_with_pipeline_emitter")
 
 
+@check("attention_backward")
+def attention_backward():
+    batch, length, heads, depth = 1, 2048, 8, 128
+    q, k, v = (normal(n, batch, length, heads, depth) for n in range(3))
+    q = q * depth**-0.5
+    blocks = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
+
+    def gradient(function):
+        loss = lambda *args: function(*args).astype(jnp.float32).sum()
+        return lambda *args: jnp.stack(jax.grad(loss, (0, 1, 2))(*args))
+
+    def make(module):
+        config = module.TuningConfig(64, 128, 2, **blocks)
+        return gradient(lambda *args: module.attention(*args, config))
+
+    want = gradient(upstreams("attention_mgpu").attention_reference)(q, k, v)
+    work = 14.0 * batch * heads * length**2 * depth
+    return compare("attention_mgpu", make, (q, k, v), want, work, calls=5)
+
+
 @check("ragged")
 def ragged():
     m, k, n, groups = 8192, 2048, 8192, 8

@@ -10,6 +10,7 @@ import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base
 from pallasite.errors import UnsupportedError
+from pallasite.target import GPUS
 from tests.backends.cuda import host
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -140,6 +141,36 @@ def test_a_copy_waits_for_all_warps_that_read_what_it_overwrites():
     role = found[found.index("map_seen(maps") :]
     assert "meet(" not in role[: role.index("copy_in_2(")]
     assert "meet(1, 128);" in between(role, "barrier_wait", "copy_in_2(")
+
+
+# --- two at once ---
+
+
+def pairs_kernel(x_ref, i_ref, o_ref, n_ref, xs, ns, barrier):
+    plgpu.copy_gmem_to_smem(x_ref, xs, barrier)
+    plgpu.copy_gmem_to_smem(i_ref, ns, barrier)
+    plgpu.barrier_wait(barrier)
+    x = xs[...]
+    o_ref[...] = (x * x - x) + x * 3
+    n_ref[...] = ns[...].astype(x.dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_pairs_of_small_floats_are_exact(dtype, tmp_path):
+    (x,) = operands((16, 64), dtype=dtype)
+    bytes_ = jnp.arange(-512, 512, dtype=jnp.int32).astype(jnp.int8).reshape(16, 64)
+    memory = [plgpu.SMEM(x.shape, dtype), plgpu.SMEM(x.shape, jnp.int8)]
+    memory.append(plgpu.Barrier(num_arrivals=2))
+    outs = [out(16, 64, dtype=dtype)] * 2
+    function = plgpu.kernel(pairs_kernel, outs, scratch_shapes=memory)
+    assert "pairs_mul" in text(function, x, bytes_)
+    got, numbers = run(function, x, bytes_, folder=tmp_path)
+    wide = np.asarray(x, np.float32)
+    rounded = lambda a: a.astype(x.dtype).astype(np.float32)
+    want = rounded(rounded(rounded(wide * wide) - wide) + rounded(wide * 3))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    np.testing.assert_array_equal(np.asarray(numbers, np.float32), bytes_)
 
 
 # --- products ---
@@ -341,6 +372,12 @@ def test_products_that_the_instruction_has_not(given, message):
     function, args = product(**given)
     found = refused(function, *args)
     assert message in found and "wgmma" in found, found
+
+
+def test_chips_that_have_no_such_instructions(monkeypatch):
+    monkeypatch.setattr(cuda, "_chip", lambda options: GPUS["a100"])
+    function, args = product(64, 64, 64, F16)
+    assert "the chip is sm_80" in refused(function, *args)
 
 
 def test_more_shared_memory_than_there_is():
