@@ -39,12 +39,14 @@ class TpuBackend:
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
+        from pallasite.backends.tpu.vmem import check_vmem
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
 
+        chip = options.chip if isinstance(options.chip, Tpu) else None
         return (
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
@@ -56,6 +58,7 @@ class TpuBackend:
             Pass("idle_windows", idle_windows),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
+            Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
             Pass("dots", plain_dots),
@@ -63,11 +66,12 @@ class TpuBackend:
         )
 
     def _blocks(self, options: Options) -> Sequence[Pass]:
-        """Larger blocks, where it is known what there is room for."""
+        """Blocks for which there is room, and larger ones where it is known to be."""
+        from pallasite.backends.tpu.vmem import cut_if_large
         from pallasite.passes.tpu_blocks import for_tpu
 
         if not isinstance(options.chip, Tpu):
-            return ()
+            return (Pass("choose_blocks", cut_if_large),)
         limit = options.compiler_params.get("vmem_limit_bytes")
         blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
         return (Pass("choose_blocks", blocks),)
@@ -78,13 +82,16 @@ class TpuBackend:
     def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
+        from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
         arrays = CallArrays.of(compiled.scheduled, kernel)
         warn_of_forms(kernel, arrays)
+        chip = options.chip if isinstance(options.chip, Tpu) else None
+        vmem = limit_for(compiled.scheduled, chip)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options),
+            config=call_config(compiled["mosaic"], options, vmem),
             api_version=1,
             aliases=compiled.scheduled.aliases,
             operands=None if arrays.as_they_are else arrays.operands,
