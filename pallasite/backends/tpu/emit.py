@@ -241,6 +241,7 @@ class _Module:
         return rows
 
     def _semantics(self, name: str) -> str:
+        name = "arbitrary" if name == "sequential" else name  # no other order here
         if name not in SEMANTICS:
             raise UnsupportedError(
                 f"backend 'tpu' has no dimension semantics {name!r}",
