@@ -37,6 +37,7 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
+        from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
@@ -48,6 +49,7 @@ class TpuBackend:
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
         return (
+            Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
@@ -82,6 +84,7 @@ class TpuBackend:
     def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
+        from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
         from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
@@ -89,11 +92,15 @@ class TpuBackend:
         warn_of_forms(kernel, arrays)
         chip = options.chip if isinstance(options.chip, Tpu) else None
         vmem = limit_for(compiled.scheduled, chip)
+        sites = sites_of(kernel)
         return Launch(
             target="tpu_custom_call",
             config=call_config(compiled["mosaic"], options, vmem),
             api_version=1,
-            aliases=compiled.scheduled.aliases,
+            aliases=arrays.aliases,
+            log_words=ROWS * LANES if sites else 0,
+            log_shape=(ROWS, LANES),
+            read_log=reader(sites) if sites else None,
             operands=None if arrays.as_they_are else arrays.operands,
             result_forms=arrays.results,
             has_side_effect=bool(options.compiler_params.get("has_side_effects")),
