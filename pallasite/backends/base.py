@@ -81,6 +81,7 @@ class Launch:
     result_forms: tuple[Form | None, ...] = ()
     # Words of 32 bits that a call takes as zeros and hands to `read_log` on the host.
     log_words: int = 0
+    log_shape: tuple[int, ...] | None = None  # None: a vector
     read_log: Callable[[Any], None] | None = None
     is_versioned: bool = False  # JAX promises no compatibility: exported unchecked only
 

@@ -55,14 +55,21 @@ class Job:
     @staticmethod
     def of(name: str, kernel: Kernel, launch: Any) -> "Job":
         """The call of a kernel, given what its backend's `launch` returned."""
+        operands = _operands(kernel, launch)
+        results = _arrays(kernel.outputs, launch.result_forms)
+        aliases = launch.aliases
+        if launch.log_words:
+            shape = launch.log_shape or (launch.log_words,)
+            aliases = (*aliases, (len(operands), len(results)))
+            operands, results = ((*x, (shape, "int32")) for x in (operands, results))
         return Job(
             name,
             launch.target,
             launch.config,
-            _operands(kernel, launch),
-            _arrays(kernel.outputs, launch.result_forms),
+            operands,
+            results,
             launch.api_version,
-            launch.aliases,
+            aliases,
             launch.has_side_effect,
         )
 

@@ -48,7 +48,8 @@ def lower_launch(launch: Launch, ctx: Any, *operands: Any) -> Sequence[Any]:
         for shape, dtype in launch.scratch_results
     ]
     if launch.log_words:
-        log = jax.core.ShapedArray((launch.log_words,), np.dtype(np.int32))
+        shape = launch.log_shape or (launch.log_words,)
+        log = jax.core.ShapedArray(shape, np.dtype(np.int32))
         aliases[len(operands)] = results + len(scratch)
         operands = (*operands, *_run(ctx, lambda: jax.numpy.zeros_like(log), [], [log]))
         ctx = ctx.replace(avals_in=[*ctx.avals_in, log])

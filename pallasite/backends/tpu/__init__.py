@@ -44,8 +44,10 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
+        from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
+        from pallasite.backends.tpu.vmem import check_vmem
         from pallasite.passes.canonicalize import canonicalize
         from pallasite.passes.guard_bounds import guard_bounds
         from pallasite.passes.idle_windows import idle_windows
@@ -54,7 +56,9 @@ class TpuBackend:
         from pallasite.passes.place_windows import place_windows
         from pallasite.passes.replicate_columns import replicate_columns
 
+        chip = options.chip if isinstance(options.chip, Tpu) else None
         return (
+            Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
@@ -67,6 +71,7 @@ class TpuBackend:
             Pass("idle_windows", idle_windows),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
+            Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
             Pass("dots", plain_dots),
@@ -74,11 +79,12 @@ class TpuBackend:
         )
 
     def _blocks(self, options: Options) -> Sequence[Pass]:
-        """Larger blocks, where it is known what there is room for."""
+        """Blocks for which there is room, and larger ones where it is known to be."""
+        from pallasite.backends.tpu.vmem import cut_if_large
         from pallasite.passes.tpu_blocks import for_tpu
 
         if not isinstance(options.chip, Tpu):
-            return ()
+            return (Pass("choose_blocks", cut_if_large),)
         limit = options.compiler_params.get("vmem_limit_bytes")
         blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
         return (Pass("choose_blocks", blocks),)
@@ -89,15 +95,23 @@ class TpuBackend:
     def launch(self, compiled: Compiled) -> Launch:
         from pallasite.backends.tpu.compile import call_config
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
+        from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
+        from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
         arrays = CallArrays.of(compiled.scheduled, kernel)
         warn_of_forms(kernel, arrays)
+        chip = options.chip if isinstance(options.chip, Tpu) else None
+        vmem = limit_for(compiled.scheduled, chip)
+        sites = sites_of(kernel)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options),
+            config=call_config(compiled["mosaic"], options, vmem),
             api_version=1,
-            aliases=compiled.scheduled.aliases,
+            aliases=arrays.aliases,
+            log_words=ROWS * LANES if sites else 0,
+            log_shape=(ROWS, LANES),
+            read_log=reader(sites) if sites else None,
             operands=None if arrays.as_they_are else arrays.operands,
             result_forms=arrays.results,
             has_side_effect=bool(options.compiler_params.get("has_side_effects")),

@@ -81,8 +81,14 @@ def _parsed(text: str) -> Any:
     return module
 
 
-def call_config(text: str, options: Options) -> str:
-    """The backend_config of the custom call, as JSON."""
+def call_config(text: str, options: Options, vmem_bytes: int | None = None) -> str:
+    """The backend_config of the custom call, as JSON.
+
+    Args:
+        text: the Mosaic module.
+        options: what the author said.
+        vmem_bytes: the limit on vector memory, where the author names none.
+    """
     params = dict(options.compiler_params)
     _check_params(params)
     body = serialise(text)
@@ -98,9 +104,9 @@ def call_config(text: str, options: Options) -> str:
     if options.cost_estimate is not None:
         config["cost_estimate"] = dict(options.cost_estimate)
     top: dict[str, Any] = {"custom_call_config": config}
-    if params.get("vmem_limit_bytes"):
-        limit = {"memory_space": VMEM_SPACE, "offset": 0}
-        limit["size"] = int(params["vmem_limit_bytes"])
+    vmem_bytes = params.get("vmem_limit_bytes") or vmem_bytes
+    if vmem_bytes:
+        limit = {"memory_space": VMEM_SPACE, "offset": 0, "size": int(vmem_bytes)}
         top["scoped_memory_configs"] = [limit]
     return json.dumps(top)
 

@@ -123,6 +123,39 @@ class Control(Memory):
 
     # --- loops ---
 
+    def _starts(self, inits: Sequence[Value]) -> list[str]:
+        """What a loop starts from.
+
+        libtpu keeps a tile that does not vary along a dimension once for all of it, and
+        takes what a loop carries to be like its start. Where counting makes other tiles
+        that vary along one dimension only, it then fails to bring the two together. So
+        a start is made to look as if it varied.
+        """
+        names = self._carry_all([self.name(v) for v in inits], inits)
+        if not self.counts_places:
+            return names
+        pairs = zip(names, inits, strict=True)
+        return [self._as_if_varying(n, self._carried(v)) if v in self.repeated else n
+                for n, v in pairs]  # fmt: skip
+
+    def _as_if_varying(self, name: str, tile: TileType) -> str:
+        if not tile.shape or tile.dtype.bits != 32:
+            return name
+        words = tile.with_dtype(I32)
+        place = self.counted(words, tile.rank - 1)
+        if tile.rank > 1:
+            rows = self.counted(words, tile.rank - 2)
+            place = self.arith("arith.addi", place, rows, tile=words)
+        zeros = self.arith("arith.minsi", place, self.out.number(0, words), tile=words)
+        types = f"{tile_text(tile)} -> {tile_text(words)}"
+        if tile.dtype.is_float:
+            name = self.out.value(f"tpu.bitcast {name} : {types}")
+        name = self.arith("arith.ori", name, zeros, tile=words)
+        if tile.dtype.is_float:
+            back = f"{tile_text(words)} -> {tile_text(tile)}"
+            name = self.out.value(f"tpu.bitcast {name} : {back}")
+        return name
+
     def emit_for(self, op: Op) -> tuple[str, ...]:
         loop = Loop.of(op)
         if self.facts.of(loop.step).low < 1:
@@ -130,7 +163,7 @@ class Control(Memory):
         self.facts.note_counter(loop)
         bounds = [self.name(v) for v in loop.bounds]
         types = self._carried_types(loop.carried)
-        starts = self._carry_all([self.name(v) for v in loop.inits], loop.inits)
+        starts = self._starts(loop.inits)
         counter, *inner = (self.out.fresh() for _ in loop.body.params)
         text = f"scf.for {counter} = {bounds[0]} to {bounds[1]} step {bounds[2]}"
         if types:
@@ -148,7 +181,7 @@ class Control(Memory):
         loop = While.of(op)
         types = self._carried_types(loop.inits)
         listed = ", ".join(types)
-        starts = self._carry_all([self.name(v) for v in loop.inits], loop.inits)
+        starts = self._starts(loop.inits)
         inner = [self.out.fresh() for _ in loop.inits]
         pairs = ", ".join(f"{i} = {s}" for i, s in zip(inner, starts, strict=True))
         text = f"scf.while ({pairs}) : ({listed}) -> ({listed}) {{"

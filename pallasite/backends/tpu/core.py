@@ -21,6 +21,8 @@ class Core:
         self.facts = Facts()
         self.names: dict[Value, str] = {}
         self.constants: dict[Value, float | int | bool] = {}
+        self.repeated: set[Value] = set()  # tiles that do not vary along all dims
+        self.counts_places = False  # whether the kernel has an iota
         self.op: Op | None = None  # being written: what a refusal points at
 
     # --- values ---

@@ -130,13 +130,22 @@ class Elementwise(Conversions):
         cannot compare.
         """
         if tile.dtype.is_float:
-            return self.arith(f"arith.{name}imumf", x, y, tile=tile)
+            return self._extreme_float(name, x, y, tile)
         above = self.arith("arith.subi", x, y, tile=tile)
         zero = self.out.number(0, tile)
         above = self.arith("arith.maxsi", above, zero, tile=tile)
         if name == "max":
             return self.arith("arith.addi", y, above, tile=tile)
         return self.arith("arith.subi", x, above, tile=tile)
+
+    def _extreme_float(self, name: str, x: str, y: str, tile: TileType) -> str:
+        """The sum is NaN where one of them is, and then both comparisons are false."""
+        first, second = ("ogt", "oge") if name == "max" else ("olt", "ole")
+        found = self.arith("arith.addf", x, y, tile=tile)
+        other = self.arith(f"arith.cmpf {second},", y, x, tile=tile)
+        found = self.select(other, y, found, tile, True)
+        own = self.arith(f"arith.cmpf {first},", x, y, tile=tile)
+        return self.select(own, x, found, tile, True)
 
     def _computing(self, op: Op) -> tuple[list[str], TileType]:
         """The operands in the type the op is computed in, and that type."""

@@ -27,7 +27,7 @@ from pallasite.backends.tpu.windows import (
 )
 from pallasite.backends.tpu.writer import ELEMENTS, array
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import HIGHEST, Fact
@@ -104,6 +104,10 @@ class _KernelPlan:
         """The other parameters: windowed, or whole arrays in main memory."""
         apart = {*self.grid_params, *self.prefetched}
         return tuple(p for p in self.kernel.params if p not in apart)
+
+    @cached_property
+    def counts_places(self) -> bool:
+        return any(op.name == "iota" for op in walk(self.kernel.body))
 
     @property
     def is_called_once(self) -> bool:
@@ -237,6 +241,7 @@ class _Module:
         return rows
 
     def _semantics(self, name: str) -> str:
+        name = "arbitrary" if name == "sequential" else name  # no other order here
         if name not in SEMANTICS:
             raise UnsupportedError(
                 f"backend 'tpu' has no dimension semantics {name!r}",
@@ -300,6 +305,7 @@ class _Function(Control):
     def __init__(self, plan: _KernelPlan, with_locations: bool):
         super().__init__(with_locations)
         self.plan = plan
+        self.counts_places = plan.counts_places
         self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
         self._taken: set[str] = set()
         self._outer = {r: op for op in plan.kernel.body.ops for r in op.results}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends.tpu.aliased import reads_other_blocks
+from pallasite.backends.tpu.prints import has_log
 from pallasite.backends.tpu.resident import MOST_BYTES
 from pallasite.backends.tpu.schedule import main_pipeline
 from pallasite.backends.tpu.windows import (
@@ -75,25 +76,31 @@ class CallArrays:
 
     operands: tuple[tuple[int, Form | None], ...]
     results: tuple[Form | None, ...]
+    aliases: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(scheduled: Kernel, original: Kernel) -> "CallArrays":
+        """Without the log, which comes last."""
         op = main_pipeline(scheduled)
         attrs = {} if op is None else op.attrs
         noted = {n: rest for n, *rest in attrs.get(FORMS, ())}
-        count = len(scheduled.inputs)
+        count, log = len(scheduled.inputs), has_log(scheduled)
         sources = attrs.get(OPERANDS) or tuple(range(count))
+        own = slice(None, -1 if log else None)
 
         def form(number: int, old: Value, new: Value) -> Form | None:
             dtypes = (old.ref.dtype.numpy_name, new.ref.dtype.numpy_name)
             found = Form(old.ref.shape, *dtypes, *noted.get(number, ()))
             return found if found.changes else None
 
-        inputs = enumerate(zip(sources, scheduled.inputs, strict=True))
-        outputs = enumerate(zip(original.outputs, scheduled.outputs, strict=True))
+        pairs = zip(sources[own], scheduled.inputs[own], strict=True)
+        results = zip(original.outputs, scheduled.outputs[own], strict=True)
+        inputs, outputs = enumerate(pairs), enumerate(results)
+        aliases = [a for a in scheduled.aliases if not log or a[0] != count - 1]
         return CallArrays(
             tuple((s, form(n, original.inputs[s], new)) for n, (s, new) in inputs),
             tuple(form(count + n, *pair) for n, pair in outputs),
+            tuple(aliases),
         )
 
     @property
@@ -449,6 +456,8 @@ class _Fitting:
             if self._is_size(param) or param in self.sized:
                 return 0
             old = self.kernel.inputs[param.source]
+            if has_log(self.kernel) and param.source == len(self.kernel.inputs) - 1:
+                return 3
             return 1 if old.ref.space == "smem" and old not in arrays else 2
 
         return sorted([*self.inputs, *self.more], key=rank)

@@ -39,10 +39,12 @@ class Tiles(Elementwise):
 
     def emit_constant(self, op: Op) -> str:
         self.constants[op.result] = op.attrs["value"]
+        self.repeated.add(op.result)
         return self.out.number(op.attrs["value"], self.tile_type(op.result))
 
     def emit_iota(self, op: Op) -> str:
         tile = self.tile_type(op.result)
+        self.repeated.add(op.result)
         words = tile.with_dtype(I32)
         return self.convert(self.counted(words, op.attrs["dim"]), words, tile.dtype)
 
@@ -108,6 +110,7 @@ class Tiles(Elementwise):
 
     def emit_broadcast_in_dim(self, op: Op) -> str:
         x = op.operands[0]
+        self.repeated.add(op.result)
         return self.broadcast(
             self.name(x), self.tile_type(x), op.attrs["shape"], op.attrs["dims"]
         )

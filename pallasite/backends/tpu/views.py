@@ -171,4 +171,4 @@ def required_alignment(view: View, dim: int) -> int:
         return 1
     if bits == 32 and (view.sizes[dim] == 1 or view.shape[-1] <= LANES):
         return 1
-    return SUBLANES if bits >= 16 else 32 * SUBLANES // bits
+    return 32 * SUBLANES // bits  # a tile packs narrow elements along rows

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu.fit_windows import CallArrays
+from pallasite.backends.tpu.prints import LANES, ROWS, print_log, sites_of
 from pallasite.emulation.emulate import emulate
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, BlockDim, Kernel, Value, Window
@@ -57,9 +58,14 @@ def run_compiled(compiled: Compiled, arrays: Sequence[np.ndarray]) -> list[np.nd
         arrays[number] if form is None else form.pack(np, arrays[number])
         for number, form in call.operands
     ]
+    sites = sites_of(compiled.kernel)
+    if sites:
+        given.append(np.zeros((ROWS, LANES), np.int32))
     params = scheduled.outputs
     shapes = [jax.ShapeDtypeStruct(p.ref.shape, p.ref.dtype.np) for p in params]
     results = run_module(compiled["mosaic"], given, shapes, scheduled.aliases)
+    if sites:
+        print_log(sites, results.pop())
     pairs = zip(results, call.results, strict=True)
     return [r if form is None else form.unpack(np, r) for r, form in pairs]
 

@@ -516,3 +516,13 @@ def two_orders(x):
 
     spec = pl.BlockSpec((8, 96), lambda r, i: (i, 0))
     return call(kernel, x, x, grid=(2, 3), in_specs=[spec], out_specs=spec)
+
+
+@case(array(20, 50), name="prints")
+def prints(x):
+    def kernel(x_ref, o_ref):
+        pl.debug_print("program {}: {}", pl.program_id(0), x_ref[...])
+        o_ref[...] = x_ref[...]
+
+    spec = pl.BlockSpec((5, 50), lambda i: (i, 0))
+    return call(kernel, x, x, grid=(4,), in_specs=[spec], out_specs=spec)

@@ -268,6 +268,45 @@ def test_numbers_in_scalar_memory_after_other_operands():
     assert_right(kernel)
 
 
+# --- prints ---
+
+
+def test_prints_come_in_the_order_of_programs(capsys):
+    def f(x_ref, o_ref):
+        i = pl.program_id(0)
+
+        @pl.when(i != 1)
+        def _():
+            pl.debug_print("program {}: {} {}", i, x_ref[0, 0], x_ref[0, :3] > 1)
+
+        o_ref[...] = x_ref[...].astype(o_ref.dtype)
+
+    rows = pl.BlockSpec((2, 130), lambda i: (i, 0))
+    call = pl.pallas_call(
+        f, out_shape=array(6, 130), grid=(3,), in_specs=[rows], out_specs=rows
+    )
+    kernel = kernel_of(call, array(6, 130, dtype=jnp.float16))
+    x = np.arange(6 * 130, dtype=np.float16).reshape(6, 130)
+    (got,) = simulated(kernel, [x])
+    np.testing.assert_array_equal(got, x.astype(np.float32))
+    assert capsys.readouterr().out.splitlines() == [
+        "program 0: 0.0 [False False  True]",
+        "program 2: 520.0 [ True  True  True]",
+    ]
+
+
+def test_prints_of_large_tiles(capsys):
+    def f(x_ref, o_ref):
+        pl.debug_print("{}", x_ref[...].astype(jnp.int8))
+        o_ref[...] = x_ref[...]
+
+    call = pl.pallas_call(f, out_shape=array(2, 3, 200, dtype=jnp.int32))
+    kernel = kernel_of(call, array(2, 3, 200, dtype=jnp.int32))
+    x = np.arange(1200, dtype=np.int32).reshape(2, 3, 200)
+    simulated(kernel, [x])
+    assert capsys.readouterr().out == f"{x.astype(np.int8)}\n"
+
+
 # --- element types ---
 
 

@@ -1,0 +1,109 @@
+"""How much vector memory a kernel needs: refused early where no chip has as much.
+
+XLA lets a kernel have a part of a core's vector memory unless it is told otherwise;
+`limit_for` tells it, where windows, scratch and tiles need more.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from pallasite.backends.tpu.schedule import main_pipeline
+from pallasite.backends.tpu.windows import memref_shape, operand_name
+from pallasite.errors import ChipMemoryError
+from pallasite.ir.nodes import Kernel, Op, walk
+from pallasite.ir.roles import Pipeline
+from pallasite.ir.types import DType
+from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.tpu_blocks import for_tpu
+from pallasite.target import TPUS, Tpu
+
+COPIES = 3  # of the largest tile, which the compiler may keep besides
+MOST = 0.95  # of a core's vector memory, for one kernel
+SPARE = 1.25  # what is counted here, and what the compiler adds
+
+
+def check_vmem(kernel: Kernel, chip: Tpu | None) -> Kernel:
+    """Refuse a kernel whose windows and scratch are more than a core has.
+
+    Raises:
+        ChipMemoryError: names each window with its bytes.
+    """
+    chips = TPUS.values() if chip is None else (chip,)
+    most = max(chips, key=lambda each: each.vmem.bytes)
+    parts = list(_named(kernel))
+    needed, available = sum(size for _, size in parts), most.vmem.bytes
+    if needed <= available:
+        return kernel
+    largest = sorted(parts, key=lambda part: -part[1])[:6]
+    raise ChipMemoryError(
+        f"the blocks of a program do not fit a core of {most.name}"
+        + ("" if chip else ", which has most of all TPUs"),
+        [
+            ("kernel", kernel.name),
+            ("needed", f"{needed} bytes"),
+            ("available", f"{available} bytes of vector memory"),
+            *((name, f"{size} bytes") for name, size in largest),
+        ],
+        kernel.loc,
+        "use smaller blocks",
+    )
+
+
+def limit_for(kernel: Kernel, chip: Tpu | None) -> int | None:
+    """The limit to ask XLA for; None: what it allows by itself is enough."""
+    chips = TPUS.values() if chip is None else (chip,)
+    allowed = min(each.scoped_vmem for each in chips)
+    needed = int(SPARE * (sum(size for _, size in _named(kernel)) + _tiles(kernel)))
+    if needed <= allowed:
+        return None
+    return min(needed, int(MOST * max(each.vmem.bytes for each in chips)))
+
+
+def cut_if_large(kernel: Kernel) -> Kernel:
+    """Smaller blocks where some chip has no room for the author's.
+
+    For calls that are compiled before it is known which chip runs them.
+    """
+    room = lambda chip: (chip.scoped_vmem, -chip.vmem.bytes)
+    smallest = min(TPUS.values(), key=room)
+    if sum(size for _, size in _named(kernel)) <= smallest.scoped_vmem:
+        return kernel
+    return for_tpu(kernel, smallest)
+
+
+def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
+    """What the author names, with its bytes: windows and scratch."""
+    op = main_pipeline(kernel)
+    if op is not None:
+        pipeline = Pipeline.of(op)
+        for shown, moves in zip(pipeline.shown, analyze(kernel).windows, strict=True):
+            if shown.window.space not in ("block", "vmem"):
+                continue
+            moving = any(pipeline.grid[axis] != 1 for axis in moves.axes)
+            buffers = shown.window.buffers or (2 if moving else 1)
+            size = _bytes(memref_shape(shown.window), shown.array.ref.dtype)
+            yield operand_name(kernel, shown.array), buffers * size
+    for alloc in walk(kernel.body):
+        if alloc.name == "alloc" and alloc.result.ref.space in ("vmem", "block"):
+            ref = alloc.result.ref
+            yield f"scratch {ref}", _bytes(ref.shape, ref.dtype)
+
+
+def _tiles(kernel: Kernel) -> int:
+    """What the compiler may need for tiles in between."""
+
+    def size(op: Op) -> int:
+        tiles = [v.tile for v in op.results if not v.is_ref]
+        return max((_bytes(t.shape, t.dtype) for t in tiles), default=0)
+
+    return COPIES * max((size(op) for op in walk(kernel.body)), default=0)
+
+
+def _bytes(shape: tuple[int, ...], dtype: DType) -> int:
+    """With each side rounded up to whole tiles."""
+    *outer, rows, lanes = (1, 1, *shape)
+    chip = TPUS["v5e"]
+    sublanes = chip.sublanes_of(max(dtype.bits, 8))
+    rows = -(-rows // sublanes) * sublanes
+    lanes = -(-lanes // chip.lanes) * chip.lanes
+    return prod(outer) * rows * lanes * dtype.bits // 8
