@@ -19,7 +19,7 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.choose_blocks import Blocks, blocks_of
-from pallasite.passes.gather_steps import gather_steps
+from pallasite.passes.gather_steps import gather_programs, gather_steps
 from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.reblock import axis_of, cut, grow
 from pallasite.passes.resized_code import CannotReblock
@@ -54,6 +54,7 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     if fits and start.overhead < (1 - 1 / GAIN) * start.seconds:
         return kernel
     best = _grown(start if fits else _cut_to_fit(start, limit), limit)
+    best = _side_by_side(best, limit)
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
 
@@ -78,9 +79,44 @@ def _more_steps(best: "_Estimate") -> Iterator[int]:
     steps = found.pipeline.grid[-1] if found.pipeline.grid else None
     if steps is None or found.info.axes[-1].parallel or _merged(best) is not None:
         return
+    if not _parts_are_tiles(found, -1, best.chip):
+        return
     for number in range(best.gathered + 1, min(steps, MOST_STEPS) + 1):
         if steps % number == 0:
             yield number
+
+
+def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
+    """Several programs along a parallel axis in one, where blocks cannot grow."""
+    pipeline, chip = best.source.found.pipeline, best.chip
+    found = [best]
+    for axis in best.source.found.info.parallel:
+        steps = pipeline.grid[axis] or 0
+        if pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
+            continue  # each core needs its share
+        if not _parts_are_tiles(best.source.found, axis, chip):
+            continue
+        for number in range(2, min(steps // chip.cores, MOST_STEPS) + 1):
+            try:
+                kernel = gather_programs(best.kernel, axis, number)
+            except CannotReblock:
+                continue
+            new = _Estimate.of(kernel, chip, best.gathered, number)
+            if new is not None and new.fits(limit):
+                found.append(new)
+    return min(found, key=lambda e: e.seconds)
+
+
+def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
+    """Whether blocks that move along an axis begin and end with vector registers."""
+    for shown in found.pipeline.shown:
+        dims, array = shown.window.dims, shown.array.ref
+        index = shown.index_map.params[axis]
+        for d, number in enumerate(shown.index_map.yields[: array.rank]):
+            granule = _granule_at(array, d, chip)
+            if number is index and dims[d].size % granule:
+                return False
+    return True
 
 
 def _merged(best: "_Estimate") -> Kernel | None:
@@ -149,11 +185,16 @@ def _granule(blocks: Blocks, dim: LoopDim, chip: Tpu) -> int:
     granule = 1
     for number, d in dim.windows:
         ref = blocks.found.pipeline.arrays[number].ref
-        if d == ref.rank - 1:
-            granule = max(granule, chip.lanes)
-        elif d == ref.rank - 2:
-            granule = max(granule, chip.sublanes_of(max(ref.dtype.bits, 8)))
+        granule = max(granule, _granule_at(ref, d, chip))
     return granule
+
+
+def _granule_at(ref: RefType, dim: int, chip: Tpu) -> int:
+    if dim == ref.rank - 1:
+        return chip.lanes
+    if dim == ref.rank - 2:
+        return chip.sublanes_of(max(ref.dtype.bits, 8))
+    return 1
 
 
 def _larger(best: "_Estimate") -> Iterator[Kernel]:
@@ -185,11 +226,19 @@ class _Estimate:
         source: the blocks of the kernel before steps were gathered.
         blocks: those after that.
         gathered: how many steps are in one.
+        programs: how many run side by side.
     """
 
-    def __init__(self, source: Blocks, blocks: Blocks, chip: Tpu, gathered: int):
+    def __init__(
+        self,
+        source: Blocks,
+        blocks: Blocks,
+        chip: Tpu,
+        gathered: int = 1,
+        programs: int = 1,
+    ):
         self.source, self.blocks, self.chip = source, blocks, chip
-        self.kernel, self.gathered = source.kernel, gathered
+        self.kernel, self.gathered, self.programs = source.kernel, gathered, programs
         grid = blocks.found.pipeline.grid
         self.grid = [n for n in grid if n is not None]
         products, rest = self._computed()
@@ -200,7 +249,9 @@ class _Estimate:
         self.seconds = self.overhead + busy + self._exposed()
 
     @staticmethod
-    def of(kernel: Kernel, chip: Tpu, gathered: int = 1) -> "_Estimate | None":
+    def of(
+        kernel: Kernel, chip: Tpu, gathered: int = 1, programs: int = 1
+    ) -> "_Estimate | None":
         """None where steps cannot be gathered so, or only the run knows how many."""
         source = blocks = blocks_of(kernel)
         if source is None or None in source.found.pipeline.grid:
@@ -210,7 +261,7 @@ class _Estimate:
                 blocks = blocks_of(gather_steps(source.kernel, gathered))
             except CannotReblock:
                 return None
-        return blocks and _Estimate(source, blocks, chip, gathered)
+        return blocks and _Estimate(source, blocks, chip, gathered, programs)
 
     def fits(self, limit: float) -> bool:
         return self.vmem <= limit and self.code <= MOST_CODE
@@ -285,7 +336,7 @@ class _Estimate:
     def vmem(self) -> int:
         """Bytes of on-chip memory, tiles in between among them."""
         tiles = (self._bytes(v.tile) for v in self._computed_tiles())
-        return self.named_vmem + COPIES * max(tiles, default=0)
+        return self.named_vmem + COPIES * self.programs * max(tiles, default=0)
 
     def _computed_tiles(self) -> Iterator[Value]:
         for op in walk(self.blocks.body):
