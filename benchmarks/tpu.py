@@ -10,7 +10,8 @@ tunes for TPUs: its cycles stand in place of those of the portable source.
     python benchmarks/tpu.py --only ours          # upstream's numbers as they were
     python benchmarks/tpu.py --python PYTHON      # another Python that has libtpu
 
-Numbers go to benchmarks/results/tpu.json; those that were not run stay.
+Numbers go to benchmarks/results/tpu.json, or where `--results` says; those that were
+not run stay.
 """
 
 import argparse
@@ -479,7 +480,9 @@ def main() -> None:
     parser.add_argument("--chip", action="append", choices=CHIPS)
     parser.add_argument("--only", choices=("ours", "upstream"))
     parser.add_argument("--python", help="the one that has libtpu", default="")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    results = arguments.results
     sys.executable = arguments.python or sys.executable
     chosen = [
         p
@@ -487,7 +490,7 @@ def main() -> None:
         if not arguments.names or any(n in p.name for n in arguments.names)
     ]
     who = (arguments.only,) if arguments.only else ("ours", "upstream")
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    stored = json.loads(results.read_text()) if results.exists() else {}
     for chip in arguments.chip or CHIPS:
         cycles = stored.setdefault("cycles", {}).setdefault(chip, {})
         for name, row in measured(list(jobs_of(chosen, who, chip)), chip).items():
@@ -497,7 +500,7 @@ def main() -> None:
         versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
         stored["versions"] = versions
         stored["date"] = datetime.now(UTC).date().isoformat()
-        RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+        results.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""gather_steps: several steps of the last grid axis in one, with larger windows.
+"""gather_steps: several steps of a grid axis in one, with larger windows.
 
 In: a kernel whose last axis counts steps that depend on each other, such as those of a
 running softmax. Out: a grid that is shorter by a factor, windows that show as many
@@ -6,16 +6,21 @@ blocks at once, and a body that does one step after another, each with its part 
 windows. What a step means, and the order of steps, stay as they are; the grid's own
 work is done less often, and the compiler can begin a step before the one before it has
 ended. `merge_k_steps.py` is for steps that only add up: those become one.
+
+`gather_programs` does the same with programs along a parallel axis, which then run side
+by side, each with scratch of its own: for blocks that cannot grow (`reblock.py`), such
+as those of different heads.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import TILE
-from pallasite.ir.rewrite import inline
+from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.resized_code import CannotReblock
 
 
@@ -25,23 +30,59 @@ def gather_steps(kernel: Kernel, factor: int) -> Kernel:
     Raises:
         CannotReblock: a window does not move block by block along it.
     """
+    return _gathered_along(kernel, -1, factor, {})
+
+
+def gather_programs(kernel: Kernel, axis: int, factor: int) -> Kernel:
+    """Programs that each do the work of `factor` neighbours along a parallel axis.
+
+    Raises:
+        CannotReblock: they are not independent, or a window does not move block by
+            block along the axis.
+    """
+    info = analyze(kernel)
+    if not info.axes[axis].parallel or any(axis in c.axes for c in info.carries):
+        raise CannotReblock("programs along it depend on each other")
+    copies: dict[Value, tuple[Value, ...]] = {
+        op.result: tuple(Value(op.result.type, op.result.name) for _ in range(factor))
+        for op in kernel.body.ops
+        if op.name == "alloc"
+    }
+    inside = Pipeline.of(find_pipeline(kernel)).op
+    used = {v for op in kernel.body.ops if op is not inside for v in op.operands}
+    if used & copies.keys():
+        raise CannotReblock("scratch is used outside the grid")
+    return _gathered_along(kernel, axis, factor, copies)
+
+
+def _gathered_along(
+    kernel: Kernel, axis: int, factor: int, scratch: Mapping[Value, Sequence[Value]]
+) -> Kernel:
+    """`scratch`: what each of the gathered programs has in place of a ref."""
     if kernel.aliases:  # a step may read what the one before it wrote
         raise CannotReblock("operands share memory with results")
     if kernel.level != TILE:
         raise CannotReblock("copies, semaphores or roles are spelled out in it")
     pipeline = Pipeline.of(find_pipeline(kernel))
-    steps = pipeline.grid[-1] if pipeline.grid else None
+    steps = pipeline.grid[axis] if pipeline.grid else None
     if steps is None or steps % factor:
         raise CannotReblock(f"{steps} steps are not {factor} times as many")
-    moved = [_moved(shown, steps) for shown in pipeline.shown]
-    new = _gathered(pipeline, moved, factor)
-    ops = [new if op is pipeline.op else op for op in kernel.body.ops]
+    moved = [_moved(shown, axis, steps) for shown in pipeline.shown]
+    new = _gathered(pipeline, axis, moved, factor, scratch)
+    ops: list[Op] = []
+    for op in kernel.body.ops:
+        if op is pipeline.op:
+            ops.append(new)
+        elif op.name == "alloc" and op.result in scratch:
+            ops += [op.with_(results=(ref,)) for ref in scratch[op.result]]
+        else:
+            ops.append(op)
     return kernel.with_(body=replace(kernel.body, ops=tuple(ops)))
 
 
 @dataclass(frozen=True)
 class _Moved:
-    """A window whose block number along one dimension is the step."""
+    """A window whose block number along one dimension is the index along the axis."""
 
     array_dim: int
     dim: BlockDim
@@ -70,9 +111,10 @@ class _Moved:
         return b.subview(block, tuple(index))
 
 
-def _moved(shown: Shown, steps: int) -> _Moved | None:
-    """How a window moves along the last axis; None: it does not."""
-    *_, step = shown.index_map.params
+def _moved(shown: Shown, axis: int, steps: int) -> _Moved | None:
+    """How a window moves along an axis; None: it does not."""
+    axes = len(shown.index_map.params)
+    step = shown.index_map.params[axis % axes]
     places = [n for n, value in enumerate(shown.index_map.yields) if value is step]
     inside = any(step in op.operands for op in walk(shown.index_map))
     if not places and not inside:
@@ -90,30 +132,33 @@ def _moved(shown: Shown, steps: int) -> _Moved | None:
     return _Moved(array_dim, dim, array_dim - squeezed)
 
 
-def _gathered(pipeline: Pipeline, moved: list[_Moved | None], factor: int) -> Op:
-    *grid, steps = pipeline.grid
+def _gathered(
+    pipeline: Pipeline,
+    axis: int,
+    moved: list[_Moved | None],
+    factor: int,
+    scratch: Mapping[Value, Sequence[Value]],
+) -> Op:
+    grid, steps = list(pipeline.grid), pipeline.grid[axis]
     assert steps is not None
+    grid[axis] = steps // factor
     shown = [
         each if how is None else how.window(each, factor)
         for each, how in zip(pipeline.shown, moved, strict=True)
     ]
-    body = _body(pipeline, moved, [each.block for each in shown], factor)
-    new = pipeline.with_(grid=(*grid, steps // factor))
-    return new.showing(shown, body).to_op()
-
-
-def _body(
-    pipeline: Pipeline, moved: list[_Moved | None], blocks: list[Value], factor: int
-) -> Block:
-    """The steps of a program, one after another."""
+    blocks = [each.block for each in shown]
     b = Builder(pipeline.op.loc)
-    *outer, step = (Value(i.type, i.name) for i in pipeline.ids)
-    first = b.mul(step, b.index(factor))
+    ids = [Value(i.type, i.name) for i in pipeline.ids]
+    first = b.mul(ids[axis], b.index(factor))
     for number in range(factor):
-        index = b.add(first, b.index(number))
+        old = list(ids)
+        old[axis] = b.add(first, b.index(number))
         views = [
             block if how is None else how.view(b, block, number)
             for block, how in zip(blocks, moved, strict=True)
         ]
-        inline(b, pipeline.body, (*outer, index, *views))
-    return b.block((*outer, step, *blocks))
+        own = {ref: copies[number] for ref, copies in scratch.items()}
+        own |= zip(pipeline.body.params, (*old, *views), strict=True)
+        b.ops += clone(Block((), pipeline.body.ops), own).ops
+    new = pipeline.with_(grid=tuple(grid))
+    return new.showing(shown, b.block((*ids, *blocks))).to_op()

@@ -1,9 +1,10 @@
 """tpu_blocks: blocks that fill a TPU's on-chip memory (`choose_blocks.py`).
 
 A TPU runs one program after another and pays for each: blocks grow along dimensions
-that programs are independent along, and steps along k are merged, while the estimate
-falls and everything fits. Kernels for which that gains little stay as they are, and
-blocks for which there is no room are cut.
+that programs are independent along, steps along k are merged, and other steps that
+follow each other are gathered, while the estimate falls and everything fits. Kernels
+for which that gains little stay as they are, and blocks for which there is no room are
+cut.
 """
 
 from collections.abc import Iterator
@@ -18,13 +19,17 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.choose_blocks import Blocks, blocks_of
+from pallasite.passes.gather_steps import gather_programs, gather_steps
 from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.reblock import axis_of, cut, grow
 from pallasite.passes.resized_code import CannotReblock
 from pallasite.target import Tpu
 
-GAIN = 1.25  # below this, estimates are not good enough to change an author's blocks
-STEP_SECONDS = 5e-7  # to start a program: measured as 500 cycles or more
+GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
+STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
+SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
+MOST_STEPS = 8  # that are gathered into one
+MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
 SPECIAL_RATE = 1e12
 COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
@@ -49,19 +54,78 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     if fits and start.overhead < (1 - 1 / GAIN) * start.seconds:
         return kernel
     best = _grown(start if fits else _cut_to_fit(start, limit), limit)
+    best = _side_by_side(best, limit)
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
 
 
 def _grown(best: "_Estimate", limit: float) -> "_Estimate":
-    """Larger blocks, as long as they fit and the estimate falls."""
+    """Larger blocks and gathered steps, as long as they fit and the estimate falls."""
     while True:
-        larger = [_Estimate.of(k, best.chip) for k in _larger(best.blocks, best.chip)]
-        fits = [e for e in larger if e is not None and e.vmem <= limit]
+        larger = [
+            *(_Estimate.of(k, best.chip, best.gathered) for k in _larger(best)),
+            *(_Estimate.of(best.kernel, best.chip, n) for n in _more_steps(best)),
+        ]
+        fits = [e for e in larger if e is not None and e.fits(limit)]
         new = min(fits, key=lambda e: e.seconds, default=best)
         if new.seconds >= best.seconds:
             return best
         best = new
+
+
+def _more_steps(best: "_Estimate") -> Iterator[int]:
+    """How many steps of the last axis can be gathered, if they follow each other."""
+    found = best.source.found
+    steps = found.pipeline.grid[-1] if found.pipeline.grid else None
+    if steps is None or found.info.axes[-1].parallel or _merged(best) is not None:
+        return
+    if not _parts_are_tiles(found, -1, best.chip):
+        return
+    for number in range(best.gathered + 1, min(steps, MOST_STEPS) + 1):
+        if steps % number == 0:
+            yield number
+
+
+def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
+    """Several programs along a parallel axis in one, where blocks cannot grow."""
+    pipeline, chip = best.source.found.pipeline, best.chip
+    found = [best]
+    for axis in best.source.found.info.parallel:
+        steps = pipeline.grid[axis] or 0
+        if pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
+            continue  # each core needs its share
+        if not _parts_are_tiles(best.source.found, axis, chip):
+            continue
+        for number in range(2, min(steps // chip.cores, MOST_STEPS) + 1):
+            try:
+                kernel = gather_programs(best.kernel, axis, number)
+            except CannotReblock:
+                continue
+            new = _Estimate.of(kernel, chip, best.gathered, number)
+            if new is not None and new.fits(limit):
+                found.append(new)
+    return min(found, key=lambda e: e.seconds)
+
+
+def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
+    """Whether blocks that move along an axis begin and end with vector registers."""
+    for shown in found.pipeline.shown:
+        dims, array = shown.window.dims, shown.array.ref
+        index = shown.index_map.params[axis]
+        for d, number in enumerate(shown.index_map.yields[: array.rank]):
+            granule = _granule_at(array, d, chip)
+            if number is index and dims[d].size % granule:
+                return False
+    return True
+
+
+def _merged(best: "_Estimate") -> Kernel | None:
+    """The kernel with steps along k merged, twice as deep."""
+    deep = [dim.size for dim in best.source.found.dims if dim.products]
+    if not deep:
+        return None
+    merged = merge_k_steps(best.kernel, 2 * max(deep), best.chip.vmem.bytes)
+    return None if merged is best.kernel else merged
 
 
 def _cut_to_fit(best: "_Estimate", limit: float) -> "_Estimate":
@@ -121,15 +185,21 @@ def _granule(blocks: Blocks, dim: LoopDim, chip: Tpu) -> int:
     granule = 1
     for number, d in dim.windows:
         ref = blocks.found.pipeline.arrays[number].ref
-        if d == ref.rank - 1:
-            granule = max(granule, chip.lanes)
-        elif d == ref.rank - 2:
-            granule = max(granule, chip.sublanes_of(max(ref.dtype.bits, 8)))
+        granule = max(granule, _granule_at(ref, d, chip))
     return granule
 
 
-def _larger(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
+def _granule_at(ref: RefType, dim: int, chip: Tpu) -> int:
+    if dim == ref.rank - 1:
+        return chip.lanes
+    if dim == ref.rank - 2:
+        return chip.sublanes_of(max(ref.dtype.bits, 8))
+    return 1
+
+
+def _larger(best: "_Estimate") -> Iterator[Kernel]:
     """The kernel with blocks of twice the size, in one way each."""
+    blocks, chip = best.source, best.chip
     found, grid = blocks.found, blocks.found.pipeline.grid
     for dim in blocks.free:
         axis = axis_of(found, dim)
@@ -144,31 +214,68 @@ def _larger(blocks: Blocks, chip: Tpu) -> Iterator[Kernel]:
             yield grow(blocks.kernel, dim.windows[0], 2)
         except CannotReblock:
             continue
-    deep = [dim for dim in found.dims if dim.products]
-    if deep:
-        most = chip.vmem.bytes
-        merged = merge_k_steps(blocks.kernel, 2 * max(d.size for d in deep), most)
-        if merged is not blocks.kernel:
-            yield merged
+    merged = _merged(best)
+    if merged is not None:
+        yield merged
 
 
 class _Estimate:
-    """What a kernel takes on a TPU."""
+    """What a kernel takes on a TPU.
 
-    def __init__(self, blocks: Blocks, chip: Tpu):
-        self.blocks, self.chip = blocks, chip
+    Args:
+        source: the blocks of the kernel before steps were gathered.
+        blocks: those after that.
+        gathered: how many steps are in one.
+        programs: how many run side by side.
+    """
+
+    def __init__(
+        self,
+        source: Blocks,
+        blocks: Blocks,
+        chip: Tpu,
+        gathered: int = 1,
+        programs: int = 1,
+    ):
+        self.source, self.blocks, self.chip = source, blocks, chip
+        self.kernel, self.gathered, self.programs = source.kernel, gathered, programs
         grid = blocks.found.pipeline.grid
         self.grid = [n for n in grid if n is not None]
-        self.overhead = STEP_SECONDS * prod(self.grid)
-        self.seconds = self.overhead + max(self._copied(), self._computed())
+        products, rest = self._computed()
+        # Vector code of one step is hidden behind the products of the next one.
+        serial = SERIAL * min(products, rest) / gathered
+        self.overhead = STEP_SECONDS * prod(self.grid) + serial
+        busy = max(self._copied(), max(products, rest))
+        self.seconds = self.overhead + busy + self._exposed()
 
     @staticmethod
-    def of(kernel: Kernel, chip: Tpu) -> "_Estimate | None":
-        """None where only the run knows how many programs there are."""
-        blocks = blocks_of(kernel)
-        if blocks is None or None in blocks.found.pipeline.grid:
+    def of(
+        kernel: Kernel, chip: Tpu, gathered: int = 1, programs: int = 1
+    ) -> "_Estimate | None":
+        """None where steps cannot be gathered so, or only the run knows how many."""
+        source = blocks = blocks_of(kernel)
+        if source is None or None in source.found.pipeline.grid:
             return None
-        return _Estimate(blocks, chip)
+        if gathered > 1:
+            try:
+                blocks = blocks_of(gather_steps(source.kernel, gathered))
+            except CannotReblock:
+                return None
+        return blocks and _Estimate(source, blocks, chip, gathered, programs)
+
+    def fits(self, limit: float) -> bool:
+        return self.vmem <= limit and self.code <= MOST_CODE
+
+    @cached_property
+    def code(self) -> float:
+        """Operations on vector registers that one program takes."""
+        registers = self.chip.lanes * self.chip.sublanes
+        ops = sum(v.tile.size for v in self._computed_tiles())
+        deep = sum(
+            dot.op.result.tile.size * dot.depth / self.chip.lanes
+            for dot in self.blocks.dots
+        )
+        return (ops + deep) / registers
 
     def _copied(self) -> float:
         """Seconds to move blocks, each whenever its window does."""
@@ -178,14 +285,22 @@ class _Estimate:
             axes = self._moved_along(moves)
             visits = prod(self.grid[: max(axes, default=-1) + 1])
             total += visits * self._bytes(shown.block.ref)
+        return self._moving(total)
+
+    def _exposed(self) -> float:
+        """Seconds to fetch the first blocks and to write back the last ones."""
+        shown = self.blocks.found.pipeline.shown
+        return self._moving(sum(self._bytes(each.block.ref) for each in shown))
+
+    def _moving(self, count: int) -> float:
         bandwidth = self.chip.main.bytes_per_second
-        return 0.0 if bandwidth is None else total / bandwidth
+        return 0.0 if bandwidth is None else count / bandwidth
 
     def _moved_along(self, moves: WindowMoves) -> list[int]:
         return [a for a in moves.axes if self.grid[a] != 1]
 
-    def _computed(self) -> float:
-        """Seconds of the matrix units, or of the vector unit."""
+    def _computed(self) -> tuple[float, float]:
+        """Seconds of the matrix units, and of the vector unit."""
         steps, products = prod(self.grid), 0.0
         flops = 0
         for dot in self.blocks.dots:
@@ -194,7 +309,7 @@ class _Estimate:
             products += count / self._rate(dot)
         total = cost(self.blocks.kernel)
         rest = max(total.flops - steps * flops, 0) / VECTOR_RATE
-        return max(steps * products, rest + total.transcendentals / SPECIAL_RATE)
+        return steps * products, rest + total.transcendentals / SPECIAL_RATE
 
     def _rate(self, dot: Dot) -> float:
         names = [side.value.tile.dtype.name for side in dot.sides]
@@ -221,7 +336,7 @@ class _Estimate:
     def vmem(self) -> int:
         """Bytes of on-chip memory, tiles in between among them."""
         tiles = (self._bytes(v.tile) for v in self._computed_tiles())
-        return self.named_vmem + COPIES * max(tiles, default=0)
+        return self.named_vmem + COPIES * self.programs * max(tiles, default=0)
 
     def _computed_tiles(self) -> Iterator[Value]:
         for op in walk(self.blocks.body):

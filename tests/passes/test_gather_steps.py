@@ -7,7 +7,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.gather_steps import gather_steps
+from pallasite.passes.gather_steps import gather_programs, gather_steps
 from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.resized_code import CannotReblock
 from tests.passes.test_promote import expect
@@ -117,3 +117,45 @@ def test_meaning_stays(factor: int):
 def test_steps_that_cannot_be_gathered(made: Kernel, factor: int, reason: str):
     with pytest.raises(CannotReblock, match=reason):
         gather_steps(made, factor)
+
+
+HEADS = """
+kernel @k(%x: ref<f32[4,8,4] any>, %o: ref<f32[4,4] any>) outputs 1 {
+  %m: ref<f32[4] vmem> = alloc {type=ref<f32[4] vmem>}
+  pipeline %x, %o {grid=(4, 8), windows=(in[squeezed 1, squeezed 1, 4],
+      out[squeezed 1, 4]), semantics=("arbitrary", "arbitrary")}
+    map (%h: i32, %i: i32) { %z: i32 = constant {value=0} yield %h, %i, %z }
+    map (%h1: i32, %i1: i32) { %z1: i32 = constant {value=0} yield %h1, %z1 }
+    body (%h2: i32, %s: i32, %xb: ref<f32[4] block>, %ob: ref<f32[4] block>) {
+      %zero: i32 = constant {value=0}
+      %first: bool = eq %s, %zero
+      %which: i32 = cast %first {dtype=i32}
+      cond %which
+        branch () {}
+        branch () { %one: f32[4] = constant {value=1.0} store %m[:] = %one }
+      %x0: f32[4] = load %xb[:]
+      %old: f32[4] = load %m[:]
+      %new: f32[4] = max %old, %x0
+      store %m[:] = %new
+      store %ob[:] = %new
+    }
+}
+"""
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+def test_programs_side_by_side_have_scratch_of_their_own(factor: int):
+    made = parse_kernel(HEADS)
+    new = canonicalize(gather_programs(made, 0, factor))
+    verify(new)
+    windows = f"in[{factor}, squeezed 1, 4], out[{factor}, 4]"
+    assert f"grid=({4 // factor}, 8), windows=({windows})" in new.text
+    assert new.text.count("= alloc") == factor
+    x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype("f4")
+    (got,), (want,) = outputs(new, [x]), outputs(made, [x])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_programs_that_depend_on_each_other_stay_apart():
+    with pytest.raises(CannotReblock, match="depend on each other"):
+        gather_programs(parse_kernel(HEADS), 1, 2)

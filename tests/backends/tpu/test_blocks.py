@@ -1,6 +1,7 @@
 """Larger blocks on a TPU: where programs are many and small."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Kernel
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
+from pallasite.passes.run import run
 from pallasite.passes.tpu_blocks import _Estimate, for_tpu
+from pallasite.primitive import kernels_in
 from pallasite.target import TPUS, Memory
 from tests.backends.tpu.harness import (
     CASES,
@@ -21,6 +24,11 @@ from tests.backends.tpu.harness import (
 )
 from tests.backends.triton.test_blocks import matmul
 from tests.passes.test_reblock import COPY, head, rows
+from tests.passes.test_same_meaning import outputs
+from tests.zoo import all_cases
+from tests.zoo.attention import flash_scratch_call
+
+paged_decode_case = next(c for c in all_cases() if c.name == "paged_decode")
 
 # A chip that takes so long to start a program that all blocks are too small for it.
 SLOW_STARTS = 1.0
@@ -32,7 +40,7 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("block", [128, 256, 512])
 @pytest.mark.parametrize("chip, windows", FITS.items(), ids=FITS)
 def test_small_blocks_become_what_fits(block: int, chip: str, windows: str):
     new = for_tpu(matmul(4096, block, block, block), TPUS[chip])
@@ -49,12 +57,60 @@ def test_a_limit_on_memory_holds():
         assert estimate is not None and limit / 4 < estimate.vmem <= limit
 
 
-@pytest.mark.parametrize(
-    "block", [(1024, 1024, 512), (512, 512, 512), (512, 512, 1024)]
-)
+@pytest.mark.parametrize("block", [(1024, 1024, 512), (512, 512, 1024)])
 def test_large_blocks_stay(block):
     kernel = matmul(4096, *block)
     assert for_tpu(kernel, TPUS["v5e"]) is kernel
+
+
+def attention(length: int, block: int) -> Kernel:
+    shape = jax.ShapeDtypeStruct((8, length, 128), "bfloat16")
+    call = partial(flash_scratch_call, is_causal=False, block_q=block, block_kv=block)
+    (kernel,) = kernels_in(call, shape, shape, shape)
+    return run(kernel)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_steps_of_a_running_softmax_are_gathered(chip: str):
+    new = for_tpu(attention(2048, 512), TPUS[chip])
+    verify(new)
+    keys = "in[squeezed 1, 2048, 128]"
+    windows = f"windows=(in[squeezed 1, 1024, 128], {keys}, {keys}"
+    assert f"grid=(8, 2, 1), {windows}" in head(new)
+
+
+def test_parts_of_windows_are_whole_tiles():
+    """Steps of eight rows can be gathered, steps of four cannot."""
+    for size, is_gathered in ((8, True), (4, False)):
+        text = RUNNING_SUM.replace("[8,", f"[{size},").replace("[8, 4]", f"[{size}, 4]")
+        new = for_tpu(parse_kernel(text), TPUS["v5e"])
+        assert (f"windows=(in[{size * 8}, 4]" in head(new)) == is_gathered
+
+
+RUNNING_SUM = """
+kernel @k(%x: ref<f32[64,4] any>, %o: ref<f32[8,4] any>) outputs 1 {
+  pipeline %x, %o {grid=(8,), windows=(in[8, 4], out[8, 4]), semantics=("arbitrary",)}
+    map (%i: i32) { %z: i32 = constant {value=0} yield %i, %z }
+    map (%i1: i32) { %z1: i32 = constant {value=0} yield %z1, %z1 }
+    body (%s: i32, %xb: ref<f32[8,4] block>, %ob: ref<f32[8,4] block>) {
+      %new: f32[8,4] = load %xb[:, :]
+      %old: f32[8,4] = load %ob[:, :]
+      %sum: f32[8,4] = add %new, %old
+      store %ob[:, :] = %sum
+    }
+}
+"""
+
+
+def test_heads_with_pages_of_their_own_run_side_by_side():
+    arguments = paged_decode_case.make_args(np.random.default_rng(0))
+    (kernel,) = map(run, kernels_in(paged_decode_case.run, *arguments))
+    new = for_tpu(kernel, TPUS["v5e"])
+    verify(new)
+    assert "grid=(3, 1, 4), windows=(in[squeezed 1, 2, 4, 16]" in head(new)
+    arrays = [np.asarray(a) for a in arguments]
+    for got, want in zip(outputs(new, arrays), outputs(kernel, arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 def test_blocks_without_room_are_cut():
