@@ -22,10 +22,12 @@ from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
 
-# Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton or
-# machine code that is made of them. Neither the version of Python nor that of JAX has
-# a part in them, so a run that repeats all tests with others may leave them out.
-# Tests of the same backends on traced kernels are not among them.
+# Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton, CUDA,
+# Mosaic or machine code that is made of them. Neither the version of Python nor that of
+# JAX has a part in them, so a run that repeats all tests with others may leave them
+# out. Among them are those that simulate GPUs and TPUs on traced kernels: what a new
+# JAX traces is seen in the emulation (`zoo/`) and on the CPU (`backends/cpu/test_zoo.py`
+# and others), and that it reaches the other backends by their tests of the language.
 MACHINE_ONLY = (
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",
@@ -39,13 +41,21 @@ MACHINE_ONLY = (
     "backends/cpu/test_tiles.py",
     "backends/cpu/test_top_k.py",
     "backends/cpu/test_vectors.py",
+    "backends/cuda/test_host.py",
+    "backends/test_stages.py",
+    "backends/tpu/test_blocks.py",
+    "backends/tpu/test_meaning.py",
+    "backends/triton/test_benchmark.py",
     "backends/triton/test_elementwise.py",
     "backends/triton/test_emit.py",
     "backends/triton/test_tiles.py",
+    "backends/triton/test_zoo.py",
     "fuzz/test_cpu.py",
     "fuzz/test_passes.py",
     "fuzz/test_placement.py",
     "fuzz/test_reblock.py",
+    "ops/test_decompose.py",
+    "ops/test_decompose_tile.py",
 )
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 QUICK: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -22,6 +24,14 @@ USUAL: dict[str, Any] = {
 if version("jaxlib").startswith("0.10."):
     QUICK["xla_cpu_use_fusion_emitters"] = False
     USUAL["xla_cpu_use_fusion_emitters"] = True
+
+
+def put(values: Any, dtype: Any = None) -> Any:
+    """`jnp.asarray(values, dtype)` without the program it compiles for each shape."""
+    import jax  # after `set_flags`
+
+    array = np.asarray(values)
+    return jax.device_put(array if dtype is None else array.astype(dtype))
 
 
 def set_flags(options: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ jaxprs, `importer/importer.py` makes IR; the primitive with all its rules is in
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -328,6 +329,39 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
+# Fields of a CompilerParams: of `tpu`, `triton` and `mosaic_gpu`, now or in some JAX.
+PARAMETERS = frozenset(
+    {
+        "allow_input_fusion",
+        "approx_math",
+        "collective_id",
+        "dimension_semantics",
+        "disable_bounds_checks",
+        "disable_semaphore_checks",
+        "flags",
+        "fuse_transposed_lhs_in_matmul",
+        "has_side_effects",
+        "internal_scratch_in_bytes",
+        "kernel_type",
+        "lowering_semantics",
+        "max_concurrent_steps",
+        "needs_layout_passes",
+        "num_stages",
+        "num_warps",
+        "profile_dir",
+        "profile_space",
+        "reduction_scratch_bytes",
+        "serialization_format",
+        "serialized_metadata",
+        "shape_invariant_numerics",
+        "skip_device_barrier",
+        "unsafe_no_auto_barriers",
+        "use_tc_tiling_on_sc",
+        "vmem_limit_bytes",
+    }
+)
+
+
 def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, Any]:
     """Compiler parameters as one flat dict, whatever form they came in."""
     if given is None:
@@ -339,10 +373,29 @@ def params_of(given: Any, at: Any, what: str = "compiler_params") -> dict[str, A
         flat: dict[str, Any] = {}
         for key, value in given.items():
             nested = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
-            flat.update(params_of(value, at) if nested else {key: value})
+            if nested and key not in PARAMETERS:
+                flat.update(params_of(value, at, what))  # by backend
+                continue
+            if what == "compiler_params" and key not in PARAMETERS:
+                raise _unknown_parameter(key, at)
+            flat[key] = value
         return flat
     kind = "a CompilerParams" if what == "compiler_params" else "a dict"
     raise SpecError(f"{what} must be {kind}, got {given!r}", at=at)
+
+
+def _unknown_parameter(key: Any, at: Any) -> SpecError:
+    """The refusal of a parameter that would change nothing, such as a misspelt one."""
+    near = difflib.get_close_matches(str(key), PARAMETERS, 1)
+    fix = f"{near[0]!r}" if near else f"one of {', '.join(sorted(PARAMETERS))}"
+    return SpecError(f"compiler_params has an unknown key {key!r}", at=at, fix=fix)
+
+
+def _staged(x: Any) -> Any:
+    """`jnp.asarray(x)`, which compiles a program for each new shape if not told the
+    dtype; told it, numpy's arrays only move to the device."""
+    is_array = isinstance(x, np.ndarray)
+    return jnp.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype) if is_array else None)
 
 
 def _as_array(x: Any, n: int, request: Request) -> Any:
@@ -354,7 +407,7 @@ def _as_array(x: Any, n: int, request: Request) -> Any:
             "pass its value, ref[...]",
         )
     try:
-        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        array = x if isinstance(x, jax.Array) else _staged(x)
     except TypeError:
         dtype = f" of dtype {x.dtype}" if isinstance(x, np.ndarray) else ""
         raise KernelTypeError(

@@ -72,6 +72,7 @@ class Importer:
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
         self.hidden: dict[str, Value] = {}
+        self.refused: UnsupportedError | None = None  # the error on its way out
         self.threads: Any = None  # the warpgroups of a `plgpu` kernel (`gpu.py`)
         table()
 
@@ -126,8 +127,13 @@ class Importer:
             self.env[var] = arg
         used = _used(inner)
         outer_loc = self.builder.loc
-        for eqn in inner.eqns:
-            self.equation(eqn, used)
+        for n, eqn in enumerate(inner.eqns):
+            try:
+                self.equation(eqn, used)
+            except UnsupportedError as error:
+                if error is not self.refused:  # the innermost jaxpr knows best why
+                    self.refused = self.refused_goal(eqn, inner.eqns[n + 1 :]) or error
+                raise self.refused from None
         self.builder.loc = outer_loc
         return [self.value(v) for v in inner.outvars]
 
@@ -158,6 +164,19 @@ class Importer:
             results = (results,)
         for var, value in zip(eqn.outvars, results, strict=True):
             self.env[var] = value
+
+    def refused_goal(self, eqn: Any, later: Sequence[Any]) -> UnsupportedError | None:
+        """The refusal of what a value is made for that has no dtype in the language.
+
+        `jnp.fft.fft` makes complex numbers of its operand first.
+        """
+        if all(_has_dtype(v.aval) for v in eqn.outvars):
+            return None
+        for goal in later:
+            if goal.primitive.name not in {*self.rules, *BY_JAX}:
+                self.locate(goal)
+                return self.unsupported(goal)
+        return None
 
     def locate(self, eqn: Any) -> None:
         """What is emitted next belongs to the equation's line."""
@@ -231,6 +250,13 @@ class Importer:
         )
 
 
+def _has_dtype(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return (
+        dtype is None or jaxcompat.is_key_dtype(dtype) or T.dtype_of(dtype) is not None
+    )
+
+
 def _makes_keys(eqn: Any) -> bool:
     return any(jaxcompat.is_key_dtype(v.aval.dtype) for v in eqn.outvars)
 
@@ -268,5 +294,8 @@ def tile_type(aval: Any, where: Loc | None = None) -> T.TileType:
             f"the kernel language has no dtype {aval.dtype}",
             [("value", aval.str_short())],
             where,
+            "keep real and imaginary parts as two arrays of floats"
+            if np.issubdtype(aval.dtype, np.complexfloating)
+            else f"cast it before the call: {', '.join(T.DTYPES)}",
         )
     return T.TileType(tuple(aval.shape), dtype)

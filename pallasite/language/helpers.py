@@ -63,7 +63,14 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
 
         @functools.wraps(fn)  # JAX's errors name the author's function
         def taken() -> None:
-            fn()
+            if jax.tree.leaves(returned := fn()):
+                raise KernelTypeError(
+                    "the function of a pl.when returns a value, which nobody gets",
+                    [("returned", _types_of(returned))],
+                    location_of(fn),
+                    "store it to a ref, or choose between two values with jnp.where "
+                    "or jax.lax.cond",
+                )
 
         lax.cond(condition, taken, lambda: None)
 
@@ -108,16 +115,42 @@ def loop(
             for i in range(lower, upper, step):
                 carry = run(i, carry)
             return carry
+        if static:
+            first, stride, zero = lower, step, 0
+            rounds = len(range(lower, upper, step))
+        else:
+            first, last, stride = _of_one_type(lower, upper, step)
+            if isinstance(step, (int, np.integer)) and step == 1:
+                return lax.fori_loop(first, last, functools.wraps(fn)(run), init_carry)
+            rounds = _rounds(first, last, stride)
+            zero = jnp.zeros_like(rounds)
 
         @functools.wraps(fn)
         def body(n: Any, carry: Any) -> Any:
-            return run(lower + n * step, carry)
+            return run(first + n * stride, carry)
 
-        count = cdiv(upper - lower, step)
-        count = max(count, 0) if static else jnp.maximum(count, 0)
-        return lax.fori_loop(0, count, body, init_carry)
+        return lax.fori_loop(zero, rounds, body, init_carry)
 
     return _Runs("loop", "i", decorate)
+
+
+def _of_one_type(*numbers: Any) -> list[jax.Array]:
+    """Bounds and step of a loop, of the type of those among them that are traced."""
+    dtype = jnp.result_type(*(v for v in numbers if not isinstance(v, int)))
+    return [jnp.asarray(v, dtype) for v in numbers]
+
+
+def _rounds(first: jax.Array, last: jax.Array, step: jax.Array) -> jax.Array:
+    """How many numbers `range(first, last, step)` has; none for a step of 0."""
+    low, high = jnp.where(step > 0, first, last), jnp.where(step > 0, last, first)
+    # Without a sign the difference of any two numbers fits.
+    limits = jnp.iinfo(step.dtype)
+    unsigned = jnp.dtype(f"uint{limits.bits}")
+    distance = high.astype(unsigned) - low.astype(unsigned)
+    stride = jnp.where(step > 0, step, -step).astype(unsigned)
+    rounds = lax.div(distance - 1, jnp.maximum(stride, 1)) + 1
+    rounds = jnp.minimum(rounds, jnp.asarray(limits.max, unsigned))
+    return jnp.where((low < high) & (step != 0), rounds, 0).astype(step.dtype)
 
 
 def _carry_mismatch(fn: Any, init_carry: Any, returned: Any) -> KernelTypeError:

@@ -74,7 +74,7 @@ def store(key: str, payload: bytes) -> None:
             return
         data = _MAGIC + _digest(key.encode()) + _digest(payload) + payload
         _write_at_once(_path(place, key), data)
-        _evict(limit)
+        _evict(place, limit, len(data))
 
 
 def entries() -> list[Entry]:
@@ -175,12 +175,26 @@ def _temporary(place: Path) -> Iterator[tuple[int, str]]:
         raise
 
 
-def _evict(limit: int) -> None:
-    found = entries()
-    total = sum(entry.size for entry in found)
-    for entry in found:
-        if total <= limit:
-            break
-        with contextlib.suppress(OSError):
-            entry.path.unlink()
-        total -= entry.size
+# Bytes that this process may still store before it looks at a folder of this limit.
+_room: dict[tuple[Path, int], int] = {}
+
+
+def _evict(place: Path, limit: int, added: int) -> None:
+    """Remove the files used least recently if there may be too much.
+
+    Reading the folder takes longer than storing a file. Half of the room left is for
+    other processes, and a full folder gets room for several files at once.
+    """
+    left = _room.get((place, limit), 0) - added
+    if left < 0:
+        found = entries()
+        total = sum(entry.size for entry in found)
+        most = limit if total <= limit else limit - limit // 16
+        for entry in found:
+            if total <= most:
+                break
+            with contextlib.suppress(OSError):
+                entry.path.unlink()
+            total -= entry.size
+        left = (limit - total) // 2
+    _room[place, limit] = left

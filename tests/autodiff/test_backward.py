@@ -16,12 +16,13 @@ from pallasite.autodiff.backward_choice import Machine
 from pallasite.ir.nodes import walk
 from pallasite.primitive import calls_in
 from pallasite.target import host
+from tests.xla import put
 
 MASKED = -1e30
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def backward(run, args, kernels=None):

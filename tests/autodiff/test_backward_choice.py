@@ -20,6 +20,7 @@ from pallasite.ir.types import BF16
 from pallasite.primitive import calls_in, chip_for, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
+from tests.xla import put
 
 MASKED = -1e30
 # Slow cores, so that the start of a kernel does not count.
@@ -156,7 +157,7 @@ def products(kernel):
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def check(run, reference, *args, target, monkeypatch, tol=2e-5, kernels=None):

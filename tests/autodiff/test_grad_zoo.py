@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallasite.errors import FallbackWarning
+from tests.xla import put
 from tests.zoo import Case, all_cases
 
 # Cases whose derivative is not compared, and why.
@@ -53,7 +54,7 @@ def of_floats(run, args):
 
 
 def random_like(x, rng):
-    return jnp.asarray(rng.uniform(-1, 1, x.shape), x.dtype)
+    return put(rng.uniform(-1, 1, x.shape), x.dtype)
 
 
 def both_directions(fn, floats):

@@ -16,6 +16,7 @@ from pallasite.interpret.numpy_numbers import NumpyNumbers, poison
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.opdef import table
+from tests.xla import put
 
 ROWS = table()
 NUMPY, JAX = NumpyNumbers(), JaxNumbers()
@@ -65,7 +66,7 @@ def compare(name: str, *operands, tolerance=0.0, **attrs):
     op = make_op(name, operands, **attrs)
     with np.errstate(all="ignore"):
         got = NUMPY.tile_op(op, operands)
-    want = JAX.tile_op(op, [jnp.asarray(x) for x in operands])
+    want = JAX.tile_op(op, [put(x) for x in operands])
     for result, g, w in zip(op.results, got, want, strict=True):
         assert g.shape == result.tile.shape
         assert g.dtype == result.tile.dtype.np
@@ -139,7 +140,7 @@ def test_bitcast_agrees(old, new):
     x = draw_array(np.random.default_rng(1), (3, last), before, special=False)
     op = make_op("bitcast", [x], dtype=after)
     (got,) = NUMPY.tile_op(op, [x])
-    want = np.asarray(lax.bitcast_convert_type(jnp.asarray(x), after.np))
+    want = np.asarray(lax.bitcast_convert_type(put(x), after.np))
     raw = [np.ascontiguousarray(v).view(np.uint8) for v in (got, want)]
     if after.bits < 8:
         raw = [r & 15 for r in raw]
@@ -291,7 +292,7 @@ def test_scatter_agrees(case, name):
 def _compare_each(fn, x, i):
     """Run the function in JAX; at each gather or scatter compare ours with JAX's."""
     closed = jax.make_jaxpr(fn)(x, i)
-    seen = _interpret(closed.jaxpr, closed.consts, [jnp.asarray(x), jnp.asarray(i)])
+    seen = _interpret(closed.jaxpr, closed.consts, [put(x), put(i)])
     assert seen
 
 
@@ -418,16 +419,16 @@ def test_take_and_put_agree(access, seed, masked):
     mask = rng.random(inside.shape) < 0.6 if masked else None
     other = np.zeros(inside.shape, np.float32) if masked else None
     got = np.asarray(NUMPY.take(array, picks, mask, other))
-    want = np.asarray(JAX.take(jnp.asarray(array), picks, mask, other))
+    want = np.asarray(JAX.take(put(array), picks, mask, other))
     keep = inside if mask is None else inside | ~mask
     np.testing.assert_array_equal(got[keep], want[keep])
     # Equal values: which of several writes to one place comes last does not matter.
     value = np.full(inside.shape, 7, np.float32)
-    want = np.asarray(JAX.put(jnp.asarray(array), picks, jnp.asarray(value), mask))
+    want = np.asarray(JAX.put(put(array), picks, put(value), mask))
     np.testing.assert_array_equal(NUMPY.put(array.copy(), picks, value, mask), want)
     for kind in ("add", "max"):
         both = []
-        for numbers, start in ((NUMPY, array.copy()), (JAX, jnp.asarray(array))):
+        for numbers, start in ((NUMPY, array.copy()), (JAX, put(array))):
             both.append(np.asarray(numbers.rmw(start, picks, kind, value, mask)[0]))
         np.testing.assert_allclose(*both, rtol=1e-6)
 
@@ -438,7 +439,7 @@ def test_atomics_with_equal_indices_agree(kind):
     picks = [Pick(gather=np.array([1, 4, 1, 9, 5], np.int32), low=0, high=6)]
     value = np.array([5, 6, 5, 1, 2], np.int32)
     got = NUMPY.rmw(array.copy(), picks, kind, value, None)
-    want = JAX.rmw(jnp.asarray(array), picks, kind, jnp.asarray(value), None)
+    want = JAX.rmw(put(array), picks, kind, put(value), None)
     np.testing.assert_array_equal(got[0], want[0])
 
 
@@ -452,7 +453,7 @@ def test_bitcast_views_agree(old, new):
     x = draw_array(np.random.default_rng(0), (8, 4), before.dtype, special=False)
     arg = (before, after.tile)
     got = NUMPY.reinterpret(x, "bitcast", arg)
-    want = np.asarray(JAX.reinterpret(jnp.asarray(x), "bitcast", arg))
+    want = np.asarray(JAX.reinterpret(put(x), "bitcast", arg))
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
     np.testing.assert_array_equal(NUMPY.restore(x, "bitcast", arg, got), x)
 

@@ -624,6 +624,12 @@ BAD = {
     "program_id negative": lambda: call(
         lambda x_ref, o_ref: pl.program_id(-1), grid=2, in_specs=[spec], out_specs=spec
     ),
+    "when with a value": lambda: call(
+        lambda x_ref, o_ref: pl.when(x_ref[0, 0] > 0)(lambda: x_ref[...])
+    ),
+    "params key": lambda: call(compiler_params={"dimension_semantic": ("parallel",)}),
+    "params key like none": lambda: call(compiler_params={"mosaic": {"xyz": 1}}),
+    "complex": lambda: stored(lambda x_ref: abs(x_ref[...] * 1j)),
     "when text": lambda: call(lambda x_ref, o_ref: pl.when("a")(lambda: None)),
     "pipeline option": lambda: pipeline(foo=3),
     "pipeline refs": lambda: pipeline(x),

@@ -1,6 +1,7 @@
 """The language feature by feature: kernels against numpy, emulated and checked."""
 
 import functools
+from dataclasses import dataclass, fields
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import mosaic_gpu as plgpu
 from pallasite import tpu as pltpu
-from pallasite.errors import KernelTypeError
+from pallasite import triton
+from pallasite.calls.pallas_call import PARAMETERS, params_of
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.primitive import kernels_in
 
 S = jax.ShapeDtypeStruct
@@ -57,6 +61,31 @@ def test_settings_of_a_call_in_every_form():
             cost_estimate=cost,
             metadata={"who": "me"},
         )
+
+
+def test_every_compiler_parameter_may_come_in_a_dict():
+    for cls in (pltpu.CompilerParams, triton.CompilerParams, plgpu.CompilerParams):
+        assert {field.name for field in fields(cls)} <= PARAMETERS
+    given = {"mosaic": {"flags": {"a": 1}}, "triton": {"num_warps": 4}}
+    assert params_of(given, None) == {"flags": {"a": 1}, "num_warps": 4}
+    with pytest.raises(SpecError, match="dimension_semantics"):
+        params_of({"mosaic": {"dimension_semantic": ("parallel",)}}, None)
+    # JAX's own may have fields of later releases.
+    assert params_of(LaterParams(), None) == {"new": 1}
+
+
+@dataclass
+class LaterParams:
+    new: int = 1
+
+
+def test_a_call_on_numpy_arrays_compiles_one_program(caplog):
+    """None for each operand that moves them to the device."""
+    x, shape = np.ones((5, 13), np.float32), S((5, 13), f32)
+    call = pl.pallas_call(lambda x, y, o: copy(x, o), out_shape=shape)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        call(x, np.ones((3, 13), np.float32))
+    assert sum(r.message.startswith("Compiling") for r in caplog.records) == 1
 
 
 def test_operand_that_is_none_has_no_ref_and_takes_no_spec():
@@ -198,6 +227,52 @@ def test_loop_visits_what_range_visits(bounds, traced):
         want[i] += 1
         want[9] += 1
     agrees(kernel, want, jnp.array(bounds), out=S((10,), i32), modes=(True,))
+
+
+LOW, HIGH = -(2**31), 2**31 - 1
+
+
+@pytest.mark.parametrize("traced_step", [False, True])
+@pytest.mark.parametrize(
+    "lower, upper, step, dtype",
+    [
+        (LOW, HIGH, 2**30, "int32"),
+        (HIGH, LOW, -(2**30), "int32"),
+        (-3, HIGH, 2**30, "int32"),
+        (HIGH, LOW, 1, "int32"),  # none, although the difference wraps to 1
+        (HIGH - 2, HIGH, 1, "int32"),
+        (HIGH, LOW, 7, "int32"),
+        (LOW, HIGH, -1, "int32"),
+        (0, 2**32 - 1, 2**31, "uint32"),
+        (2**32 - 3, 2**32 - 1, 1, "uint32"),
+        (-128, 127, 100, "int8"),
+    ],
+)
+def test_loop_bounds_further_apart_than_their_type_counts(
+    lower, upper, step, dtype, traced_step
+):
+    wanted = list(range(lower, upper, step))
+    sizes = np.array([[lower], [upper]], dtype)
+
+    def kernel(bounds, step_ref, o_ref, count):
+        o_ref[...] = jnp.zeros_like(o_ref)
+        count[0] = 0
+
+        @pl.loop(bounds[0, 0], bounds[1, 0], step=step_ref[0] if traced_step else step)
+        def _(i):
+            o_ref[count[0]] = i
+            count[0] += 1
+
+        o_ref[7] = count[0].astype(dtype)
+
+    got = pl.pallas_call(
+        kernel,
+        out_shape=S((8,), dtype),
+        scratch_shapes=[pltpu.SMEM((1,), i32)],
+        interpret=traced_step,
+    )(sizes, np.array([step], dtype))
+    assert got[7] == len(wanted)
+    assert got[: len(wanted)].tolist() == wanted
 
 
 def test_cdiv_rounds_up_for_either_sign():

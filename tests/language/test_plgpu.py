@@ -17,6 +17,7 @@ from pallasite.errors import (
     SpecError,
     UnsupportedError,
 )
+from tests.xla import put
 
 F16, F32 = jnp.float16, jnp.float32
 M = N = 32
@@ -25,7 +26,7 @@ K, BLOCK = 64, 16
 
 def operands(*shapes, dtype=F32):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
+    return [put(rng.normal(size=s), dtype) for s in shapes]
 
 
 def out(*shape, dtype=F32):

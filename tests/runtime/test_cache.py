@@ -115,6 +115,15 @@ def test_the_least_recently_used_go_first(place):
     assert sum(entry.size for entry in cache.entries()) <= 100_000
 
 
+def test_the_folder_is_not_read_at_each_store(place, monkeypatch):
+    looks, entries = [], cache.entries
+    monkeypatch.setattr(cache, "entries", lambda: looks.append(1) or entries())
+    for n in range(1500):
+        cache.store(str(n), bytes(30))
+    assert sum(entry.size for entry in entries()) <= 100_000
+    assert len(looks) < 150 and cache.load("1499") is not None
+
+
 def test_what_is_too_large_is_not_stored(place):
     cache.store("key", bytes(200_000))
     assert cache.entries() == []

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tests.xla import put
+
 TAGS = {
     "odd": "a block hangs over the edge of an array",
     "fill": "uses `BlockSpec(fill=)`",
@@ -91,26 +93,26 @@ class Family:
 
 def normal(rng: np.random.Generator, *shape: int, dtype=jnp.float32, scale=1.0):
     """Normally distributed values of the given shape."""
-    return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+    return put(rng.normal(size=shape) * scale, dtype)
 
 
 def uniform(
     rng: np.random.Generator, *shape: int, low=0.0, high=1.0, dtype=jnp.float32
 ):
     """Uniformly distributed values in [low, high)."""
-    return jnp.asarray(rng.uniform(low, high, size=shape), dtype)
+    return put(rng.uniform(low, high, size=shape), dtype)
 
 
 def integers(rng: np.random.Generator, *shape: int, low=0, high=100, dtype=jnp.int32):
     """Uniformly distributed integers in [low, high)."""
-    return jnp.asarray(rng.integers(low, high, size=shape), dtype)
+    return put(rng.integers(low, high, size=shape), dtype)
 
 
 def booleans(rng: np.random.Generator, *shape: int):
     """Fair coins."""
-    return jnp.asarray(rng.integers(0, 2, size=shape), jnp.bool_)
+    return put(rng.integers(0, 2, size=shape), jnp.bool_)
 
 
 def permutation(rng: np.random.Generator, size: int):
     """A random order of `range(size)`."""
-    return jnp.asarray(rng.permutation(size), jnp.int32)
+    return put(rng.permutation(size), jnp.int32)

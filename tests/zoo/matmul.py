@@ -9,6 +9,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from tests.xla import put
 
 from .case import Family, integers, normal
 
@@ -635,7 +636,7 @@ def ragged_reference(group_sizes, x, w):
 @zoo.case(
     reference=ragged_reference,
     make_args=lambda rng: (
-        jnp.asarray(rng.multinomial(48, [0.3, 0.0, 0.45, 0.25]), jnp.int32),
+        put(rng.multinomial(48, [0.3, 0.0, 0.45, 0.25]), jnp.int32),
         normal(rng, 48, 16),
         normal(rng, 4, 16, 24),
     ),

@@ -29,6 +29,7 @@ print("not noticed")
 """
 
 
+@pytest.mark.machine_only
 def test_more_than_a_hundred_hostile_kernels_stay_inside(run_python):
     printed = run_python("-m", "tests.backends.cpu.hostile").splitlines()
     count = int(printed[-1].split()[0])

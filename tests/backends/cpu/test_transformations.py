@@ -7,7 +7,6 @@ What each transformation gives is compared with plain calls under jit, one per e
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -57,7 +56,7 @@ def test_vmap(case: Case):
         for k, axis in enumerate(axes)
     ]
     batched = [
-        column[0] if axis is None else jnp.stack(column, axis)
+        column[0] if axis is None else np.stack(column, axis)
         for column, axis in zip(columns, axes, strict=True)
     ]
     got = jax.jit(jax.vmap(native(case), axes))(*batched)

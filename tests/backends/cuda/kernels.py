@@ -12,6 +12,7 @@ import numpy as np
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from tests.xla import put
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -22,7 +23,7 @@ def shape(x, dtype=None):
 
 def normal(*size, dtype=f32, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=size) * scale, dtype)
+    return put(rng.normal(size=size) * scale, dtype)
 
 
 def error(got, want) -> float:
@@ -169,8 +170,8 @@ def operand(sizes, dims, dtype, seed):
     size = [sizes[d] for d in dims]
     rng = np.random.default_rng(seed)
     if dtype == jnp.int8:
-        return jnp.asarray(rng.integers(-100, 100, size), dtype)
-    return jnp.asarray(rng.normal(size=size), dtype)
+        return put(rng.integers(-100, 100, size), dtype)
+    return put(rng.normal(size=size), dtype)
 
 
 # --- attention ---

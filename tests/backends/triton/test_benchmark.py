@@ -3,13 +3,13 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import call_p, kernels_in
 from tests.backends.triton.harness import compiled, simulated
+from tests.xla import put
 
 SMALL = gpu.Options(small=True, more=False, warps=(None,), stages=(None,))
 PROBLEMS = {problem.name: problem for problem in gpu.problems(SMALL)}
@@ -50,7 +50,7 @@ def test_our_kernels_are_right_on_the_simulator(name, monkeypatch):
         pytest.skip("the same kernels as others, for other sizes")
 
     def run(*operands, call):
-        return [jnp.asarray(x) for x in simulated(run_passes(call.kernel), operands)]
+        return [put(x, x.dtype) for x in simulated(run_passes(call.kernel), operands)]
 
     monkeypatch.setattr(gpu, "_backends", lambda: ("triton",))
     (problem,) = (p for p in gpu.problems(SMALL) if p.name == name)

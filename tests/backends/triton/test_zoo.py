@@ -14,6 +14,7 @@ from pallasite.passes.run import run
 from tests.backends.cpu import filled
 from tests.backends.triton.harness import simulated
 from tests.fuzz.agreement import run_numpy
+from tests.xla import put
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments, assert_agrees
 
@@ -35,7 +36,7 @@ def simulator(monkeypatch):
     """Kernels called outside jit run on the simulator."""
 
     def simulate(*operands, call):
-        return [jnp.asarray(x) for x in simulated(run(call.kernel), operands)]
+        return [put(x, x.dtype) for x in simulated(run(call.kernel), operands)]
 
     monkeypatch.setattr(primitive.call_p, "impl", simulate)
 
