@@ -8,7 +8,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
-from pallasite.backends import base
+from pallasite.backends import base, cuda
 from pallasite.errors import UnsupportedError
 from pallasite.target import GPUS
 from tests.backends.cuda import host
