@@ -143,8 +143,10 @@ def matmul(
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
+        x, y = start(x_ref[...], y_ref[...])
         acc_ref[...] += jax.lax.dot_general(
-            *start(x_ref[...], y_ref[...]),
+            x,
+            y,
             (contracted, ((), ())),
             precision=precision,
             preferred_element_type=acc_ref.dtype,
@@ -426,27 +428,31 @@ class Variant:
     scaled: bool = False  # whether the kernel multiplies weights by 0.5
 
 
+def cube(n: int) -> tuple[int, int, int]:
+    return n, n, n
+
+
 TURNED = [("km", "kn"), ("mk", "nk")]
 DEEP = (128, 128, 128)
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 VARIANTS = [
-    *(Variant(" ".join(s), (4096,) * 3, stored=s) for s in TURNED),
-    Variant("batch 16", (1024,) * 3, batch=16),
+    *(Variant(" ".join(s), cube(4096), stored=s) for s in TURNED),
+    Variant("batch 16", cube(1024), batch=16),
     Variant("m 16", (16, 8192, 8192), block=(16, 128, 128)),
     Variant("m 64", (64, 8192, 8192), block=(64, 128, 64)),
     Variant("odd by 8", (4000, 4104, 4072)),
     Variant("odd", (4001, 4103, 4071)),
     Variant("long k", (512, 512, 65536)),
-    Variant("e4m3 4096", (4096,) * 3, jnp.float8_e4m3fn, block=DEEP),
-    Variant("e5m2 8192", (8192,) * 3, jnp.float8_e5m2, block=DEEP),
-    Variant("e4m3 mk nk", (8192,) * 3, jnp.float8_e4m3fn, TURNED[1], block=DEEP),
-    Variant("int8 4096", (4096,) * 3, jnp.int8, block=DEEP),
-    Variant("int8 mk nk", (8192,) * 3, jnp.int8, TURNED[1], block=DEEP),
-    Variant("tf32", (4096,) * 3, jnp.float32, precision=TF32),
-    Variant("tf32 mk nk", (4096,) * 3, jnp.float32, TURNED[1], precision=TF32),
-    Variant("f32", (4096,) * 3, jnp.float32, precision="highest"),
-    Variant("int8 weights", (4096,) * 3, weights=jnp.int8),
-    Variant("scaled int8 weights", (4096,) * 3, weights=jnp.int8, scaled=True),
+    Variant("e4m3 4096", cube(4096), jnp.float8_e4m3fn, block=DEEP),
+    Variant("e5m2 8192", cube(8192), jnp.float8_e5m2, block=DEEP),
+    Variant("e4m3 mk nk", cube(8192), jnp.float8_e4m3fn, TURNED[1], block=DEEP),
+    Variant("int8 4096", cube(4096), jnp.int8, block=DEEP),
+    Variant("int8 mk nk", cube(8192), jnp.int8, TURNED[1], block=DEEP),
+    Variant("tf32", cube(4096), jnp.float32, precision=TF32),
+    Variant("tf32 mk nk", cube(4096), jnp.float32, TURNED[1], precision=TF32),
+    Variant("f32", cube(4096), jnp.float32, precision="highest"),
+    Variant("int8 weights", cube(4096), weights=jnp.int8),
+    Variant("scaled int8 weights", cube(4096), weights=jnp.int8, scaled=True),
 ]
 
 
@@ -473,10 +479,12 @@ def variant_problem(options: Options, variant: Variant) -> Problem:
         return x, y * jnp.asarray(0.5, y.dtype) if variant.scaled else y
 
     def plain(x, y):
-        contracted = tuple((dims.index("k"),) for dims in variant.stored)
+        left, right = ((dims.index("k"),) for dims in variant.stored)
+        x, y = start(x, y)
         product = jax.lax.dot_general(
-            *start(x, y),
-            (contracted, ((), ())),
+            x,
+            y,
+            ((left, right), ((), ())),
             precision=variant.precision,
             preferred_element_type=sums,
         )

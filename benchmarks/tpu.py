@@ -399,7 +399,7 @@ def upstream_job(problem: Problem, chip: str) -> Job:
         tpu = importlib.import_module("jax.experimental.pallas.tpu")
         function = problem.make(Pallas(pl, tpu))
     traced = jax.jit(function).trace(*problem.operands)
-    module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
+    module: Any = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
     (call,) = _custom_calls(module.operation)
     config = call.attributes["backend_config"].value
     aliases = _aliases(str(call.attributes["output_operand_aliases"]))

@@ -16,6 +16,7 @@ here knows what the products are for.
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import uses_product
@@ -297,7 +298,8 @@ class _Loading(_Role):
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
             # Products of f32 are of its upper 19 bits, to which copies round it.
-            notes = {ROUNDED: True} if load.result.tile.dtype == F32 else {}
+            is_f32 = load.result.tile.dtype == F32
+            notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
             b.emit("copy_start", source, target, full, priority=0, **notes)
 
 

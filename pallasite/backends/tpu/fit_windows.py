@@ -416,8 +416,9 @@ class _Fitting:
             access = Access.of(loads[size]) if size in loads else None
             if access is None or access.ref not in self.kernel.inputs:
                 continue
-            numbers = [getattr(entry, "start", None) for entry in access.index]
-            if not numbers or None in numbers:
+            starts = (getattr(entry, "start", None) for entry in access.index)
+            numbers = [n for n in starts if n is not None]
+            if not numbers or len(numbers) < len(access.index):
                 continue
             param = self._again(self.kernel.inputs.index(access.ref))
             element = int(np.ravel_multi_index(numbers, access.ref.ref.shape))
