@@ -134,7 +134,7 @@ def matmul(
     """
     sizes = dict(zip("mnk", blocks, strict=True))
     rows, columns, _ = blocks
-    contracted = tuple((dims.index("k"),) for dims in stored)
+    left, right = ((dims.index("k"),) for dims in stored)
 
     def kernel(x_ref, y_ref, *rest):
         *more, o_ref, acc_ref = rest
@@ -147,7 +147,7 @@ def matmul(
         acc_ref[...] += jax.lax.dot_general(
             x,
             y,
-            (contracted, ((), ())),
+            ((left, right), ((), ())),
             precision=precision,
             preferred_element_type=acc_ref.dtype,
         )
