@@ -39,6 +39,7 @@ OWN = {
     "{ return x != x || y != y ? x + y : x < y ? x : y; }\n",
     "reciprocal_root": "DEVICE float reciprocal_root(float x) "
     "{ return (float)(1 / sqrt((double)x)); }\n",
+    "negated": "DEVICE int negated(int x) { return (int)(0 - (u32)x); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.MAPS, ""),
