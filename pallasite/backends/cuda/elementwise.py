@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op
-from pallasite.ir.types import DTYPES, F32, DType
+from pallasite.ir.types import DTYPES, F32, I32, DType
 
 Row = Callable[..., str]
 
@@ -95,13 +95,16 @@ def _rem(op: Op, x: str, y: str) -> str:
 def _neg(op: Op, x: str) -> str:
     if _dtype(op).is_float:
         return f"-{x}"
+    if _dtype(op) == I32:
+        return f"negated({x})"
     return infix("-")(op, number(0, _dtype(op)), x)
 
 
 def _abs(op: Op, x: str) -> str:
     if _dtype(op).is_float:
         return function("fabsf", "fabs")(op, x)
-    return _as(op, f"{x} < 0 ? {_neg(op, x)} : {x}")
+    minus = infix("-")(op, number(0, _dtype(op)), x)
+    return _as(op, f"{x} < 0 ? {minus} : {x}")
 
 
 def _clamp(op: Op, low: str, x: str, high: str) -> str:

@@ -102,6 +102,11 @@ FUNCTIONS: dict[str, str] = {
         "  return x % y;\n"
         "}\n"
     ),
+    # No neg.s32: ptxas up to CUDA 13.0 makes max(x, y) of max(max(x, -z), y) on Hopper,
+    # where it fuses both into one VIMNMX3 and forgets the sign.
+    "negated": _convert(
+        "negated", "int x", "int", "not.b32 %0, %1; add.s32 %0, %0, 1;", "r", '"r"(x)'
+    ),
     "sign_of": (
         "template <class T> DEVICE T sign_of(T x) "
         "{ return x < (T)0 ? (T)-1 : x > (T)0 ? (T)1 : x; }\n"

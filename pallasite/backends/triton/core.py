@@ -122,6 +122,12 @@ class Core:
         text = f"tt.extern_elementwise {names} {attrs} : ({types}) -> {to}"
         return self.let(text, first.shape, elem)
 
+    def assembly(self, text: str, x: Val) -> Val:
+        """A line of PTX from a tile of 32-bit integers to another, `$1` to `$0`."""
+        attrs = '{constraints = "=r,r", packed_element = 1 : i32, pure = true}'
+        line = f'tt.elementwise_inline_asm "{text}" {attrs} {x} : {x.type} -> {x.type}'
+        return self.let(line, x.shape, x.elem)
+
     def four_bits(self, x: Val, dtype: DType) -> Val:
         """The lower half of each byte, extended to the whole."""
         if not dtype.is_signed_int:

@@ -164,16 +164,28 @@ def _safe_divisor(e: Elementwise, dtype: DType, y: Val) -> tuple[Val, Val, Val |
     return zero, e.select(minus_one, e.like(1, y), safe), minus_one
 
 
+# ptxas up to CUDA 13.0 makes max(x, y) of max(max(x, -x), y) on Hopper: it forgets the
+# sign of the second operand where it fuses two of 32 bits into one VIMNMX3, and LLVM
+# writes abs like this. These two it does not take for negations.
+ABSOLUTE = "abs.s32 $0, $1;"
+NEGATED = "not.b32 $0, $1; add.s32 $0, $0, 1;"
+
+
 def _neg(e: Elementwise, op: Op) -> Val:
     if _dtype(op).is_float:
         return arith(f="arith.negf")(e, op)
     (x,) = e.operands(op)
+    if x.shape and x.elem == "i32":
+        return e.assembly(NEGATED, x)
     return e.apply("arith.subi", e.like(0, x), x)
 
 
 def _abs(e: Elementwise, op: Op) -> Val:
     if _dtype(op).is_float:
         return arith(f="math.absf")(e, op)
+    (x,) = e.operands(op)
+    if x.shape and x.elem == "i32":
+        return e.assembly(ABSOLUTE, x)
     return arith(i="math.absi")(e, op)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
+from pallasite.backends.triton import elementwise
 from pallasite.ir.opdef import table
 
 DTYPES = {
@@ -499,7 +500,10 @@ ATOMICS: dict[int, Callable[..., Any]] = {
     10: lambda old, new: new,
 }
 # What the assembly of tests means.
-ASSEMBLY: dict[str, Callable[..., Any]] = {}
+ASSEMBLY: dict[str, Callable[..., Any]] = {
+    elementwise.ABSOLUTE: np.abs,
+    elementwise.NEGATED: np.negative,
+}
 _RENAMED = {"erfinv": "erf_inv", "popc": "population_count", "fmod": "rem"}
 _LIBDEVICE: dict[str, Callable[..., Any]] = {
     "rint": np.rint,

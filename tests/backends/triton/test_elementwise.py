@@ -7,7 +7,7 @@ from pallasite.backends.triton.elementwise import NATIVE
 from pallasite.backends.triton.text import element
 from pallasite.ir.opdef import OPS, table
 from pallasite.ir.types import BOOL, DTYPES, I32, DType, TileType
-from tests.backends.triton.harness import simulated, whole_kernel
+from tests.backends.triton.harness import compiled, simulated, whole_kernel
 from tests.ops.sampling import attr_choices, samples, special_operands, ulp_error
 
 COUNT = 50  # not a power of two
@@ -128,3 +128,19 @@ def test_bitcast(old: str, new: str):
     x = np.arange(7).astype(DTYPES[old].np)
     (got,) = simulated(kernel, [x])
     np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
+
+
+def test_ptxas_is_given_no_maximum_of_a_negated_number():
+    """Which it may take for the number itself, see `elementwise.py`."""
+    tile = TileType((32,), I32)
+
+    def body(b, x, y):
+        return b.max(b.op("abs", x), y), b.max(b.max(x, b.neg(y)), x)
+
+    kernel = whole_kernel(body, [tile, tile], tile, tile)
+    text, _ = compiled(kernel)
+    assert "math.absi" not in text and "arith.subi" not in text
+    x = np.arange(-16, 16, dtype=np.int32)
+    first, second = simulated(kernel, [x, x + 1])
+    np.testing.assert_array_equal(first, np.maximum(np.abs(x), x + 1))
+    np.testing.assert_array_equal(second, np.maximum(x, -(x + 1)))
