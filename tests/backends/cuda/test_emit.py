@@ -116,7 +116,7 @@ def test_blocks_that_hang_over_are_masked():
 @pytest.fixture
 def blocks_as_written(monkeypatch):
     """Without the pass that cuts and grows blocks."""
-    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, chip: kernel)
+    monkeypatch.setattr(cuda, "for_gpu", lambda kernel, **_: kernel)
 
 
 def test_blocks_of_many_rows_are_computed_a_few_rows_at_a_time(blocks_as_written):
