@@ -152,14 +152,14 @@ class Solver:
             if bounds is None:
                 continue
             b.ops += solver.ops
-            ends = [
+            lows, highs = (
                 tuple(b.mul(v, by) for v in each)
                 for each in (bounds.lows, bounds.highs)
-            ]
+            )
             if any(op.name == "mul" and self.facts.may_wrap(op) for op in b.ops):
                 continue
             self.ops += b.ops
-            return Bounds(*ends, bounds.needed)
+            return Bounds(lows, highs, bounds.needed)
         return None
 
     # --- what is the same at every step ---
