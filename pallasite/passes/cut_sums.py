@@ -50,6 +50,8 @@ class _CutSums(Divided):
         if reason is not None or steps is None:
             raise CannotReblock(reason or "")
         super().__init__(found, dim, parts, last, steps * parts)
+        if any(each.n % each.block for each in self.moved.values()):
+            raise CannotReblock("a block hangs over the edge")
         self.index = pipeline.ids[last]
         self.made = {v: op for op in walk(pipeline.body) for v in op.results}
         self.sums = set(self._sums(pipeline.body))

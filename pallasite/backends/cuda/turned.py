@@ -110,6 +110,7 @@ class _Wishes:
                 wishes.setdefault(self.root(value), set()).add(contract == 0)
                 wishes.setdefault(self.root(op.result), set()).add(computed == [1])
         roots = {root for root, wish in wishes.items() if wish == {True}}
+        roots -= {self.root(v) for op in walk(self.body) for v in _fixed(op)}
         tiles = (v for v in _values(self.body) if _is_matrix(v))
         numbers = self.factors.is_number
         return {v for v in tiles if self.root(v) in roots and not numbers(v)}
@@ -137,6 +138,14 @@ def _connected(op: Op) -> Iterator[tuple[Value, Value]]:
         for x in op.operands:
             if x.type.shape == op.result.type.shape:
                 yield x, op.result
+
+
+def _fixed(op: Op) -> Iterator[Value]:
+    """Tiles that an op hands on in a way of its own."""
+    if op.regions and op.name not in ("for", "cond", "pipeline"):
+        for region in op.regions:
+            yield from (*region.params, *region.yields)
+        yield from (*op.operands, *op.results)
 
 
 class _Turned:
