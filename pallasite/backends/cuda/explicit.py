@@ -432,6 +432,8 @@ class Explicit(Shared):
 
     def make_maps(self) -> None:
         """Each by another warp, as far as there are."""
+        if not self.maps:
+            return
         total = MAP_BYTES * len(self.maps)
         self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
         warps = sum(self.warpgroups_of) * WARPS
