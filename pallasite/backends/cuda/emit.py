@@ -8,6 +8,7 @@ inherits; `RULES` says what emits which op.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
@@ -110,6 +111,7 @@ class Emitter(Explicit):
         self.meetings = Meetings(roots)
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
+        self.only_multiplied = _only_multiplied(self.program.body)
         if self.is_authored:  # `meetings` sees to shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if not roles:
@@ -418,6 +420,21 @@ def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, i
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def _only_multiplied(body: Block) -> set[Value]:
+    """Integers made floats that a product of the same block uses, and nothing else."""
+    blocks = [body, *(region for op in walk(body) for region in op.regions)]
+    uses = Counter(v for op in walk(body) for v in op.operands)
+    uses.update(v for block in blocks for v in block.yields)
+    found: set[Value] = set()
+    for block in blocks:
+        casts = [op for op in block.ops if op.name == "cast"]
+        made = {op.result for op in casts if op.operands[0].tile.dtype.is_integer}
+        for op in block.ops:
+            if op.name == "wgmma":
+                found |= {v for v in op.operands if v in made and uses[v] == 1}
+    return found
 
 
 def uses_of(body: Block, roots: Roots) -> dict[Value, frozenset[str]]:

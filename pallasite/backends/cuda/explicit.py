@@ -25,6 +25,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
+from pallasite.backends.cuda.pairs import pairs
 from pallasite.backends.cuda.products import ROUNDED
 from pallasite.backends.cuda.shared import (
     ROW_BYTES,
@@ -71,6 +72,8 @@ class Explicit(Shared):
         self.warpgroups = 1
         self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
+        self.only_multiplied: set[Value] = set()  # integers made floats for products
+        self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
         self.seen_maps: set[int] = set()  # that the role uses
         self.staging: int | None = None  # shared memory of tiles on their way out
 
@@ -455,6 +458,8 @@ class Explicit(Shared):
 
     def make_maps(self) -> None:
         """Each by another warp, as far as there are."""
+        if not self.maps:
+            return
         total = MAP_BYTES * len(self.maps)
         self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
         warps = sum(self.warpgroups_of) * WARPS
@@ -507,10 +512,13 @@ class Explicit(Shared):
         name = hopper.product_name(columns, dtype, in_registers, turned)
         self.instructions[name] = hopper.product(columns, dtype, in_registers, turned)
         blocks = spread.digits[0].count  # of 64 rows
-        tile = self.left_tile(lhs, op) if in_registers else None
+        late = self.late.get(lhs)
+        tile = self.left_tile(lhs, op) if in_registers and late is None else late
         b = self.descriptor(ring, "0", right)
         self.out.line("products_start();")
         for k in range(steps):
+            if late is not None and k:
+                self.out.line("products_start();")
             right_text = f"{b} + {self.step_offset(ring, right, k, step) >> 4}"
             for block in range(blocks):
                 to = f"{result.name} + {block * columns // 2}"
@@ -591,9 +599,30 @@ class Explicit(Shared):
 
     def fragment(self, tile: Tile, block: int, k: int) -> str:
         """Four registers of pairs: the accumulator's layout is the operand's."""
-        assert tile.spread is not None and tile.is_packed
+        assert tile.spread is not None
         words = tile.registers // tile.spread.digits[0].count // 2
-        return ", ".join(f"{tile.name}[{block * words + 4 * k + n}]" for n in range(4))
+        numbers = [block * words + 4 * k + n for n in range(4)]
+        if tile.is_computed:
+            return ", ".join(tile.name.replace("@", str(n)) for n in numbers)
+        return ", ".join(f"{tile.name}[{n}]" for n in numbers)
+
+    def emit_cast(self, op: Op) -> None:
+        """Numbers that only products use are converted between them, part by part.
+
+        The conversion of a part then overlaps with the products of those before it.
+        """
+        value, dtype = op.operands[0], op.result.type.dtype
+        spread = self.spread(op.result, op)
+        source = self.env.get(value)
+        if op.result in self.only_multiplied and source is not None:
+            result = Tile("", dtype, spread)
+            if source.spread == spread and not source.lanes:
+                text = pairs(op, result, [source])
+                if text is not None:
+                    text = text.replace("[2 * i", "[2 * @").replace("[i]", "[@]")
+                    self.late[op.result] = Tile(text, dtype, spread, True)
+                    return
+        self.emit_elementwise(op)
 
     def emit_wgmma_wait(self, op: Op) -> None:
         self.out.line(f"products_left<{op.attrs['pending']}>();")
@@ -611,6 +640,7 @@ def root_size(view: View, key: int) -> int | None:
 
 
 RULES = {
+    "cast": Explicit.emit_cast,
     "load": Explicit.emit_load,
     "store": Explicit.emit_store,
     "subview": Explicit.emit_subview,

@@ -143,6 +143,67 @@ def test_a_copy_waits_for_all_warps_that_read_what_it_overwrites():
     assert "meet(1, 128);" in between(role, "barrier_wait", "copy_in_2(")
 
 
+# --- warpgroups side by side ---
+
+
+def exchange_kernel(x_ref, o_ref, buffer, barrier):
+    """Each of two warpgroups goes on with what the other has stored."""
+    wg = lax.axis_index("wg")
+    mine = pl.ds(wg * 64, 64)
+
+    def meet():
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
+    def step(i, x):
+        buffer[wg] = x + 1
+        meet()
+        other = buffer[1 - wg]
+        meet()
+        return other * 2
+
+    o_ref[mine] = lax.fori_loop(0, 3, step, x_ref[mine])
+
+
+@needs_compiler
+def test_warpgroups_exchange_what_they_store(tmp_path):
+    (x,) = operands((128, 32), dtype=F32)
+    memory = [plgpu.SMEM((2, 64, 32), F32), plgpu.Barrier(num_arrivals=2)]
+    threads = dict(num_threads=2, thread_name="wg")
+    function = plgpu.kernel(
+        exchange_kernel, out(128, 32), scratch_shapes=memory, **threads
+    )
+    got = run(function, x, folder=tmp_path)
+    halves = [x[:64], x[64:]]
+    for _ in range(3):
+        halves = [(half + 1) * 2 for half in reversed(halves)]
+    np.testing.assert_allclose(got, jnp.concatenate(halves), rtol=1e-6)
+
+
+def sums_kernel(x_ref, o_ref, total_ref, buffer, barriers):
+    wg = lax.axis_index("wg")
+    rows = pl.ds(wg * 32, 32)
+    plgpu.copy_gmem_to_smem(x_ref.at[rows], buffer.at[wg], barriers.at[wg])
+    plgpu.barrier_wait(barriers.at[wg])
+    x = buffer[wg]
+    total_ref[wg] = x.sum(axis=0)
+    o_ref[rows] = jax.nn.softmax(x, axis=1) * x.sum(axis=0, keepdims=True)
+
+
+@needs_compiler
+def test_each_warpgroup_reduces_by_itself(tmp_path):
+    (x,) = operands((64, 64), dtype=F32)
+    memory = [plgpu.SMEM((2, 32, 64), F32), plgpu.Barrier(num_barriers=2)]
+    threads = dict(num_threads=2, thread_name="wg")
+    outs = [out(64, 64), out(2, 64)]
+    function = plgpu.kernel(sums_kernel, outs, scratch_shapes=memory, **threads)
+    got, totals = run(function, x, folder=tmp_path)
+    sums = x.reshape(2, 32, 64).sum(axis=1)
+    np.testing.assert_allclose(totals, sums, rtol=1e-5, atol=1e-5)
+    want = jax.nn.softmax(x, axis=1) * jnp.repeat(sums, 32, axis=0)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 # --- two at once ---
 
 
