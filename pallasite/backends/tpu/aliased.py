@@ -181,6 +181,15 @@ class _Pair:
             return
         stored = _uses(self.body, written.block)
         reads_new = bool(stored) and uses[-1] >= stored[0]
+        if None in self.grid and stored:
+            raise self.refused(
+                "are the same memory, seen through different blocks",
+                [
+                    ("rule", "what is stored into the result is seen in the operand"),
+                    ("but", f"only the run knows the grid, {self.grid}"),
+                ],
+                "give both the same BlockSpec",
+            )
         steps = all_steps(self.grid)
         if steps is None or steps.shape[1] > _MOST_STEPS or not stored:
             return

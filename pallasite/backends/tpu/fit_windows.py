@@ -528,10 +528,8 @@ def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
 def _element(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
     """A dimension whose blocks start anywhere."""
     low, high = dim.padding
-    aligned = index.multiple % tile == 0 and low % tile == 0
-    if dim.size % tile == 0 and aligned and not (mode == "out" and low):
-        return _Dim("same", dim)
-    if dim.size == size and not (low or high) and index.number == 0:
+    aligned = index.multiple % tile == 0
+    if dim.size % tile == 0 and aligned and not low:  # Mosaic pads at the end only
         return _Dim("same", dim)
     last = min(index.high, low + size + high - 1)
     around = _rounded_up(dim.size + tile - 1, tile)

@@ -203,7 +203,12 @@ class _Accesses:
                 index.append(At())
                 continue
             index.append(entry)
-            operands += [] if operand is None else [operand]
+            if operand is None:
+                continue
+            if self.access.mask is None:  # a mask, added here, would change the meaning
+                extent = entry.extent if isinstance(entry, Span) else 1
+                operand = _clamped(b, b.cast(operand, I32), n - extent)
+            operands.append(operand)
         return tuple(index), operands, inside
 
 

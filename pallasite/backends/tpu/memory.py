@@ -417,7 +417,10 @@ class Memory(Shifting):
         dtype = self._compute_dtype(COMBINE.get(kind, kind), tile)
         wide = tile.with_dtype(dtype)
         names = [self.convert(n, tile, dtype) for n in (old, value)]
-        new = self.arith(self.spelled(kind, dtype), *names, tile=wide)
+        if kind in ("max", "min") and dtype != tile.dtype:
+            new = self._extreme(kind, *names, tile=wide)
+        else:
+            new = self.arith(self.spelled(kind, dtype), *names, tile=wide)
         return self.convert(new, wide, tile.dtype)
 
     def emit_atomic_cas(self, op: Op) -> str:

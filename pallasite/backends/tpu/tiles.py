@@ -484,11 +484,12 @@ RULES = {
 def _is_cast(before: Sequence[int], after: Sequence[int]) -> bool:
     """Whether libtpu brings about a change of shape by itself.
 
-    Rows are regrouped freely; lanes where they fit one register or fill them all.
+    Rows are regrouped freely; lanes are merged or cut evenly, where they fit one
+    register or fill them all.
     """
-    lanes = {before[-1], after[-1]}
-    plain = all(n <= LANES or n % LANES == 0 for n in lanes)
-    return len(lanes) == 1 or 1 in lanes or plain
+    fewer, more = sorted((before[-1], after[-1]))
+    plain = all(n <= LANES or n % LANES == 0 for n in (fewer, more))
+    return fewer == more or fewer == 1 or (plain and more % fewer == 0)
 
 
 def resized(tile: TileType, axis: int, size: int) -> TileType:

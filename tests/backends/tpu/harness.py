@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallasite.backends.base import Compiled, Options, get
@@ -147,3 +148,23 @@ def op_kernels() -> dict[str, Kernel]:
                     kernel = op_kernel(name, dtype, attrs, kind == "scalar")
                     found[f"{name} {dtype} {shown} {kind}"] = kernel
     return found
+
+
+# --- derivatives ---
+
+
+def backward_kernels(case: Any) -> list[Kernel]:
+    """The kernels that the gradient of a zoo case has besides its own."""
+    arguments = case.make_args(np.random.default_rng(0))
+    is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
+    places = tuple(n for n, x in enumerate(arguments) if is_float(x))
+    if not places or "nograd" in case.tags:
+        return []
+
+    def total(*xs: Any) -> Any:
+        results = jax.tree.leaves(case.run(*xs))
+        return sum(jnp.sum(r.astype(jnp.float32)) for r in results if is_float(r))
+
+    own = {kernel.text for kernel in kernels_in(case.run, *arguments)}
+    found = kernels_in(jax.grad(total, argnums=places), *arguments)
+    return [kernel for kernel in found if kernel.text not in own]
