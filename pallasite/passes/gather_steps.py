@@ -7,9 +7,9 @@ windows. What a step means, and the order of steps, stay as they are; the grid's
 work is done less often, and the compiler can begin a step before the one before it has
 ended. `merge_k_steps.py` is for steps that only add up: those become one.
 
-`gather_programs` does the same with programs along a parallel axis, which then run side
-by side, each with scratch of its own: for blocks that cannot grow (`reblock.py`), such
-as those of different heads.
+`gather_programs` does the same with programs along a parallel axis, each with scratch
+of its own: for blocks that cannot grow (`reblock.py`), such as those of other heads.
+They run side by side, op by op, and share the branches that all of them take.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import TILE
+from pallasite.ir.opdef import TILE, Effect, table
 from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.grid import analyze, find_pipeline
+from pallasite.passes.analysis.memory import Roots, written_refs
 from pallasite.passes.resized_code import CannotReblock
 
 
@@ -150,6 +151,7 @@ def _gathered(
     b = Builder(pipeline.op.loc)
     ids = [Value(i.type, i.name) for i in pipeline.ids]
     first = b.mul(ids[axis], b.index(factor))
+    copies: list[dict[Value, Value]] = []
     for number in range(factor):
         old = list(ids)
         old[axis] = b.add(first, b.index(number))
@@ -157,8 +159,57 @@ def _gathered(
             block if how is None else how.view(b, block, number)
             for block, how in zip(blocks, moved, strict=True)
         ]
-        own = {ref: copies[number] for ref, copies in scratch.items()}
+        own = {ref: refs[number] for ref, refs in scratch.items()}
         own |= zip(pipeline.body.params, (*old, *views), strict=True)
-        b.ops += clone(Block((), pipeline.body.ops), own).ops
+        copies.append(own)
+    if axis == -1:
+        for own in copies:
+            b.ops += clone(Block((), pipeline.body.ops), own).ops
+    else:
+        b.ops += _Lockstep(pipeline.body, copies).ops(pipeline.body)
     new = pipeline.with_(grid=tuple(grid))
     return new.showing(shown, b.block((*ids, *blocks))).to_op()
+
+
+class _Lockstep:
+    """Several copies of a body at once; each has its own values for those of the body.
+
+    What is the same for all of them is done once.
+    """
+
+    def __init__(self, body: Block, copies: Sequence[dict[Value, Value]]):
+        self.copies, self.roots = copies, Roots(body)
+        refs = (ref for op in walk(body) for ref in written_refs(op))
+        self.written = {self.roots.of(ref) for ref in refs}
+
+    def ops(self, block: Block) -> list[Op]:
+        ops: list[Op] = []
+        for op in block.ops:
+            same = all(map(self.is_same, op.operands))
+            if same and self.is_repeatable(op):
+                new = self.copied(op, self.copies[0])
+                for own in self.copies[1:]:
+                    own |= {v: self.copies[0][v] for v in op.results}
+                ops.append(new)
+            elif same and op.name == "cond" and not op.results:
+                which = self.copies[0].get(op.operands[0], op.operands[0])
+                regions = tuple(Block((), tuple(self.ops(r))) for r in op.regions)
+                ops.append(op.with_(operands=(which,), regions=regions))
+            else:
+                ops += [self.copied(op, own) for own in self.copies]
+        return ops
+
+    def is_same(self, value: Value) -> bool:
+        return len({id(own.get(value, value)) for own in self.copies}) == 1
+
+    def is_repeatable(self, op: Op) -> bool:
+        """Whether it gives the same each time it is done."""
+        if op.name == "load":
+            return self.roots.of(op.operands[0]) not in self.written
+        return not op.regions and table()[op.name].effect is Effect.PURE
+
+    def copied(self, op: Op, own: dict[Value, Value]) -> Op:
+        copy = clone(Block((), (op,), op.results), own)
+        own |= zip(op.results, copy.yields, strict=True)
+        (new,) = copy.ops
+        return new

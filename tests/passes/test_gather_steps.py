@@ -151,6 +151,7 @@ def test_programs_side_by_side_have_scratch_of_their_own(factor: int):
     windows = f"in[{factor}, squeezed 1, 4], out[{factor}, 4]"
     assert f"grid=({4 // factor}, 8), windows=({windows})" in new.text
     assert new.text.count("= alloc") == factor
+    assert new.text.count("cond") == 1, "all of them begin at the same step"
     x = np.random.default_rng(0).normal(size=(4, 8, 4)).astype("f4")
     (got,), (want,) = outputs(new, [x]), outputs(made, [x])
     np.testing.assert_array_equal(got, want)
