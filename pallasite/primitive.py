@@ -168,7 +168,8 @@ def _prints(kernel: Kernel) -> bool:
 @call_p.def_impl
 def _impl(*operands: Any, call: Call) -> list[Any]:
     if isinstance(call.interpret, Checked):
-        return [jax.numpy.asarray(x) for x in _run_checked(call, operands)]
+        # Told the dtype, JAX moves them without a program per shape.
+        return [jax.numpy.asarray(x, x.dtype) for x in _run_checked(call, operands)]
     # JAX's own checks would call this again, to find the op that made the NaN.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _jitted(call, config.get("backend"))(*operands)

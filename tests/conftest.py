@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent
 # Mosaic or machine code that is made of them. Neither the version of Python nor that of
 # JAX has a part in them, so a run that repeats all tests with others may leave them
 # out. Among them are those that simulate GPUs and TPUs on traced kernels: what a new
-# JAX traces is seen in the emulation (`zoo/`) and on the CPU (`backends/cpu/test_zoo`
-# and others), and that it reaches the other backends by their tests of the language.
+# JAX traces is seen in the emulation (`zoo/`) and on the CPU (`backends/cpu/`), and
+# that it reaches the other backends in their tests of the language and emitted text.
 MACHINE_ONLY = (
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",

@@ -34,7 +34,7 @@ class _Runs:
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """Run the decorated function if `condition` holds.
+    """Run the decorated function, which returns nothing, if `condition` holds.
 
     Example:
         @pl.when(pl.program_id(0) == 0)

@@ -497,4 +497,5 @@ def test_second_derivatives_of_linear_solves(solve, twice):
     run = pl.pallas_call(kernel, out_shape=b, interpret=True)
     plain = SOLVES["solve"] if solve == "no transpose" else SOLVES[solve]
     size = lambda solve: lambda a: jnp.sum(solve(a, b) ** 2)
-    agree(jax.jit(TWICE[twice](size(run)))(a), TWICE[twice](size(plain))(a))
+    got, want = (jax.jit(TWICE[twice](size(f)))(a) for f in (run, plain))
+    agree(got, want)

@@ -292,12 +292,22 @@ def test_scatter_agrees(case, name):
 def _compare_each(fn, x, i):
     """Run the function in JAX; at each gather or scatter compare ours with JAX's."""
     closed = jax.make_jaxpr(fn)(x, i)
-    seen = _interpret(closed.jaxpr, closed.consts, [put(x), put(i)])
+    seen = []
+
+    @jax.jit
+    def operands(*args):
+        found = list(_seen(closed.jaxpr, closed.consts, args))
+        seen.extend(eqn for eqn, _ in found)
+        return [values for _, values in found]
+
+    for values, eqn in zip(operands(x, i), seen, strict=True):
+        _compare_equation(eqn, values)
     assert seen
 
 
-def _interpret(jaxpr, consts, args) -> int:
-    env, seen = {}, 0
+def _seen(jaxpr, consts, args):
+    """Each gather and scatter with its operands."""
+    env = {}
     env.update(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
@@ -305,14 +315,12 @@ def _interpret(jaxpr, consts, args) -> int:
         name = eqn.primitive.name
         if name in ("pjit", "jit", "custom_jvp_call"):
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            seen += _interpret(inner.jaxpr, inner.consts, values)
+            yield from _seen(inner.jaxpr, inner.consts, values)
         if name == "gather" or name.startswith("scatter"):
-            _compare_equation(eqn, values)
-            seen += 1
+            yield eqn, values
         out = eqn.primitive.bind(*values, **eqn.params)
         out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))
-    return seen
 
 
 def _compare_equation(eqn, values) -> None:

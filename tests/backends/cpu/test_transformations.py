@@ -79,7 +79,7 @@ def test_scan_on_eight_devices_at_once(case: Case):
     own = PartitionSpec("d")
     mesh = Mesh(np.array(devices), ("d",))
     spread = jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own)
-    got = jax.jit(spread)(*stacked(rows))
+    got = jax.tree.map(np.asarray, jax.jit(spread)(*stacked(rows)))
     want = one_by_one(case, rows)
     for step in range(STEPS):
         this = jax.tree.map(lambda leaf, n=step: leaf[:, n], got)
