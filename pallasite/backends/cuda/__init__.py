@@ -35,8 +35,8 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
-# Sums of products are in registers without padding, one warpgroup beside the others.
-TILES = Tiles(register_share=0.7, stages=2, padded=False)
+# Sums of products are in registers without padding; a warpgroup has 64 rows of them.
+TILES = Tiles(register_share=0.7, stages=2, padded=False, least_side=64)
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes products apart, into ops of the explicit
