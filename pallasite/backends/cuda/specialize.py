@@ -446,13 +446,15 @@ class _Computing(_Role):
     def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
         """Slots whose last use is in `op`: now, or when its product has ended."""
         for group in [g for g in self.open if g.block is block]:
-            uses = self.plan.uses
-            if uses(op, group) and not any(uses(o, group) for o in rest):
+            if self.uses(op, group) and not any(self.uses(o, group) for o in rest):
                 slot = self.open.pop(group)
                 if id(op) in self.plan.by_op:
                     self.flights[-1].frees.append((group, slot))
                 else:
                     self.free(group, slot, b)
+
+    def uses(self, op: Op, group: Group) -> bool:
+        return self.plan.uses(op, group)
 
     def free(self, group: Group, slot: Value, b: Builder) -> None:
         b.emit("barrier_arrive", self.barrier(b, self.memory.empty[group.ring], slot))
