@@ -52,12 +52,14 @@ class Tiles:
         keeps_operands: operands that are computed take registers, too.
         stages: buffers of operands that keep the tensor cores busy.
         padded: each side of a tile takes as much as the next power of two.
+        least_side: to which a side is cut.
     """
 
     register_share: float = 0.5
     stages: int = 3
     padded: bool = True
     keeps_operands: bool = False
+    least_side: int = LEAST_SIDE
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -152,7 +154,8 @@ class _WithProducts:
         return any(dot.op.result in dim.members for dot in self.blocks.dots)
 
     def _sizes(self, dim: LoopDim) -> list[int]:
-        least = LEAST_SIDE if self.seconds({}) is None else SHORT_TILE
+        fits = self.seconds({}) is not None
+        least = SHORT_TILE if fits else self.tiles.least_side
         parts = self.blocks.parts(dim, least)
         sizes = [*parts, *self.blocks.multiples(dim, LARGEST_SIDE)]
         # Others are padded to a power of two, or are no whole rows of shared memory.
@@ -274,7 +277,7 @@ class _WithProducts:
         blocks, available = self.blocks, self.chip.shared.bytes
         smallest = {d: n[-1] for d, n in self._deep.items() if n[-1] != d.size}
         for dim in filter(self._is_side, blocks.free):
-            parts = blocks.parts(dim, LEAST_SIDE)
+            parts = blocks.parts(dim, self.tiles.least_side)
             if parts:
                 smallest[dim] = parts[-1]
         for dot in blocks.dots:

@@ -42,9 +42,11 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS, Gpu
 
 TARGET = "__gpu$xla.gpu.ptx"
-# Sums and computed operands of products are in registers without padding; two computing
-# warpgroups have nine tenths of them (`specialize.REGISTERS`).
-TILES = Tiles(register_share=0.875, stages=2, padded=False, keeps_operands=True)
+# Sums and computed operands of products are in registers without padding, of which two
+# computing warpgroups have nine tenths (`specialize.REGISTERS`), 64 rows at a time.
+TILES = Tiles(
+    register_share=0.875, stages=2, padded=False, keeps_operands=True, least_side=64
+)
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
 # What kernels may have; `specialize` takes dots apart.

@@ -400,37 +400,64 @@ class Plan:
         return words // 4 // (128 * self.warpgroups)
 
     def has_stages(self, available: int, least: int) -> bool:
-        """Give rings their stages, if at least so many fit where loads repeat."""
-        again = [
-            ring
-            for ring in self.rings
-            if any(g.ring is ring and g.block is not self.program for g in self.groups)
-        ]
+        """Give rings their stages, if at least so many fit where loads repeat.
+
+        After two stages, the next program's operands while this one runs are worth
+        more than a third.
+        """
+        once = [r for r in self.rings if not self.is_filled_again(r)]
+        again = [r for r in self.rings if r not in once]
         for ring in self.rings:
             ring.stages = self.at_once(ring)
-        once = sum(r.bytes * r.stages for r in self.rings if r not in again)
-        size = sum(r.bytes for r in again)
-        left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups - once
-        stages = min(MOST_STAGES, left // size) if size else least
-        if stages < max([least, *(r.stages for r in again)]) or left < 0:
-            return False
-        # The next program's, while this one runs: worth more than many stages.
-        rest = left - once
-        if rest >= size * min(max(stages, 2), ENOUGH_STAGES):
-            stages, left = min(stages, rest // size) if size else stages, rest
-            for ring in self.rings:
-                ring.stages *= 1 if ring in again else 2
-        left -= stages * size
-        for ring in again:
-            ring.stages = stages
-            if stages < ENOUGH_STAGES and ring.bytes <= left:
-                ring.stages, left = stages + 1, left - ring.bytes
-        return True
+        left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups
+        left -= sum(r.bytes * r.stages for r in self.rings)
+        for target in range(2, MOST_STAGES + 1):
+            if target == 3 and sum(r.bytes * r.stages for r in once) <= left:
+                left -= sum(r.bytes * r.stages for r in once)
+                for ring in once:
+                    ring.stages *= 2
+            short = [r for r in again if r.stages < target]
+            if target > ENOUGH_STAGES and sum(r.bytes for r in short) > left:
+                break
+            for ring in short:
+                if ring.bytes <= left:
+                    ring.stages, left = ring.stages + 1, left - ring.bytes
+        return left >= 0 and all(r.stages >= least for r in again)
+
+    def is_filled_again(self, ring: Ring) -> bool:
+        """Whether a program may fill the slots of a ring several times."""
+        return any(g.ring is ring and g.block is not self.program for g in self.groups)
 
     def at_once(self, ring: Ring) -> int:
-        """How many slots code that runs from its start to its end may have in use."""
-        blocks = [id(g.block) for g in self.groups if g.ring is ring]
-        return max(map(blocks.count, blocks))
+        """How many slots of a ring may be in use at once."""
+        groups = [g for g in self.groups if g.ring is ring]
+        return max(self.at_once_in(g.block, groups) for g in groups)
+
+    def at_once_in(self, block: Block, groups: Sequence[Group]) -> int:
+        """The same of one block: a loop that takes slots, too, ends what was before."""
+        inside = [g for g in groups if g.block is not block]
+        loops = [
+            n
+            for n, op in enumerate(block.ops)
+            if op.regions and any(self.uses(op, group) for group in inside)
+        ]
+        spans = list[tuple[int, int]]()
+        for group in groups:
+            if group.block is block:
+                used = [n for n, op in enumerate(block.ops) if self.uses(op, group)]
+                end = next((n for n in loops if n > used[-1]), len(block.ops))
+                spans.append((used[0], end))
+        return max(sum(a <= at < b for a, b in spans) for at, _ in spans)
+
+    def uses(self, op: Op, group: Group) -> bool:
+        """Whether an op, or one inside it, loads or multiplies what a group loads."""
+        loads = {id(load) for load in group.loads}
+        for inner in (op, *(o for r in op.regions for o in walk(r))):
+            product = self.by_op.get(id(inner))
+            sides = product.sides if product is not None else ()
+            if id(inner) in loads or any(id(s.load) in loads for s in sides):
+                return True
+        return False
 
 
 def _is_box(index: Sequence) -> bool:

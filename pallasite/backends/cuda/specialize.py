@@ -489,13 +489,7 @@ class _Computing(_Role):
                     self.free(group, slot, b)
 
     def uses(self, op: Op, group: Group) -> bool:
-        loads = {id(load) for load in group.loads}
-        for inner in (op, *(o for r in op.regions for o in walk(r))):
-            product = self.plan.by_op.get(id(inner))
-            sides = product.sides if product is not None else ()
-            if id(inner) in loads or any(id(s.load) in loads for s in sides):
-                return True
-        return False
+        return self.plan.uses(op, group)
 
     def free(self, group: Group, slot: Value, b: Builder) -> None:
         b.emit("barrier_arrive", self.barrier(b, self.memory.empty[group.ring], slot))

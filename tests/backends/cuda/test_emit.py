@@ -282,6 +282,14 @@ def test_programs_of_one_warpgroup_share_a_multiprocessor(width, block, count):
     assert count * (launched.shared_bytes + 1024) <= memory
 
 
+@pytest.mark.parametrize("width", [64, 96, 128, 192])
+@pytest.mark.parametrize("length", [333, 4096])
+def test_rows_of_attention_stay_as_written(width, length):
+    """Two warpgroups of 64 rows and the one that copies, whatever the width."""
+    text = text_of(plain_attention(64, length, width), chip=GPUS["h100"])
+    assert emit.Launched.of(text).threads == 3 * 128
+
+
 # --- refusals ---
 
 
