@@ -1052,10 +1052,10 @@ def chart(found: dict[str, list[dict[str, Any]]]) -> str:
             continue
         ours = [row for row in rated if row not in rivals]
         chosen = [row for row in ours if row.get("chosen")] or ours
-        best = max(chosen, key=lambda row: row["rate"])
+        best = min(chosen, key=lambda row: row["ms"])
         for row in (best, *rivals):
             label = f"{name}: {row['contender']}, {row['rate']:.4g} {row['unit']}"
-            bars.append((label, row["rate"] / rivals[0]["rate"], row is best))
+            bars.append((label, rivals[0]["ms"] / row["ms"], row is best))
     unit, left, height = 160, 470, 16
     parts = []
     for n, (label, value, is_ours) in enumerate(bars):
