@@ -134,7 +134,8 @@ def matmul(
     """
     sizes = dict(zip("mnk", blocks, strict=True))
     rows, columns, _ = blocks
-    contracted = tuple((dims.index("k"),) for dims in stored)
+    left, right = stored
+    contracted = (left.index("k"),), (right.index("k"),)
 
     def kernel(x_ref, y_ref, *rest):
         *more, o_ref, acc_ref = rest
@@ -143,8 +144,10 @@ def matmul(
         def _():
             acc_ref[...] = jnp.zeros_like(acc_ref)
 
+        x, y = start(x_ref[...], y_ref[...])
         acc_ref[...] += jax.lax.dot_general(
-            *start(x_ref[...], y_ref[...]),
+            x,
+            y,
             (contracted, ((), ())),
             precision=precision,
             preferred_element_type=acc_ref.dtype,
@@ -158,7 +161,6 @@ def matmul(
             o_ref[...] = result.astype(o_ref.dtype)
 
     def call(x, y, *more, **how):
-        left, right = stored
         whole = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
 
         def spec(dims, **more):
@@ -416,7 +418,7 @@ class Variant:
     """A product of other sizes, layouts or types than those above."""
 
     name: str
-    sizes: tuple[int, int, int]  # m, n, k
+    sizes: tuple[int, ...]  # m, n, k
     dtype: Any = jnp.bfloat16
     stored: tuple[str, str] = ("mk", "kn")
     batch: int = 0
@@ -473,7 +475,8 @@ def variant_problem(options: Options, variant: Variant) -> Problem:
         return x, y * jnp.asarray(0.5, y.dtype) if variant.scaled else y
 
     def plain(x, y):
-        contracted = tuple((dims.index("k"),) for dims in variant.stored)
+        left, right = variant.stored
+        contracted = (left.index("k"),), (right.index("k"),)
         product = jax.lax.dot_general(
             *start(x, y),
             (contracted, ((), ())),
