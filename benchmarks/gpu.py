@@ -160,7 +160,6 @@ def matmul(
             o_ref[...] = result.astype(o_ref.dtype)
 
     def call(x, y, *more, **how):
-        left, right = stored
         whole = dict(zip(left + right, (*x.shape, *y.shape), strict=True))
 
         def spec(dims, **more):
@@ -418,7 +417,7 @@ class Variant:
     """A product of other sizes, layouts or types than those above."""
 
     name: str
-    sizes: tuple[int, int, int]  # m, n, k
+    sizes: tuple[int, ...]  # m, n, k
     dtype: Any = jnp.bfloat16
     stored: tuple[str, str] = ("mk", "kn")
     batch: int = 0
@@ -1060,10 +1059,10 @@ def chart(found: dict[str, list[dict[str, Any]]]) -> str:
             continue
         ours = [row for row in rated if row not in rivals]
         chosen = [row for row in ours if row.get("chosen")] or ours
-        best = max(chosen, key=lambda row: row["rate"])
+        best = min(chosen, key=lambda row: row["ms"])
         for row in (best, *rivals):
             label = f"{name}: {row['contender']}, {row['rate']:.4g} {row['unit']}"
-            bars.append((label, row["rate"] / rivals[0]["rate"], row is best))
+            bars.append((label, rivals[0]["ms"] / row["ms"], row is best))
     unit, left, height = 160, 470, 16
     parts = []
     for n, (label, value, is_ours) in enumerate(bars):

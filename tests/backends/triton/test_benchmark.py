@@ -24,7 +24,7 @@ def is_tested(problem, contender):
 
 def test_the_chart_compares_the_chosen_backend_with_the_rivals():
     row = lambda name, rate, **more: dict(
-        contender=name, rate=rate, unit="TB/s", **more
+        contender=name, rate=rate, ms=6 / rate, unit="TB/s", **more
     )
     rows = [row("XLA", 2.0), row("ours a", 5.0), row("ours b", 3.0, chosen=True)]
     made = gpu.chart({"p": rows, "failed": [{"contender": "XLA", "failed": "no"}]})
