@@ -19,7 +19,7 @@ from pallasite.backends.triton.launch import (
     WARPS,
     schedule_launch,
 )
-from pallasite.errors import ResourceError
+from pallasite.errors import ChipMemoryError, ResourceError
 from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
@@ -335,3 +335,34 @@ def test_groups_change_the_order_not_the_result(rows):
     assert ("arith.minsi" in made["ttir"]) == (rows == 7)
     (got,) = simulated(run_passes(kernel), [x, y], chip=chip)
     np.testing.assert_array_equal(got, x @ y)
+
+
+def large(kernel, out, *shapes):
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    out = jax.ShapeDtypeStruct(out, jnp.float32)
+    run = lambda *xs: pl.pallas_call(kernel, out_shape=out, backend="triton")(*xs)
+    (found,) = pl.lower(run)(*arrays).kernels
+    return base.Compiled(base.get("triton"), found, base.Options(chip=H200))
+
+
+def test_operands_of_f32_take_shared_memory_too():
+    """As measured with Triton 3.9: both operands of a product, of any width."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        x = x_ref[...]  # all of it is needed in every program
+        o_ref[...] = jnp.dot(x, y_ref[...]) + jnp.sum(x)
+
+    said = "operands of a product do not fit into shared memory"
+    with pytest.raises(ChipMemoryError, match=said) as caught:
+        large(kernel, (256, 256), (256, 256), (256, 256))["ttir"]
+    assert "232448 bytes" in str(caught.value)
+
+
+def test_a_transposed_tile_goes_through_shared_memory():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].T - jnp.max(x_ref[...])
+
+    large(kernel, (256, 128), (128, 256))["ttir"]
+    with pytest.raises(ChipMemoryError, match="transposed tile") as caught:
+        large(kernel, (256, 256), (256, 256))["ttir"]
+    assert "262144 bytes" in str(caught.value)
