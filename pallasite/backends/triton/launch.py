@@ -44,9 +44,12 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """Note the launch on the grid and its loops.
 
     Raises:
-        ChipMemoryError: the operands of a product do not fit into shared memory.
+        ChipMemoryError: the operands of a product, or a transposed tile, do not fit
+            into shared memory.
     """
     need = Need.of(kernel)
+    if need.turned > chip.shared.bytes:
+        raise _too_large("a transposed tile does not fit", need.turned, chip)
     warps = params.get("num_warps") or _warps(need, chip)
     stages = params.get("num_stages") or _stages(need, warps, chip)
     notes: dict[str, Any] = {WARPS: int(warps), STAGES: int(stages)}
@@ -95,9 +98,10 @@ class Need:
     narrowest: int  # bytes of the narrowest element that memory accesses move
     loaded: int  # bytes of all loads that are in no loop, or of one step of a loop
     rows: int  # of the largest product; 0: there is none
-    largest: int  # bytes of the operands of one product that tensor cores compute
+    largest: int  # bytes of the operands of one product
     once: int  # bytes of shared memory for operands of products, kept for all steps
     per_step: int  # the same, which a pipelined loop has once per stage
+    turned: int = 0  # bytes of the largest tile that is transposed, for no product
     reads_own_writes: bool = False  # in a loop, where loading ahead would be too early
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
@@ -158,6 +162,7 @@ class _Count(LiveTiles):
             largest=max(map(self.operand_bytes, self.dots), default=0),
             once=self.kept(fed - in_loops),
             per_step=max((self.step_bytes(loop, fed) for loop in loops), default=0),
+            turned=max(map(self.turned_bytes, self.ops), default=0),
             reads_own_writes=self.reads_own_writes(loops),
             streams={
                 loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
@@ -190,10 +195,19 @@ class _Count(LiveTiles):
         return sum(map(_bytes, tiles))
 
     def operand_bytes(self, dot: Dot) -> int:
-        """What must be in shared memory at once; wider types need not be there."""
-        tiles = [side.value for side in dot.sides if side.value.tile.dtype.bits <= 16]
-        left, right = (side.value for side in dot.sides)
+        """What must be in shared memory at once: all but a computed left side."""
+        left, right = tiles = [side.value for side in dot.sides]
         return sum(_bytes(v) for v in tiles if v is right or self.is_loaded(left))
+
+    def turned_bytes(self, op: Op) -> int:
+        """What a transposed matrix takes of shared memory: it goes through it whole.
+
+        Of more dimensions Triton may exchange a part at a time.
+        """
+        if op.name != "transpose" or len(op.result.tile.shape) != 2:
+            return 0
+        is_operand = self.feeds_dot(op)
+        return 0 if is_operand or 1 in op.result.tile.shape else _bytes(op.result)
 
     def is_stream(self, loop: Op) -> bool:
         """Whether Triton may load a step of the loop ahead: no product (which it
@@ -280,11 +294,8 @@ def _stages(need: Need, warps: int, chip: Gpu) -> int:
         return 1
     most = chip.shared.bytes
     if need.largest > most:
-        raise ChipMemoryError(
-            "the operands of a product do not fit into shared memory",
-            [("needed", f"{need.largest} bytes"), (chip.name, f"{most} bytes")],
-            fix="use smaller blocks",
-        )
+        what = "the operands of a product do not fit"
+        raise _too_large(what, need.largest, chip)
     if not need.per_step or need.reads_own_writes:
         return 1
     for programs in range(need.resident(warps, chip), 0, -1):
@@ -293,6 +304,13 @@ def _stages(need: Need, warps: int, chip: Gpu) -> int:
         if stages >= GOOD_STAGES:
             return stages
     return max(1, min(MOST_STAGES, (most - need.once - RESERVED) // need.per_step))
+
+
+def _too_large(what: str, needed: int, chip: Gpu) -> ChipMemoryError:
+    facts = [("needed", f"{needed} bytes"), (chip.name, f"{chip.shared.bytes} bytes")]
+    return ChipMemoryError(
+        f"{what} into shared memory", facts, fix="use smaller blocks"
+    )
 
 
 def _stream_stages(size: int, need: Need, warps: int, chip: Gpu) -> int:

@@ -21,7 +21,7 @@ from pallasite.backends.triton.launch import (
     Need,
     schedule_launch,
 )
-from pallasite.errors import ResourceError
+from pallasite.errors import ChipMemoryError, ResourceError
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import kernels_in
@@ -342,3 +342,34 @@ def test_dimensions_that_cannot_be_divided_one_after_another():
         scheduled = base.Compiled(base.get("triton"), step.kernel, options).scheduled
         need, stages = Need.of(scheduled), find_pipeline(scheduled).attrs[STAGES]
         assert need.once + stages * need.per_step <= H200.shared.bytes
+
+
+def large(kernel, out, *shapes):
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    out = jax.ShapeDtypeStruct(out, jnp.float32)
+    run = lambda *xs: pl.pallas_call(kernel, out_shape=out, backend="triton")(*xs)
+    (found,) = pl.lower(run)(*arrays).kernels
+    return base.Compiled(base.get("triton"), found, base.Options(chip=H200))
+
+
+def test_operands_of_f32_take_shared_memory_too():
+    """As measured with Triton 3.9: both operands of a product, of any width."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        x = x_ref[...]  # all of it is needed in every program
+        o_ref[...] = jnp.dot(x, y_ref[...]) + jnp.sum(x)
+
+    said = "operands of a product do not fit into shared memory"
+    with pytest.raises(ChipMemoryError, match=said) as caught:
+        large(kernel, (256, 256), (256, 256), (256, 256))["ttir"]
+    assert "232448 bytes" in str(caught.value)
+
+
+def test_a_transposed_tile_goes_through_shared_memory():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].T - jnp.max(x_ref[...])
+
+    large(kernel, (256, 128), (128, 256))["ttir"]
+    with pytest.raises(ChipMemoryError, match="transposed tile") as caught:
+        large(kernel, (256, 256), (256, 256))["ttir"]
+    assert "262144 bytes" in str(caught.value)
