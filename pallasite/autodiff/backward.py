@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -225,50 +225,56 @@ def keeping_plan(
 ) -> KeepingPlan | None:
     """Backward kernels that use what the forward kernel keeps, where that pays.
 
-    It does where a first backward kernel would run products or loops of the program
-    again, and where what is kept is small beside operands and results.
+    It does where a first backward kernel would run products of the program again, and
+    where what is kept is small beside operands and results.
     """
+    if not _has_products(kernel) or kernel.aliases:
+        return None
+    if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
+        return None
     known = _floats(kernel.outputs)
     try:
         made = plan(kernel, wanted, known, machine)
-        names = (
-            {op.name for op in walk(made.steps[0].kernel.body)} if made.steps else ()
-        )
-        if kernel.aliases or made.changing or not {"dot", "for"} & {*names}:
+        if not made.steps or not _has_products(made.steps[0].kernel) or made.changing:
             return None
-        if any(op.name in UNREPEATABLE for op in walk(kernel.body)):
-            return None
-        made = _plan(kernel, wanted, known, machine, kernel.outputs)
+        return _keeping(_plan(kernel, wanted, known, machine, kernel.outputs), kernel)
     except NoBackwardKernel:
         return None
+
+
+def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
+    """The chosen way with its first stage in two; its stages write the results."""
     way = made.choices[0]
-    kept = None
-    if way.stages.saved:
-        first, *rest = way.stages.programs
-        kept = keep(first, list(made.seeds.values()), kernel.outputs)
-    if kept is None or sum(map(_bytes, kept.refs)) > KEPT_SHARE * sum(
-        map(_bytes, kernel.params)
-    ):
+    if not way.stages.saved:
         return None
-    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), 0)
+    first, *rest = way.stages.programs
+    kept = keep(first, list(made.seeds.values()), kernel.outputs)
+    most = KEPT_SHARE * sum(map(_bytes, kernel.params))
+    if kept is None or sum(map(_bytes, kept.refs)) > most:
+        return None
+    budget = sum(map(_bytes, kernel.inputs))
+    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), budget)
     if len(forward) != 1:
         return None
     (one,) = forward
     one = replace(one, kernel=one.kernel.with_(name=kernel.name))
     results = [*made.targets.values(), *way.stages.saved]
-    steps = [
-        step
-        for stage in (kept.stage, *rest)
-        for step in _kernels(stage, results, set(), 0)
-    ]
+    steps: list[Built] = []
+    for stage in (kept.stage, *rest):
+        steps += _kernels(stage, results, set(), budget)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
-    steps = tuple(_narrowed(steps, final))
-    estimated = estimate([step.kernel for step in steps], machine)
-    if estimated.seconds >= way.estimate.seconds:
+    steps = _narrowed(steps, final)
+    estimated = estimate([step.kernel for step in steps], made.machine)
+    fits = estimate([one.kernel], made.machine).seconds < inf
+    if not fits or estimated.seconds >= way.estimate.seconds:
         return None
-    choices = (Way(steps, estimated, way.stages), *made.choices)
-    backward = replace(made, steps=steps, choices=choices)
+    new = Way(tuple(steps), estimated, way.stages)
+    backward = replace(made, steps=new.steps, choices=(new, *made.choices))
     return KeepingPlan(one, kept.refs, kernel.outputs, backward)
+
+
+def _has_products(kernel: Kernel) -> bool:
+    return any(op.name == "dot" for op in walk(kernel.body))
 
 
 def _floats(refs: Sequence[Value]) -> tuple[bool, ...]:
