@@ -611,17 +611,14 @@ class Explicit(Shared):
 
         The conversion of a part then overlaps with the products of those before it.
         """
-        value, dtype = op.operands[0], op.result.type.dtype
         spread = self.spread(op.result, op)
-        source = self.env.get(value)
-        if op.result in self.only_multiplied and source is not None:
-            result = Tile("", dtype, spread)
-            if source.spread == spread and not source.lanes:
-                text = pairs(op, result, [source])
-                if text is not None:
-                    text = text.replace("[2 * i", "[2 * @").replace("[i]", "[@]")
-                    self.late[op.result] = Tile(text, dtype, spread, True)
-                    return
+        tile = Tile("", op.result.tile.dtype, spread)
+        source = self.env[op.operands[0]]
+        if op.result in self.only_multiplied and source.spread == spread:
+            text = pairs(op, tile, [source], "@")
+            if text is not None:
+                self.late[op.result] = replace(tile, name=text, is_computed=True)
+                return
         self.emit_elementwise(op)
 
     def emit_wgmma_wait(self, op: Op) -> None:

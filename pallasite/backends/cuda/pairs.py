@@ -45,7 +45,7 @@ FUNCTIONS = {
 }
 
 
-def pairs(op: Op, result: Tile, operands: Sequence[Tile]) -> str | None:
+def pairs(op: Op, result: Tile, operands: Sequence[Tile], i: str = "i") -> str | None:
     """The pair number `i` of a result; None: there is no such instruction."""
     kind = result.dtype.name
     if kind not in FLOATS or not result.is_packed:
@@ -54,9 +54,9 @@ def pairs(op: Op, result: Tile, operands: Sequence[Tile]) -> str | None:
     if not alike or any(x.lanes for x in operands):
         return None
     if op.name in ARITHMETIC:
-        texts = ", ".join(f"{x.name}[i]" for x in operands)
+        texts = ", ".join(f"{x.name}[{i}]" for x in operands)
         return f"pairs_{op.name}_{kind}({texts})"
     (x, *_) = operands
     if op.name == "cast" and x.dtype.name == "i8":
-        return f"pairs_of_i8_{kind}({x.held('2 * i')}, {x.held('2 * i + 1')})"
+        return f"pairs_of_i8_{kind}({x.held(f'2 * {i}')}, {x.held(f'2 * {i} + 1')})"
     return None
