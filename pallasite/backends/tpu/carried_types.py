@@ -182,8 +182,8 @@ def _attributes(op: Op) -> Mapping[str, Any]:
 
 
 def _window(window: Window) -> Window:
-    is_bool = isinstance(window.fill, bool)
-    return replace(window, fill=int(window.fill)) if is_bool else window
+    fill = window.fill
+    return replace(window, fill=int(fill)) if isinstance(fill, bool) else window
 
 
 def _is_exact(op: Op) -> bool:

@@ -48,7 +48,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import inline, substitute, with_regions
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.ir.types import RefType
+from pallasite.ir.types import I32, RefType
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts
 from pallasite.runtime.forms import Form
@@ -288,7 +288,9 @@ class _Fitting:
     def __init__(self, kernel: Kernel, pipeline: Pipeline):
         self.kernel, self.pipeline = kernel, pipeline
         aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
-        shown = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        found = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        shown = [each for each, _ in found]
+        self.lengths = {each.block: lengths for each, lengths in found}
         returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
         self.kept = {b for b in returned if _is_small(b, pipeline)}
         self.windows = [self._fitted(s, s.array in aliased) for s in shown]
@@ -303,10 +305,13 @@ class _Fitting:
         self.sized: list[_Param] = []
         self.sizes: dict[Value, Value] = {}  # of the grid, from operands of their own
         self.outer = Builder(kernel.loc)  # before the pipeline
+        self.last = Builder(pipeline.op.loc)  # at the end of its body
         self.replaced: dict[Value, Value] = {}
 
     def _fitted(self, shown: Shown, is_aliased: bool) -> _Fitted:
         ref, window = shown.array.ref, shown.window
+        if self.lengths[shown.block] and window.mode == "out":
+            self.kept.add(shown.block)
         same = tuple(_Dim("same", dim) for dim in window.dims)
         if 0 in ref.shape or not ref.shape:
             return _Fitted(shown, same)
@@ -334,7 +339,8 @@ class _Fitting:
     def _body(self, b: Builder, shown: Sequence[Shown]) -> Block:
         body = substitute(self.pipeline.body, self.replaced)
         params = (*self.pipeline.ids, *(s.block for s in shown))
-        return Block(params, (*b.ops, *body.ops), body.yields)
+        ops = (*b.ops, *body.ops, *self.last.ops)
+        return Block(params, ops, body.yields)
 
     def _new_window(self, b: Builder, fitted: _Fitted) -> Shown:
         old, param = fitted.shown, self._own_param(fitted.shown)
@@ -346,8 +352,29 @@ class _Fitting:
         window = fitted.window
         kind = RefType(window.block_shape, ref.dtype, window.space)
         block = Value(kind, old.block.name)
-        self.replaced[old.block] = fitted.part(b, block, self.pipeline.ids)
+        part = fitted.part(b, block, self.pipeline.ids)
+        if self.lengths[old.block] and window.mode == "out":
+            part = self._of_length(b, old.block, part)
+        self.replaced[old.block] = part
         return Shown(param.value, window, fitted.index_map(b.loc), block)
+
+    def _of_length(self, b: Builder, old: Value, part: Value) -> Value:
+        """Memory for a written block, of which only a part is kept in the end."""
+        ref = part.ref
+        block = b.op("alloc", type=RefType(ref.shape, ref.dtype, "vmem"))
+        b.store(block, b.load(part))
+        position = self.pipeline.blocks.index(old)
+        numbers = inline(b, self.pipeline.maps[position], self.pipeline.ids)
+        dims = self.pipeline.windows[position].dims
+        kept = [d for d, dim in enumerate(dims) if dim.kind != "squeezed"]
+        last, mask = self.last, None
+        words = ref.tile.with_dtype(I32)
+        for d, place in self.lengths[old].items():
+            along = last.op("iota", type=words, dim=kept.index(d))
+            inside = last.op("lt", along, last.broadcast(numbers[place], ref.shape))
+            mask = inside if mask is None else last.and_(mask, inside)
+        last.store(part, last.load(block), mask=mask)
+        return block
 
     def _check_fill(self, fitted: _Fitted) -> None:
         """The padding of a form keeps what is stored there; fill= says otherwise."""
@@ -416,8 +443,9 @@ class _Fitting:
             access = Access.of(loads[size]) if size in loads else None
             if access is None or access.ref not in self.kernel.inputs:
                 continue
-            numbers = [getattr(entry, "start", None) for entry in access.index]
-            if not numbers or None in numbers:
+            starts = [getattr(entry, "start", None) for entry in access.index]
+            numbers = [start for start in starts if start is not None]
+            if not starts or len(numbers) < len(starts):
                 continue
             param = self._again(self.kernel.inputs.index(access.ref))
             element = int(np.ravel_multi_index(numbers, access.ref.ref.shape))
@@ -486,30 +514,33 @@ class _Fitting:
         return kernel.with_(params=values, body=body, aliases=aliases)
 
 
-def _of_fixed_length(kernel: Kernel, shown: Shown) -> Shown:
-    """Blocks of varying length that are read only may as well be of the full length."""
-    window = shown.window
-    if not any(dim.kind == "bounded" for dim in window.dims):
-        return shown
-    if window.mode == "out" or window.fill is not None:
+def _of_fixed_length(kernel: Kernel, shown: Shown) -> tuple[Shown, dict[int, int]]:
+    """Blocks of varying length, at their full one.
+
+    Also where, among what the index map yields, the length along a dimension is.
+    """
+    window, lengths = shown.window, {}
+    if window.fill is not None and any(d.kind == "bounded" for d in window.dims):
         raise UnsupportedError(
             "backend 'tpu' has no blocks of varying length (BoundedSlice) that are"
-            " written or filled",
+            " filled",
             [("operand", operand_name(kernel, shown.array))],
             at=kernel.loc,
             fix="use pl.Element or a fixed block and mask",
         )
     dims, numbers = [], []
-    pending = iter(shown.index_map.yields)
-    for dim in window.dims:
-        numbers.append(next(pending))
+    pending = iter(enumerate(shown.index_map.yields))
+    for d, dim in enumerate(window.dims):
+        numbers.append(next(pending)[1])
         if dim.kind == "bounded":
-            next(pending)
+            lengths[d] = next(pending)[0]
             dim = replace(dim, kind="element")
         dims.append(dim)
+    if not lengths:
+        return shown, lengths
     index_map = replace(shown.index_map, yields=tuple(numbers))
     window = replace(window, dims=tuple(dims))
-    return shown._replace(window=window, index_map=index_map)
+    return shown._replace(window=window, index_map=index_map), lengths
 
 
 def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
