@@ -134,7 +134,8 @@ def matmul(
     """
     sizes = dict(zip("mnk", blocks, strict=True))
     rows, columns, _ = blocks
-    left, right = ((dims.index("k"),) for dims in stored)
+    left, right = stored
+    contracted = (left.index("k"),), (right.index("k"),)
 
     def kernel(x_ref, y_ref, *rest):
         *more, o_ref, acc_ref = rest
@@ -147,7 +148,7 @@ def matmul(
         acc_ref[...] += jax.lax.dot_general(
             x,
             y,
-            ((left, right), ((), ())),
+            (contracted, ((), ())),
             precision=precision,
             preferred_element_type=acc_ref.dtype,
         )

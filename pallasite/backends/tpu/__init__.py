@@ -1,7 +1,10 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
-Reading order: `aliased.py` (an operand and a result that are one memory),
-`schedule.py` (inner pipelines become loops), `emit.py` (module, grid,
+Reading order: what the chip lacks is made of what it has by passes, in this order:
+`prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
+main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
+(an operand and a result that are one memory), `vmem.py` (room), `schedule.py` (inner
+pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py` (module, grid and
 windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
 `compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
 see `runtime/aot.py`.
@@ -34,7 +37,7 @@ class TpuBackend:
     def native(self) -> frozenset[str]:
         from pallasite.backends.tpu.emit import native_ops
 
-        return native_ops()
+        return native_ops() | {"scatter", "debug_print"}  # by passes of its own
 
     def passes(self, options: Options) -> Sequence[Pass]:
         from pallasite.backends.tpu.aliased import join_aliased

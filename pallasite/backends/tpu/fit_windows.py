@@ -48,7 +48,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import inline, substitute, with_regions
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.ir.types import RefType
+from pallasite.ir.types import BOOL, I32, RefType, TileType
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts
 from pallasite.runtime.forms import Form
@@ -188,14 +188,14 @@ class _Fitted:
         ref, fill = self.shown.array.ref, self.shown.window.fill
         padding = tuple(each.padding for each in self.dims)
         blocks = tuple(d.dim.size if d.how == "apart" else None for d in self.dims)
-        name = ref.dtype.numpy_name
+        name, is_padded = ref.dtype.numpy_name, any(map(any, padding))
         return Form(
             ref.shape,
             name,
             name,
-            padding if any(map(any, padding)) else (),
+            padding if is_padded else (),
             blocks if any(blocks) else (),
-            0 if fill is None else fill,
+            fill if is_padded and fill is not None else 0,
             self.least_rank,
         )
 
@@ -288,7 +288,9 @@ class _Fitting:
     def __init__(self, kernel: Kernel, pipeline: Pipeline):
         self.kernel, self.pipeline = kernel, pipeline
         aliased = {kernel.inputs[operand] for operand, _ in kernel.aliases}
-        shown = [_of_fixed_length(kernel, s) for s in pipeline.shown]
+        found = [_of_fixed_length(s) for s in pipeline.shown]
+        shown = [each for each, _ in found]
+        self.lengths = {each.block: lengths for each, lengths in found}
         returned = {s.block for s, *_ in returned_to(kernel, pipeline)}
         self.kept = {b for b in returned if _is_small(b, pipeline)}
         self.windows = [self._fitted(s, s.array in aliased) for s in shown]
@@ -303,10 +305,13 @@ class _Fitting:
         self.sized: list[_Param] = []
         self.sizes: dict[Value, Value] = {}  # of the grid, from operands of their own
         self.outer = Builder(kernel.loc)  # before the pipeline
+        self.last = Builder(pipeline.op.loc)  # at the end of its body
         self.replaced: dict[Value, Value] = {}
 
     def _fitted(self, shown: Shown, is_aliased: bool) -> _Fitted:
         ref, window = shown.array.ref, shown.window
+        if self.lengths[shown.block] and window.mode == "out":
+            self.kept.add(shown.block)
         same = tuple(_Dim("same", dim) for dim in window.dims)
         if 0 in ref.shape or not ref.shape:
             return _Fitted(shown, same)
@@ -334,26 +339,61 @@ class _Fitting:
     def _body(self, b: Builder, shown: Sequence[Shown]) -> Block:
         body = substitute(self.pipeline.body, self.replaced)
         params = (*self.pipeline.ids, *(s.block for s in shown))
-        return Block(params, (*b.ops, *body.ops), body.yields)
+        ops = (*b.ops, *body.ops, *self.last.ops)
+        return Block(params, ops, body.yields)
 
     def _new_window(self, b: Builder, fitted: _Fitted) -> Shown:
         old, param = fitted.shown, self._own_param(fitted.shown)
         self._check_fill(fitted)
         if not fitted.changes:
+            if self.lengths[old.block]:
+                self.replaced[old.block] = self._of_length(b, old, old.block)
             return old._replace(array=param.value)
         ref = old.array.ref.with_shape(fitted.form.carried_shape)
         param.value, param.note = Value(ref, old.array.name), fitted.note
         window = fitted.window
         kind = RefType(window.block_shape, ref.dtype, window.space)
         block = Value(kind, old.block.name)
-        self.replaced[old.block] = fitted.part(b, block, self.pipeline.ids)
+        part = fitted.part(b, block, self.pipeline.ids)
+        if self.lengths[old.block]:
+            part = self._of_length(b, old, part)
+        self.replaced[old.block] = part
         return Shown(param.value, window, fitted.index_map(b.loc), block)
+
+    def _of_length(self, b: Builder, old: Shown, part: Value) -> Value:
+        """The block in memory of its own, where only a length of it counts."""
+        ref, fill = part.ref, old.window.fill
+        if old.window.mode == "in" and fill is None:
+            return part
+        block = b.op("alloc", type=RefType(ref.shape, ref.dtype, "vmem"))
+        value = b.load(part)
+        mask = self._mask_of_length(b, old.block, ref)
+        if fill is not None:
+            value = b.select(mask, value, b.like(fill, value))
+        b.store(block, value)
+        if old.window.mode == "out":
+            self.last.store(part, self.last.load(block), mask=mask)
+        return block
+
+    def _mask_of_length(self, b: Builder, block: Value, ref: RefType) -> Value:
+        """Where a block of varying length has elements in this program."""
+        position = self.pipeline.blocks.index(block)
+        numbers = inline(b, self.pipeline.maps[position], self.pipeline.ids)
+        dims = self.pipeline.windows[position].dims
+        kept = [d for d, dim in enumerate(dims) if dim.kind != "squeezed"]
+        mask = b.constant(True, TileType(ref.shape, BOOL))
+        for d, place in self.lengths[block].items():
+            along = b.op("iota", type=ref.tile.with_dtype(I32), dim=kept.index(d))
+            length = b.broadcast(numbers[place], ref.shape)
+            mask = b.and_(mask, b.op("lt", along, length))
+        return mask
 
     def _check_fill(self, fitted: _Fitted) -> None:
         """The padding of a form keeps what is stored there; fill= says otherwise."""
         shown = fitted.shown
         written = shown.array in self.kernel.outputs and shown.window.fill is not None
-        if not written or not any(map(any, fitted.form.padding)):
+        varies = bool(self.lengths[shown.block])
+        if not written or not (varies or any(map(any, fitted.form.padding))):
             return
         ops = walk(self.pipeline.body)
         if all(shown.block not in op.operands or op.name == "store" for op in ops):
@@ -394,14 +434,36 @@ class _Fitting:
         """An operand and the result that is its memory have one form."""
         for number, (operand, result) in enumerate(self.aliases):
             apart = reads_other_blocks(self.kernel, operand.source, result.source)
+            if operand.note and result.note and not apart:
+                form, own, fill = operand.note[:2], result.note[:2], result.note[2]
+                if form == own and not fill:  # what is past the end is the operand's
+                    result.note = operand.note
             if operand.note == result.note and not apart:
                 continue
             if self._is_used(operand.source):
+                self._check_seen_in_blocks(operand, result)
                 operand = self._again(operand.source)
                 self.aliases[number] = (operand, result)
             ref = result.value.ref
             operand.value = Value(ref, operand.value.name)
             operand.note = result.note
+
+    def _check_seen_in_blocks(self, operand: _Param, result: _Param) -> None:
+        """Copies by the kernel itself would have to see what is stored."""
+        array = self.kernel.inputs[operand.source]
+        if array in self.pipeline.arrays:
+            return
+        names = (
+            operand_name(self.kernel, array),
+            operand_name(self.kernel, self.kernel.outputs[result.source]),
+        )
+        raise UnsupportedError(
+            f"backend 'tpu': {names[0]} and {names[1]} are the same memory; one is used"
+            " in main memory, and blocks of the other miss the tiles",
+            [("kernel", self.kernel.name), ("tiles", tiling(array.ref))],
+            at=self.pipeline.op.loc or self.kernel.loc,
+            fix="give both the same BlockSpec, or use blocks of whole tiles",
+        )
 
     def _is_used(self, operand: int) -> bool:
         old = self.kernel.inputs[operand]
@@ -416,9 +478,9 @@ class _Fitting:
             access = Access.of(loads[size]) if size in loads else None
             if access is None or access.ref not in self.kernel.inputs:
                 continue
-            starts = (getattr(entry, "start", None) for entry in access.index)
-            numbers = [n for n in starts if n is not None]
-            if not numbers or len(numbers) < len(access.index):
+            starts = [getattr(entry, "start", None) for entry in access.index]
+            numbers = [start for start in starts if start is not None]
+            if not starts or len(numbers) < len(starts):
                 continue
             param = self._again(self.kernel.inputs.index(access.ref))
             element = int(np.ravel_multi_index(numbers, access.ref.ref.shape))
@@ -487,30 +549,25 @@ class _Fitting:
         return kernel.with_(params=values, body=body, aliases=aliases)
 
 
-def _of_fixed_length(kernel: Kernel, shown: Shown) -> Shown:
-    """Blocks of varying length that are read only may as well be of the full length."""
-    window = shown.window
-    if not any(dim.kind == "bounded" for dim in window.dims):
-        return shown
-    if window.mode == "out" or window.fill is not None:
-        raise UnsupportedError(
-            "backend 'tpu' has no blocks of varying length (BoundedSlice) that are"
-            " written or filled",
-            [("operand", operand_name(kernel, shown.array))],
-            at=kernel.loc,
-            fix="use pl.Element or a fixed block and mask",
-        )
+def _of_fixed_length(shown: Shown) -> tuple[Shown, dict[int, int]]:
+    """Blocks of varying length, at their full one.
+
+    Also where, among what the index map yields, the length along a dimension is.
+    """
+    window, lengths = shown.window, {}
     dims, numbers = [], []
-    pending = iter(shown.index_map.yields)
-    for dim in window.dims:
-        numbers.append(next(pending))
+    pending = iter(enumerate(shown.index_map.yields))
+    for d, dim in enumerate(window.dims):
+        numbers.append(next(pending)[1])
         if dim.kind == "bounded":
-            next(pending)
+            lengths[d] = next(pending)[0]
             dim = replace(dim, kind="element")
         dims.append(dim)
+    if not lengths:
+        return shown, lengths
     index_map = replace(shown.index_map, yields=tuple(numbers))
     window = replace(window, dims=tuple(dims))
-    return shown._replace(window=window, index_map=index_map)
+    return shown._replace(window=window, index_map=index_map), lengths
 
 
 def _dim(mode: str, dim: BlockDim, size: int, tile: int, index: Fact) -> _Dim:
