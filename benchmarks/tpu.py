@@ -284,7 +284,7 @@ def paged_decode(on: Pallas, page: int, pages: int) -> Callable:
     queries = pl.BlockSpec((None, None, group, WIDTH), lambda b, h, p, *_: (b, h, 0, 0))
     keys = pl.BlockSpec(
         (None, None, page, WIDTH),
-        lambda b, h, p, lengths, table: (h, table[b, p], 0, 0),
+        lambda b, h, p, lengths, table: (table[b, p], h, 0, 0),
     )
     return pl.pallas_call(
         kernel,
@@ -361,7 +361,7 @@ def problems() -> Iterator[Problem]:
         yield Problem(f"grouped matmul, blocks of {block}", make, operands)
     for page in (16, 128):
         pages = 2048 // page
-        pool = Shape((4, 8 * pages, page, WIDTH), BF16)
+        pool = Shape((8 * pages, 4, page, WIDTH), BF16)
         operands = (
             Shape((8,), I32),
             Shape((8, pages), I32),

@@ -108,13 +108,22 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
 
 
 def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
-    """Whether blocks that move along an axis begin and end with vector registers."""
+    """Whether blocks that move along an axis can be shown as one.
+
+    Each must begin and end with vector registers, and be next to the other in memory:
+    of copies that gather pieces from all over an array libtpu has no estimate.
+    """
     for shown in found.pipeline.shown:
         dims, array = shown.window.dims, shown.array.ref
         index = shown.index_map.params[axis]
         for d, number in enumerate(shown.index_map.yields[: array.rank]):
-            granule = _granule_at(array, d, chip)
-            if number is index and dims[d].size % granule:
+            if number is not index:
+                continue
+            inner = range(d + 1, array.rank)
+            whole = all(dims[i].size == array.shape[i] for i in inner)
+            if d < array.rank - 2 and not whole:
+                return False
+            if dims[d].size % _granule_at(array, d, chip):
                 return False
     return True
 
@@ -211,7 +220,7 @@ def _larger(best: "_Estimate") -> Iterator[Kernel]:
         if blocks.programs({dim: 2 * dim.size}) < chip.cores:
             continue
         try:
-            yield grow(blocks.kernel, dim.windows[0], 2)
+            yield grow(blocks.kernel, dim.windows[0], 2, selects=True)
         except CannotReblock:
             continue
     merged = _merged(best)
