@@ -408,6 +408,7 @@ def upstream_job(problem: Problem, chip: str) -> Job:
         function = problem.make(Pallas(pl, tpu))
     traced = jax.jit(function).trace(*problem.operands)
     module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
+    assert module is not None
     (call,) = _custom_calls(module.operation)
     config = call.attributes["backend_config"].value
     aliases = _aliases(str(call.attributes["output_operand_aliases"]))

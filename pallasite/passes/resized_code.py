@@ -9,9 +9,10 @@ index of the author's program that it belongs to. Used by `reblock.py` and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value
+from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value
 from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import writes
 from pallasite.ir.types import I32, TileType, Type
@@ -411,7 +412,7 @@ class Joined(Resized):
         if d is None or access.mask is not None:
             raise CannotReblock("what the programs store depends on their number")
         ref, value, *starts = self.used(b, op.operands)
-        index = self.attrs(op)["index"]
+        index = cast(Index, self.attrs(op)["index"])
         shape = value.tile.shape
         old = b.load(ref, index, starts)
         b.store(
