@@ -111,13 +111,18 @@ def absorb(q, k, v, refs, scale, mask=None) -> None:
     scores *= scale
     if mask is not None:
         scores = jnp.where(mask(scores.shape), scores, MASKED)
-    old = top_ref[...]
-    top = jnp.maximum(old, scores.max(axis=-1, keepdims=True))
-    shrink, weights = jnp.exp(old - top), jnp.exp(scores - top)
+    old, keep = top_ref[...], len(top_ref.shape) == 2
+    top = jnp.maximum(old, scores.max(axis=-1, keepdims=keep))
+    shrink, weights = jnp.exp(old - top), jnp.exp(scores - column(top))
     top_ref[...] = top
-    total_ref[...] = shrink * total_ref[...] + weights.sum(axis=-1, keepdims=True)
+    total_ref[...] = shrink * total_ref[...] + weights.sum(axis=-1, keepdims=keep)
     product = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=F32)
-    acc_ref[...] = shrink * acc_ref[...] + product
+    acc_ref[...] = column(shrink) * acc_ref[...] + product
+
+
+def column(x):
+    """One number per row, of shape (rows, 1)."""
+    return x[:, None] if x.ndim == 1 else x
 
 
 def begin(refs) -> None:
@@ -129,18 +134,19 @@ def begin(refs) -> None:
 
 def finish(refs, o_ref) -> None:
     _, total_ref, acc_ref = refs
-    o_ref[...] = (acc_ref[...] / total_ref[...]).astype(o_ref.dtype)
+    o_ref[...] = (acc_ref[...] / column(total_ref[...])).astype(o_ref.dtype)
 
 
-def softmax_state(on: Pallas, rows: int, width: int) -> list[Any]:
-    shapes = ((rows, 1), (rows, 1), (rows, width))
-    return [on.tpu.VMEM(shape, F32) for shape in shapes]
+def softmax_state(on: Pallas, rows: int, width: int, rank: int = 2) -> list[Any]:
+    each = (rows, 1)[:rank]
+    return [on.tpu.VMEM(shape, F32) for shape in (each, each, (rows, width))]
 
 
 HEADS, LENGTH, WIDTH = 8, 2048, 128
 
 
-def flash(on: Pallas, block: int, causal: bool = False) -> Callable:
+def flash(on: Pallas, block: int, causal: bool = False, rank: int = 2) -> Callable:
+    """Attention; `rank`: 2 for statistics of shape (rows, 1), 1 for (rows,)."""
     pl = on.pl
 
     def kernel(q_ref, k_ref, v_ref, o_ref, *refs):
@@ -172,7 +178,7 @@ def flash(on: Pallas, block: int, causal: bool = False) -> Callable:
         grid=(HEADS, LENGTH // block, LENGTH // block),
         in_specs=[queries, keys, keys],
         out_specs=queries,
-        scratch_shapes=softmax_state(on, block, WIDTH),
+        scratch_shapes=softmax_state(on, block, WIDTH, rank),
     )
 
 
@@ -284,7 +290,7 @@ def paged_decode(on: Pallas, page: int, pages: int) -> Callable:
     queries = pl.BlockSpec((None, None, group, WIDTH), lambda b, h, p, *_: (b, h, 0, 0))
     keys = pl.BlockSpec(
         (None, None, page, WIDTH),
-        lambda b, h, p, lengths, table: (h, table[b, p], 0, 0),
+        lambda b, h, p, lengths, table: (table[b, p], h, 0, 0),
     )
     return pl.pallas_call(
         kernel,
@@ -338,6 +344,8 @@ def problems() -> Iterator[Problem]:
             make = functools.partial(flash, block=block, causal=causal)
             name = f"flash{' causal' * causal}, blocks of {block}"
             yield Problem(name, make, (head,) * 3)
+    make = functools.partial(flash, block=512, rank=1)
+    yield Problem("flash with statistics of rank 1", make, (head,) * 3)
     for causal in (False, True):
         make = functools.partial(flash, block=512, causal=causal)
         hand = functools.partial(flash_by_hand, causal)
@@ -361,7 +369,7 @@ def problems() -> Iterator[Problem]:
         yield Problem(f"grouped matmul, blocks of {block}", make, operands)
     for page in (16, 128):
         pages = 2048 // page
-        pool = Shape((4, 8 * pages, page, WIDTH), BF16)
+        pool = Shape((8 * pages, 4, page, WIDTH), BF16)
         operands = (
             Shape((8,), I32),
             Shape((8, pages), I32),
@@ -399,7 +407,8 @@ def upstream_job(problem: Problem, chip: str) -> Job:
         tpu = importlib.import_module("jax.experimental.pallas.tpu")
         function = problem.make(Pallas(pl, tpu))
     traced = jax.jit(function).trace(*problem.operands)
-    module: Any = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
+    module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
+    assert module is not None
     (call,) = _custom_calls(module.operation)
     config = call.attributes["backend_config"].value
     aliases = _aliases(str(call.attributes["output_operand_aliases"]))

@@ -44,19 +44,21 @@ def cut(kernel: Kernel, place: Place, parts: int) -> Kernel:
     return _Cut(found, dim, parts).kernel()
 
 
-def grow(kernel: Kernel, place: Place, factor: int) -> Kernel:
+def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Kernel:
     """Programs with `factor` times the blocks along a dimension, and fewer of them.
 
     Args:
         kernel: what to rewrite.
         place: a window and a dimension of its array.
         factor: how many neighbours become one program.
+        selects: whether programs may be joined of which only some take a branch; it
+            is then run for all of them, and each element that it stores is selected.
 
     Raises:
         CannotReblock: neighbours are not parts of one larger program.
     """
     found, dim = in_pipeline(kernel, place)
-    return _Grow(found, dim, factor).kernel()
+    return _Grow(found, dim, factor, selects).kernel()
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
@@ -291,8 +293,9 @@ def _steps(found: LoopDims, dim: LoopDim, parts: int, axis: int) -> int:
 class _Grow:
     """Neighbours along the axis that numbers the blocks of one dimension, joined."""
 
-    def __init__(self, found: LoopDims, dim: LoopDim, factor: int):
+    def __init__(self, found: LoopDims, dim: LoopDim, factor: int, selects: bool):
         self.found, self.dim, self.factor = found, dim, factor
+        self.selects = selects
         reason = found.why_not_free(dim)
         if reason is not None:
             raise CannotReblock(reason)
@@ -345,7 +348,7 @@ class _Grow:
             yields = list(old.yields)
             yields[each.position] = old.params[self.axis]
             maps[number] = replace(old, yields=tuple(yields))
-        grown = Joined(self.dim, self.size, pipeline.ids[self.axis])
+        grown = Joined(self.dim, self.size, pipeline.ids[self.axis], self.selects)
         grown.new |= scratch
         return pipeline.with_(
             grid=tuple(grid),

@@ -1,12 +1,13 @@
 """replicate_columns: a number per row, kept in all lanes of a row.
 
 In: tiles of shape (rows, 1), as reductions with `keepdims` give them: the maxima and
-sums of a softmax, the mean of a norm. A TPU keeps such a tile as one lane of each
-vector register and moves it to the other lanes for every row that it is combined with.
-Out: the same numbers as tiles of shape (rows, lanes), which take as many registers;
-scratch for them has that shape, too. To repeat a row's number along a wider tile is
-then to name the same registers several times. Columns of blocks, and what no rule here
-is for, stay (rows, 1).
+sums of a softmax, the mean of a norm; and tiles of shape (rows,) that are combined with
+reductions of rows, or repeated along rows. A TPU keeps the former as one lane of each
+vector register and the latter along the lanes of a few, and moves them to the other
+lanes for every row that they are combined with. Out: the same numbers as tiles of shape
+(rows, lanes), which take as many registers as (rows, 1); scratch for them has that
+shape, too. To repeat a row's number along a wider tile is then to name the same
+registers several times. Columns of blocks, and what no rule here is for, stay.
 """
 
 from collections.abc import Sequence
@@ -24,26 +25,88 @@ _SHAPES = {"broadcast_in_dim", "reshape", "constant"}
 
 def replicate_columns(kernel: Kernel, lanes: int) -> Kernel:
     """Columns in all `lanes` of their rows, where rows are combined with them."""
-    if not any(map(_is_repeated, walk(kernel.body))):
+    columns = _Columns(kernel, lanes)
+    if not any(map(columns.is_repeated, walk(kernel.body))):
         return kernel
-    new = kernel.with_(body=_Walk(kernel, lanes).block(kernel.body))
+    new = kernel.with_(body=_Walk(kernel, columns, lanes).block(kernel.body))
     return dead_code(new)
 
 
-def _is_column(type_: Type, dtypes: Sequence[object] = (*_DTYPES, BOOL)) -> bool:
-    """One number per row, of several rows."""
-    *_, rows, columns = (1, 1, *type_.shape)
-    return columns == 1 and rows > 1 and type_.dtype in dtypes
+class _Columns:
+    """Which values have one number per row.
+
+    By their shape those of shape (rows, 1); by their use those of shape (rows,) that
+    meet a reduction of rows, or are repeated along rows. Those rows have at least
+    `lanes` elements, so that tiles do not become larger than others are already.
+    """
+
+    def __init__(self, kernel: Kernel, lanes: int):
+        self.parent: dict[Value, Value] = {}
+        users = users_of(kernel.body)
+        seeds: list[Value] = []
+        for op in walk(kernel.body):
+            row = table()[op.name]
+            if row.elementwise:
+                for value in op.operands:
+                    if value.type.shape == op.result.type.shape:
+                        self._join(value, op.result)
+            elif op.name in ("load", "store") and _is_whole(op, op.operands[0]):
+                tile = op.result if op.results else op.operands[1]
+                if op.operands[0].ref.space == "vmem":
+                    self._join(op.operands[0], tile)
+            elif op.name == "reduce" and op.operands[0].tile.rank > 1:
+                *outer, last = op.operands[0].tile.shape
+                if tuple(op.attrs["axes"]) == (len(outer),) and last >= lanes:
+                    seeds.append(op.result)
+            elif op.name == "broadcast_in_dim" and _adds_last_dim(op):
+                widths = [op.attrs["shape"][-1]]
+                if widths == [1]:
+                    widths += [
+                        u.result.type.shape[-1]
+                        for u in users[op.result]
+                        if u.name == "broadcast_in_dim"
+                    ]
+                if max(widths) >= lanes:
+                    seeds.append(op.operands[0])
+        self.roots = {self._root(value) for value in seeds}
+
+    def _root(self, value: Value) -> Value:
+        while (up := self.parent.get(value)) is not None:
+            value = up
+        return value
+
+    def _join(self, a: Value, b: Value) -> None:
+        a, b = self._root(a), self._root(b)
+        if a is not b:
+            self.parent[a] = b
+
+    def is_line(self, value: Value) -> bool:
+        """Of shape (rows,)."""
+        shape = value.type.shape
+        return bool(shape) and shape[-1] > 1 and self._root(value) in self.roots
+
+    def has(self, value: Value, dtypes: Sequence[object] = (*_DTYPES, BOOL)) -> bool:
+        *_, rows, columns = (1, 1, *value.type.shape)
+        if value.type.dtype not in dtypes:
+            return False
+        return (columns == 1 and rows > 1) or self.is_line(value)
+
+    def is_repeated(self, op: Op) -> bool:
+        """Whether an op repeats a column along rows."""
+        if op.name != "broadcast_in_dim" or not self.has(op.operands[0], _DTYPES):
+            return False
+        (x,), shape = op.operands, tuple(op.attrs["shape"])
+        if self.is_line(x):
+            return _adds_last_dim(op) and shape[-1] > 1
+        same_rows = shape[:-1] == x.tile.shape[:-1]
+        in_order = tuple(op.attrs["dims"]) == tuple(range(len(shape)))
+        return same_rows and in_order and shape[-1] > 1
 
 
-def _is_repeated(op: Op) -> bool:
-    """Whether an op repeats a column along rows."""
-    if op.name != "broadcast_in_dim" or not _is_column(op.operands[0].type, _DTYPES):
-        return False
-    x, dims = op.operands[0].tile.shape, op.attrs["dims"]
-    shape = op.attrs["shape"]
-    same_rows = tuple(shape[:-1]) == x[:-1]
-    return same_rows and tuple(dims) == tuple(range(len(shape))) and shape[-1] > 1
+def _adds_last_dim(op: Op) -> bool:
+    shape, (x,) = tuple(op.attrs["shape"]), op.operands
+    in_order = tuple(op.attrs["dims"]) == tuple(range(x.tile.rank))
+    return in_order and bool(x.tile.rank) and shape[:-1] == x.tile.shape
 
 
 class _Walk:
@@ -53,32 +116,36 @@ class _Walk:
     from the other where it is asked for.
     """
 
-    def __init__(self, kernel: Kernel, lanes: int):
-        self.lanes = lanes
+    def __init__(self, kernel: Kernel, columns: _Columns, lanes: int):
+        self.columns, self.lanes = columns, lanes
         self.wide: dict[Value, Value] = {}
         self.new: dict[Value, Value] = {}
         self.replaced: set[Value] = set()  # columns without their narrow form
-        self.scratch = _scratch(kernel)
+        self.scratch = _scratch(kernel, columns)
 
     # --- values ---
 
-    def type(self, type_: Type) -> Type:
-        return type_.with_shape((*type_.shape[:-1], self.lanes))
+    def type(self, value: Value) -> Type:
+        shape = value.type.shape
+        rows = shape if self.columns.is_line(value) else shape[:-1]
+        return value.type.with_shape((*rows, self.lanes))
 
     def narrow(self, b: Builder, value: Value) -> Value:
         if value not in self.replaced:
             return self.new.get(value, value)
         wide = self.wide[value]
-        shape = value.tile.shape
-        starts = (0,) * len(shape)
-        strides = (1,) * len(shape)
-        return b.op("slice", wide, starts=starts, limits=shape, strides=strides)
+        limits = (*wide.tile.shape[:-1], 1)
+        starts, strides = (0,) * len(limits), (1,) * len(limits)
+        column = b.op("slice", wide, starts=starts, limits=limits, strides=strides)
+        if column.tile.shape == value.tile.shape:
+            return column
+        return b.op("reshape", column, shape=value.tile.shape)
 
     def widened(self, b: Builder, value: Value) -> Value:
         if value in self.wide:
             return self.wide[value]
-        shape = self.type(value.type).shape
-        return b.broadcast(self.new.get(value, value), shape, range(len(shape)))
+        shape, rank = self.type(value).shape, len(value.type.shape)
+        return b.broadcast(self.new.get(value, value), shape, range(rank))
 
     def operands(self, b: Builder, op: Op) -> tuple[Value, ...]:
         return tuple(self.narrow(b, v) for v in op.operands)
@@ -108,7 +175,7 @@ class _Walk:
 
     def op(self, b: Builder, op: Op) -> None:
         if op.name == "alloc" and op.result in self.scratch:
-            type_ = self.type(op.result.type)
+            type_ = self.type(op.result)
             self.new[op.result] = b.op("alloc", type=type_)
         elif op.name == "load" and op.operands[0] in self.scratch:
             self.set_wide(op.result, b.load(self.new[op.operands[0]]))
@@ -117,7 +184,7 @@ class _Walk:
             b.store(self.new[ref], self.widened(b, value))
         elif op.name in ("cond", "for"):
             self.control(b, op)
-        elif _is_repeated(op):
+        elif self.columns.is_repeated(op):
             self.new[op.result] = self.repeated(b, op)
         elif not (self.is_wide_shape(b, op) or self.is_wide_elementwise(b, op)):
             self.kept(b, op)
@@ -128,12 +195,12 @@ class _Walk:
 
     def control(self, b: Builder, op: Op) -> None:
         """What branches and loops hand on is wide."""
-        wide = [_is_column(v.type, _DTYPES) for v in op.results]
+        wide = [self.columns.has(v, _DTYPES) for v in op.results]
         if not any(wide):
             self.kept(b, op)
             return
         results = [
-            Value(self.type(v.type), v.name) if is_wide else v
+            Value(self.type(v), v.name) if is_wide else v
             for v, is_wide in zip(op.results, wide, strict=True)
         ]
         operands = list(self.operands(b, op))
@@ -144,7 +211,7 @@ class _Walk:
                 if is_wide:
                     operands[first + n] = self.widened(b, op.operands[first + n])
                     old = loop.carried[n]
-                    self.set_wide(old, Value(self.type(old.type), old.name))
+                    self.set_wide(old, Value(self.type(old), old.name))
         regions = tuple(self.block(region, wide) for region in op.regions)
         for old, new, is_wide in zip(op.results, results, wide, strict=True):
             if is_wide:
@@ -169,16 +236,20 @@ class _Walk:
 
     def is_wide_shape(self, b: Builder, op: Op) -> bool:
         """Takes in a column made of a number, or of one number per row."""
-        if op.name not in _SHAPES or not _is_column(op.result.type, _DTYPES):
+        if op.name not in _SHAPES or not self.columns.has(op.result, _DTYPES):
             return False
-        shape = self.type(op.result.type).shape
+        shape = self.type(op.result).shape
         if op.name == "constant":
             type_ = op.result.tile.with_shape(shape)
             self.set_wide(op.result, b.constant(op.attrs["value"], type_))
             return True
         (x,) = op.operands
+        is_column = op.name == "reshape" or _adds_last_dim(op)
+        if is_column and x in self.wide and self.wide[x].tile.shape == shape:
+            self.set_wide(op.result, self.wide[x])  # (rows, 1) of (rows,), or back
+            return True
         if op.name == "reshape":
-            if x.tile.shape != shape[:-1]:
+            if x.tile.shape != shape[:-1] or self.columns.is_line(op.result):
                 return False
             dims = tuple(range(len(shape) - 1))
         else:
@@ -190,7 +261,7 @@ class _Walk:
 
     def is_wide_elementwise(self, b: Builder, op: Op) -> bool:
         """Takes in an elementwise op on columns."""
-        if not table()[op.name].elementwise or not _is_column(op.result.type):
+        if not table()[op.name].elementwise or not self.columns.has(op.result):
             return False
         columns = [v for v in op.operands if v.type.shape]
         if not any(v in self.wide for v in columns):
@@ -206,7 +277,7 @@ class _Walk:
         return True
 
 
-def _scratch(kernel: Kernel) -> set[Value]:
+def _scratch(kernel: Kernel, columns: _Columns) -> set[Value]:
     """Scratch that holds columns, and is read and written as a whole only."""
     users = users_of(kernel.body)
     return {
@@ -214,7 +285,7 @@ def _scratch(kernel: Kernel) -> set[Value]:
         for op in walk(kernel.body)
         if op.name == "alloc"
         and op.result.ref.space == "vmem"
-        and _is_column(op.result.type, _DTYPES)
+        and columns.has(op.result, _DTYPES)
         and all(_is_whole(user, op.result) for user in users[op.result])
     }
 

@@ -9,11 +9,14 @@ index of the author's program that it belongs to. Used by `reblock.py` and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, Block, Gather, Op, Span, Value
+from pallasite.ir.nodes import Access, Block, Gather, Index, Op, Span, Value
 from pallasite.ir.opdef import table
+from pallasite.ir.rewrite import writes
 from pallasite.ir.types import I32, TileType, Type
+from pallasite.passes.analysis.guards import OPPOSITE, guard_of
 from pallasite.passes.analysis.loop_dims import LoopDim
 
 
@@ -169,16 +172,26 @@ class Joined(Resized):
     one dimension) where it is something else.
     """
 
-    def __init__(self, dim: LoopDim, size: int, step: Value):
+    def __init__(self, dim: LoopDim, size: int, step: Value, selects: bool = False):
         super().__init__(dim, size)
         self.step = step  # the index along the axis
+        self.selects = selects  # what branches store, where programs differ in them
         self.forms: dict[Value, _Form] = {step: _Form(1, 0)}
         self.numbers: dict[Value, Value] = {}
         self.known: dict[Value, int] = {}  # integer constants
+        self.made: dict[Value, Op] = {}  # scalars of the author's programs
+        self.taken_by: Value | None = None  # the bool of the branch that code is in
 
     def op(self, b: Builder, op: Op) -> None:
         b.loc = op.loc
-        if op.name == "iota" and self.dim.members.get(op.result) == op.attrs["dim"]:
+        self.made.update((v, op) for v in op.results if not v.type.shape)
+        if self.selects and op.name == "cond" and self._varies(op.operands[0]):
+            self._branch(b, op)
+        elif self.taken_by is not None and op.name == "store":
+            self._store_selected(b, op, self.taken_by)
+        elif self.taken_by is not None and op.regions and writes(op):
+            raise CannotReblock("branches that depend on the program are nested")
+        elif op.name == "iota" and self.dim.members.get(op.result) == op.attrs["dim"]:
             self._positions(b, op)
         elif not any(self._varies(v) for v in op.operands):
             self._note_number(op)
@@ -335,3 +348,93 @@ class Joined(Resized):
         ]
         self.new[op.result] = b.op(op.name, *operands, **op.attrs)
         return True
+
+    # --- branches that some of the programs take ---
+
+    def _branch(self, b: Builder, op: Op) -> None:
+        """A branch is taken if a program takes it; it stores what those programs do."""
+        guard = guard_of(op, self.made)
+        if guard is None or op.results or self.taken_by is not None:
+            raise CannotReblock("what the programs do depends on their number")
+        if op.regions[0] is not guard.idle:
+            raise CannotReblock("what the programs do depends on their number")
+        some = [self._some(b, part.value, part.truth) for part in guard.parts]
+        tests = [test for test in some if test is not None]
+        (self.taken_by,) = self.made[op.operands[0]].operands
+        branch = self.block(guard.taken)
+        self.taken_by = None
+        if not tests:
+            b.ops += branch.ops
+            return
+        total = tests[0]
+        for test in tests[1:]:
+            total = b.and_(total, test)
+        which = b.cast(total, I32)
+        b.ops.append(op.with_(operands=(which,), regions=(guard.idle, branch)))
+
+    def _some(self, b: Builder, value: Value, truth: bool) -> Value | None:
+        """Whether a bool is `truth` in some program, or more often than that.
+
+        Of a comparison that is easier to meet the higher (or lower) the program's
+        number, it is the last (or first) of them that counts. None: not known.
+        """
+        if not self._varies(value):
+            new = self.new.get(value, value)
+            return new if truth else b.not_(new)
+        op = self.made[value]
+        name = op.name if truth else OPPOSITE.get(op.name, "")
+        if name not in _RISING:
+            return None
+        x, y = (self.forms.get(v) for v in op.operands)
+        rises = (y.program if y else 0) - (x.program if x else 0)
+        last = self.size // self.dim.size - 1
+        number = last if (rises > 0) == _RISING[name] else 0
+        sides = [self._at_program(b, v, number) for v in op.operands]
+        if any(side is None for side in sides):
+            return None
+        return b.op(name, *(side for side in sides if side is not None))
+
+    def _at_program(self, b: Builder, value: Value, number: int) -> Value | None:
+        """A scalar of one of the programs."""
+        form = self.forms.get(value)
+        if form is None:
+            return None if self._varies(value) else self.new.get(value, value)
+        count = self.size // self.dim.size
+        program = b.add(b.mul(self.step, b.index(count)), b.index(number))
+        total = b.mul(program, b.index(form.program))
+        return total if form.rest is None else b.add(total, form.rest)
+
+    def _store_selected(self, b: Builder, op: Op, test: Value) -> None:
+        """A store by those programs that take the branch; others keep what is there."""
+        access = Access.of(op)
+        assert access.value is not None
+        d = self.dim.members.get(access.value)
+        if d is None or access.mask is not None:
+            raise CannotReblock("what the programs store depends on their number")
+        ref, value, *starts = self.used(b, op.operands)
+        index = cast(Index, self.attrs(op)["index"])
+        shape = value.tile.shape
+        old = b.load(ref, index, starts)
+        b.store(
+            ref, b.select(self._taken(b, test, shape, d), value, old), index, starts
+        )
+
+    def _taken(self, b: Builder, test: Value, shape: tuple[int, ...], d: int) -> Value:
+        """Which positions belong to programs for which a bool is true."""
+        if not self._varies(test):
+            new = self.new.get(test, test)
+            if new.tile.dtype.is_float:
+                raise CannotReblock("what the programs do depends on their number")
+            return b.broadcast(new, shape)
+        if test in self.forms:
+            return self._written_out(b, self.forms[test], shape, d)
+        op = self.made[test]
+        if not table()[op.name].elementwise:
+            raise CannotReblock("what the programs do depends on their number")
+        return b.op(
+            op.name, *(self._taken(b, v, shape, d) for v in op.operands), **op.attrs
+        )
+
+
+# Comparisons, and whether the right side makes them true by being greater.
+_RISING = {"lt": True, "le": True, "gt": False, "ge": False}

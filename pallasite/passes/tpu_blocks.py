@@ -28,6 +28,7 @@ from pallasite.target import Tpu
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
 STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
 SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
+JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
@@ -53,7 +54,10 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     fits = start.named_vmem <= allowed
     if fits and start.overhead < (1 - 1 / GAIN) * start.seconds:
         return kernel
-    best = _grown(start if fits else _cut_to_fit(start, limit), limit)
+    if not fits:
+        start = _cut_to_fit(start, limit)
+    starts = [start, *(e for e in _with_branches(start) if e.fits(limit))]
+    best = min((_grown(e, limit) for e in starts), key=lambda e: e.seconds)
     best = _side_by_side(best, limit)
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
@@ -108,13 +112,22 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
 
 
 def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
-    """Whether blocks that move along an axis begin and end with vector registers."""
+    """Whether blocks that move along an axis can be shown as one.
+
+    Each must begin and end with vector registers, and be next to the other in memory:
+    of copies that gather pieces from all over an array libtpu has no estimate.
+    """
     for shown in found.pipeline.shown:
         dims, array = shown.window.dims, shown.array.ref
         index = shown.index_map.params[axis]
         for d, number in enumerate(shown.index_map.yields[: array.rank]):
-            granule = _granule_at(array, d, chip)
-            if number is index and dims[d].size % granule:
+            if number is not index:
+                continue
+            inner = range(d + 1, array.rank)
+            whole = all(dims[i].size == array.shape[i] for i in inner)
+            if d < array.rank - 2 and not whole:
+                return False
+            if dims[d].size % _granule_at(array, d, chip):
                 return False
     return True
 
@@ -200,23 +213,52 @@ def _granule_at(ref: RefType, dim: int, chip: Tpu) -> int:
 def _larger(best: "_Estimate") -> Iterator[Kernel]:
     """The kernel with blocks of twice the size, in one way each."""
     blocks, chip = best.source, best.chip
-    found, grid = blocks.found, blocks.found.pipeline.grid
     for dim in blocks.free:
-        axis = axis_of(found, dim)
-        steps = None if axis is None else grid[axis]
-        if axis is None or steps is None or steps < 2:
-            continue
-        if found.pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
-            continue  # each core needs its share
-        if blocks.programs({dim: 2 * dim.size}) < chip.cores:
-            continue
-        try:
-            yield grow(blocks.kernel, dim.windows[0], 2)
-        except CannotReblock:
-            continue
+        if _may_grow(blocks, dim, 2, chip):
+            try:
+                yield grow(blocks.kernel, dim.windows[0], 2)
+            except CannotReblock:
+                continue
     merged = _merged(best)
     if merged is not None:
         yield merged
+
+
+def _may_grow(blocks: Blocks, dim: LoopDim, factor: int, chip: Tpu) -> bool:
+    """Whether there are enough programs along a dimension, for all cores too."""
+    found = blocks.found
+    axis = axis_of(found, dim)
+    steps = None if axis is None else found.pipeline.grid[axis]
+    if axis is None or steps is None or steps < factor:
+        return False
+    if found.pipeline.semantics[axis] in ("core_parallel", "subcore_parallel"):
+        return False  # each core needs its share
+    return blocks.programs({dim: factor * dim.size}) >= chip.cores
+
+
+def _with_branches(start: "_Estimate") -> Iterator["_Estimate"]:
+    """Larger blocks of which only some rows take a branch, as in causal attention.
+
+    They grow in one go: growing twice would select twice what a branch stores.
+    """
+    blocks, chip = start.source, start.chip
+    for dim in blocks.free:
+        for factor in JOINED:
+            if not _may_grow(blocks, dim, factor, chip):
+                break
+            place = dim.windows[0]
+            try:
+                grow(blocks.kernel, place, factor)
+                break  # without branches that differ
+            except CannotReblock:
+                pass
+            try:
+                kernel = grow(blocks.kernel, place, factor, selects=True)
+            except CannotReblock:
+                break
+            new = _Estimate.of(kernel, chip)
+            if new is not None:
+                yield new
 
 
 class _Estimate:

@@ -1,21 +1,29 @@
 """Reblocking: the same kernel with smaller or larger blocks. Text in, text out."""
 
+import operator
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
-from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.loop_dims import loop_dims
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.loop_over_k import loop_over_k
 from pallasite.passes.merge_k_steps import split_k_steps
 from pallasite.passes.reblock import cut, grow
 from pallasite.passes.resized_code import CannotReblock
+from pallasite.passes.run import run
+from pallasite.primitive import kernels_in
 from tests.passes.test_promote import MATMUL, expect
 from tests.passes.test_row_strips import code
 from tests.passes.test_same_meaning import outputs
+from tests.zoo.attention import flash_scratch_call
 
 X, Y, O = 0, 1, 2  # windows of MATMUL
 
@@ -336,3 +344,64 @@ def test_steps_along_k_become_more_and_shallower():
     verify(new)
     assert "grid=(2, 2, 16), windows=(in[32, 4], in[4, 32], out[32, 32])" in head(new)
     assert split_k_steps(parsed(MATMUL), 5).text == parsed(MATMUL).text
+
+
+@pytest.mark.parametrize("factor", [2, 4])
+@pytest.mark.parametrize("blocks", [(16, 16), (8, 32), (16, 8)], ids=str)
+def test_branches_that_some_programs_take_select_what_they_store(factor, blocks):
+    """A causal attention: rows of the first programs end before those of the last."""
+    shape = jax.ShapeDtypeStruct((2, 64, 16), "float32")
+    block_q, block_kv = blocks
+    call = partial(
+        flash_scratch_call, is_causal=True, block_q=block_q, block_kv=block_kv
+    )
+    (kernel,) = map(run, kernels_in(call, shape, shape, shape))
+    with pytest.raises(CannotReblock, match="depends on their number"):
+        grow(kernel, (0, 1), factor)
+    new = grow(kernel, (0, 1), factor, selects=True)
+    verify(new)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape.shape).astype("f4") for _ in range(3)]
+    (got,), (want,) = outputs(new, arrays), outputs(kernel, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    # The last of the joined programs decides which steps are done.
+    last = factor * block_q
+    assert guards_of(new) == {
+        (i, j)
+        for i in range(64 // last)
+        for j in range(64 // block_kv)
+        if j * block_kv < (i + 1) * last
+    }
+
+
+def guards_of(kernel: Kernel) -> set[tuple[int, int]]:
+    """The programs and steps of a causal attention in which products are computed."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    _, rows, steps = pipeline.grid
+    assert rows is not None and steps is not None
+    made = {v: op for op in pipeline.body.ops for v in op.results}
+    (guard,) = (
+        op
+        for op in pipeline.body.ops
+        if op.name == "cond"
+        and any(o.name == "dot" for r in op.regions for o in walk(r))
+    )
+
+    def number(value, ids):
+        if value in ids:
+            return ids[value]
+        op = made[value]
+        if op.name == "constant":
+            return op.attrs["value"]
+        operands = [number(v, ids) for v in op.operands]
+        if op.name == "cast":
+            return int(operands[0])
+        return getattr(operator, op.name.rstrip("_"))(*operands)
+
+    _, i, j = pipeline.ids
+    return {
+        (row, step)
+        for row in range(rows)
+        for step in range(steps)
+        if number(guard.operands[0], {i: row, j: step})
+    }

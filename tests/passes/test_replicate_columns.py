@@ -19,11 +19,11 @@ from tests.zoo import all_cases
 LANES = 2  # so that rows of four are two registers wide
 
 
-def carried(body: str) -> Kernel:
+def carried(body: str, scratch: str = "f32[8,1]") -> Kernel:
     """Three steps over blocks x[8,4] with a column in scratch, and the given code."""
     text = f"""
     kernel @k(%x: ref<f32[8,12] any>, %o: ref<f32[8,4] any>) outputs 1 {{
-      %m: ref<f32[8,1] vmem> = alloc {{type=ref<f32[8,1] vmem>}}
+      %m: ref<{scratch} vmem> = alloc {{type=ref<{scratch} vmem>}}
       pipeline %x, %o {{grid=(3,), windows=(in[8, 4], out[8, 4]),
           semantics=("arbitrary",)}}
         map (%i: i32) {{ %z: i32 = constant {{value=0}} yield %z, %i }}
@@ -83,6 +83,44 @@ def test_scratch_of_columns_has_all_lanes():
         store %ob[:, :] = %4
         """
     )
+
+
+LINES = """
+%v: f32[8,4] = load %xb[:, :]
+%r: f32[8] = reduce %v {kind="max", axes=(1,)}
+%old: f32[8] = load %m[:]
+%new: f32[8] = max %old, %r
+store %m[:] = %new
+%c: f32[8,1] = broadcast_in_dim %new {shape=(8, 1), dims=(0,)}
+%d: f32[8,4] = broadcast_in_dim %c {shape=(8, 4), dims=(0, 1)}
+store %ob[:, :] = %d
+"""
+
+
+def test_numbers_per_row_without_a_dimension_of_their_own_are_columns():
+    before = carried(LINES, "f32[8]")
+    new = replicate_columns(before, LANES)
+    verify(new)
+    assert "%0: ref<f32[8,2] vmem> = alloc" in new.text
+    assert code(new) == expect(
+        """
+        %v: f32[8,4] = load %xb[:, :]
+        %r: f32[8] = reduce %v {kind="max", axes=(1,)}
+        %1: f32[8,2] = load %0[:, :]
+        %2: f32[8,2] = broadcast_in_dim %r {shape=(8, 2), dims=(0,)}
+        %3: f32[8,2] = max %1, %2
+        store %0[:, :] = %3
+        %4: f32[8,4] = concatenate %3, %3 {axis=1}
+        store %ob[:, :] = %4
+        """
+    )
+
+
+def test_rows_shorter_than_a_register_make_no_columns_of_lines():
+    kernel = carried(LINES, "f32[8]")
+    new = replicate_columns(kernel, 8)
+    verify(new)
+    assert "%m: ref<f32[8] vmem> = alloc" in new.text
 
 
 def test_scratch_that_is_read_in_parts_stays():
