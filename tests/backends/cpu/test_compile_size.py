@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import target
 from pallasite import tpu as pltpu
 from pallasite.backends.cpu import llvm_text
 from pallasite.backends.cpu.dot import cache_blocks
@@ -97,6 +98,15 @@ def test_products_of_one_kind_are_a_line_or_two_each(step: Callable):
     few, many = (llvm_text(repeated(step, uses, x)) for uses in (60, 120))
     assert functions(many) == functions(few)
     assert lines(many) - lines(few) <= 60 * 4
+
+
+@pytest.mark.parametrize("host", [target.host(), target.AVX2, target.SSE])
+def test_rows_that_divide_evenly_have_one_microkernel(host):
+    """Not blocks of 6, 6 and 4 rows: two functions are twice the time of LLVM."""
+    x = np.ones((16, 16), np.float32)
+    with target.using(host):
+        text = llvm_text(repeated(lambda x: jnp.dot(x, x), 8, x))
+    assert len(re.findall(r"^define .*@dot_f32", text, re.MULTILINE)) == 1
 
 
 def test_a_few_products_are_written_out():

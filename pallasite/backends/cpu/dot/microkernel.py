@@ -67,6 +67,11 @@ def block_shape(
     vectors = -(-across // -(-across // widest))
     most = min((host.registers - vectors - 1) // vectors, 16)
     blocks = -(-rows // most)
+    # One more block, if all are alike then: one function to compile instead of two,
+    # as fast while half of the registers hold sums (the latency of an addition).
+    alike = rows % blocks and rows % (blocks + 1) == 0
+    if alike and rows // (blocks + 1) * vectors >= host.registers // 2:
+        blocks += 1
     return -(-rows // blocks), vectors * lanes, lanes
 
 
