@@ -92,11 +92,13 @@ def column_sums(x):
 
 def test_products_and_rows_ask_cuda_first_and_loops_triton():
     (rows,) = pl.lower(double)(X).kernels
+    (odd,) = pl.lower(double)(jnp.ones((8, 127))).kernels
     (sums,) = pl.lower(column_sums)(jnp.ones((4, 8, 128))).kernels
     square = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     (products,) = pl.lower(product)(square, square).kernels
     assert base.defaults("cuda", rows) == ("cuda", "triton")
     assert base.defaults("cuda", sums) == ("triton", "cuda")
+    assert base.defaults("cuda", odd) == ("triton", "cuda")  # rows start anywhere
     assert base.defaults("cuda", products) == ("cuda", "triton")
     assert base.defaults("cpu", rows) == ("cpu",) and base.defaults("rocm", rows) == ()
 
