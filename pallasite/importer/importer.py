@@ -131,8 +131,9 @@ class Importer:
             try:
                 self.equation(eqn, used)
             except UnsupportedError as error:
-                if error is not self.refused:  # the innermost jaxpr knows best why
-                    self.refused = self.refused_goal(eqn, inner.eqns[n + 1 :]) or error
+                if error is self.refused:  # the innermost jaxpr knows best why
+                    raise
+                self.refused = self.refused_goal(eqn, inner.eqns[n + 1 :]) or error
                 raise self.refused from None
         self.builder.loc = outer_loc
         return [self.value(v) for v in inner.outvars]
