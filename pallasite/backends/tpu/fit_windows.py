@@ -484,7 +484,8 @@ class _Fitting:
                 continue
             param = self._again(self.kernel.inputs.index(access.ref))
             element = int(np.ravel_multi_index(numbers, access.ref.ref.shape))
-            param.value = Value(access.ref.ref.with_shape(()), param.value.name)
+            name = f"{param.value.name}_{element}"
+            param.value = Value(access.ref.ref.with_shape(()), name)
             param.note = ((), (), 0, 0, element)
             self.sizes[size] = self.outer.load(param.value)
             self.sized.append(param)
