@@ -285,6 +285,9 @@ class Plan:
         addend = y if x is op.result else x
         if addend is op.result or self.is_late(op, addend):
             return None, None
+        other, ops = self.made.get(addend), self.home[id(op)].ops
+        if other is not None and other.name == "dot" and other in ops[ops.index(op) :]:
+            return None, None  # of two products, the second is added to the first
         return add, addend
 
     def is_late(self, op: Op, addend: Value) -> bool:

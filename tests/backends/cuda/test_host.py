@@ -325,3 +325,21 @@ def test_gradient_of_attention(style, causal, width, block, tmp_path, small_chip
     want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
+
+
+def test_two_computed_products_of_one_sum(tmp_path, small_chip):
+    """The second is added to the first, and not each to the other."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        x = x_ref[...]
+        first = jnp.dot(x + x, y_ref[:64], preferred_element_type=f32)
+        o_ref[...] = first + jnp.dot(x * x, y_ref[64:], preferred_element_type=f32)
+
+    def function(x, y):
+        out = jax.ShapeDtypeStruct((64, 64), f32)
+        return pl.pallas_call(kernel, out_shape=out, backend="cuda")(x, y)
+
+    x, y = (kernels.normal(*s, dtype=bf16) for s in ((64, 64), (128, 64)))
+    (got,) = run(function, x, y, folder=tmp_path)
+    want = jnp.concatenate([x + x, x * x], 1).astype(f32) @ y.astype(f32)
+    assert kernels.error(got, want) < 1e-2
