@@ -13,7 +13,7 @@ computing role is the program with its loads replaced by waits and its products 
 here knows what the products are for.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -577,7 +577,19 @@ class _Computing(_Role):
         for group in groups:
             self.free_held(group, inside)
             inside.store(self.held[group.ring], self.open.pop(group))
-        yields = tuple(results.get(v) or self.value(v) for v in loop.yields)
+        self.end_loop(loop, inside, results, groups, b)
+
+    def end_loop(
+        self,
+        loop: Loop,
+        inside: Builder,
+        left: Mapping[Value, Value],
+        groups: Sequence[Group],
+        b: Builder,
+    ) -> None:
+        """The loop with the body `inside`, and a wait for the sums that its last step
+        left in flight."""
+        yields = tuple(left.get(v) or self.value(v) for v in loop.yields)
         first, limit, step = self.values(loop.bounds)
         new = loop.with_(
             first=first,
@@ -587,12 +599,6 @@ class _Computing(_Role):
             body=Block(loop.body.params, tuple(inside.ops), yields),
         )
         b.ops.append(new.to_op())
-        self.end_of(loop, results, groups, b)
-
-    def end_of(
-        self, loop: Loop, left: Container[Value], groups: Sequence[Group], b: Builder
-    ) -> None:
-        """After a loop: wait for the sums that its last step left in flight."""
         pairs = zip(loop.results, loop.yields, strict=True)
         sums = [result for result, value in pairs if value in left]
         made = b.emit("wgmma_wait", *sums, pending=0)
@@ -692,17 +698,7 @@ class _Computing(_Role):
             slot = frees.get(group) or inside.index(-1)
             inside.store(self.held[group.ring], slot)
         results = {f.product.result: f.result for f in left}
-        yields = tuple(results.get(v) or self.value(v) for v in loop.yields)
-        first, limit, step = self.values(loop.bounds)
-        new = loop.with_(
-            first=first,
-            limit=limit,
-            step=step,
-            inits=self.values(loop.inits),
-            body=Block(loop.body.params, tuple(inside.ops), yields),
-        )
-        b.ops.append(new.to_op())
-        self.end_of(loop, results, kept, b)
+        self.end_loop(loop, inside, results, kept, b)
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""
