@@ -31,6 +31,9 @@ class AttentionConfig:
     block_kv: int = 128
 
 
+SPACE = {"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)}
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -70,6 +73,15 @@ def attention(
         scale=sizes.width**-0.5 if scale is None else scale, soft_cap=soft_cap
     )
     compute = common.choose(implementation, _streamed, _plain)
+    config = common.tuned(
+        "attention",
+        config,
+        AttentionConfig(),
+        SPACE,
+        (query, key, value, bias),
+        mask=masks.kind(mask),
+        soft_cap=soft_cap is not None,
+    )
     out, log_sum_exp = compute(
         query,
         key,
@@ -79,7 +91,7 @@ def attention(
         mask=mask or masks.Everything(),
         sizes=sizes,
         options=options,
-        config=config or AttentionConfig(),
+        config=config,
     )
     return (out, log_sum_exp) if return_log_sum_exp else out
 

@@ -32,7 +32,9 @@ def softmax(
     """
     common.check_floats("softmax", x=x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
-    return compute(x, scale=scale, config=config or default_config(x))
+    default = default_config(x)
+    config = common.tuned("softmax", config, default, common.ROW_SPACE, (x,))
+    return compute(x, scale=scale, config=config)
 
 
 def _normalise(x, scale: float):
