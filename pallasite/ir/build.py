@@ -6,7 +6,7 @@ shorthands for the ops that passes and decompositions use most.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def _plain(value: Any) -> Any:
     An attribute is then what its text says, and an emitter may print it as it is.
     """
     if type(value) is tuple:
-        return tuple(map(_plain, value))
+        return tuple(_plain(each) for each in cast(tuple[Any, ...], value))
     if isinstance(value, np.generic):
         return value.item()
     return int(value) if isinstance(value, int) and type(value) is not bool else value
