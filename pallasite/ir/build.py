@@ -25,7 +25,7 @@ def _plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_plain(each) for each in cast(tuple[Any, ...], value))
     if isinstance(value, np.generic):
-        return value.item()
+        return cast(object, value.item())
     return int(value) if isinstance(value, int) and type(value) is not bool else value
 
 
