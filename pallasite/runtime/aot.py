@@ -227,7 +227,8 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
         )
         operands = [array(o, sharding=sharding) for o in job["operands"]]
         # Results say which device it is for, where there are no operands.
-        jax.jit(lambda *xs: call(*xs), out_shardings=sharding).lower(*operands).compile()
+        compiled = jax.jit(lambda *xs: call(*xs), out_shardings=sharding)
+        compiled.lower(*operands).compile()
 
     return compile_call
 

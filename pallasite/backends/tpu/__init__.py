@@ -4,10 +4,10 @@ Reading order: what the chip lacks is made of what it has by passes, in this ord
 `prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
 main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
 (an operand and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
-`schedule.py` (inner pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py` (module, grid and
-windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
-`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
-see `runtime/aot.py`.
+`schedule.py` (inner pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py`
+(module, grid and windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops
+by family), and `compile.py` (what XLA is handed). libtpu compiles the result, with or
+without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
