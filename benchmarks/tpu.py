@@ -3,7 +3,8 @@
 Each problem is one portable source, compiled by this package and by upstream as it is
 written. The cycles are libtpu's own static estimate of a call (one TensorCore, copies
 modelled, nothing measured). "flash by hand" is the attention kernel that upstream
-tunes for TPUs: its cycles stand in place of those of the portable source.
+tunes for TPUs: its cycles stand in place of those of the portable source. "library"
+are all kernels that JAX ships for TPUs, unmodified, by both (`tpu_library.py`).
 
     python benchmarks/tpu.py                      # all problems, v5e, v6e and v5p
     python benchmarks/tpu.py matmul --chip v6e    # problems with this in their names
@@ -21,12 +22,11 @@ import importlib
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 from jax import lax
 
+from benchmarks.tpu_library import CASES, jobs_in
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.passes.run import run as run_shared_passes
 from pallasite.primitive import calls_in
@@ -447,36 +447,17 @@ def upstream_job(problem: Problem, chip: str) -> Job:
         pl = importlib.import_module("jax.experimental.pallas")
         tpu = importlib.import_module("jax.experimental.pallas.tpu")
         function = problem.make(Pallas(pl, tpu))
-    traced = jax.jit(function).trace(*problem.operands)
-    module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
-    assert module is not None
-    (call,) = _custom_calls(module.operation)
-    config = call.attributes["backend_config"].value
-    aliases = _aliases(str(call.attributes["output_operand_aliases"]))
-    operands = tuple(_array(o.type) for o in call.operands)
-    results = tuple(_array(r.type) for r in call.results)
-    return Job(problem.name, "tpu_custom_call", config, operands, results, 1, aliases)
+    (job,) = jobs_in(function, problem.operands)
+    return replace(job, name=problem.name)
 
 
-def _custom_calls(op: Any) -> Iterator[Any]:
-    for region in op.regions:
-        for block in region:
-            for inner in block:
-                if inner.operation.name == "stablehlo.custom_call":
-                    yield inner.operation
-                yield from _custom_calls(inner.operation)
-
-
-def _aliases(text: str) -> tuple[tuple[int, int], ...]:
-    pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-    return tuple((int(i), int(o or 0)) for o, i in re.findall(pattern, text))
-
-
-def _array(type_: Any) -> tuple[tuple[int, ...], str]:
-    text = str(type_)
-    *shape, element = re.fullmatch(r"tensor<(.*)>", text).group(1).split("x")  # pyright: ignore
-    names = {"bf16": "bfloat16", "f32": "float32", "i32": "int32"}
-    return tuple(map(int, shape)), names[element]
+def library_jobs(names: Sequence[str], who: str, chip: str) -> Iterator[Job]:
+    """Calls of the kernels that JAX ships, by one of the two backends."""
+    script = Path(__file__).with_name("tpu_library.py")
+    command = [sys.executable, str(script), who, chip, *names]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for line in made.stdout.splitlines():
+        yield Job(**json.loads(line))
 
 
 # --- numbers ---
@@ -498,7 +479,9 @@ def measured(work: Work, timeout: float) -> int | None:
     return result.cycles if result is not None and result.ok else None
 
 
-def work_of(chosen: Sequence[Problem], who: Sequence[str], chip: str) -> Iterator[Work]:
+def work_of(
+    chosen: Sequence[Problem], library: Sequence[str], who: Sequence[str], chip: str
+) -> Iterator[Work]:
     makers = {"ours": our_job, "upstream": upstream_job}
     for problem in chosen:
         for name in who:
@@ -507,6 +490,9 @@ def work_of(chosen: Sequence[Problem], who: Sequence[str], chip: str) -> Iterato
             except Exception as error:
                 text = str(error).strip() or repr(error)
                 print(f"{problem.name}, {name}, {chip}: {text[:600]}", flush=True)
+    for name in who:
+        for job in library_jobs(library, name, chip) if library else ():
+            yield chip, name, job
 
 
 def shown(cycles: dict[str, dict[str, Any]]) -> None:
@@ -537,15 +523,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = arguments.results
-    sys.executable = arguments.python or sys.executable
-    chosen = [
-        p
-        for p in problems()
-        if not arguments.names or any(n in p.name for n in arguments.names)
-    ]
+    wanted = lambda name: not arguments.names or any(n in name for n in arguments.names)
+    chosen = [problem for problem in problems() if wanted(problem.name)]
+    library = [name for name in CASES if wanted(name)]
     who = (arguments.only,) if arguments.only else ("ours", "upstream")
     chips = arguments.chip or CHIPS
-    work = [each for chip in chips for each in work_of(chosen, who, chip)]
+    work = [each for chip in chips for each in work_of(chosen, library, who, chip)]
+    sys.executable = arguments.python or sys.executable
     stored = json.loads(results.read_text()) if results.exists() else {}
     stored["versions"] = {n: metadata.version(n) for n in ("jax", "jaxlib")}
     stored["date"] = datetime.now(UTC).date().isoformat()
@@ -560,7 +544,7 @@ def main() -> None:
     for chip in chips:
         rows = stored.get("cycles", {}).get(chip, {})
         print(f"--- {chip}, estimated cycles")
-        shown({p.name: rows[p.name] for p in chosen if p.name in rows})
+        shown({name: row for name, row in rows.items() if wanted(name)})
 
 
 if __name__ == "__main__":
