@@ -18,7 +18,7 @@ from pallasite.backends.base import (
     scheduled_kernel,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import one_role
+from pallasite.backends.cuda.authored import one_role, share_core
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
@@ -81,6 +81,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
+        Pass("share_core", partial(share_core, chip=chip)),
         Pass("sink_loads", sink_loads),
     )
 
