@@ -17,6 +17,7 @@ from pallasite.backends.base import (
     Compiled,
     Launch,
     Options,
+    Resource,
     Stage,
     scheduled_kernel,
 )
@@ -126,6 +127,13 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import DIALECT_VERSION
 
         return f"1+mosaic{DIALECT_VERSION}"
+
+    def resources(self, compiled: Compiled) -> Sequence[Resource]:
+        from pallasite.backends.tpu.vmem import taken
+
+        chip = compiled.options.chip
+        used = taken(compiled.scheduled, chip if isinstance(chip, Tpu) else None)
+        return (Resource("VMEM", *used),)
 
 
 def make_mosaic(scheduled: str, debug: bool = False) -> str:
