@@ -16,6 +16,7 @@ from pallasite.kernels.decode import DecodeConfig as DecodeConfig
 from pallasite.kernels.decode import decode_attention as decode_attention
 from pallasite.kernels.decode import paged_attention as paged_attention
 from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
+from pallasite.kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from pallasite.kernels.matmul import MatmulConfig as MatmulConfig
 from pallasite.kernels.matmul import matmul as matmul
 from pallasite.kernels.norms import layer_norm as layer_norm

@@ -104,6 +104,25 @@ CASES = {
     "matmul sum of nothing": case(
         kernels.matmul, normal(3, 0), normal(0, 5), gradients=False
     ),
+    "grouped matmul": case(
+        kernels.grouped_matmul,
+        normal(70, 37),
+        normal(4, 37, 33),
+        jnp.array([20, 0, 33, 1]),
+        modes=True,
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "grouped matmul, all empty": case(
+        kernels.grouped_matmul, normal(7, 5), normal(3, 5, 6), jnp.array([0, 0, 0])
+    ),
+    "grouped matmul bf16, columns shared": case(
+        kernels.grouped_matmul,
+        normal(40, 37, dtype="bfloat16"),
+        normal(3, 37, 64, dtype="bfloat16"),
+        jnp.array([8, 31, 1]),
+        sharded=(None, 2, None),
+        config=kernels.MatmulConfig(16, 8, 16),
+    ),
     "loss": case(
         loss, normal(37, 20), integers(-1, 100, 37), normal(20, 100), config=LOSS
     ),
