@@ -79,16 +79,16 @@ def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
 
 
 def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
-    m, k, n = (4096, 4096, 4096) if big else (512, 512, 512)
-    x = partial(normal, m, k, dtype=dtype)
-    y = partial(normal, k, n, dtype=dtype, seed=1)
+    side = 4096 if big else 512
+    x = partial(normal, side, side, dtype=dtype)
+    y = partial(x, seed=1)
     found = {
         "matmul bias gelu": Problem(
             lambda x, y, b, **how: kernels.matmul(
                 x, y, bias=b, activation="gelu", **how
             ),
-            lambda: [x(), y(), normal(n, dtype=dtype)],
-            2 * m * n * k,
+            lambda: [x(), y(), normal(side, dtype=dtype)],
+            2 * side**3,
             "flop",
         ),
         "matmul gate": Problem(
@@ -96,7 +96,7 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
                 x, y, gate=g, activation="swish", **how
             ),
             lambda: [x(), y(), y(seed=2)],
-            4 * m * n * k,
+            4 * side**3,
             "flop",
         ),
     }
@@ -108,12 +108,12 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             2 * tokens * depth * vocabulary,
             "flop",
         )
+    rows, k, n = (8192, 2048, 8192) if big else (1024, 256, 512)
     for groups in (8, 64):
-        m, k, n = (8192, 2048, 8192) if big else (1024, 256, 512)
         found[f"grouped_matmul {groups}"] = Problem(
             kernels.grouped_matmul,
-            partial(_grouped_operands, m, k, n, groups, dtype),
-            2 * m * n * k,
+            partial(_grouped_operands, rows, k, n, groups, dtype),
+            2 * rows * k * n,
             "flop",
             xla=jax.lax.ragged_dot,
         )
@@ -139,53 +139,92 @@ def _grouped_operands(m: int, k: int, n: int, groups: int, dtype: Any) -> list[A
 
 def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     batch, length, heads, width = (2, 4096, 16, 128) if big else (1, 1024, 4, 64)
-    qkv = lambda kv_heads: [
-        normal(batch, length, h, width, dtype=dtype, seed=n)
-        for n, h in enumerate((heads, kv_heads, kv_heads))
-    ]
-    causal = lambda *qkv, **how: kernels.attention(*qkv, mask=masks.Causal(), **how)
+
+    def operands(kv_heads: int) -> list[Any]:
+        return [
+            normal(batch, length, h, width, dtype=dtype, seed=n)
+            for n, h in enumerate((heads, kv_heads, kv_heads))
+        ]
+
+    causal = partial(kernels.attention, mask=masks.Causal())
     scores = 4 * batch * heads * length * length * width
-    found = {
-        "attention": Problem(kernels.attention, lambda: qkv(heads), scores, "flop"),
+    return {
+        "attention": Problem(
+            kernels.attention, partial(operands, heads), scores, "flop"
+        ),
         "attention causal, grouped heads": Problem(
-            causal, lambda: qkv(heads // 4), scores / 2, "flop"
+            causal, partial(operands, heads // 4), scores / 2, "flop"
         ),
     }
+
+
+def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     batch, keys, kv_heads, group = (64, 8192, 8, 4) if big else (4, 2048, 2, 4)
-    page = 128
-    cache = 2 * batch * keys * kv_heads * width * jnp.dtype(dtype).itemsize
-    config = kernels.DecodeConfig(splits=8 if big else 1)
-    found["decode_attention"] = Problem(
-        partial(kernels.decode_attention, config=config),
-        lambda: [
-            normal(batch, kv_heads * group, width, dtype=dtype),
-            *(normal(batch, keys, kv_heads, width, dtype=dtype) for _ in range(2)),
-            jnp.full(batch, keys, jnp.int32),
-        ],
-        cache,
-        differentiable=False,
-    )
+    width, page = 128, 128
     pages = batch * keys // page
-    found["paged_attention"] = Problem(
-        partial(kernels.paged_attention, config=config),
-        lambda: [
-            normal(batch, kv_heads * group, width, dtype=dtype),
-            *(normal(pages, page, kv_heads, width, dtype=dtype) for _ in range(2)),
-            jnp.full(batch, keys, jnp.int32),
-            jax.random.permutation(jax.random.key(3), pages)
-            .reshape(batch, -1)
-            .astype(jnp.int32),
-        ],
-        cache,
-        differentiable=False,
-    )
+    query = partial(normal, batch, kv_heads * group, width, dtype=dtype)
+    lengths = partial(jnp.full, batch, keys, jnp.int32)
+    cache = partial(normal, batch, keys, kv_heads, width, dtype=dtype)
+    paged = partial(normal, pages, page, kv_heads, width, dtype=dtype)
+    latent = partial(normal, pages, page, 576, dtype=dtype)
+    table = partial(_page_table, batch, pages)
+    size = batch * keys * jnp.dtype(dtype).itemsize
+    config = kernels.DecodeConfig(splits=8 if big else 1)
+    found = {
+        "decode_attention": Problem(
+            partial(kernels.decode_attention, config=config),
+            lambda: [query(), cache(), cache(), lengths()],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        ),
+        "latent_attention": Problem(
+            partial(
+                kernels.latent_attention, value_width=512, scale=0.1, config=config
+            ),
+            lambda: [
+                normal(batch, 128 if big else 8, 576, dtype=dtype),
+                latent(),
+                lengths(),
+                table(),
+            ],
+            size * 576,
+            differentiable=False,
+        ),
+        "ragged_paged_attention decode": Problem(
+            kernels.ragged_paged_attention,
+            lambda: [
+                query(),
+                paged(),
+                paged(),
+                lengths(),
+                table(),
+                jnp.ones(batch, jnp.int32),
+            ],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        ),
+    }
+    for splits in (1, 4, 16) if big else (1,):
+        found[f"paged_attention, {splits} splits"] = Problem(
+            partial(
+                kernels.paged_attention, config=kernels.DecodeConfig(splits=splits)
+            ),
+            lambda: [query(), paged(), paged(), lengths(), table()],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        )
     return found
+
+
+def _page_table(batch: int, pages: int) -> jax.Array:
+    order = jax.random.permutation(jax.random.key(3), pages)
+    return order.reshape(batch, -1).astype(jnp.int32)
 
 
 def problems() -> dict[str, Problem]:
     big = jax.default_backend() != "cpu"
     dtype = jnp.bfloat16 if big else jnp.float32
-    families = (rows_problems, product_problems, attention_problems)
+    families = (rows_problems, product_problems, attention_problems, cache_problems)
     return {k: v for family in families for k, v in family(big, dtype).items()}
 
 

@@ -1,13 +1,10 @@
 """`grouped_matmul`: rows in groups, each group times a matrix of its own.
 
-The work of a program is a *visit*: a block of rows and one group with rows in it. A
-block on the border of groups is visited once for each of them, and each visit stores
-its own rows. Which visits there are depends on the sizes of the groups and is
-computed by XLA; how many there can be does not: one per block and one per group.
+A program works on a visit (`visits.py`): a block of rows and one group with rows in it.
+The gradient of the matrices is a sum over the rows of each group.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common
 from pallasite.kernels.matmul import MatmulConfig, fitted
+from pallasite.kernels.visits import visits_of_groups
 
 
 def grouped_matmul(
@@ -66,7 +64,7 @@ def _product(x, y, group_sizes, config, transposed):
     (m, k), groups = x.shape, len(y)
     n = y.shape[1] if transposed else y.shape[2]
     config = fitted(config, m, n, k)
-    visits = _visits(group_sizes, m, config.block_m)
+    visits = visits_of_groups(group_sizes, m, config.block_m)
     steps = max(pl.cdiv(k, config.block_k), 1)
     ragged = {"fill": 0} if steps * config.block_k != k else {}
     wide = common.statistics_dtype(x.dtype)
@@ -132,43 +130,6 @@ def _product(x, y, group_sizes, config, transposed):
         ),
         name="grouped_matmul",
     )(*visits, x, y)
-
-
-class _Visits(NamedTuple):
-    """Per visit: its block of rows, its group, its rows; none if it is not used."""
-
-    tile: jax.Array
-    group: jax.Array
-    start: jax.Array
-    end: jax.Array
-
-
-def _visits(group_sizes: jax.Array, m: int, block: int) -> _Visits:
-    """All visits in the order of rows; rows past the groups are one more group."""
-    used = jnp.sum(group_sizes)
-    sizes = jnp.append(group_sizes, jnp.maximum(m - used, 0))
-    end = jnp.minimum(jnp.cumsum(sizes), m)
-    start = jnp.minimum(end - sizes, m)
-    first = start // block
-    counts = jnp.where(start < end, pl.cdiv(end, block) - first, 0)
-    number = pl.cdiv(m, block) + len(group_sizes)
-    visit = jnp.arange(number)
-    group = jnp.repeat(jnp.arange(len(sizes)), counts, total_repeat_length=number)
-    before = jnp.cumsum(counts) - counts
-    tile = first[group] + visit - before[group]
-    is_used = visit < jnp.sum(counts)
-    tile = jnp.clip(tile, 0, max(pl.cdiv(m, block) - 1, 0))
-    return _Visits(
-        *(
-            a.astype(jnp.int32)
-            for a in (
-                tile,
-                group,
-                jnp.where(is_used, start[group], 0),
-                jnp.where(is_used, end[group], 0),
-            )
-        )
-    )
 
 
 def _sums_of_groups(x, y, group_sizes, groups, config):

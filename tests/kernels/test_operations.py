@@ -53,7 +53,75 @@ def loss(x, labels, weights, **options):
     return kernels.linear_softmax_cross_entropy_loss(x, labels, weights, **options)
 
 
+# Pages in no order; entries of the table that no sequence uses are out of range.
+TABLE = jnp.array([[4, 1, 9], [7, 10**6, -5], [-1, -1, -1], [3, 0, 8]], jnp.int32)
+LENGTHS = jnp.array([20, 5, 0, 17], jnp.int32)
+
+
+def ragged(*query_lengths, dtype=jnp.float32, pages_dtype=None):
+    """25 tokens of which some are in no sequence, over pages of 8 keys."""
+    pages = (10, 8, 2, 12)
+    return (
+        normal(25, 6, 12, dtype=dtype),
+        normal(*pages, dtype=pages_dtype or dtype, seed=1),
+        normal(*pages[:3], 10, dtype=pages_dtype or dtype, seed=2),
+        LENGTHS,
+        TABLE,
+        jnp.array(query_lengths, jnp.int32),
+    )
+
+
+QUANTISED = (
+    normal(4, 6, 12),
+    integers(-127, 128, 10, 8, 2, 12, seed=1).astype(jnp.int8),
+    integers(-127, 128, 10, 8, 2, 12, seed=2).astype(jnp.int8),
+    LENGTHS,
+    TABLE,
+    0.02 * jnp.ones(2),
+    jnp.array([0.01, 0.03]),
+)
+
 CASES = {
+    "ragged attention: prefill and decode": case(
+        kernels.ragged_paged_attention,
+        *ragged(7, 1, 0, 14),
+        gradients=False,
+        modes=True,
+        soft_cap=5.0,
+        config=kernels.RaggedAttentionConfig(4),
+    ),
+    "ragged attention: decode in a window": case(
+        kernels.ragged_paged_attention,
+        *ragged(1, 1, 0, 1, dtype="bfloat16", pages_dtype="float8_e4m3fn"),
+        gradients=False,
+        window=6,
+    ),
+    "latent attention": case(
+        kernels.latent_attention,
+        normal(4, 6, 12),
+        normal(10, 8, 12, seed=1),
+        LENGTHS,
+        TABLE,
+        value_width=8,
+        scale=0.3,
+        gradients=False,
+        config=kernels.DecodeConfig(splits=2),
+    ),
+    "int8 pages": case(
+        lambda *args, **how: kernels.paged_attention(
+            *args[:5], key_scales=args[5], value_scales=args[6], **how
+        ),
+        *QUANTISED,
+        gradients=False,
+    ),
+    "update pages": case(
+        kernels.update_pages,
+        normal(4, 8, 2, 12, dtype="bfloat16"),
+        normal(5, 2, 12, seed=1),
+        jnp.array([31, -1, 0, 17, -4], jnp.int32),
+        gradients=False,
+        modes=True,
+    ),
     "rotary": case(
         kernels.rotary_embedding,
         normal(8, 5, 3, 14),
