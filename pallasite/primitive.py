@@ -557,17 +557,16 @@ batching.primitive_batchers[call_p] = _batch
 
 def calls_in(fn: Any, *args: Any) -> list[Call]:
     """The kernel calls of a JAX function, in order."""
-    return calls_in_jaxpr(jax.make_jaxpr(fn)(*args))
-
-
-def calls_in_jaxpr(jaxpr: Any) -> list[Call]:
-    """The kernel calls of a traced function, in order."""
     found: list[Call] = []
-    for eqn in jaxcompat.opened(jaxpr)[0].eqns:
-        if eqn.primitive is call_p:
-            found.append(eqn.params["call"])
-        for inner in jaxcompat.jaxprs_in_params(eqn.params):
-            found += calls_in_jaxpr(inner)
+
+    def visit(jaxpr: Any) -> None:
+        for eqn in jaxcompat.opened(jaxpr)[0].eqns:
+            if eqn.primitive is call_p:
+                found.append(eqn.params["call"])
+            for inner in jaxcompat.jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fn)(*args))
     return found
 
 

@@ -16,7 +16,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common, masks
+from pallasite.kernels import common, configs, masks
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -73,7 +73,7 @@ def attention(
         scale=sizes.width**-0.5 if scale is None else scale, soft_cap=soft_cap
     )
     compute = common.choose(implementation, _streamed, _plain)
-    config = common.tuned(
+    config = configs.tuned(
         "attention",
         config,
         AttentionConfig(),

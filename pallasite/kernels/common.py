@@ -7,22 +7,15 @@ Every operation takes `implementation=`:
 - "reference": plain jnp in float32 throughout, for comparing numbers.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 import pallasite as pl
 from pallasite.errors import KernelTypeError, SpecError
-from pallasite.tune import choices
-from pallasite.tune.space import Space
-
-C = TypeVar("C")  # a configuration: a frozen dataclass
-# Values of `block_rows` that the tuner tries.
-ROW_SPACE = {"block_rows": (8, 16, 32, 64, 128, 256)}
 
 Implementation = Literal["pallasite", "xla", "reference"]
 
@@ -41,31 +34,6 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
     if implementation == "pallasite":
         return kernel
     return plain if implementation == "xla" else in_float32(plain)
-
-
-def tuned(
-    kernel: str,
-    given: C | None,
-    default: C,
-    space: Mapping[str, Sequence[Any]],
-    operands: Sequence[Any],
-    **options: Any,
-) -> C:
-    """The configuration of a call: the caller's, else a tuned one, else the default.
-
-    Args:
-        kernel: what tables call the operation.
-        given: what the caller passed as `config=`.
-        default: the configuration of calls that were never tuned.
-        space: the values of its fields that the tuner tries.
-        operands: arrays whose shapes and dtypes decide (None: not given).
-        options: whatever else decides the kernel's code.
-    """
-    if given is not None:
-        return given
-    site = choices.site_of(kernel, operands, options)
-    values = dataclasses.asdict(default)  # pyright: ignore[reportArgumentType]
-    return type(default)(**choices.choose(site, values, Space(space)))
 
 
 def in_float32(plain: Callable) -> Callable:

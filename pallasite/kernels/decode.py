@@ -35,11 +35,6 @@ class DecodeConfig:
     splits: int = 1
 
 
-SPLITS = (1, 2, 4, 8, 16)
-SPACE = {"block_kv": (64, 128, 256, 512), "splits": SPLITS}
-PAGED_SPACE = {"block_kv": (DecodeConfig.block_kv,), "splits": SPLITS}
-
-
 def decode_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -72,16 +67,13 @@ def decode_attention(
         common.check_shape("decode_attention", name, cache, wanted)
     options = _Options(width**-0.5 if scale is None else scale, soft_cap)
     compute = common.choose(implementation, _contiguous, _plain)
-    arrays = (query, key_cache, value_cache)
-    default = DecodeConfig()
-    config = common.tuned("decode_attention", config, default, SPACE, arrays)
     return compute(
         query,
         key_cache,
         value_cache,
         lengths.astype(jnp.int32),
         options=options,
-        config=config,
+        config=config or DecodeConfig(),
     )
 
 
@@ -118,9 +110,6 @@ def paged_attention(
     common.check_shape("paged_attention", "page_table", page_table, wanted)
     options = _Options(width**-0.5 if scale is None else scale, soft_cap)
     compute = common.choose(implementation, _paged, _plain_paged)
-    arrays = (query, key_pages, value_pages, page_table)
-    default = DecodeConfig()
-    config = common.tuned("paged_attention", config, default, PAGED_SPACE, arrays)
     return compute(
         query,
         key_pages,
@@ -128,7 +117,7 @@ def paged_attention(
         lengths.astype(jnp.int32),
         page_table.astype(jnp.int32),
         options=options,
-        config=config,
+        config=config or DecodeConfig(),
     )
 
 

@@ -51,8 +51,7 @@ def gated_linear_unit(
             fix=f"one of {', '.join(map(repr, ACTIVATIONS))}",
         )
     compute = common.choose(implementation, _glu_rows, _plain_glu)
-    default, space = default_config(gate), common.ROW_SPACE
-    config = common.tuned("gated_linear_unit", config, default, space, (gate,))
+    config = config or default_config(gate)
     return compute(gate, value, activation=activation, config=config)
 
 

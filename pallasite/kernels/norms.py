@@ -49,8 +49,7 @@ def rms_norm(
     """
     _check("rms_norm", x, residual, scale=scale)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    default, operands = default_config(x), (x, residual)
-    config = common.tuned("rms_norm", config, default, common.ROW_SPACE, operands)
+    config = config or default_config(x)
     options = _Options("rms_norm", epsilon, scale_offset, centred=False)
     normed, total = compute(x, scale, None, residual, options=options, config=config)
     return normed if residual is None else (normed, total)
@@ -73,8 +72,7 @@ def layer_norm(
     """
     _check("layer_norm", x, residual, scale=scale, bias=bias)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    default, operands = default_config(x), (x, residual)
-    config = common.tuned("layer_norm", config, default, common.ROW_SPACE, operands)
+    config = config or default_config(x)
     options = _Options("layer_norm", epsilon, scale_offset, centred=True)
     normed, total = compute(x, scale, bias, residual, options=options, config=config)
     return normed if residual is None else (normed, total)

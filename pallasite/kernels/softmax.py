@@ -32,9 +32,7 @@ def softmax(
     """
     common.check_floats("softmax", x=x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
-    default = default_config(x)
-    config = common.tuned("softmax", config, default, common.ROW_SPACE, (x,))
-    return compute(x, scale=scale, config=config)
+    return compute(x, scale=scale, config=config or default_config(x))
 
 
 def _normalise(x, scale: float):

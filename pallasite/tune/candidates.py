@@ -24,7 +24,7 @@ from pallasite.errors import (
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.cost import cost
-from pallasite.primitive import Call, calls_in_jaxpr
+from pallasite.primitive import Call, calls_in
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.table import Config, Table
@@ -83,14 +83,15 @@ def make(
     try:
         with choices.configs(table), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            jaxpr = jax.make_jaxpr(lambda *xs: function(*xs))(*args)
-        candidate.calls = tuple(calls_in_jaxpr(jaxpr))
+            fresh = lambda *xs: function(*xs)
+            candidate.calls = tuple(calls_in(fresh, *args))
+            around = str(jax.make_jaxpr(fresh)(*args))  # traced once: JAX caches it
         scheduled = [_scheduled(call, backends(call), chip) for call in candidate.calls]
     except Exception as error:  # the function's own code runs here: anything
         candidate.refused = _first_line(error)
         return candidate
     candidate.kernels = tuple(scheduled)
-    candidate.identity = (str(jaxpr), *(kernel.text for kernel in scheduled))
+    candidate.identity = (around, *(kernel.text for kernel in scheduled))
     model = Model(chip)
     candidate.estimate = sum(map(model.estimate, scheduled))
     candidate.bound = sum(map(model.bound, scheduled))

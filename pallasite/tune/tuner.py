@@ -20,7 +20,7 @@ from pallasite.backends import base
 from pallasite.errors import CompileError, SpecError
 from pallasite.language.spec_trees import is_shaped
 from pallasite.language.trace import user_location
-from pallasite.primitive import Call, calls_in_jaxpr, chip_for, wants_emulation
+from pallasite.primitive import Call, calls_in, chip_for, wants_emulation
 from pallasite.runtime import aot
 from pallasite.target import Chip, Host, Tpu
 from pallasite.tune import candidates, choices, measure
@@ -93,7 +93,7 @@ class Tuner:
 
     def tune(self) -> Tuned:
         with self._for_target(), choices.recorded() as questions:
-            jaxpr = jax.make_jaxpr(lambda *xs: self._of_arrays(*xs))(*self.shapes)
+            calls = calls_in(lambda *xs: self._of_arrays(*xs), *self.shapes)
         asked = list({q.site: q for q in questions}.values())
         if not asked:
             name = getattr(self.function, "__name__", repr(self.function))
@@ -103,7 +103,7 @@ class Tuner:
                 fix="call operations of pallasite.kernels without config=, or declare "
                 "your function's values with pl.tunable",
             )
-        self.kernels = tuple(sorted(call.kernel.name for call in calls_in_jaxpr(jaxpr)))
+        self.kernels = tuple(sorted(call.kernel.name for call in calls))
         tuned = Tuned(self.function, unit=self.unit)
         with Workers(self.options.workers, self.options.limit, _platform()) as workers:
             for question in asked:

@@ -194,14 +194,14 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
         ]
 
     monkeypatch.setattr(aot, "compile_all", compile_all)
-    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
-    found = pl.autotune(kernels.softmax, target="v5e")(x)
+    x = jax.ShapeDtypeStruct((1, 64, 1, 16), jnp.float32)
+    found = pl.autotune(kernels.attention, target="v5e")(x, x, x)
     assert found.unit == "cycles" and "cycles" in str(found)
     assert set(asked) - {"late"} == {"v5e"}
     refused = [reason for _, reason in found.sites[0].refused]
     assert refused == (["libtpu did not end within 60 s"] if hangs else [])
-    (entry,) = table.user_table().of("softmax", "v5e")
-    assert entry.config == found.config("softmax")
+    (entry,) = table.user_table().of("attention", "v5e")
+    assert entry.config == found.config("attention")
 
 
 def test_command(capsys, tmp_path, monkeypatch):

@@ -318,6 +318,57 @@ def test_what_the_text_of_a_ring_has():
     assert found.startswith("// launch") and '"threads": 384' in found
 
 
+def copier_and_multiplier(rows=64, columns=64, slots=2):
+    """One warpgroup copies, one multiplies; each says how many registers it wants."""
+
+    def kernel(x, y, o, a, b, full):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 1)
+        def load():
+            plgpu.set_max_registers(40, action="decrease")
+            plgpu.copy_gmem_to_smem(x, a.at[0], full)
+            plgpu.copy_gmem_to_smem(y, b, full)
+
+        @pl.when(wg == 0)
+        def compute():
+            plgpu.set_max_registers(248, action="increase")
+            plgpu.barrier_wait(full)
+
+            def multiply(acc):
+                plgpu.wgmma(acc, a.at[0], b)
+                return acc[...]
+
+            o[...] = pl.run_scoped(multiply, plgpu.ACC((rows, columns), F32))
+
+    function = plgpu.kernel(
+        kernel,
+        out_type=out(rows, columns),
+        scratch_types=[
+            plgpu.SMEM((slots, rows, 64), F16, transforms=SWIZZLED),
+            plgpu.SMEM((64, columns), F16, transforms=SWIZZLED),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        num_threads=2,
+        thread_name="wg",
+    )
+    return text(function, *operands((rows, 64), (64, columns)))
+
+
+def test_two_programs_of_one_multiplying_warpgroup_share_a_multiprocessor():
+    found = copier_and_multiplier()
+    assert "__launch_bounds__(256, 2)" in found
+    assert "fewer_registers<24>();" in found and "more_registers<232>();" in found
+
+
+def test_programs_that_need_a_multiprocessor_have_it_alone():
+    much_memory = copier_and_multiplier(slots=14)
+    many_registers = copier_and_multiplier(rows=128, columns=256)
+    for found in (much_memory, many_registers):
+        assert "__launch_bounds__(256, 1)" in found
+        assert "fewer_registers<40>();" in found and "more_registers<248>();" in found
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_operands_in_registers_and_turned_ones(dtype, tmp_path):
