@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -110,6 +111,9 @@ def chip_name() -> str:
 
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    from pallasite import __version__
-
-    return ("jax", jax.__version__), ("pallasite", __version__)
+    """Of JAX and of this package."""
+    try:
+        own = metadata.version("pallasite")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return ("jax", jax.__version__), ("pallasite", own)

@@ -25,10 +25,10 @@ from pallasite.runtime import aot
 from pallasite.target import Chip, Host, Tpu
 from pallasite.tune import candidates, choices, measure
 from pallasite.tune import table as tables
-from pallasite.tune.autotune import Found, Tuned
 from pallasite.tune.candidates import Candidate
 from pallasite.tune.choices import Question
 from pallasite.tune.progress import Progress
+from pallasite.tune.results import Found, Tuned
 from pallasite.tune.search import Outcome, search
 from pallasite.tune.table import Config, Entry, Site, Table
 from pallasite.tune.workers import Workers
