@@ -12,7 +12,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.visits import visits_of_groups
 
@@ -42,7 +42,8 @@ def grouped_matmul(
     common.check_shape("grouped_matmul", "y", y, (groups, k, n))
     common.check_shape("grouped_matmul", "group_sizes", group_sizes, (groups,))
     compute = common.choose(implementation, _grouped, _plain)
-    config = config or MatmulConfig(128, 256, 64)
+    default, space = MatmulConfig(128, 256, 64), configs.PRODUCT
+    config = configs.tuned("grouped_matmul", config, default, space, (x, y))
     return compute(x, y, group_sizes.astype(jnp.int32), config=config)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     PAGES,
     Options,
@@ -30,6 +30,9 @@ class RaggedAttentionConfig:
     """How attention is divided: new tokens of a program; a page of keys is a step."""
 
     block_q: int
+
+
+SPACE = {"block_q": (8, 16, 32, 64, 128)}
 
 
 def ragged_paged_attention(
@@ -87,6 +90,7 @@ def ragged_paged_attention(
     compute = common.choose(implementation, _streamed, _plain)
     # A block of about 128 rows, which are new tokens times heads of a key head.
     default = RaggedAttentionConfig(max(128 // (heads // kv_heads), 1))
+    operands = (query, key_pages, page_table)
     return compute(
         query,
         key_pages,
@@ -94,7 +98,7 @@ def ragged_paged_attention(
         *(x.astype(jnp.int32) for x in (lengths, page_table, query_lengths)),
         window=window,
         options=Options.of(width, scale, soft_cap),
-        config=config or default,
+        config=configs.tuned(operation, config, default, SPACE, operands),
     )
 
 
