@@ -122,7 +122,8 @@ def hidden_states(
 
 
 def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
-    """The mean cross entropy of each byte of `text` (batch, length + 1) but the first."""
+    """The mean cross entropy of the bytes of `text` (batch, length + 1), the first left
+    out."""
     how: Any = {"implementation": implementation}
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -207,6 +208,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
     width, height, edge = 640, 360, 44
     every = [loss for curve in curves.values() for loss in curve]
     low, high = min(every), max(every)
+    steps = len(every) // len(curves)
     colours = ("#00796b", "#e65100", "#5e35b1", "#c2185b")
 
     def point(n: int, loss: float, count: int) -> str:
@@ -222,7 +224,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         f'<path d="M{edge} {edge}V{bottom}H{right}" fill="none" stroke="black"/>',
         f'<text x="{edge - 36}" y="{edge + 4}">{high:.2f}</text>',
         f'<text x="{edge - 36}" y="{bottom}">{low:.2f}</text>',
-        f'<text x="{right - 60}" y="{bottom + 24}">{len(every) // len(curves)} steps</text>',
+        f'<text x="{right - 60}" y="{bottom + 24}">{steps} steps</text>',
     ]
     for row, (name, curve) in enumerate(curves.items()):
         points = " ".join(point(n, loss, len(curve)) for n, loss in enumerate(curve))
@@ -236,7 +238,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--steps", type=int)
     parser.add_argument(
