@@ -1,16 +1,19 @@
 """Import rules for refs: indexing, masks, atomics, copies, semaphores, allocation."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, RefIndexError
 from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
 from pallasite.ir.rule_table import RuleTable
+from pallasite.language.refs import ds
 from pallasite.language.trace import non_integer_index
 
 RULES = RuleTable()
@@ -464,7 +467,59 @@ def _views(
 
 @RULES.rule("pallasite_copy")
 def _copy(im: Importer, eqn: Any, *flat: Value) -> None:
+    if _copy_rows(im, eqn):
+        return
     _copy_elements(im, eqn, _dynamic_counts(im, eqn), ())
+
+
+def _copy_rows(im: Importer, eqn: Any) -> bool:
+    """A copy of the rows that an array of numbers, or a ref to one, picks."""
+    sides = jax.tree.unflatten(eqn.params["tree"], eqn.invars)
+    numbers = [_row_numbers(im, transforms) for _, transforms in sides[:2]]
+    if numbers == [None, None]:
+        return False
+    if None not in numbers:
+        raise KernelTypeError(
+            "a copy picks rows on one side only",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "copy through memory of the core's own: gather first, then scatter",
+        )
+    indexed = "target" if numbers[0] is None else "source"
+    rows = numbers[0] if numbers[1] is None else numbers[1]
+    views = []
+    for (ref, transforms), own in zip(sides, (*numbers, None), strict=True):
+        if own is not None:
+            *transforms, last = transforms
+            transforms.append(_without_rows(last))
+        views.append(view(im, im.value(ref), transforms))
+    _expect_semaphore(im, views[2])
+    action, attrs = eqn.params["action"], {"indexed": indexed}
+    if action != "wait":
+        attrs["add"] = action == "add"
+    name = "indexed_copy_wait" if action == "wait" else "indexed_copy_start"
+    im.builder.emit(name, *views, rows, **attrs)
+    return True
+
+
+def _row_numbers(im: Importer, transforms: Sequence[Any]) -> Value | None:
+    """What picks rows in the last step of a view: an array first in its index."""
+    last = transforms[-1] if transforms else None
+    if type(last).__name__ != "NDIndexer" or not last.indices:
+        return None
+    first = last.indices[0]
+    if _is_slice(first) or _static(first) is not None:
+        return None
+    picked = jaxcompat.ref_and_transforms(first)
+    ref = im.value(picked[0])
+    if ref.is_ref:
+        return view(im, ref, picked[1])
+    return ref if ref.tile.rank else None
+
+
+def _without_rows(indexer: Any) -> Any:
+    """The same index with all rows."""
+    return replace(indexer, indices=(ds(0, indexer.shape[0]), *indexer.indices[1:]))
 
 
 def _copy_elements(

@@ -242,6 +242,20 @@ class WaitingWalker(ResumableWalker):
             self.races.wait(semaphore.key, 1)
             self._count(semaphore.view, semaphore.ref, -1)
 
+    def steps_indexed_copy_start(self, op: Op) -> Steps:
+        """Done where it starts: only its wait is watched."""
+        self.do_indexed_copy_start(op)
+        semaphore = self._end(op.operands[2])
+        self.signals[semaphore.root] = op
+        self.races.signal(semaphore.key, 1)
+        yield Pause(op)
+
+    def steps_indexed_copy_wait(self, op: Op) -> Steps:
+        semaphore = self._end(op.operands[2])
+        yield SemaphoreWait(op, self, semaphore, 1)
+        self.races.wait(semaphore.key, 1)
+        self._count(semaphore.view, semaphore.ref, -1)
+
     def _end(self, ref: Value) -> End:
         view: View = self.env[ref]
         if view.steps:
@@ -362,6 +376,8 @@ class WaitingWalker(ResumableWalker):
         **ResumableWalker.RESUMABLE,
         "copy_start": steps_copy_start,
         "copy_wait": steps_copy_wait,
+        "indexed_copy_start": steps_indexed_copy_start,
+        "indexed_copy_wait": steps_indexed_copy_wait,
         "sem_signal": steps_sem_signal,
         "sem_signal_core": steps_sem_signal_core,
         "sem_wait": steps_sem_wait,

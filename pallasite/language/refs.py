@@ -445,6 +445,13 @@ def flatten_views(*views: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(parts)
 
 
+def _picks_rows(ref: Any) -> bool:
+    """Whether a view's last index begins with an array, or a ref, of row numbers."""
+    _, transforms = jaxcompat.ref_and_transforms(ref)
+    indices = getattr(transforms[-1], "indices", ()) if transforms else ()
+    return bool(indices) and bool(getattr(indices[0], "shape", ()))
+
+
 class AsyncCopyDescriptor:
     """A copy between two refs: `start()` it, `wait()` for it."""
 
@@ -464,8 +471,8 @@ class AsyncCopyDescriptor:
     def start(self, priority: int = 0, *, add: bool = False) -> None:
         """Begin to copy; with `add` the destination gets the sum of both."""
         del priority
-        if not add:
-            self._bind("start")
+        if not add or _picks_rows(self.dst_ref):
+            self._bind("add" if add else "start")
             return
         total = self.src_ref[...] + self.dst_ref[...]
         staged = _empty_ref(MemoryRef(total, MemorySpace.VMEM))

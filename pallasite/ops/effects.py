@@ -259,6 +259,22 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def _indexed_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    """Operands: source ref, destination ref, semaphore ref, numbers of rows."""
+    source, target, _, rows = types
+    if not isinstance(source, RefType) or not isinstance(target, RefType):
+        raise TypeRuleError("a copy goes from ref to ref")
+    if len(rows.shape) != 1 or not rows.dtype.is_integer:
+        raise TypeRuleError(f"rows are numbered by one dimension of integers: {rows}")
+    table, block = (
+        (source, target) if attrs["indexed"] == "source" else (target, source)
+    )
+    wanted = (*rows.shape, *table.shape[1:])
+    if not table.rank or (block.shape, block.dtype) != (wanted, table.dtype):
+        raise TypeRuleError(f"cannot copy {source} to {target} by {rows}")
+    return ()
+
+
 def _first(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (types[0],)
 
@@ -353,6 +369,23 @@ _row(
     _copy,
     None,
     doc="waits for a started copy of the same shape",
+    **_explicit,
+)
+_row(
+    "indexed_copy_start",
+    _indexed_copy,
+    4,
+    ("indexed", "add"),
+    doc="starts an async copy of numbered rows of its `indexed` side; numbers clamp "
+    "when read and are dropped when written; `add` adds to them",
+    **_explicit,
+)
+_row(
+    "indexed_copy_wait",
+    _indexed_copy,
+    4,
+    ("indexed",),
+    doc="waits for a started copy of as many rows",
     **_explicit,
 )
 _row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_explicit)

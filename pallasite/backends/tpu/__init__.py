@@ -80,20 +80,21 @@ class TpuBackend:
             Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
-            Pass("dots", plain_dots),
+            Pass("dots", partial(plain_dots, chip=chip)),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
 
     def _blocks(self, options: Options) -> Sequence[Pass]:
         """Blocks for which there is room, and larger ones where it is known to be."""
         from pallasite.backends.tpu.vmem import cut_if_large
-        from pallasite.passes.tpu_blocks import for_tpu
+        from pallasite.passes.tpu_blocks import for_tpu, unroll_for_tpu
 
         if not isinstance(options.chip, Tpu):
             return (Pass("choose_blocks", cut_if_large),)
         limit = options.compiler_params.get("vmem_limit_bytes")
         blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
-        return (Pass("choose_blocks", blocks),)
+        unroll = partial(unroll_for_tpu, chip=options.chip)
+        return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (Stage("mosaic", partial(make_mosaic, debug=options.debug)),)

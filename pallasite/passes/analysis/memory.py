@@ -31,6 +31,8 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return (DotStore.of(op).ref,)
     if op.name in ("copy_start", "copy_wait"):
         return tuple(v for v in op.operands[1:] if v.is_ref)
+    if op.name in ("indexed_copy_start", "indexed_copy_wait"):
+        return op.operands[1:3]
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
     return _windowed(op, "out") if op.name == "pipeline" else ()
@@ -44,6 +46,9 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return (DotStore.of(op).ref,)
     if op.name in ("copy_start", "copy_wait"):
         return op.operands[:1]
+    if op.name in ("indexed_copy_start", "indexed_copy_wait"):
+        # Rows that are not numbered stay as they were.
+        return tuple(v for v in op.operands if v.is_ref and not v.ref.is_semaphore)
     if op.name == "wgmma":
         return tuple(v for v in op.operands if v.is_ref)
     return _windowed(op, "in") if op.name == "pipeline" else ()
