@@ -29,10 +29,12 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in ("copy_start", "copy_wait", "cluster_copy"):
         return tuple(v for v in op.operands[1:] if v.is_ref)
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
+    if op.name == "cluster_arrive":
+        return op.operands
     return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
@@ -42,7 +44,7 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in ("copy_start", "copy_wait", "cluster_copy"):
         return op.operands[:1]
     if op.name == "wgmma":
         return tuple(v for v in op.operands if v.is_ref)
