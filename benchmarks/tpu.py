@@ -3,10 +3,12 @@
 Each problem is one portable source, compiled by this package and by upstream as it is
 written. The cycles are libtpu's own static estimate of a call (one TensorCore, copies
 modelled, nothing measured). "flash by hand" is the attention kernel that upstream
-tunes for TPUs: its cycles stand in place of those of the portable source.
+tunes for TPUs: its cycles stand in place of those of the portable source. "library"
+are all kernels that JAX ships for TPUs, unmodified, by both (`tpu_library.py`).
 
-    python benchmarks/tpu.py                      # all problems, v5e and v6e
+    python benchmarks/tpu.py                      # all problems, v5e, v6e and v5p
     python benchmarks/tpu.py matmul --chip v6e    # problems with this in their names
+    python benchmarks/tpu.py --processes 16       # that many compilers at once
     python benchmarks/tpu.py --only ours          # upstream's numbers as they were
     python benchmarks/tpu.py --python PYTHON      # another Python that has libtpu
 
@@ -20,10 +22,11 @@ import importlib
 import json
 import math
 import os
-import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,11 +36,11 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 from jax import lax
 
+from benchmarks.tpu_library import CASES, jobs_in
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.passes.run import run as run_shared_passes
 from pallasite.primitive import calls_in
@@ -45,7 +48,7 @@ from pallasite.runtime.aot import Job, compile_all
 from pallasite.target import TPUS
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
-CHIPS = ("v5e", "v6e")
+CHIPS = ("v5e", "v6e", "v5p")
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 MASKED = -1e30
 
@@ -179,6 +182,41 @@ def flash(on: Pallas, block: int, causal: bool = False, rank: int = 2) -> Callab
         in_specs=[queries, keys, keys],
         out_specs=queries,
         scratch_shapes=softmax_state(on, block, WIDTH, rank),
+    )
+
+
+def flash_in_a_loop(on: Pallas, block: int) -> Callable:
+    """Attention as one writes it for GPUs: keys in a loop, the state in values."""
+    pl = on.pl
+
+    def kernel(q_ref, k_ref, v_ref, o_ref):
+        q = q_ref[...]
+
+        def step(j, state):
+            top, total, acc = state
+            k, v = (ref[pl.ds(j * block, block), :] for ref in (k_ref, v_ref))
+            dims = ((1,), (1,)), ((), ())
+            scores = lax.dot_general(q, k, dims, preferred_element_type=F32)
+            scores *= WIDTH**-0.5
+            new = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+            shrink, weights = jnp.exp(top - new), jnp.exp(scores - new)
+            total = shrink * total + weights.sum(axis=-1, keepdims=True)
+            product = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=F32)
+            return new, total, shrink * acc + product
+
+        fill = lambda width, value: jnp.full((block, width), value, F32)
+        state = fill(1, MASKED), fill(1, 0.0), fill(WIDTH, 0.0)
+        _, total, acc = lax.fori_loop(0, LENGTH // block, step, state)
+        o_ref[...] = (acc / total).astype(o_ref.dtype)
+
+    queries = pl.BlockSpec((None, block, WIDTH), lambda h, i: (h, i, 0))
+    keys = pl.BlockSpec((None, LENGTH, WIDTH), lambda h, i: (h, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((HEADS, LENGTH, WIDTH), BF16),
+        grid=(HEADS, LENGTH // block),
+        in_specs=[queries, keys, keys],
+        out_specs=queries,
     )
 
 
@@ -334,16 +372,19 @@ def stencil(on: Pallas, rows: int, n: int = 4096, width: int = 2048) -> Callable
 
 
 def problems() -> Iterator[Problem]:
-    square = Shape((4096, 4096), BF16)
-    for block in (128, 256, 512):
-        name = f"matmul 4096, blocks of {block}"
-        yield Problem(name, functools.partial(matmul, block=block), (square, square))
+    for n in (2048, 4096):
+        square = Shape((n, n), BF16)
+        for block in (128, 256, 512):
+            make = functools.partial(matmul, block=block, n=n)
+            yield Problem(f"matmul {n}, blocks of {block}", make, (square, square))
     head = Shape((HEADS, LENGTH, WIDTH), BF16)
-    for block in (128, 512):
+    for block in (128, 256, 512):
         for causal in (False, True):
             make = functools.partial(flash, block=block, causal=causal)
             name = f"flash{' causal' * causal}, blocks of {block}"
             yield Problem(name, make, (head,) * 3)
+        make = functools.partial(flash_in_a_loop, block=block)
+        yield Problem(f"flash in a loop, blocks of {block}", make, (head,) * 3)
     make = functools.partial(flash, block=512, rank=1)
     yield Problem("flash with statistics of rank 1", make, (head,) * 3)
     for causal in (False, True):
@@ -406,64 +447,52 @@ def upstream_job(problem: Problem, chip: str) -> Job:
         pl = importlib.import_module("jax.experimental.pallas")
         tpu = importlib.import_module("jax.experimental.pallas.tpu")
         function = problem.make(Pallas(pl, tpu))
-    traced = jax.jit(function).trace(*problem.operands)
-    module = traced.lower(lowering_platforms=("tpu",)).compiler_ir()
-    assert module is not None
-    (call,) = _custom_calls(module.operation)
-    config = call.attributes["backend_config"].value
-    aliases = _aliases(str(call.attributes["output_operand_aliases"]))
-    operands = tuple(_array(o.type) for o in call.operands)
-    results = tuple(_array(r.type) for r in call.results)
-    return Job(problem.name, "tpu_custom_call", config, operands, results, 1, aliases)
+    (job,) = jobs_in(function, problem.operands)
+    return replace(job, name=problem.name)
 
 
-def _custom_calls(op: Any) -> Iterator[Any]:
-    for region in op.regions:
-        for block in region:
-            for inner in block:
-                if inner.operation.name == "stablehlo.custom_call":
-                    yield inner.operation
-                yield from _custom_calls(inner.operation)
-
-
-def _aliases(text: str) -> tuple[tuple[int, int], ...]:
-    pattern = r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)"
-    return tuple((int(i), int(o or 0)) for o, i in re.findall(pattern, text))
-
-
-def _array(type_: Any) -> tuple[tuple[int, ...], str]:
-    text = str(type_)
-    *shape, element = re.fullmatch(r"tensor<(.*)>", text).group(1).split("x")  # pyright: ignore
-    names = {"bf16": "bfloat16", "f32": "float32", "i32": "int32"}
-    return tuple(map(int, shape)), names[element]
+def library_jobs(names: Sequence[str], who: str, chip: str) -> Iterator[Job]:
+    """Calls of the kernels that JAX ships, by one of the two backends."""
+    script = Path(__file__).with_name("tpu_library.py")
+    command = [sys.executable, str(script), who, chip, *names]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for line in made.stdout.splitlines():
+        yield Job(**json.loads(line))
 
 
 # --- numbers ---
 
-
-def measured(jobs: list[tuple[str, Job]], chip: str) -> dict[str, dict[str, Any]]:
-    """Estimated cycles, or the error, by problem and contender."""
-    found: dict[str, dict[str, Any]] = {}
-    results = compile_all([job for _, job in jobs], chip, cycles=True, timeout=3000)
-    for (who, job), result in zip(jobs, results, strict=True):
-        number = result.cycles if result.ok else None
-        if not result.ok:
-            print(f"{job.name}, {who}, {chip}: {result.error[:600]}", flush=True)
-        found.setdefault(job.name, {})[who] = number
-    return found
+Work = tuple[str, str, Job]  # chip, contender and what is compiled
+NO_ESTIMATE = "compiled, but libtpu has no estimate"
 
 
-def jobs_of(
-    chosen: Sequence[Problem], who: Sequence[str], chip: str
-) -> Iterator[tuple[str, Job]]:
+def measured(work: Work, timeout: float) -> int | None:
+    """Estimated cycles of a call; None, with the reason printed, if it has none."""
+    chip, who, job = work
+    try:
+        (result,) = compile_all([job], chip, cycles=True, timeout=timeout)
+        error = result.error if not result.ok else "" if result.cycles else NO_ESTIMATE
+    except subprocess.TimeoutExpired:
+        result, error = None, f"not estimated within {timeout:.0f} seconds"
+    if error:
+        print(f"{job.name}, {who}, {chip}: {error[:600]}", flush=True)
+    return result.cycles if result is not None and result.ok else None
+
+
+def work_of(
+    chosen: Sequence[Problem], library: Sequence[str], who: Sequence[str], chip: str
+) -> Iterator[Work]:
     makers = {"ours": our_job, "upstream": upstream_job}
     for problem in chosen:
         for name in who:
             try:
-                yield name, makers[name](problem, chip)
+                yield chip, name, makers[name](problem, chip)
             except Exception as error:
                 text = str(error).strip() or repr(error)
                 print(f"{problem.name}, {name}, {chip}: {text[:600]}", flush=True)
+    for name in who:
+        for job in library_jobs(library, name, chip) if library else ():
+            yield chip, name, job
 
 
 def shown(cycles: dict[str, dict[str, Any]]) -> None:
@@ -489,27 +518,33 @@ def main() -> None:
     parser.add_argument("--chip", action="append", choices=CHIPS)
     parser.add_argument("--only", choices=("ours", "upstream"))
     parser.add_argument("--python", help="the one that has libtpu", default="")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=3000, help="seconds for each")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = arguments.results
-    sys.executable = arguments.python or sys.executable
-    chosen = [
-        p
-        for p in problems()
-        if not arguments.names or any(n in p.name for n in arguments.names)
-    ]
+    wanted = lambda name: not arguments.names or any(n in name for n in arguments.names)
+    chosen = [problem for problem in problems() if wanted(problem.name)]
+    library = [name for name in CASES if wanted(name)]
     who = (arguments.only,) if arguments.only else ("ours", "upstream")
+    chips = arguments.chip or CHIPS
+    work = [each for chip in chips for each in work_of(chosen, library, who, chip)]
+    sys.executable = arguments.python or sys.executable
     stored = json.loads(results.read_text()) if results.exists() else {}
-    for chip in arguments.chip or CHIPS:
-        cycles = stored.setdefault("cycles", {}).setdefault(chip, {})
-        for name, row in measured(list(jobs_of(chosen, who, chip)), chip).items():
-            cycles.setdefault(name, {}).update(row)
+    stored["versions"] = {n: metadata.version(n) for n in ("jax", "jaxlib")}
+    stored["date"] = datetime.now(UTC).date().isoformat()
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        started = {pool.submit(measured, w, arguments.timeout): w for w in work}
+        for future in as_completed(started):
+            chip, contender, job = started[future]
+            rows = stored.setdefault("cycles", {}).setdefault(chip, {})
+            if future.result() is not None:
+                rows.setdefault(job.name, {})[contender] = future.result()
+            results.write_text(json.dumps(stored, indent=1) + "\n")
+    for chip in chips:
+        rows = stored.get("cycles", {}).get(chip, {})
         print(f"--- {chip}, estimated cycles")
-        shown({p.name: cycles[p.name] for p in chosen if p.name in cycles})
-        versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
-        stored["versions"] = versions
-        stored["date"] = datetime.now(UTC).date().isoformat()
-        results.write_text(json.dumps(stored, indent=1) + "\n")
+        shown({name: row for name, row in rows.items() if wanted(name)})
 
 
 if __name__ == "__main__":

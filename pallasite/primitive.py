@@ -555,19 +555,51 @@ def _spread_changed(
 batching.primitive_batchers[call_p] = _batch
 
 
-def calls_in(fn: Any, *args: Any) -> list[Call]:
-    """The kernel calls of a JAX function, in order."""
-    found: list[Call] = []
+@dataclass(frozen=True)
+class Site:
+    """A kernel call where a function makes it.
 
-    def visit(jaxpr: Any) -> None:
+    Attributes:
+        call: the call.
+        inside: the control flow around it, outermost first ("scan", "shard_map").
+        times: how often one run of the function makes it; None: data decide.
+        sources: per operand, the first operand that is the same array.
+    """
+
+    call: Call
+    inside: tuple[str, ...] = ()
+    times: int | None = 1
+    sources: tuple[int, ...] = ()
+
+
+_NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call")
+
+
+def sites_in(fn: Any, *args: Any) -> list[Site]:
+    """The kernel calls of a JAX function, in order, and what is around each."""
+    found: list[Site] = []
+
+    def visit(jaxpr: Any, inside: tuple[str, ...], times: int | None) -> None:
         for eqn in jaxcompat.opened(jaxpr)[0].eqns:
             if eqn.primitive is call_p:
-                found.append(eqn.params["call"])
+                first = [eqn.invars.index(v) for v in eqn.invars]
+                found.append(Site(eqn.params["call"], inside, times, tuple(first)))
+            name, rounds = eqn.primitive.name, times
+            if name == "scan" and times is not None:
+                rounds = times * eqn.params["length"]
+            elif name == "while":
+                rounds = None
+            around = inside if name in _NOT_CONTROL else (*inside, name)
             for inner in jaxcompat.jaxprs_in_params(eqn.params):
-                visit(inner)
+                visit(inner, around, rounds)
 
-    visit(jax.make_jaxpr(fn)(*args))
+    visit(jax.make_jaxpr(fn)(*args), (), 1)
     return found
+
+
+def calls_in(fn: Any, *args: Any) -> list[Call]:
+    """The kernel calls of a JAX function, in order."""
+    return [site.call for site in sites_in(fn, *args)]
 
 
 def kernels_in(fn: Any, *args: Any) -> list[Kernel]:

@@ -257,9 +257,9 @@ class WaitingWalker(ResumableWalker):
         self.memory[root], self.quiet = blank, True
         try:
             if entries is None:
-                shape = np.shape(Walker.read(self, view))
+                shape = np.shape(value_of(Walker.read(self, view)))
                 entries = [(Span(0, n), None) for n in shape]
-            paint = _ones_like(Walker.read(self, view, entries))
+            paint = _ones_like(value_of(Walker.read(self, view, entries)))
             Walker.write(self, view, entries, paint, value_of(mask))
         finally:
             self.memory[root], self.quiet = memory, False

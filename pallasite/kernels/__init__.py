@@ -7,13 +7,27 @@ on every chip the language runs on. This file lists the public names.
 from pallasite.kernels import masks as masks
 from pallasite.kernels.attention import AttentionConfig as AttentionConfig
 from pallasite.kernels.attention import attention as attention
+from pallasite.kernels.cache import update_pages as update_pages
+from pallasite.kernels.common import RowConfig as RowConfig
+from pallasite.kernels.cross_entropy import CrossEntropyConfig as CrossEntropyConfig
+from pallasite.kernels.cross_entropy import (
+    linear_softmax_cross_entropy_loss as linear_softmax_cross_entropy_loss,
+)
 from pallasite.kernels.decode import DecodeConfig as DecodeConfig
 from pallasite.kernels.decode import decode_attention as decode_attention
+from pallasite.kernels.decode import latent_attention as latent_attention
 from pallasite.kernels.decode import paged_attention as paged_attention
-from pallasite.kernels.glu import GluConfig as GluConfig
 from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
-from pallasite.kernels.norms import NormConfig as NormConfig
+from pallasite.kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from pallasite.kernels.matmul import MatmulConfig as MatmulConfig
+from pallasite.kernels.matmul import matmul as matmul
 from pallasite.kernels.norms import layer_norm as layer_norm
 from pallasite.kernels.norms import rms_norm as rms_norm
-from pallasite.kernels.softmax import SoftmaxConfig as SoftmaxConfig
+from pallasite.kernels.ragged_attention import (
+    RaggedAttentionConfig as RaggedAttentionConfig,
+)
+from pallasite.kernels.ragged_attention import (
+    ragged_paged_attention as ragged_paged_attention,
+)
+from pallasite.kernels.rotary import rotary_embedding as rotary_embedding
 from pallasite.kernels.softmax import softmax as softmax

@@ -286,9 +286,10 @@ class _Estimate:
         products, rest = self._computed()
         # Vector code of one step is hidden behind the products of the next one.
         serial = SERIAL * min(products, rest) / gathered
-        self.overhead = STEP_SECONDS * prod(self.grid) + serial
+        share = self._share()
+        self.overhead = share * (STEP_SECONDS * prod(self.grid) + serial)
         busy = max(self._copied(), max(products, rest))
-        self.seconds = self.overhead + busy + self._exposed()
+        self.seconds = self.overhead + share * busy + self._exposed()
 
     @staticmethod
     def of(
@@ -304,6 +305,14 @@ class _Estimate:
             except CannotReblock:
                 return None
         return blocks and _Estimate(source, blocks, chip, gathered, programs)
+
+    def _share(self) -> float:
+        """Of all steps, those that one core takes."""
+        shares = [1.0]
+        for axis in self.blocks.found.info.parallel:
+            steps = self.grid[axis]
+            shares.append(-(-steps // self.chip.cores) / steps if steps else 1.0)
+        return min(shares)
 
     def fits(self, limit: float) -> bool:
         return self.vmem <= limit and self.code <= MOST_CODE

@@ -226,7 +226,9 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
             has_side_effect=job["has_side_effect"],
         )
         operands = [array(o, sharding=sharding) for o in job["operands"]]
-        jax.jit(lambda *xs: call(*xs)).lower(*operands).compile()
+        # Results say which device it is for, where there are no operands.
+        compiled = jax.jit(lambda *xs: call(*xs), out_shardings=sharding)
+        compiled.lower(*operands).compile()
 
     return compile_call
 

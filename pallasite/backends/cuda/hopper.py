@@ -207,6 +207,13 @@ CLUSTERS: dict[str, str] = {
 COPIES = {
     **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
     **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},
+    # Bytes that are next to each other, a multiple of 16 of them.
+    "copy_line": (
+        "DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {\n"
+        '  asm volatile("cp.async.bulk.shared::cluster.global'
+        '.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"\n'
+        '    :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");\n}\n'
+    ),
     # The copies out since the last such call are a group.
     "copies_together": (
         "DEVICE void copies_together() "

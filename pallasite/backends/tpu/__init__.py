@@ -3,11 +3,11 @@
 Reading order: what the chip lacks is made of what it has by passes, in this order:
 `prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
 main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
-(an operand and a result that are one memory), `vmem.py` (room), `schedule.py` (inner
-pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py` (module, grid and
-windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
-`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
-see `runtime/aot.py`.
+(an operand and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
+`schedule.py` (inner pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py`
+(module, grid and windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops
+by family), and `compile.py` (what XLA is handed). libtpu compiles the result, with or
+without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from pallasite.backends.base import (
     Compiled,
     Launch,
     Options,
+    Resource,
     Stage,
     scheduled_kernel,
 )
@@ -43,6 +44,7 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
+        from pallasite.backends.tpu.cores import share_between_cores
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
@@ -74,6 +76,7 @@ class TpuBackend:
             Pass("idle_windows", idle_windows),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
+            Pass("share_cores", partial(share_between_cores, chip=chip)),
             Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
@@ -124,6 +127,13 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import DIALECT_VERSION
 
         return f"1+mosaic{DIALECT_VERSION}"
+
+    def resources(self, compiled: Compiled) -> Sequence[Resource]:
+        from pallasite.backends.tpu.vmem import taken
+
+        chip = compiled.options.chip
+        used = taken(compiled.scheduled, chip if isinstance(chip, Tpu) else None)
+        return (Resource("VMEM", *used),)
 
 
 def make_mosaic(scheduled: str, debug: bool = False) -> str:

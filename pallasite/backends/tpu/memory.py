@@ -97,8 +97,8 @@ class Memory(Shifting):
         fact = self.facts.of(operand).wrapped(I32)
         target = view.dims[dim]
         base, stride = view.starts[target], view.strides[target]
-        if fact.number is not None:
-            first = min(max(fact.number, 0), limit)
+        if fact.number is not None or limit == 0:
+            first = min(max(fact.number or 0, 0), limit)
             return Start(base.static + first * stride, base.dynamic, base.multiple)
         name, multiple = self._clamped(operand, limit), fact.multiple
         if not fact.within(0, limit):

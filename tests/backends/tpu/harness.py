@@ -40,9 +40,10 @@ def mosaic(kernel: Kernel, **options: Any) -> str:
     return Compiled(get("tpu"), kernel, Options(**options), shared=())["mosaic"]
 
 
-def job(name: str, kernel: Kernel) -> Job:
+def job(name: str, kernel: Kernel, **options: Any) -> Job:
     backend = get("tpu")
-    launch = backend.launch(Compiled(backend, kernel, Options(), shared=()))
+    compiled = Compiled(backend, kernel, Options(**options), shared=())
+    launch = backend.launch(compiled)
     return Job.of(name, kernel, launch)
 
 

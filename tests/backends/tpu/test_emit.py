@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu.compile import call_config, verify
 from pallasite.backends.tpu.emit import emit_module
@@ -315,3 +316,28 @@ def test_ops_on_no_elements_are_refused():
     call = pl.pallas_call(largest, out_shape=array(8, 128))
     text = refusal(kernel(call, array(8, 128)))
     assert "Mosaic has no vectors of no elements" in text
+
+
+def test_a_copy_of_a_whole_dimension_starts_at_its_beginning():
+    """Wherever it says it starts: there is no other place inside."""
+
+    def kernel(start_ref, x_ref, o_ref, semaphore):
+        head = pl.ds(start_ref[0] * 8, 8)
+        copy = pltpu.make_async_copy(x_ref.at[1, head, :], o_ref, semaphore)
+        copy.start()
+        copy.wait()
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.bfloat16),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), anywhere],
+        out_specs=anywhere,
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    )
+    start = jax.ShapeDtypeStruct((1,), jnp.int32)
+    x = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16)
+    (imported,) = kernels_in(call, start, x)
+    text = mosaic(imported)
+    verify(text)
+    assert "tpu.enqueue_dma" in text and "arith.minsi" not in text
