@@ -15,9 +15,12 @@ from pallasite.calls.gpu_pipeline import (
 )
 from pallasite.language.gpu import Accumulator, SharedMemory
 from pallasite.language.gpu import Barrier as Barrier
+from pallasite.language.gpu import ClusterBarrier as ClusterBarrier
 from pallasite.language.gpu import CompilerParams as CompilerParams
+from pallasite.language.gpu import CopyPartition as CopyPartition
 from pallasite.language.gpu import LoweringSemantics as LoweringSemantics
 from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
+from pallasite.language.gpu import OOBFillMode as OOBFillMode
 from pallasite.language.gpu import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu import TilingTransform as TilingTransform
 from pallasite.language.gpu import barrier_arrive as barrier_arrive
@@ -84,7 +87,7 @@ class Layout(enum.Enum):
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "ClusterBarrier CopyPartition InterpretGPUParams Mesh OOBFillMode "
+        "InterpretGPUParams Mesh "
         "PeerMemRef PipelinePipeline RefType RefUnion Replicated "
         "SemaphoreSignal SemaphoreType ShapeDtypeStruct TMEMLayout Tiling "
         "TraceScope Transform TryClusterCancelResult WarpMesh alloc_semaphore "

@@ -5,8 +5,9 @@ A kernel of several warpgroups is imported once per warpgroup, each a region of 
 the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -16,12 +17,14 @@ from pallasite.importer.importer import Importer
 from pallasite.importer.memory import view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
 from pallasite.ir.rule_table import RuleTable
 from pallasite.passes.analysis.memory import VIEWS
 
 RULES = RuleTable()
 PARITIES = 32  # bits of a word
+SWIZZLED_ROWS = 8  # rows that a chip swizzles together
+IN_CLUSTER = ("cluster_copy", "cluster_arrive")
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Threads:
 
     shared: Builder  # ops before the roles
     names: Iterator[str]  # of what is allocated first
+    # Axes of the cluster: which of the grid's they are, -1 being the last.
+    cluster: Mapping[str, int] = field(default_factory=dict[str, int])
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
     own: Builder = field(default_factory=Builder)  # at the start of the current role
     parities: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -41,6 +46,25 @@ class Threads:
             (ref,) = self.shared.emit("alloc", type=type_, names=names)
             self.memory[variable] = ref
         return self.memory[variable]
+
+    def axes_of(self, im: Importer, names: Sequence[str]) -> tuple[int, ...]:
+        """The grid's axes that a cluster's axes are, of those with several blocks."""
+        for name in names:
+            if name not in self.cluster:
+                raise KernelTypeError(
+                    f"{name!r} is no axis of the cluster",
+                    [
+                        ("kernel", im.kernel_name),
+                        ("cluster_names", ", ".join(self.cluster) or "none"),
+                    ],
+                    im.where,
+                    "give plgpu.kernel cluster and cluster_names",
+                )
+        axes = (self.cluster[name] for name in names)
+        return tuple(a for a in axes if im.grid.sizes[a] != 1)
+
+    def blocks_along(self, im: Importer, names: Sequence[str]) -> int:
+        return prod(im.grid.sizes[a] for a in self.axes_of(im, names))
 
     def parity(self, barriers: Value) -> Value:
         """The parities that the current warpgroup waits for, one bit per barrier."""
@@ -57,10 +81,13 @@ def import_threads(
     name: str | None,
     count: int,
     scratch: Sequence[str],
+    cluster: Sequence[str],
     import_body: Callable[[], object],
 ) -> None:
     """Import a body once per warpgroup, as roles that run side by side."""
-    im.threads = threads = Threads(im.builder, iter(scratch))
+    ids = im.grid.ids
+    axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
+    im.threads = threads = Threads(im.builder, iter(scratch), axes)
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}
@@ -71,14 +98,20 @@ def import_threads(
             block = builder.block()
         regions.append(Block((), (*threads.own.ops, *block.ops)))
     im.threads = None
+    # Nothing reaches a block before it is there, nor after it has ended.
+    meets = any(op.name in IN_CLUSTER for region in regions for op in walk(region))
+    if meets:
+        im.builder.emit("cluster_barrier")
     if count == 1:
         im.builder.ops += regions[0].ops
-        return
-    names = tuple(f"{name} {number}" for number in range(count))
-    notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
-    im.builder.ops.append(
-        Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)
-    )
+    else:
+        names = tuple(f"{name} {number}" for number in range(count))
+        notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
+        im.builder.ops.append(
+            Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)
+        )
+    if meets:
+        im.builder.emit("cluster_barrier")
 
 
 def _parts(im: Importer, eqn: Any, first: int = 0) -> list[tuple[Value, Any]]:
@@ -109,8 +142,13 @@ def _barrier(im: Importer, ref: Value, transforms: Any) -> Value:
 @RULES.rule("pallasite_barrier_arrive")
 def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
     ((ref, transforms),) = _parts(im, eqn)
-    # One arrival of a warpgroup, not of each warp.
-    im.builder.emit("barrier_expect", _barrier(im, ref, transforms), bytes=0)
+    barrier, space = _barrier(im, ref, transforms), eqn.invars[0].aval.memory_space
+    axes = im.threads.axes_of(im, space.collective_axes)
+    if axes:
+        to = "first" if space.is_first_only else "all"
+        im.builder.emit("cluster_arrive", barrier, axes=axes, to=to)
+    else:  # one arrival of a warpgroup, not of each warp
+        im.builder.emit("barrier_expect", barrier, bytes=0)
 
 
 @RULES.rule("pallasite_barrier_wait")
@@ -156,11 +194,84 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
 @RULES.rule("pallasite_copy_gmem_to_smem")
 def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
     source, target, (ref, transforms) = _parts(im, eqn)
+    axes = im.threads.axes_of(im, eqn.params["axes"])
+    if axes and eqn.params["first"] is not None:
+        _load_counted_by_first(im, source, target, (ref, transforms), axes, eqn)
+        return
     source, target = _ends(im, source, target)
-    barrier, type_ = _barrier(im, ref, transforms), target.ref
-    size = type_.size * type_.dtype.bits // 8
-    im.builder.emit("barrier_expect", barrier, bytes=size)
-    im.builder.emit("copy_start", source, target, barrier, priority=0)
+    barrier, b = _barrier(im, ref, transforms), im.builder
+    b.emit("barrier_expect", barrier, bytes=_bytes(target))
+    if not axes:
+        b.emit("copy_start", source, target, barrier, priority=0)
+        return
+    blocks, place = _place(im, axes)
+    dim = _shared_dim(im, target.ref, blocks)
+    source, target = (_part(b, ref, dim, blocks, place) for ref in (source, target))
+    b.emit("cluster_copy", source, target, barrier, axes=axes, to="all")
+
+
+def _load_counted_by_first(
+    im: Importer,
+    source: tuple[Value, Any],
+    target: tuple[Value, Any],
+    barrier: tuple[Value, Any],
+    axes: tuple[int, ...],
+    eqn: Any,
+) -> None:
+    """Each block copies for itself; the first one's barrier counts all of it."""
+    b, (blocks, place) = im.builder, _place(im, axes)
+    from_, to = _box(im, *source), _box(im, *target)
+    along = eqn.params["first"].axis
+    if along is not None and from_.ref.shape[along] == blocks * to.ref.shape[along]:
+        from_ = _part(b, from_, along, blocks, place)
+    _check_ends(im, from_, to)
+    counted = _barrier(im, *barrier)
+    with im.nested() as inner:
+        inner.emit("barrier_expect", counted, bytes=blocks * _bytes(to))
+        expected = inner.block()
+    which = b.cast(b.op("eq", place, b.index(0)), T.I32)
+    b.emit("cond", which, regions=(Block(), expected))
+    b.emit("cluster_copy", from_, to, counted, axes=axes, to="first")
+
+
+def _bytes(ref: Value) -> int:
+    return ref.ref.size * ref.ref.dtype.bits // 8
+
+
+def _place(im: Importer, axes: Sequence[int]) -> tuple[int, Value]:
+    """How many blocks there are along axes of the cluster, and which one this is."""
+    b, blocks, place = im.builder, 1, None
+    for axis in axes:
+        size, number = im.grid.sizes[axis], im.grid.ids[axis]
+        place = number if place is None else b.add(b.mul(place, b.index(size)), number)
+        blocks *= size
+    assert place is not None
+    return blocks, place
+
+
+def _shared_dim(im: Importer, target: T.RefType, blocks: int) -> int:
+    """The dimension along which blocks share a copy: whole rows if they can."""
+    dims = [d for d, n in enumerate(target.shape) if n % blocks == 0]
+    if not dims:
+        raise KernelTypeError(
+            f"{blocks} blocks cannot share a copy of {target.tile}: no dimension is a "
+            f"multiple of {blocks}",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "copy more, or leave collective_axes out",
+        )
+    rows = target.rank - 2
+    whole_rows = rows in dims and target.shape[rows] // blocks % SWIZZLED_ROWS == 0
+    return rows if whole_rows else dims[0]
+
+
+def _part(b: Builder, ref: Value, dim: int, blocks: int, place: Value) -> Value:
+    """The part of a ref along a dimension that belongs to a block."""
+    shape = ref.ref.shape
+    size = shape[dim] // blocks
+    index = [Span(0, n) for n in shape]
+    index[dim] = Span(None, size)
+    return b.subview(ref, tuple(index), [b.mul(place, b.index(size))])
 
 
 @RULES.rule("pallasite_copy_smem_to_gmem")
@@ -171,6 +282,11 @@ def _store_to_gmem(im: Importer, eqn: Any, *_: Value) -> None:
 
 def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
     source, target = (_box(im, ref, transforms) for ref, transforms in ends)
+    _check_ends(im, source, target)
+    return source, target
+
+
+def _check_ends(im: Importer, source: Value, target: Value) -> None:
     if source.ref.tile != target.ref.tile:
         raise KernelTypeError(
             "a copy needs a source and a destination of one shape and dtype",
@@ -182,7 +298,6 @@ def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
             im.where,
             "slice both with .at[...]",
         )
-    return source, target
 
 
 def _box(im: Importer, ref: Value, transforms: Any) -> Value:

@@ -436,9 +436,11 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
     space = getattr(aval, "memory_space", None)
     name = getattr(space, "value", None) or "vmem"
     layout = None
-    for kind in ("arrivals", "swizzle"):  # of barriers, of shared memory
-        number = getattr(space, kind, None)
-        layout = layout if number is None else T.Layout(kind, (number,))
+    if hasattr(space, "arrivals"):  # of barriers
+        blocks = im.threads.blocks_along(im, space.collective_axes)
+        layout = T.Layout("arrivals", (space.arrivals * blocks,))
+    elif hasattr(space, "swizzle"):  # of shared memory
+        layout = T.Layout("swizzle", (space.swizzle,))
     tile = tile_type(aval.inner_aval, im.where)
     return T.RefType(tile.shape, tile.dtype, name, layout)
 

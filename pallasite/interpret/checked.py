@@ -16,13 +16,13 @@ import numpy as np
 
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
+from pallasite.interpret.clusters import ClusterWalker
 from pallasite.interpret.copies import Copy
-from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
-from pallasite.interpret.resume import Pauses, core_axes
+from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
 from pallasite.interpret.schedule import Order
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
@@ -59,7 +59,7 @@ def run_checked(
     return results
 
 
-class CheckedWalker(GpuWalker):
+class CheckedWalker(ClusterWalker):
     """One watched run of a kernel."""
 
     def __init__(
@@ -377,7 +377,7 @@ class CheckedWalker(GpuWalker):
         return (value,)
 
     RULES: ClassVar = {
-        **GpuWalker.RULES,
+        **ClusterWalker.RULES,
         "load": do_load,
         "atomic_rmw": do_atomic_rmw,
         "atomic_cas": do_atomic_cas,
@@ -387,7 +387,10 @@ class CheckedWalker(GpuWalker):
 
 def _runs_side_by_side(kernel: Kernel) -> bool:
     ops = list(walk(kernel.body))
-    return any(op.name == "roles" or core_axes(kernel, op) for op in ops)
+    return any(
+        op.name == "roles" or core_axes(kernel, op) or cluster_axes(kernel, op)
+        for op in ops
+    )
 
 
 def _first(where: np.ndarray) -> tuple[int, ...]:

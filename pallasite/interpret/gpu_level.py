@@ -26,6 +26,7 @@ Array = Any
 WARPS, THREADS = 4, 128  # of a warpgroup
 GPU_OPS = ("barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait")
 GPU_OPS = (*GPU_OPS, "named_barrier", "fence_async", "bulk_commit", "bulk_wait")
+GPU_OPS = (*GPU_OPS, "cluster_barrier", "cluster_arrive", "cluster_copy")
 
 
 def uses_gpu_level(block: Block) -> bool:
@@ -214,7 +215,9 @@ class GpuWalker(WaitingWalker):
                 del self.barriers[key]
 
     def barrier(self, ref: Value) -> Barrier:
-        end = self._end(ref)
+        return self.barrier_of(self._end(ref))
+
+    def barrier_of(self, end: End) -> Barrier:
         known = self.barriers.get(end.key)
         if known is None:
             layout = end.root.ref.layout
@@ -332,7 +335,10 @@ class GpuWalker(WaitingWalker):
 
     def _steps_load(self, op: Op) -> Steps:
         barrier = self.barrier(op.operands[2])
-        load: Load = self._started(Load, op, barrier.end)
+        self.start_load(self._started(Load, op, barrier.end), barrier)
+        yield Pause(op)
+
+    def start_load(self, load: Load, barrier: Barrier) -> None:
         load.barrier, load.phase = barrier, barrier.phase
         with self.races.as_lane(load.lane):
             self.races.access(load.source.root, "reads", load.source.elements)
@@ -340,7 +346,6 @@ class GpuWalker(WaitingWalker):
         self.copies.start(load)
         if self.schedule.is_early:
             self.move(load)
-        yield Pause(op)
 
     def _steps_store(self, op: Op) -> Steps:
         store: Store = self._started(Store, op, None)

@@ -59,6 +59,8 @@ class Context:
     core: int | None = None  # its place among its siblings, for a core of a mesh
     # The memory of a core's own allocations, by the value that names them in the IR.
     memory: dict[Value, Value] | None = None
+    # Where a block is in its cluster, by the axes of the grid (-1 is the last).
+    place: dict[int, int] = field(default_factory=dict[int, int])
     pause: Pause | None = None
     done: bool = False
     arrived: int = 0  # barriers reached
@@ -131,6 +133,7 @@ class Schedule:
         if self.current is not None:
             for context in group:
                 context.core, context.memory = self.current.core, self.current.memory
+                context.place = self.current.place
         self.contexts += group
         return group
 

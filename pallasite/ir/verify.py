@@ -30,6 +30,7 @@ SEMANTICS = (
     "parallel",
     "core_parallel",
     "subcore_parallel",
+    "cluster",  # programs that run at once and see each other's shared memory
 )
 BLOCK_KINDS = ("blocked", "element", "squeezed", "bounded")
 WINDOW_MODES = ("in", "out")

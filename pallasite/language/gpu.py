@@ -27,9 +27,15 @@ from pallasite.language.trace import user_location
 
 @dataclass(frozen=True)
 class BarrierSpace:
-    """Where barriers are; how many arrivals complete a phase is part of it."""
+    """Where barriers are; how many arrivals complete a phase is part of it.
+
+    Of a cluster's barriers, `arrivals` is what each block along `collective_axes` adds.
+    """
 
     arrivals: int
+    collective_axes: tuple[str, ...] = ()
+    is_first_only: bool = False  # arrivals count at the first block's barrier only
+    orders_tensor_core: bool = False
     value: str = "mbarrier"
 
 
@@ -52,19 +58,69 @@ def Barrier(
     Args:
         num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
         num_barriers: how many; `ref.at[i]` is one of them.
-        orders_tensor_core: for chips after Hopper; not available.
+        orders_tensor_core: for `tcgen05_mma`, and to order accesses to TMEM.
     """
-    if orders_tensor_core:
-        raise UnsupportedError(
-            "Barrier(orders_tensor_core=True) is not available", at=user_location()
-        )
-    if num_arrivals < 1:
+    return _barriers(
+        num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
+    )
+
+
+def ClusterBarrier(
+    *,
+    collective_axes: str | Sequence[str],
+    num_barriers: int | Sequence[int] = 1,
+    num_arrivals: int = 1,
+    orders_tensor_core: bool = False,
+    leader_tracked: bool = False,
+) -> MemoryRef:
+    """Barriers of each block of a cluster, at all of which an arrival counts.
+
+    Args:
+        collective_axes: the axes of the cluster whose blocks arrive.
+        num_barriers: how many.
+        num_arrivals: of each block, that complete a phase together.
+        orders_tensor_core: as for `Barrier`.
+        leader_tracked: arrivals count at the barrier of the first block only.
+    """
+    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
+    space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
+    return _barriers(num_barriers, space)
+
+
+def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
+    if space.arrivals < 1:
         raise SpecError(
-            f"a barrier needs at least one arrival, got {num_arrivals}",
+            f"a barrier needs at least one arrival, got {space.arrivals}",
             at=user_location(),
         )
-    shape = (num_barriers,) if isinstance(num_barriers, int) else tuple(num_barriers)
-    return MemoryRef(shape, np.int32, BarrierSpace(num_arrivals))
+    shape = (count,) if isinstance(count, int) else tuple(count)
+    return MemoryRef(shape, np.int32, space)
+
+
+@dataclass(frozen=True)
+class CopyPartition:
+    """What blocks of a cluster copy where the first one counts it.
+
+    `CopyPartition.PARTITIONED(axis)`: each its part along an axis;
+    `CopyPartition.REPLICATED`: all the same.
+    """
+
+    axis: int | None = None
+
+    @staticmethod
+    def PARTITIONED(axis: int) -> "CopyPartition":
+        return CopyPartition(axis)
+
+
+CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
+
+
+class OOBFillMode(enum.Enum):
+    """What a copy brings from outside an array: zeros here, whatever is promised."""
+
+    UNDEFINED = 0
+    PROMISE_IN_BOUNDS = 1
+    ZEROS = 2
 
 
 @dataclass(frozen=True)
@@ -193,18 +249,30 @@ def copy_gmem_to_smem(
     dst: Any,
     barrier: Any,
     *,
-    collective_axes: Any = None,
-    leader_tracked: Any = None,
-    **more: Any,
+    collective_axes: str | Sequence[str] | None = None,
+    leader_tracked: CopyPartition | None = None,
+    oob_mode: OOBFillMode = OOBFillMode.ZEROS,
 ) -> None:
-    """Start a copy into shared memory; one arrival of `barrier` when it has landed."""
-    if leader_tracked is not None or any(v is not None for v in more.values()):
-        named = ", ".join(["leader_tracked", *more])
-        raise UnsupportedError(f"copy_gmem_to_smem: {named}: not available",
-                               at=user_location())  # fmt: skip
-    del collective_axes  # each block of a cluster loads for itself
+    """Start a copy into shared memory; one arrival of `barrier` when it has landed.
+
+    Args:
+        src, dst, barrier: main memory, shared memory, one barrier.
+        collective_axes: axes of the cluster whose blocks all start this copy and all
+            get what it brings, each having copied a part of it.
+        leader_tracked: each block copies for itself, its part or all of `src`; the
+            barrier of the first one counts the copies of all.
+        oob_mode: what is outside the array is zeros in any mode.
+    """
+    del oob_mode
+    if leader_tracked is not None and collective_axes is None:
+        raise SpecError(
+            "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
+            at=user_location(),
+            fix="say collective_axes, too",
+        )
+    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
-    load_to_smem_p.bind(*flat, tree=tree)
+    load_to_smem_p.bind(*flat, tree=tree, axes=tuple(axes or ()), first=leader_tracked)
 
 
 def copy_smem_to_gmem(

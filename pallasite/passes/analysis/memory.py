@@ -29,12 +29,14 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in ("copy_start", "copy_wait", "cluster_copy"):
         return tuple(v for v in op.operands[1:] if v.is_ref)
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
         return op.operands[1:3]
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
+    if op.name == "cluster_arrive":
+        return op.operands
     return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
@@ -44,7 +46,7 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in ("copy_start", "copy_wait", "cluster_copy"):
         return op.operands[:1]
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
         # Rows that are not numbered stay as they were.
