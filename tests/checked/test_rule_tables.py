@@ -7,6 +7,7 @@ from pallasite.emulation import tiles as jax_tiles
 from pallasite.emulation.reversible import ReverseWalker, SmoothWalker
 from pallasite.interpret import numpy_tiles, shadow_tiles
 from pallasite.interpret.checked import CheckedWalker
+from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.resume import ResumableWalker
 from pallasite.interpret.waits import WaitingWalker
@@ -17,8 +18,8 @@ ROWS = table()
 STRUCTURED = {name for name, row in ROWS.items() if not row.elementwise}
 # Elementwise in the op table, but its result may have another shape.
 SHAPED = {"bitcast"}
-WALKERS = [Walker, ResumableWalker, WaitingWalker, GpuWalker, CheckedWalker]
-WALKERS += [SmoothWalker, ReverseWalker]
+WALKERS = [Walker, ResumableWalker, WaitingWalker, DeviceWalker, GpuWalker]
+WALKERS += [CheckedWalker, SmoothWalker, ReverseWalker]
 
 
 @pytest.mark.parametrize("walker", WALKERS)
