@@ -75,6 +75,45 @@ class Copy:
     def ends(self) -> list[End]:
         return [self.source, self.target, self.semaphore or self.source]
 
+    @property
+    def next_to_move(self) -> "Copy":
+        """What has to move next for this to be done."""
+        return self
+
+
+@dataclass(eq=False)
+class Send(Copy):
+    """The half of a copy to another device that reads the source here."""
+
+    kind: ClassVar[str] = "copy to another device"
+    fix: ClassVar[str] = "wait_send() for the copy first"
+    data: Any = None  # what was read
+
+    @cached_property
+    def writes(self) -> dict[str, End]:
+        return {}
+
+
+@dataclass(eq=False)
+class Receive(Copy):
+    """The half that writes the destination, on the device where that is."""
+
+    kind: ClassVar[str] = "copy from another device"
+    fix: ClassVar[str] = "wait_recv() for the copy first"
+    send: Any = None  # the other half
+
+    @cached_property
+    def reads(self) -> dict[str, End]:
+        return {}
+
+    @property
+    def is_next(self) -> bool:  # type: ignore[override]
+        return self.send.moved
+
+    @property
+    def next_to_move(self) -> Copy:
+        return self if self.send.moved else self.send
+
 
 class Copies:
     """The copies in flight."""
@@ -83,11 +122,12 @@ class Copies:
         self.monitor = monitor
         self.flying: list[Copy] = []
 
-    def start(self, copy: Copy) -> None:
+    def start(self, copy: Copy, by: Monitor | None = None) -> None:
+        """`by`: of the device that starts it, if it is another one."""
         for end in copy.reads.values():
             self.read(end.root, end.elements)
         for end in copy.writes.values():
-            self.written(end.root, end.elements)
+            self.written(end.root, end.elements, by)
         self.flying.append(copy)
 
     def pending(self) -> list[Copy]:
@@ -95,8 +135,9 @@ class Copies:
         return [c for c in self.flying if not c.moved and c.is_next]
 
     def signalling(self, semaphore_key: Any) -> list[Copy]:
-        """Those that will signal a semaphore."""
-        return [c for c in self.pending() if c.semaphore_key == semaphore_key]
+        """What must move for a semaphore to be signalled."""
+        waiting = [c for c in self.flying if c.semaphore_key == semaphore_key]
+        return [c.next_to_move for c in waiting if not c.moved]
 
     def awaited(self, semaphore_key: Any, target: End) -> Copy | None:
         """The copy that a wait is for: with that semaphore, best with that end."""
@@ -117,9 +158,12 @@ class Copies:
         for copy in self.flying:
             self._meet(copy, copy.writes, root, elements, "read")
 
-    def written(self, root: Value, elements: Elements) -> None:
+    def written(
+        self, root: Value, elements: Elements, by: Monitor | None = None
+    ) -> None:
         for copy in self.flying:
-            self._meet(copy, {**copy.writes, **copy.reads}, root, elements, "written")
+            ends = {**copy.writes, **copy.reads}
+            self._meet(copy, ends, root, elements, "written", by)
 
     def _meet(
         self,
@@ -128,6 +172,7 @@ class Copies:
         root: Value,
         elements: Elements,
         done: str,
+        by: Monitor | None = None,
     ) -> None:
         for which, end in ends.items():
             if end.root is not root:
@@ -143,7 +188,7 @@ class Copies:
             ]
             kind = copy.kind
             what = f"the {which} of a {kind} is {done} before the {kind} is waited for"
-            self.monitor.report("copies", what, facts, copy.fix)
+            (by or self.monitor).report("copies", what, facts, copy.fix)
 
     # --- ends ---
 

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pallasite.interpret.copies import Copy, End
+from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.numpy_memory import Elements
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import Partly
-from pallasite.interpret.waits import WaitingWalker
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Roles, Wgmma
 from pallasite.ops.gpu import product_of
@@ -178,7 +178,7 @@ class MeetingWait(Pause):
         self.walker.monitor.report("copies", what, facts, fix)
 
 
-class GpuWalker(WaitingWalker):
+class GpuWalker(DeviceWalker):
     """The walker with what GPUs have between copies and products."""
 
     def __init__(self, *args: Any):
@@ -526,7 +526,7 @@ class GpuWalker(WaitingWalker):
         yield Pause(op)
 
     RESUMABLE: ClassVar = {
-        **WaitingWalker.RESUMABLE,
+        **DeviceWalker.RESUMABLE,
         "copy_start": steps_copy_start,
         "barrier_expect": steps_barrier_expect,
         "barrier_arrive": steps_barrier_arrive,

@@ -78,11 +78,19 @@ class ResumableWalker(Walker):
         # Per block: each op, and the rule that runs it in steps if it may pause.
         self._plans: dict[Block, list[tuple[Op, StepsRule | None]]] = {}
 
+    @property
+    def name(self) -> str:
+        """What its outermost context is called."""
+        return "the kernel"
+
     def run_body(self) -> None:
         if self.pauses.block(self.kernel.body):
-            self.schedule.run(self.steps(self.kernel.body))
+            self.schedule.run([self])
         else:
             super().run_body()
+
+    def kernel_steps(self) -> Steps:
+        return self.steps(self.kernel.body)
 
     # --- blocks ---
 

@@ -51,6 +51,7 @@ class Job:
     api_version: int = 1
     aliases: tuple[tuple[int, int], ...] = ()
     has_side_effect: bool = False
+    devices: int = 1  # that run the call at once
 
     @staticmethod
     def of(name: str, kernel: Kernel, launch: Any) -> "Job":
@@ -210,7 +211,7 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=topology
     ).devices
-    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    whole = PartitionSpec()
 
     def array(described: Array, **kw: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = described
@@ -225,10 +226,16 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
             input_output_aliases=dict(job["aliases"]),
             has_side_effect=job["has_side_effect"],
         )
+        mesh = Mesh(np.array(devices[: job["devices"]]), ("x",))
+        sharding = NamedSharding(mesh, whole)
+        run: Any = lambda *xs: call(*xs)
+        if job["devices"] > 1:
+            run = jax.shard_map(
+                run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+            )
         operands = [array(o, sharding=sharding) for o in job["operands"]]
         # Results say which device it is for, where there are no operands.
-        compiled = jax.jit(lambda *xs: call(*xs), out_shardings=sharding)
-        compiled.lower(*operands).compile()
+        jax.jit(run, out_shardings=sharding).lower(*operands).compile()
 
     return compile_call
 

@@ -299,6 +299,13 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "sem_signal_core": lambda b, x: b.emit(
         "sem_signal_core", semaphore(b), b.index(1), b.index(0)
     ),
+    "remote_copy_start": lambda b, x: b.emit(
+        "remote_copy_start", x, x, semaphore(b), semaphore(b), b.index(1), priority=0
+    ),
+    "sem_signal_device": lambda b, x: b.emit(
+        "sem_signal_device", semaphore(b), b.index(1), b.index(1), b.index(0)
+    ),
+    "barrier_semaphore": lambda b, x: b.op("barrier_semaphore"),
     "barrier_expect": lambda b, x: b.emit("barrier_expect", mbarrier(b), bytes=512),
     "barrier_arrive": lambda b, x: b.emit("barrier_arrive", mbarrier(b)),
     "barrier_wait": lambda b, x: b.emit("barrier_wait", mbarrier(b), b.index(0)),

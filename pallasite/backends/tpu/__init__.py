@@ -103,6 +103,7 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import call_config
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
+        from pallasite.backends.tpu.remote import check_collective_id, talks_to_devices
         from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
@@ -111,9 +112,11 @@ class TpuBackend:
         chip = options.chip if isinstance(options.chip, Tpu) else None
         vmem = limit_for(compiled.scheduled, chip)
         sites = sites_of(kernel)
+        check_collective_id(kernel, options.compiler_params)
+        talks = talks_to_devices(kernel.body)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options, vmem),
+            config=call_config(compiled["mosaic"], options, vmem, talks),
             api_version=1,
             aliases=arrays.aliases,
             log_words=ROWS * LANES if sites else 0,
