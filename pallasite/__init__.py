@@ -69,6 +69,10 @@ from pallasite.primitive import Checked as Checked
 from pallasite.sharding.rule import Partition as Partition
 from pallasite.tools.explain import explain as explain
 from pallasite.tools.lower import lower as lower
+from pallasite.tune.autotune import autotune as autotune
+from pallasite.tune.choices import configs as configs
+from pallasite.tune.results import Tuned as Tuned
+from pallasite.tune.tunable import tunable as tunable
 
 ANY = MemorySpace.ANY
 HOST = MemorySpace.HOST

@@ -1,4 +1,4 @@
-"""Command line: `pallasite run script.py args...`, `pallasite doctor` and `cache`.
+"""Command line: `pallasite run script.py args...`, `tune`, `doctor` and `cache`.
 
 Also as `python -m pallasite ...`.
 """
@@ -12,6 +12,8 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pallasite` command; the exit status."""
+    from pallasite.tune import command
+
     parser = argparse.ArgumentParser(prog="pallasite", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
@@ -22,9 +24,13 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="print versions, backends found, and why not")
     cache = commands.add_parser("cache", help="show the compiled code kept on disk")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
+    tune = commands.add_parser("tune", help="find fast configurations of kernels")
+    command.add_arguments(tune)
     options = parser.parse_args(argv)
     if options.command == "run":
         return _run(options.script, options.args)
+    if options.command == "tune":
+        return command.run(options)
     if options.command == "cache":
         return _cache(options.clear)
     return _doctor()
