@@ -410,7 +410,7 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 @RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
     type_ = _ref_type(im, eqn.outvars[0].aval)
-    if im.threads is not None and type_.space in ("smem", "mbarrier"):
+    if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
     ref = im.builder.op("alloc", type=type_)
     if type_.space == "regs":  # an accumulator

@@ -33,8 +33,12 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return tuple(v for v in op.operands[1:] if v.is_ref)
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
-    if op.name == "cluster_arrive":
+    if op.name in ("cluster_arrive", "tensor_commit"):
         return op.operands
+    if op.name == "tensor_mma":
+        return op.operands[:1]
+    if op.name == "tensor_copy":
+        return op.operands[1:]
     return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
@@ -44,9 +48,9 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait", "cluster_copy"):
+    if op.name in ("copy_start", "copy_wait", "cluster_copy", "tensor_copy"):
         return op.operands[:1]
-    if op.name == "wgmma":
+    if op.name in ("wgmma", "tensor_mma"):
         return tuple(v for v in op.operands if v.is_ref)
     return _windowed(op, "in") if op.name == "pipeline" else ()
 
