@@ -122,7 +122,7 @@ def hidden_states(
 
 
 def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
-    """The mean cross entropy of each byte of `text` (batch, length + 1) but the first."""
+    """The mean cross entropy of each byte of `text` but the first."""
     how: Any = {"implementation": implementation}
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -214,7 +214,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         y = height - edge - (height - 2 * edge) * (loss - low) / ((high - low) or 1)
         return f"{x:.1f},{y:.1f}"
 
-    right, bottom = width - edge, height - edge
+    right, bottom, steps = width - edge, height - edge, len(every) // len(curves)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -222,7 +222,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         f'<path d="M{edge} {edge}V{bottom}H{right}" fill="none" stroke="black"/>',
         f'<text x="{edge - 36}" y="{edge + 4}">{high:.2f}</text>',
         f'<text x="{edge - 36}" y="{bottom}">{low:.2f}</text>',
-        f'<text x="{right - 60}" y="{bottom + 24}">{len(every) // len(curves)} steps</text>',
+        f'<text x="{right - 60}" y="{bottom + 24}">{steps} steps</text>',
     ]
     for row, (name, curve) in enumerate(curves.items()):
         points = " ".join(point(n, loss, len(curve)) for n, loss in enumerate(curve))

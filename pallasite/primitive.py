@@ -429,8 +429,9 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     from pallasite.emulation.emulate import emulate
     from pallasite.interpret.devices import talks_to_devices
 
-    # Roles run side by side in checked mode only.
-    side_by_side = any(op.name == "roles" for op in walk(call.kernel.body))
+    # Roles, and blocks of a cluster, run side by side in checked mode only.
+    alike = ("roles", "warps", "cluster_barrier", "tensor_commit")
+    side_by_side = any(op.name in alike for op in walk(call.kernel.body))
     checked = _is_checked(call) or (side_by_side and not call.interpret)
     axes: list[tuple[str, int]] = []
     if talks_to_devices(call.kernel.body):

@@ -24,7 +24,10 @@ from pallasite.passes.analysis.memory import VIEWS
 RULES = RuleTable()
 PARITIES = 32  # bits of a word
 SWIZZLED_ROWS = 8  # rows that a chip swizzles together
-IN_CLUSTER = ("cluster_copy", "cluster_arrive")
+WARPS = 4  # of a warpgroup
+# What blocks of a cluster may do to each other, if it has axes.
+IN_CLUSTER = ("cluster_copy", "cluster_arrive", "tensor_mma", "tensor_copy")
+IN_CLUSTER = (*IN_CLUSTER, "tensor_commit")
 
 
 @dataclass
@@ -37,7 +40,11 @@ class Threads:
     cluster: Mapping[str, int] = field(default_factory=dict[str, int])
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
     own: Builder = field(default_factory=Builder)  # at the start of the current role
-    parities: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    # By warp, -1 for the whole warpgroup: the parities of arrays of barriers.
+    parities: dict[int, dict[Value, Value]] = field(
+        default_factory=dict[int, dict[Value, Value]]
+    )
+    warp: int = -1
 
     def allocate(self, variable: Any, type_: T.RefType) -> Value:
         """Memory of all warpgroups: the same for each that gets there."""
@@ -67,13 +74,27 @@ class Threads:
         return prod(im.grid.sizes[a] for a in self.axes_of(im, names))
 
     def parity(self, barriers: Value) -> Value:
-        """The parities that the current warpgroup waits for, one bit per barrier."""
-        if barriers not in self.parities:
+        """The parities that the warpgroup or warp waits for, one bit per barrier."""
+        known = self.parities.setdefault(self.warp, {})
+        if barriers not in known:
             type_ = T.RefType((), T.I32, "regs")
             (ref,) = self.own.emit("alloc", type=type_, names=["parity"])
             self.own.store(ref, self.own.index(0))
-            self.parities[barriers] = ref
-        return self.parities[barriers]
+            known[barriers] = ref
+        return known[barriers]
+
+    def check_waits(self, im: Importer, barriers: Value) -> None:
+        """Each warp counts the phases it waited for, and so does the warpgroup."""
+        by_warps = [n for n, known in self.parities.items() if barriers in known]
+        if (-1 in by_warps and self.warp != -1) or (
+            self.warp == -1 and any(n != -1 for n in by_warps)
+        ):
+            raise KernelTypeError(
+                "a barrier is waited for by warps and by their warpgroup",
+                [("kernel", im.kernel_name), ("barrier", barriers.type)],
+                im.where,
+                "use two barriers",
+            )
 
 
 def import_threads(
@@ -99,7 +120,8 @@ def import_threads(
         regions.append(Block((), (*threads.own.ops, *block.ops)))
     im.threads = None
     # Nothing reaches a block before it is there, nor after it has ended.
-    meets = any(op.name in IN_CLUSTER for region in regions for op in walk(region))
+    ops = [op for region in regions for op in walk(region)]
+    meets = any(op.name in IN_CLUSTER and op.attrs["axes"] for op in ops)
     if meets:
         im.builder.emit("cluster_barrier")
     if count == 1:
@@ -163,6 +185,7 @@ def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
             im.where,
             "allocate several smaller ones",
         )
+    im.threads.check_waits(im, ref)
     kept, number = im.threads.parity(ref), _number(b, ref, barrier)
     parities = b.load(kept)
     parity = b.op("and", b.op("shift_right_logical", parities, number), b.index(1))
@@ -408,6 +431,79 @@ def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
 @RULES.rule("pallasite_wgmma_wait")
 def _wgmma_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
+
+
+# --- single warps, tensor memory ---
+
+
+@RULES.rule("pallasite_warps")
+def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
+    jaxpr, axis, threads = eqn.params["jaxpr"], eqn.params["axis"], im.threads
+    regions = []
+    for number in range(WARPS):
+        threads.warp = number
+        with im.nested() as builder:
+            im.mesh_axes[axis] = builder.index(number)
+            for var, value in zip(jaxpr.constvars, captured, strict=True):
+                im.env[var] = value
+            im.run(jaxpr.replace(constvars=()), ())
+            regions.append(builder.block())
+    threads.warp = -1
+    im.builder.ops.append(Op("warps", regions=tuple(regions), loc=im.where))
+
+
+@RULES.rule("pallasite_tcgen05_mma")
+def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
+    (acc, at), *rest = _parts(im, eqn, 1)
+    sums = view(im, acc, at)
+    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest)
+    contract = ((0 if left else 1,), (1 if right else 0,))
+    axes = _pair(im, eqn)
+    columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
+    problem = None
+    if sums.ref.space != "tmem":
+        problem = "a tcgen05_mma adds to tensor memory"
+    elif (lhs.ref.shape[1 if left else 0], columns) != sums.ref.shape or lhs.ref.shape[
+        contract[0][0]
+    ] != rhs.ref.shape[contract[1][0]]:
+        problem = "a product does not fit the sums that it is added to"
+    if problem is not None:
+        sides = [("sums", sums.type), ("left", lhs.type), ("right", rhs.type)]
+        facts = [("kernel", im.kernel_name), *sides]
+        fix = "sums are plgpu.TMEM((m, n), jnp.float32), sides (m, k) and (k, n)"
+        raise KernelTypeError(problem, facts, im.where, fix)
+    im.builder.emit("tensor_mma", sums, lhs, rhs, adds, contract=contract, axes=axes)
+
+
+def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:
+    """The axis of the cluster along which two blocks work together."""
+    axes = im.threads.axes_of(im, eqn.params["axes"])
+    sizes = [im.grid.sizes[a] for a in axes]
+    if axes and sizes != [2]:
+        raise KernelTypeError(
+            f"two blocks of a cluster multiply together, not {sizes[0]}",
+            [("kernel", im.kernel_name), ("collective_axis", eqn.params["axes"][0])],
+            im.where,
+            "make that axis of the cluster 2",
+        )
+    return axes
+
+
+@RULES.rule("pallasite_tcgen05_commit_arrive")
+def _tensor_commit(im: Importer, eqn: Any, *_: Value) -> None:
+    (part,) = _parts(im, eqn)
+    im.builder.emit("tensor_commit", _barrier(im, *part), axes=_pair(im, eqn))
+
+
+@RULES.rule("pallasite_async_copy_smem_to_tmem")
+def _tensor_copy(im: Importer, eqn: Any, *_: Value) -> None:
+    source, target = _ends(im, *_parts(im, eqn))
+    im.builder.emit("tensor_copy", source, target, axes=_pair(im, eqn))
+
+
+@RULES.rule("pallasite_wait_tmem")
+def _tensor_wait(im: Importer, eqn: Any) -> None:
+    im.builder.emit("tensor_wait", what=eqn.params["what"])
 
 
 @RULES.rule("pallasite_set_max_registers")

@@ -415,7 +415,7 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
     type_ = _ref_type(im, eqn.outvars[0].aval)
     if type_.space == "device_barrier":
         return im.builder.op("barrier_semaphore")
-    if im.threads is not None and type_.space in ("smem", "mbarrier"):
+    if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
     ref = im.builder.op("alloc", type=type_)
     if type_.space == "regs":  # an accumulator

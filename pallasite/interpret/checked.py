@@ -16,7 +16,6 @@ import numpy as np
 
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
-from pallasite.interpret.clusters import ClusterWalker
 from pallasite.interpret.copies import Copy
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
@@ -27,6 +26,7 @@ from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
 from pallasite.interpret.schedule import Order, Schedule
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
+from pallasite.interpret.tensor_memory import TensorWalker
 from pallasite.interpret.views import View
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
@@ -112,7 +112,7 @@ def _run_in_order(
     return [walker.results() for walker in walkers]
 
 
-class CheckedWalker(ClusterWalker):
+class CheckedWalker(TensorWalker):
     """One watched run of a kernel."""
 
     def __init__(
@@ -437,7 +437,7 @@ class CheckedWalker(ClusterWalker):
         return (value,)
 
     RULES: ClassVar = {
-        **ClusterWalker.RULES,
+        **TensorWalker.RULES,
         "load": do_load,
         "atomic_rmw": do_atomic_rmw,
         "atomic_cas": do_atomic_cas,
@@ -448,7 +448,9 @@ class CheckedWalker(ClusterWalker):
 def _runs_side_by_side(kernel: Kernel) -> bool:
     ops = list(walk(kernel.body))
     return any(
-        op.name == "roles" or core_axes(kernel, op) or cluster_axes(kernel, op)
+        op.name in ("roles", "warps")
+        or core_axes(kernel, op)
+        or cluster_axes(kernel, op)
         for op in ops
     )
 

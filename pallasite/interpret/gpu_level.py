@@ -27,6 +27,7 @@ WARPS, THREADS = 4, 128  # of a warpgroup
 GPU_OPS = ("barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait")
 GPU_OPS = (*GPU_OPS, "named_barrier", "fence_async", "bulk_commit", "bulk_wait")
 GPU_OPS = (*GPU_OPS, "cluster_barrier", "cluster_arrive", "cluster_copy")
+GPU_OPS = (*GPU_OPS, "tensor_mma", "tensor_copy", "tensor_commit")
 
 
 def uses_gpu_level(block: Block) -> bool:
@@ -124,7 +125,7 @@ class PhaseWait(Pause):
         return self.barrier.phase > self.phase
 
     def wanted(self) -> Sequence[Copy]:
-        return [c for c in self.walker.loads(self.barrier) if not c.moved]
+        return self.walker.signalling(self.barrier)
 
     def text(self) -> str:
         name = self.walker.monitor.describe(self.barrier.end.ref)
@@ -232,6 +233,17 @@ class GpuWalker(DeviceWalker):
         flying = self.copies.flying
         return [c for c in flying if isinstance(c, Load) and c.barrier is barrier]
 
+    def signalling(self, barrier: Barrier) -> list[Any]:
+        """What is in flight and counts at a barrier, of that what may move now."""
+        return [c for c in self.loads(barrier) if not c.moved]
+
+    def phase_seen(self, barrier: Barrier, phase: int) -> None:
+        """A context has waited for the end of a phase."""
+        for load in self.loads(barrier):
+            if load.phase <= phase and load.moved:
+                self.copies.flying.remove(load)
+                self.races.retire(load.lane)
+
     def report_barrier(
         self, barrier: Barrier, what: str, facts: Sequence[Any], fix: str
     ) -> None:
@@ -297,10 +309,7 @@ class GpuWalker(DeviceWalker):
         yield wait
         wait.is_over = True
         self.races.meet((barrier, wait.phase))
-        for load in self.loads(barrier):
-            if load.phase <= wait.phase and load.moved:
-                self.copies.flying.remove(load)
-                self.races.retire(load.lane)
+        self.phase_seen(barrier, wait.phase)
 
     def steps_named_barrier(self, op: Op) -> Steps:
         context, attrs = self.schedule.current, op.attrs

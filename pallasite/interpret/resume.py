@@ -244,6 +244,9 @@ class ResumableWalker(Walker):
         group = self.schedule.fork(
             [(f"role {n}", self.steps(r)) for n, r in enumerate(op.regions)]
         )
+        yield from self.side_by_side(op, group)
+
+    def side_by_side(self, op: Op, group: Sequence[Context]) -> Steps:
         self.forked(op, group)
         yield Join(op, group)
         self.joined(group)

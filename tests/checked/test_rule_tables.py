@@ -11,6 +11,7 @@ from pallasite.interpret.clusters import ClusterWalker
 from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.resume import ResumableWalker
+from pallasite.interpret.tensor_memory import TensorWalker
 from pallasite.interpret.waits import WaitingWalker
 from pallasite.interpret.walker import Walker
 from pallasite.ir.opdef import EXPLICIT, table
@@ -20,7 +21,7 @@ STRUCTURED = {name for name, row in ROWS.items() if not row.elementwise}
 # Elementwise in the op table, but its result may have another shape.
 SHAPED = {"bitcast"}
 WALKERS = [Walker, ResumableWalker, WaitingWalker, DeviceWalker, GpuWalker]
-WALKERS += [ClusterWalker, CheckedWalker, SmoothWalker, ReverseWalker]
+WALKERS += [ClusterWalker, TensorWalker, CheckedWalker, SmoothWalker, ReverseWalker]
 
 
 @pytest.mark.parametrize("walker", WALKERS)
@@ -43,7 +44,7 @@ def test_the_emulation_has_the_elementwise_ops():
 def test_ops_that_may_pause_can_be_resumed():
     """Those of the explicit level, and those whose regions may hold one."""
     pausing = {n for n, r in ROWS.items() if r.level == EXPLICIT or r.regions != 0}
-    assert ClusterWalker.RESUMABLE.keys() == pausing
+    assert TensorWalker.RESUMABLE.keys() == pausing
     assert CheckedWalker.RESUMABLE.keys() == pausing
 
 

@@ -24,6 +24,8 @@ class Clusters(Explicit):
         # along it, this block's place.
         self.cluster: dict[int, tuple[int, int, str]] = {}
 
+    exchanges = False  # blocks read what others write to main memory
+
     @property
     def blocks(self) -> int:
         """Of a cluster."""
@@ -77,6 +79,8 @@ class Clusters(Explicit):
         further = self.peers(axes)
         if op.attrs["to"] == "first":
             further = further[:1]
+        if self.exchanges:
+            self.out.line("writes_before_arrival();")
         self.out.line("__syncwarp();")
         for lane, step in enumerate(further):
             block = f"{self.first_peer(axes)} + {step}"

@@ -105,6 +105,7 @@ class Emitter(Clusters):
         check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
+        self.exchanges = _exchanges(accesses)
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
@@ -425,6 +426,14 @@ def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, i
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def _exchanges(accesses: Mapping[Value, list[Op]]) -> bool:
+    """Whether some main memory is both written and read."""
+    return any(
+        memory.ref.space != "smem" and {"load"} < {op.name for op in ops}
+        for memory, ops in accesses.items()
+    )
 
 
 def _only_multiplied(body: Block) -> set[Value]:

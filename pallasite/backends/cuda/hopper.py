@@ -188,13 +188,19 @@ def copy_to_blocks(rank: int) -> str:
 
 
 CLUSTERS: dict[str, str] = {
-    # An arrival at the barrier at that place in another block.
+    # An arrival at the barrier at that place in another block. It orders what the
+    # warp has read of shared memory, and writes of it only after a fence, which takes
+    # as long as a product.
     "arrive_at": (
         "DEVICE void arrive_at(u32 barrier, u32 block) {\n"
         '  asm volatile("{\\n.reg .b32 there;\\n"\n'
         '    "mapa.shared::cluster.u32 there, %0, %1;\\n"\n'
-        '    "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\\n}"\n'
+        '    "mbarrier.arrive.shared::cluster.b64 _, [there];\\n}"\n'
         '    :: "r"(barrier), "r"(block) : "memory");\n}\n'
+    ),
+    "writes_before_arrival": (
+        "DEVICE void writes_before_arrival() {\n"
+        '  asm volatile("fence.acq_rel.cluster;" ::: "memory");\n}\n'
     ),
     "blocks_meet": (
         "DEVICE void blocks_meet() {\n"

@@ -38,8 +38,12 @@ def written_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[1:3]
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
-    if op.name == "cluster_arrive":
+    if op.name in ("cluster_arrive", "tensor_commit"):
         return op.operands
+    if op.name == "tensor_mma":
+        return op.operands[:1]
+    if op.name == "tensor_copy":
+        return op.operands[1:]
     return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
@@ -49,12 +53,12 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in _COPIES:
+    if op.name in (*_COPIES, "tensor_copy"):
         return op.operands[:1]
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
         # Rows that are not numbered stay as they were.
         return tuple(v for v in op.operands if v.is_ref and not v.ref.is_semaphore)
-    if op.name == "wgmma":
+    if op.name in ("wgmma", "tensor_mma"):
         return tuple(v for v in op.operands if v.is_ref)
     return _windowed(op, "in") if op.name == "pipeline" else ()
 
