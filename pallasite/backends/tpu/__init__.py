@@ -4,10 +4,10 @@ Reading order: what the chip lacks is made of what it has by passes, in this ord
 `prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
 main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
 (an operand and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
-`schedule.py` (inner pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py`
-(module, grid and windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops
-by family), and `compile.py` (what XLA is handed). libtpu compiles the result, with or
-without a TPU: see `runtime/aot.py`.
+`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
+Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
+`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
+the result, with or without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -49,6 +49,7 @@ class TpuBackend:
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.prints import add_log
+        from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
@@ -79,6 +80,7 @@ class TpuBackend:
             Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
+            Pass("repeats", join_repeats),
             Pass("dots", partial(plain_dots, chip=chip)),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
