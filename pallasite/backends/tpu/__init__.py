@@ -43,6 +43,7 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
+        from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
@@ -62,6 +63,8 @@ class TpuBackend:
         from pallasite.passes.replicate_columns import replicate_columns
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
+        if core_of(options) != "tc":
+            return self._sparse_passes(chip)
         return (
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
@@ -85,6 +88,23 @@ class TpuBackend:
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
         )
 
+    def _sparse_passes(self, chip: Tpu | None) -> Sequence[Pass]:
+        """Of kernels for SparseCores: arrays are whole, and copied by the kernel."""
+        from pallasite.backends.tpu import sparse_core
+        from pallasite.backends.tpu.schedule import schedule
+        from pallasite.passes.canonicalize import canonicalize
+        from pallasite.passes.known_comparisons import known_comparisons
+        from pallasite.passes.legalize import legalize
+
+        native = sparse_core.is_native
+        return (
+            Pass("check_chip", partial(sparse_core.check_chip, chip=chip)),
+            Pass("known_comparisons", known_comparisons),
+            Pass("canonicalize", canonicalize),
+            Pass("inner_pipelines", schedule),
+            Pass("legalize", partial(legalize, native=native, backend=self.name)),
+        )
+
     def _blocks(self, options: Options) -> Sequence[Pass]:
         """Blocks for which there is room, and larger ones where it is known to be."""
         from pallasite.backends.tpu.vmem import cut_if_large
@@ -98,10 +118,13 @@ class TpuBackend:
         return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        return (Stage("mosaic", partial(make_mosaic, debug=options.debug)),)
+        from pallasite.backends.tpu.compile import core_of
+
+        make = partial(make_mosaic, debug=options.debug, core=core_of(options))
+        return (Stage("mosaic", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
-        from pallasite.backends.tpu.compile import call_config
+        from pallasite.backends.tpu.compile import call_config, core_of
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
         from pallasite.backends.tpu.vmem import limit_for
@@ -110,7 +133,8 @@ class TpuBackend:
         arrays = CallArrays.of(compiled.scheduled, kernel)
         warn_of_forms(kernel, arrays)
         chip = options.chip if isinstance(options.chip, Tpu) else None
-        vmem = limit_for(compiled.scheduled, chip)
+        sparse = core_of(options) != "tc"
+        vmem = None if sparse else limit_for(compiled.scheduled, chip)
         sites = sites_of(kernel)
         return Launch(
             target="tpu_custom_call",
@@ -131,11 +155,11 @@ class TpuBackend:
         return f"1+mosaic{DIALECT_VERSION}"
 
 
-def make_mosaic(scheduled: str, debug: bool = False) -> str:
-    """The Mosaic module of a scheduled kernel."""
+def make_mosaic(scheduled: str, debug: bool = False, core: str = "tc") -> str:
+    """The Mosaic module of a scheduled kernel, for a kind of core."""
     from pallasite.backends.tpu.emit import emit_module
 
-    return emit_module(scheduled_kernel(scheduled), debug)
+    return emit_module(scheduled_kernel(scheduled), debug, core)
 
 
 BACKEND = TpuBackend()
