@@ -221,10 +221,124 @@ def _page_table(batch: int, pages: int) -> jax.Array:
     return order.reshape(batch, -1).astype(jnp.int32)
 
 
+def quantised_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    """Few rows times 8192 x 8192 weights; the rival multiplies by them as floats."""
+    side = 8192 if big else 1024
+    found = {}
+    for rows in (16, 64):
+        for bits in (4, 8):
+            found[f"weight_only_matmul, {bits} bits, {rows} rows"] = Problem(
+                partial(_weight_only, bits),
+                partial(_weight_only_operands, rows, side, bits, dtype),
+                side * side * bits / 8,
+                differentiable=False,
+                xla=lambda x, values, scales, dense: jnp.dot(x, dense),
+            )
+    side = side // 2
+    small = jnp.float8_e4m3fn
+    found["block_scaled_matmul"] = Problem(
+        kernels.block_scaled_matmul,
+        lambda: [
+            normal(side, side, dtype=small),
+            normal(side, side, dtype=small, seed=1),
+            normal(side, side // 128, dtype=jnp.float32),
+            normal(side // 128, side // 128, dtype=jnp.float32),
+        ],
+        2 * side**3,
+        "flop",
+        differentiable=False,
+    )
+    return found
+
+
+def _weight_only(bits: int, x: Any, values: Any, scales: Any, dense: Any) -> jax.Array:
+    del dense  # the rival's
+    return kernels.weight_only_matmul(x, kernels.QuantizedWeights(values, scales, bits))
+
+
+def _weight_only_operands(rows: int, side: int, bits: int, dtype: Any) -> list[Any]:
+    weights = kernels.quantize_weights(
+        normal(side, side, dtype=dtype), bits=bits, group_size=128
+    )
+    dense = weights.dequantize()
+    return [normal(rows, side, dtype=dtype), weights.values, weights.scales, dense]
+
+
+def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    batch, length, channels = (8, 4096, 2048) if big else (1, 1024, 256)
+    x = partial(normal, batch, length, channels, dtype=dtype)
+    size = batch * length * channels * jnp.dtype(dtype).itemsize
+    heads, width, state = channels // 64, 64, 128
+    tokens, hidden, experts = (8192, 2048, 64) if big else (512, 128, 8)
+    layers = [(experts, hidden, 2 * hidden)] * 2 + [(experts, 2 * hidden, hidden)]
+    by_experts = lambda x, logits, *layers, **how: kernels.mixture_of_experts(
+        x, kernels.route(logits, 2, **how), *layers, **how
+    )
+    return {
+        "group_norm": Problem(
+            lambda x, **how: kernels.group_norm(x, 32, **how), lambda: [x()], 3 * size
+        ),
+        "causal_conv1d": Problem(
+            partial(kernels.causal_conv1d, activation="swish"),
+            lambda: [x(), normal(4, channels, dtype=dtype)],
+            2 * size,
+        ),
+        "linear_recurrence": Problem(
+            kernels.linear_recurrence,
+            lambda: [jax.nn.sigmoid(x()), x(seed=1)],
+            3 * size,
+        ),
+        "state_space_scan": Problem(
+            kernels.state_space_scan,
+            lambda: [
+                normal(batch, length, heads, width, dtype=dtype),
+                -jnp.abs(normal(batch, length, heads, dtype=jnp.float32)),
+                *(normal(batch, length, 1, state, dtype=dtype) for _ in range(2)),
+            ],
+            2 * size,
+        ),
+        "embedding_bag": Problem(
+            kernels.embedding_bag,
+            lambda: [
+                normal(100_000, 512, dtype=dtype),
+                jax.random.randint(jax.random.key(1), (4096, 32), 0, 100_000),
+            ],
+            4096 * 32 * 512 * jnp.dtype(dtype).itemsize,
+        ),
+        "top_k": Problem(
+            partial(kernels.top_k, k=8),
+            lambda: [normal(65536 if big else 4096, 64, dtype=jnp.float32)],
+            (65536 if big else 4096) * 64 * 4,
+        ),
+        "sort": Problem(
+            kernels.sort,
+            lambda: [normal(65536 if big else 1024, 128, dtype=jnp.float32)],
+            (65536 if big else 1024) * 128 * 4,
+        ),
+        "mixture_of_experts": Problem(
+            by_experts,
+            lambda: [
+                normal(tokens, hidden, dtype=dtype),
+                normal(tokens, experts, dtype=jnp.float32),
+                *(normal(*shape, dtype=dtype) for shape in layers),
+            ],
+            2 * 3 * 2 * tokens * hidden * 2 * hidden,
+            "flop",
+        ),
+    }
+
+
 def problems() -> dict[str, Problem]:
     big = jax.default_backend() != "cpu"
     dtype = jnp.bfloat16 if big else jnp.float32
-    families = (rows_problems, product_problems, attention_problems, cache_problems)
+    families = (
+        rows_problems,
+        product_problems,
+        quantised_problems,
+        attention_problems,
+        cache_problems,
+        other_problems,
+    )
     return {k: v for family in families for k, v in family(big, dtype).items()}
 
 
