@@ -6,7 +6,7 @@ distance is between both results, relative to the largest number.
 
     python benchmarks/kernels.py                  # all operations, forward
     python benchmarks/kernels.py norm glu         # those with these in their names
-    python benchmarks/kernels.py --grad loss      # result and gradient
+    python benchmarks/kernels.py --grad loss      # gradients
     python benchmarks/kernels.py --save results/kernels.json
 """
 
@@ -166,7 +166,8 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     lengths = partial(jnp.full, batch, keys, jnp.int32)
     cache = partial(normal, batch, keys, kv_heads, width, dtype=dtype)
     paged = partial(normal, pages, page, kv_heads, width, dtype=dtype)
-    latent = partial(normal, pages, page, 576, dtype=dtype)
+    latent = partial(normal, pages, page, dtype=dtype)
+    heads = 128 if big else 8
     table = partial(_page_table, batch, pages)
     size = batch * keys * jnp.dtype(dtype).itemsize
     config = kernels.DecodeConfig(splits=8 if big else 1)
@@ -178,12 +179,12 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             differentiable=False,
         ),
         "latent_attention": Problem(
-            partial(
-                kernels.latent_attention, value_width=512, scale=0.1, config=config
-            ),
+            partial(kernels.latent_attention, scale=0.1),
             lambda: [
-                normal(batch, 128 if big else 8, 576, dtype=dtype),
-                latent(),
+                normal(batch, heads, 512, dtype=dtype),
+                normal(batch, heads, 64, dtype=dtype),
+                latent(512),
+                latent(64),
                 lengths(),
                 table(),
             ],
@@ -342,17 +343,33 @@ def problems() -> dict[str, Problem]:
     return {k: v for family in families for k, v in family(big, dtype).items()}
 
 
-def with_gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
-    """The result's weighted sum and its gradient for all floating-point operands."""
-    floats = [
-        n for n, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
-    def total(*args: Any) -> jax.Array:
-        leaves = jax.tree.leaves(operation(*args))
-        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
 
-    return jax.value_and_grad(total, argnums=floats)
+def float_results(operation: Callable) -> Callable:
+    return lambda *args: [x for x in jax.tree.leaves(operation(*args)) if is_float(x)]
+
+
+def gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
+    """Cotangents of all floating-point operands, from those of the results.
+
+    What the forward operation leaves for it is part of it; a result that it does not
+    need is not computed.
+    """
+    floats = [n for n, x in enumerate(operands) if is_float(x)]
+
+    def pull_back(cotangents: Any, *args: Any) -> Any:
+        def of_floats(*given: Any) -> Any:
+            all_args = list(args)
+            for n, x in zip(floats, given, strict=True):
+                all_args[n] = x
+            return float_results(operation)(*all_args)
+
+        _, pull = jax.vjp(of_floats, *(args[n] for n in floats))
+        return pull(cotangents)
+
+    return pull_back
 
 
 def seconds(
@@ -386,12 +403,15 @@ def distance(got: Any, want: Any) -> float:
     return worst
 
 
-def measure(problem: Problem, gradient: bool) -> dict[str, Any]:
+def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
     operands = problem.operands()
     rival = problem.xla or partial(problem.operation, implementation="xla")
     functions = {"ours": problem.operation, "xla": rival}
-    if gradient:
-        functions = {n: with_gradient(f, operands) for n, f in functions.items()}
+    if of_gradient:
+        results = jax.eval_shape(float_results(problem.operation), *operands)
+        functions = {n: gradient(f, operands) for n, f in functions.items()}
+        cotangents = [normal(*x.shape, dtype=x.dtype, seed=9) for x in results]
+        operands = [cotangents, *operands]
     functions = {n: jax.jit(f) for n, f in functions.items()}
     found = distance(*(f(*operands) for f in functions.values()))
     times = seconds(functions, operands)
@@ -408,7 +428,7 @@ def measure(problem: Problem, gradient: bool) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
-    parser.add_argument("--grad", action="store_true", help="result and gradient")
+    parser.add_argument("--grad", action="store_true", help="gradients")
     parser.add_argument("--save", type=Path, help="a JSON file for the numbers")
     options = parser.parse_args(argv)
     found = {}

@@ -17,12 +17,15 @@ from pallasite.kernels.cross_entropy import (
 )
 from pallasite.kernels.decode import DecodeConfig as DecodeConfig
 from pallasite.kernels.decode import decode_attention as decode_attention
-from pallasite.kernels.decode import latent_attention as latent_attention
 from pallasite.kernels.decode import paged_attention as paged_attention
 from pallasite.kernels.embedding import embedding_bag as embedding_bag
 from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
 from pallasite.kernels.group_norm import group_norm as group_norm
 from pallasite.kernels.grouped_matmul import grouped_matmul as grouped_matmul
+from pallasite.kernels.latent_attention import (
+    LatentAttentionConfig as LatentAttentionConfig,
+)
+from pallasite.kernels.latent_attention import latent_attention as latent_attention
 from pallasite.kernels.matmul import MatmulConfig as MatmulConfig
 from pallasite.kernels.matmul import matmul as matmul
 from pallasite.kernels.moe import Permutation as Permutation

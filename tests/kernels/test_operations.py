@@ -115,13 +115,14 @@ CASES = {
     "latent attention": case(
         kernels.latent_attention,
         normal(4, 6, 12),
-        normal(10, 8, 12, seed=1),
+        normal(4, 6, 4, seed=1),
+        normal(10, 8, 12, seed=2),
+        normal(10, 8, 4, seed=3),
         LENGTHS,
         TABLE,
-        value_width=8,
         scale=0.3,
         gradients=False,
-        config=kernels.DecodeConfig(splits=2),
+        config=kernels.LatentAttentionConfig(block_heads=4, block_kv=4, splits=2),
     ),
     "int8 pages": case(
         lambda *args, **how: kernels.paged_attention(
