@@ -14,8 +14,6 @@ from pallasite.tools.explain import kernels_of
 if TYPE_CHECKING:
     from pallasite.tools.report import Report
 
-TIMEOUT = 600.0  # seconds for libtpu, per kernel
-
 
 @dataclass(frozen=True)
 class Aot:
@@ -27,7 +25,7 @@ class Aot:
         self,
         *targets: str,
         dump: str | Path | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float = 600,
         progress: Callable[[str], None] | None = None,
     ) -> "Report":
         """Compile all kernels for each target.

@@ -16,10 +16,10 @@ from pallasite.primitive import Site
 from pallasite.runtime import aot as libtpu
 from pallasite.target import Named, Tpu
 from pallasite.tools.analysis import Analysis, analyse
-from pallasite.tools.aot import TIMEOUT
 from pallasite.tools.report import Estimate, KernelReport
 from pallasite.tools.tpu_words import in_words
 
+TIMEOUT = 600.0  # seconds for libtpu, per kernel
 NO_LIBTPU = "libtpu is not installed: Mosaic was made, and not compiled"
 # libtpu's names of units, and ours.
 UNITS = {

@@ -153,7 +153,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("pallasite.install.install", lambda: None)
+    monkeypatch.setattr(command_line, "_install", lambda: None)
     path = tmp_path / "script.py"
     path.write_text(
         SCRIPT.replace("from jax.experimental import pallas", "import pallasite")
