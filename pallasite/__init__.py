@@ -67,6 +67,7 @@ from pallasite.language.specs import no_block_spec as no_block_spec
 from pallasite.language.specs import squeezed as squeezed
 from pallasite.primitive import Checked as Checked
 from pallasite.sharding.rule import Partition as Partition
+from pallasite.tools.aot import aot as aot
 from pallasite.tools.explain import explain as explain
 from pallasite.tools.lower import lower as lower
 from pallasite.tune.autotune import autotune as autotune

@@ -5,9 +5,11 @@ exact about grids, windows and scratch. `batch.py` has the vmap rule's part on I
 `rules.py` has the rules of differentiation.
 """
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -230,8 +232,25 @@ def partitions(ctx: Any, call: Call) -> bool:
     return not host_code and not jaxcompat.is_export(ctx)
 
 
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Every call that is lowered in a `with` block, each once, in order."""
+    found: list[Call] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     """The rule of one platform (None: of those without one)."""
+    record = _recorded.get()
+    if record is not None and call not in record:
+        record.append(call)
     # A branch for one of several platforms is lowered for all of them.
     check_platform(call, ctx.module_context.platforms)
     if partitions(ctx, call):
