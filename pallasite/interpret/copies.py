@@ -122,12 +122,15 @@ class Copies:
         self.monitor = monitor
         self.flying: list[Copy] = []
 
-    def start(self, copy: Copy, by: Monitor | None = None) -> None:
-        """`by`: of the device that starts it, if it is another one."""
+    def start(self, copy: Copy) -> None:
         for end in copy.reads.values():
             self.read(end.root, end.elements)
         for end in copy.writes.values():
-            self.written(end.root, end.elements, by)
+            self.written(end.root, end.elements)
+        self.flying.append(copy)
+
+    def arrive(self, copy: "Receive") -> None:
+        """Another device starts it; whether it may is for the clocks to say."""
         self.flying.append(copy)
 
     def pending(self) -> list[Copy]:
@@ -158,12 +161,12 @@ class Copies:
         for copy in self.flying:
             self._meet(copy, copy.writes, root, elements, "read")
 
-    def written(
-        self, root: Value, elements: Elements, by: Monitor | None = None
-    ) -> None:
+    def written(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            ends = {**copy.writes, **copy.reads}
-            self._meet(copy, ends, root, elements, "written", by)
+            # What another device sends there at the same time is a race.
+            if not isinstance(copy, Receive):
+                ends = {**copy.writes, **copy.reads}
+                self._meet(copy, ends, root, elements, "written")
 
     def _meet(
         self,
@@ -172,7 +175,6 @@ class Copies:
         root: Value,
         elements: Elements,
         done: str,
-        by: Monitor | None = None,
     ) -> None:
         for which, end in ends.items():
             if end.root is not root:
@@ -188,7 +190,7 @@ class Copies:
             ]
             kind = copy.kind
             what = f"the {which} of a {kind} is {done} before the {kind} is waited for"
-            (by or self.monitor).report("copies", what, facts, copy.fix)
+            self.monitor.report("copies", what, facts, copy.fix)
 
     # --- ends ---
 

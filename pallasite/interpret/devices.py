@@ -167,12 +167,12 @@ class DeviceWalker(WaitingWalker):
         arriving = ((here, programs, other.monitor.program, part), lanes)
         where = None, program, arriving, self.races.start_copy()
         receive = Receive(op, target, target, received, False, *where, send=send)
+        self.copies.start(send)
+        other.copies.arrive(receive)
         with self.races.as_lane(send.lane):
             self.races.access(source.root, "reads", source.elements)
         with other.races.as_lane(receive.lane):
             other.races.access(target.root, "writes", target.elements, by)
-        self.copies.start(send)
-        other.copies.start(receive, by)
         if self.schedule.is_early:
             self.move(send)
             other.move(receive)

@@ -209,10 +209,10 @@ class WaitingWalker(ResumableWalker):
             self.state(),
             self.races.start_copy(),
         )
+        self.copies.start(copy)
         with self.races.as_lane(copy.lane):
             self.races.access(source.root, "reads", source.elements)
             self.races.access(target.root, "writes", target.elements)
-        self.copies.start(copy)
         if self.schedule.is_early:
             self.move(copy)
         yield Pause(op)
