@@ -207,6 +207,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
     width, height, edge = 640, 360, 44
     every = [loss for curve in curves.values() for loss in curve]
     low, high = min(every), max(every)
+    steps = len(every) // len(curves)
     colours = ("#00796b", "#e65100", "#5e35b1", "#c2185b")
 
     def point(n: int, loss: float, count: int) -> str:
@@ -236,7 +237,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--steps", type=int)
     parser.add_argument(

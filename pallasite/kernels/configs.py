@@ -4,13 +4,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from pallasite.kernels import common
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
 C = TypeVar("C")  # a configuration: a frozen dataclass
 
-# Values of `block_rows` that the tuner tries.
+# What the tuner tries.
 ROWS = {"block_rows": (8, 16, 32, 64, 128, 256)}
+PRODUCT = {
+    "block_m": (64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64, 128),
+}
 
 
 def tuned(
@@ -37,3 +43,11 @@ def tuned(
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
     return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+
+
+def tuned_rows(
+    kernel: str, given: common.RowConfig | None, *operands: Any
+) -> common.RowConfig:
+    """The configuration of an operation on rows; the first operand has them."""
+    default = common.row_config(operands[0])
+    return tuned(kernel, given, default, ROWS, operands)

@@ -17,7 +17,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.attention import LOWEST
 from pallasite.kernels.matmul import (
     MatmulConfig,
@@ -46,6 +46,14 @@ class CrossEntropyConfig:
     @property
     def blocks(self) -> MatmulConfig:
         return MatmulConfig(self.block_tokens, self.block_columns, self.block_hidden)
+
+
+SPACE = {
+    "block_tokens": (64, 128, 256),
+    "block_columns": (128, 256),
+    "block_hidden": (64, 128),
+    "block_vocab": (4096, 8192, 16384),
+}
 
 
 def linear_softmax_cross_entropy_loss(
@@ -88,7 +96,8 @@ def linear_softmax_cross_entropy_loss(
             fix="convert one of them",
         )
     compute = common.choose(implementation, _streamed, _plain)
-    config = config or CrossEntropyConfig()
+    default = CrossEntropyConfig()
+    config = configs.tuned(operation, config, default, SPACE, (x, weights))
     counted = (labels >= 0) & (labels < vocabulary)
     losses = compute(
         x, weights, labels.astype(jnp.int32), soft_cap=soft_cap, config=config

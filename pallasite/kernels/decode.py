@@ -18,7 +18,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.attention import LOWEST
 
 
@@ -75,7 +75,7 @@ def decode_attention(
         [lengths],
         _scales(operation, kv_heads, key_scales, value_scales),
         options=Options.of(width, scale, soft_cap),
-        config=config or DecodeConfig(),
+        config=_tuned(operation, config, SPACE, query, key_cache, value_cache),
     )
 
 
@@ -118,8 +118,17 @@ def paged_attention(
         [lengths, page_table],
         _scales(operation, kv_heads, key_scales, value_scales),
         options=Options.of(width, scale, soft_cap),
-        config=config or DecodeConfig(),
+        config=_tuned(operation, config, PAGED, query, key_pages, page_table),
     )
+
+
+# A step over a paged cache is always one page.
+PAGED = {"splits": (1, 2, 4, 8, 16)}
+SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
+
+
+def _tuned(operation: str, given: DecodeConfig | None, space, *operands):
+    return configs.tuned(operation, given, DecodeConfig(), space, operands)
 
 
 HEADS = "batch, heads, width"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 ACTIVATIONS: dict[str, Callable] = {
     "swish": jax.nn.swish,
@@ -34,7 +34,7 @@ def gated_linear_unit(
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
     common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _glu_rows, _plain_glu)
-    config = config or common.row_config(gate)
+    config = configs.tuned_rows("gated_linear_unit", config, gate)
     return compute(gate, value, activation=activation, config=config)
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.visits import visits_of_groups
@@ -51,7 +51,9 @@ def grouped_matmul(
     common.check_option("grouped_matmul", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _grouped, _plain)
     # Two sums take the place of one that is twice as wide.
-    config = config or MatmulConfig(128, 256 if gate is None else 128, 64)
+    default = MatmulConfig(128, 256 if gate is None else 128, 64)
+    operands, space = (x, y, gate), configs.PRODUCT
+    config = configs.tuned("grouped_matmul", config, default, space, operands)
     group_sizes = group_sizes.astype(jnp.int32)
     return compute(x, y, gate, group_sizes, activation=activation, config=config)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 
 
@@ -65,6 +65,16 @@ def matmul(
     common.check_shape("matmul", "residual", residual, (*x.shape[:-1], n))
     common.check_option("matmul", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _fused, _plain)
+    config = configs.tuned(
+        "matmul",
+        config,
+        # Two sums take the place of one that is twice as wide.
+        MatmulConfig(block_n=256 if gate is None else 128),
+        configs.PRODUCT,
+        (x, y, gate, bias, residual),
+        activation=activation,
+        has_prologue=prologue is not None,
+    )
     return compute(
         x,
         y,
@@ -74,8 +84,7 @@ def matmul(
         activation=ACTIVATIONS[activation],
         prologue=prologue,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
-        # Two sums take the place of one that is twice as wide.
-        config=config or MatmulConfig(block_n=256 if gate is None else 128),
+        config=config,
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 
 def rms_norm(
@@ -38,7 +38,7 @@ def rms_norm(
     """
     _check("rms_norm", x, residual, scale=scale)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    config = config or common.row_config(x)
+    config = configs.tuned_rows("rms_norm", config, x, residual)
     options = _Options("rms_norm", epsilon, scale_offset, centred=False)
     normed, total = compute(x, scale, None, residual, options=options, config=config)
     return normed if residual is None else (normed, total)
@@ -61,7 +61,7 @@ def layer_norm(
     """
     _check("layer_norm", x, residual, scale=scale, bias=bias)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    config = config or common.row_config(x)
+    config = configs.tuned_rows("layer_norm", config, x, residual)
     options = _Options("layer_norm", epsilon, scale_offset, centred=True)
     normed, total = compute(x, scale, bias, residual, options=options, config=config)
     return normed if residual is None else (normed, total)

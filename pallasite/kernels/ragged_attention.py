@@ -13,7 +13,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     PAGES,
     Options,
@@ -33,6 +33,9 @@ class RaggedAttentionConfig:
     """How attention is divided: new tokens of a program; a page of keys is a step."""
 
     block_q: int
+
+
+SPACE = {"block_q": (8, 16, 32, 64, 128)}
 
 
 def ragged_paged_attention(
@@ -91,6 +94,7 @@ def ragged_paged_attention(
     # A block of about 64 rows (new tokens times heads of a key head): with more, the
     # products of single tokens take longer than reading their keys.
     default = RaggedAttentionConfig(max(64 // (heads // kv_heads), 1))
+    operands = (query, key_pages, page_table)
     return compute(
         query,
         key_pages,
@@ -98,7 +102,7 @@ def ragged_paged_attention(
         *(x.astype(jnp.int32) for x in (lengths, page_table, query_lengths)),
         window=window,
         options=Options.of(width, scale, soft_cap),
-        config=config or default,
+        config=configs.tuned(operation, config, default, SPACE, operands),
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import pallasite as pl
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 
 def rotary_embedding(
@@ -57,7 +57,7 @@ def rotary_embedding(
         jnp.cos(angles),
         jnp.sin(angles),
         interleaved=interleaved,
-        config=config or common.row_config(x),
+        config=configs.tuned_rows("rotary_embedding", config, x),
     )
 
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 
 def softmax(
@@ -19,7 +19,8 @@ def softmax(
     """
     common.check_floats("softmax", x=x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
-    return compute(x, scale=scale, config=config or common.row_config(x))
+    config = configs.tuned_rows("softmax", config, x)
+    return compute(x, scale=scale, config=config)
 
 
 def _normalise(x, scale: float):

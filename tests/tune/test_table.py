@@ -166,6 +166,11 @@ def lambda_named_f():
 @pytest.mark.parametrize(
     ("function", "args", "changed"),
     [
+        (kernels.softmax, [(64, 128)], {"block_rows": 16}),
+        (kernels.rms_norm, [(64, 128)], {"block_rows": 16}),
+        (kernels.layer_norm, [(64, 128)], {"block_rows": 16}),
+        (kernels.gated_linear_unit, [(64, 128)] * 2, {"block_rows": 16}),
+        (kernels.matmul, [(128, 128)] * 2, {"block_m": 64}),
         (kernels.attention, [(1, 256, 1, 16)] * 3, {"block_q": 64}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
