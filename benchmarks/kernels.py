@@ -6,7 +6,7 @@ distance is between both results, relative to the largest number.
 
     python benchmarks/kernels.py                  # all operations, forward
     python benchmarks/kernels.py norm glu         # those with these in their names
-    python benchmarks/kernels.py --grad loss      # result and gradient
+    python benchmarks/kernels.py --grad loss      # gradients
     python benchmarks/kernels.py --save results/kernels.json
 """
 
@@ -166,7 +166,8 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     lengths = partial(jnp.full, batch, keys, jnp.int32)
     cache = partial(normal, batch, keys, kv_heads, width, dtype=dtype)
     paged = partial(normal, pages, page, kv_heads, width, dtype=dtype)
-    latent = partial(normal, pages, page, 576, dtype=dtype)
+    latent = partial(normal, pages, page, dtype=dtype)
+    heads = 128 if big else 8
     table = partial(_page_table, batch, pages)
     size = batch * keys * jnp.dtype(dtype).itemsize
     config = kernels.DecodeConfig(splits=8 if big else 1)
@@ -178,12 +179,12 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             differentiable=False,
         ),
         "latent_attention": Problem(
-            partial(
-                kernels.latent_attention, value_width=512, scale=0.1, config=config
-            ),
+            partial(kernels.latent_attention, scale=0.1),
             lambda: [
-                normal(batch, 128 if big else 8, 576, dtype=dtype),
-                latent(),
+                normal(batch, heads, 512, dtype=dtype),
+                normal(batch, heads, 64, dtype=dtype),
+                latent(512),
+                latent(64),
                 lengths(),
                 table(),
             ],
@@ -221,24 +222,154 @@ def _page_table(batch: int, pages: int) -> jax.Array:
     return order.reshape(batch, -1).astype(jnp.int32)
 
 
+def quantised_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    """Few rows times 8192 x 8192 weights; the rival multiplies by them as floats."""
+    side = 8192 if big else 1024
+    found = {}
+    for rows in (16, 64):
+        for bits in (4, 8):
+            found[f"weight_only_matmul, {bits} bits, {rows} rows"] = Problem(
+                partial(_weight_only, bits),
+                partial(_weight_only_operands, rows, side, bits, dtype),
+                side * side * bits / 8,
+                differentiable=False,
+                xla=lambda x, values, scales, dense: jnp.dot(x, dense),
+            )
+    side = side // 2
+    small = jnp.float8_e4m3fn
+    found["block_scaled_matmul"] = Problem(
+        kernels.block_scaled_matmul,
+        lambda: [
+            normal(side, side, dtype=small),
+            normal(side, side, dtype=small, seed=1),
+            normal(side, side // 128, dtype=jnp.float32),
+            normal(side // 128, side // 128, dtype=jnp.float32),
+        ],
+        2 * side**3,
+        "flop",
+        differentiable=False,
+    )
+    return found
+
+
+def _weight_only(bits: int, x: Any, values: Any, scales: Any, dense: Any) -> jax.Array:
+    del dense  # the rival's
+    return kernels.weight_only_matmul(x, kernels.QuantizedWeights(values, scales, bits))
+
+
+def _weight_only_operands(rows: int, side: int, bits: int, dtype: Any) -> list[Any]:
+    weights = kernels.quantize_weights(
+        normal(side, side, dtype=dtype), bits=bits, group_size=128
+    )
+    dense = weights.dequantize()
+    return [normal(rows, side, dtype=dtype), weights.values, weights.scales, dense]
+
+
+def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    batch, length, channels = (8, 4096, 2048) if big else (1, 1024, 256)
+    x = partial(normal, batch, length, channels, dtype=dtype)
+    size = batch * length * channels * jnp.dtype(dtype).itemsize
+    heads, width, state = channels // 64, 64, 128
+    tokens, hidden, experts = (8192, 2048, 64) if big else (512, 128, 8)
+    layers = [(experts, hidden, 2 * hidden)] * 2 + [(experts, 2 * hidden, hidden)]
+    by_experts = lambda x, logits, *layers, **how: kernels.mixture_of_experts(
+        x, kernels.route(logits, 2, **how), *layers, **how
+    )
+    return {
+        "group_norm": Problem(
+            lambda x, **how: kernels.group_norm(x, 32, **how), lambda: [x()], 3 * size
+        ),
+        "causal_conv1d": Problem(
+            partial(kernels.causal_conv1d, activation="swish"),
+            lambda: [x(), normal(4, channels, dtype=dtype)],
+            2 * size,
+        ),
+        "linear_recurrence": Problem(
+            kernels.linear_recurrence,
+            lambda: [jax.nn.sigmoid(x()), x(seed=1)],
+            3 * size,
+        ),
+        "state_space_scan": Problem(
+            kernels.state_space_scan,
+            lambda: [
+                normal(batch, length, heads, width, dtype=dtype),
+                -jnp.abs(normal(batch, length, heads, dtype=jnp.float32)),
+                *(normal(batch, length, 1, state, dtype=dtype) for _ in range(2)),
+            ],
+            2 * size,
+        ),
+        "embedding_bag": Problem(
+            kernels.embedding_bag,
+            lambda: [
+                normal(100_000, 512, dtype=dtype),
+                jax.random.randint(jax.random.key(1), (4096, 32), 0, 100_000),
+            ],
+            4096 * 32 * 512 * jnp.dtype(dtype).itemsize,
+        ),
+        "top_k": Problem(
+            partial(kernels.top_k, k=8),
+            lambda: [normal(65536 if big else 4096, 64, dtype=jnp.float32)],
+            (65536 if big else 4096) * 64 * 4,
+        ),
+        "sort": Problem(
+            kernels.sort,
+            lambda: [normal(65536 if big else 1024, 128, dtype=jnp.float32)],
+            (65536 if big else 1024) * 128 * 4,
+        ),
+        "mixture_of_experts": Problem(
+            by_experts,
+            lambda: [
+                normal(tokens, hidden, dtype=dtype),
+                normal(tokens, experts, dtype=jnp.float32),
+                *(normal(*shape, dtype=dtype) for shape in layers),
+            ],
+            2 * 3 * 2 * tokens * hidden * 2 * hidden,
+            "flop",
+        ),
+    }
+
+
 def problems() -> dict[str, Problem]:
     big = jax.default_backend() != "cpu"
     dtype = jnp.bfloat16 if big else jnp.float32
-    families = (rows_problems, product_problems, attention_problems, cache_problems)
+    families = (
+        rows_problems,
+        product_problems,
+        quantised_problems,
+        attention_problems,
+        cache_problems,
+        other_problems,
+    )
     return {k: v for family in families for k, v in family(big, dtype).items()}
 
 
-def with_gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
-    """The result's weighted sum and its gradient for all floating-point operands."""
-    floats = [
-        n for n, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
-    def total(*args: Any) -> jax.Array:
-        leaves = jax.tree.leaves(operation(*args))
-        return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
 
-    return jax.value_and_grad(total, argnums=floats)
+def float_results(operation: Callable) -> Callable:
+    return lambda *args: [x for x in jax.tree.leaves(operation(*args)) if is_float(x)]
+
+
+def gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
+    """Cotangents of all floating-point operands, from those of the results.
+
+    What the forward operation leaves for it is part of it; a result that it does not
+    need is not computed.
+    """
+    floats = [n for n, x in enumerate(operands) if is_float(x)]
+
+    def pull_back(cotangents: Any, *args: Any) -> Any:
+        def of_floats(*given: Any) -> Any:
+            all_args = list(args)
+            for n, x in zip(floats, given, strict=True):
+                all_args[n] = x
+            return float_results(operation)(*all_args)
+
+        _, pull = jax.vjp(of_floats, *(args[n] for n in floats))
+        return pull(cotangents)
+
+    return pull_back
 
 
 def seconds(
@@ -272,12 +403,15 @@ def distance(got: Any, want: Any) -> float:
     return worst
 
 
-def measure(problem: Problem, gradient: bool) -> dict[str, Any]:
+def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
     operands = problem.operands()
     rival = problem.xla or partial(problem.operation, implementation="xla")
     functions = {"ours": problem.operation, "xla": rival}
-    if gradient:
-        functions = {n: with_gradient(f, operands) for n, f in functions.items()}
+    if of_gradient:
+        results = jax.eval_shape(float_results(problem.operation), *operands)
+        functions = {n: gradient(f, operands) for n, f in functions.items()}
+        cotangents = [normal(*x.shape, dtype=x.dtype, seed=9) for x in results]
+        operands = [cotangents, *operands]
     functions = {n: jax.jit(f) for n, f in functions.items()}
     found = distance(*(f(*operands) for f in functions.values()))
     times = seconds(functions, operands)
@@ -294,7 +428,7 @@ def measure(problem: Problem, gradient: bool) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
-    parser.add_argument("--grad", action="store_true", help="result and gradient")
+    parser.add_argument("--grad", action="store_true", help="gradients")
     parser.add_argument("--save", type=Path, help="a JSON file for the numbers")
     options = parser.parse_args(argv)
     found = {}

@@ -6,6 +6,7 @@ process has only one of them: this is the script that `tpu.py` starts for each.
     python benchmarks/tpu_library.py ours v5e splash    # prints jobs, a line each
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -232,24 +233,21 @@ def lowering_for(chip: str) -> Any:
 
 
 def main(who: str, chip: str, *chosen: str) -> None:
+    lowering = lowering_for(chip)
     if who == "ours":
         import pallasite
 
         pallasite.install()
         os.environ["PALLASITE_TARGET"] = chip
         os.environ["PALLASITE_BACKEND"] = "tpu"
-        print_jobs(who, chip, chosen)
-    else:
-        with lowering_for(chip):
-            print_jobs(who, chip, chosen)
-
-
-def print_jobs(who: str, chip: str, chosen: Sequence[str]) -> None:
+        lowering = contextlib.nullcontext()
     for name, make in CASES.items():
         if chosen and not any(each in name for each in chosen):
             continue
         try:
-            jobs = list(jobs_in(*make()))
+            function, operands = make()
+            with lowering:
+                jobs = list(jobs_in(function, operands))
         except Exception as error:
             text = str(error).strip() or repr(error)
             print(f"{name}, {who}, {chip}: {text[:600]}", file=sys.stderr, flush=True)

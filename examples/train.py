@@ -122,8 +122,7 @@ def hidden_states(
 
 
 def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
-    """The mean cross entropy of the bytes of `text` (batch, length + 1), the first left
-    out."""
+    """The mean cross entropy of each byte of `text` but the first."""
     how: Any = {"implementation": implementation}
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -216,7 +215,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         y = height - edge - (height - 2 * edge) * (loss - low) / ((high - low) or 1)
         return f"{x:.1f},{y:.1f}"
 
-    right, bottom = width - edge, height - edge
+    right, bottom, steps = width - edge, height - edge, len(every) // len(curves)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="12">',

@@ -5,9 +5,11 @@ exact about grids, windows and scratch. `batch.py` has the vmap rule's part on I
 `rules.py` has the rules of differentiation.
 """
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -230,8 +232,25 @@ def partitions(ctx: Any, call: Call) -> bool:
     return not host_code and not jaxcompat.is_export(ctx)
 
 
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Every call that is lowered in a `with` block, each once, in order."""
+    found: list[Call] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     """The rule of one platform (None: of those without one)."""
+    record = _recorded.get()
+    if record is not None and call not in record:
+        record.append(call)
     # A branch for one of several platforms is lowered for all of them.
     check_platform(call, ctx.module_context.platforms)
     if partitions(ctx, call):
@@ -425,17 +444,43 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
 
 
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
+    from pallasite.emulation.devices import on_devices
     from pallasite.emulation.emulate import emulate
+    from pallasite.interpret.devices import talks_to_devices
 
-    # Roles run side by side in checked mode only.
-    side_by_side = any(op.name == "roles" for op in walk(call.kernel.body))
+    # Roles, and blocks of a cluster, run side by side in checked mode only.
+    alike = ("roles", "warps", "cluster_barrier", "tensor_commit")
+    side_by_side = any(op.name in alike for op in walk(call.kernel.body))
     checked = _is_checked(call) or (side_by_side and not call.interpret)
-    run = _checked_callback(call) if checked else emulate(call.kernel)
+    axes: list[tuple[str, int]] = []
+    if talks_to_devices(call.kernel.body):
+        axes = jaxcompat.manual_mesh_axes(ctx)
+        run = on_devices(call.kernel, _evaluator_options(call), axes)
+    elif any(op.name == "sem_signal_core" for op in walk(call.kernel.body)):
+        run = on_devices(call.kernel, _evaluator_options(call), axes)
+    else:
+        run = _checked_callback(call) if checked else emulate(call.kernel)
     plain = ctx.replace(
         avals_in=jaxcompat.plain_avals(ctx.avals_in),
         avals_out=jaxcompat.plain_avals(ctx.avals_out),
     )
-    return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+    with jaxcompat.collectives_over(axes):
+        return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+
+
+# What the emulation reports of a kernel that the evaluator runs for it.
+_ONLY_COPIES = Checked(
+    bounds=False,
+    uninitialised=False,
+    races=False,
+    unwritten=False,
+    promises=False,
+    orders=("early",),
+)
+
+
+def _evaluator_options(call: Call) -> Checked:
+    return call.interpret if isinstance(call.interpret, Checked) else _ONLY_COPIES
 
 
 def _is_checked(call: Call) -> bool:

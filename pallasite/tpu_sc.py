@@ -1,16 +1,35 @@
-"""The names of upstream's `pallas.tpu_sc` (SparseCore), as they arrive."""
+"""The names of upstream's `plsc`: `from pallasite import tpu_sc as plsc`."""
 
 from pallasite import missing
+from pallasite.calls.mesh import ScalarSubcoreMesh as ScalarSubcoreMesh
+from pallasite.calls.mesh import VectorSubcoreMesh as VectorSubcoreMesh
+from pallasite.language.sparse_core import PackFormat as PackFormat
+from pallasite.language.sparse_core import addupdate as addupdate
+from pallasite.language.sparse_core import addupdate_compressed as addupdate_compressed
+from pallasite.language.sparse_core import addupdate_scatter as addupdate_scatter
+from pallasite.language.sparse_core import all_reduce_ffs as all_reduce_ffs
+from pallasite.language.sparse_core import (
+    all_reduce_population_count as all_reduce_population_count,
+)
+from pallasite.language.sparse_core import cummax as cummax
+from pallasite.language.sparse_core import cummin as cummin
+from pallasite.language.sparse_core import cumsum as cumsum
+from pallasite.language.sparse_core import load_expanded as load_expanded
+from pallasite.language.sparse_core import load_gather as load_gather
+from pallasite.language.sparse_core import pack as pack
+from pallasite.language.sparse_core import parallel_loop as parallel_loop
+from pallasite.language.sparse_core import scan_count as scan_count
+from pallasite.language.sparse_core import sort_key_val as sort_key_val
+from pallasite.language.sparse_core import store_compressed as store_compressed
+from pallasite.language.sparse_core import store_scatter as store_scatter
+from pallasite.language.sparse_core import unpack as unpack
+from pallasite.language.tpu_info import get_sparse_core_info as get_sparse_core_info
 
 __getattr__ = missing.names(
     "pallasite.tpu_sc",
     missing.hints(
-        "Indices PackFormat ScalarSubcoreMesh SparseCorePushStreamWarning "
-        "VectorSubcoreMesh addupdate addupdate_compressed addupdate_scatter "
-        "all_reduce_ffs all_reduce_population_count bitcast cummax cumsum "
-        "fetch_and_add get_sparse_core_info load_expanded load_gather pack "
-        "parallel_loop scan_count slice_subcore_vmem_from_shared sort_key_val "
-        "store_compressed store_scatter subcore_barrier unpack",
-        "SparseCore kernels are not available yet",
+        "Indices SparseCorePushStreamWarning bitcast fetch_and_add "
+        "slice_subcore_vmem_from_shared subcore_barrier",
+        "cores of a mesh share only what copies and semaphores move between them",
     ),
 )

@@ -13,10 +13,12 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.calls.pallas_call import pallas_call
 from pallasite.errors import SpecError
+from pallasite.language.gpu import WarpMesh, run_warps
 from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.refs import run_scoped
 from pallasite.language.spec_trees import is_shaped
 from pallasite.language.specs import BlockSpec
+from pallasite.language.tpu_info import get_sparse_core_info
 from pallasite.language.trace import name_of, storing, trace, user_location
 
 
@@ -57,6 +59,49 @@ class TensorCoreMesh(CoreMesh):
             super().__init__(tuple(axis_names), np.shape(devices))
         else:
             super().__init__((str(axis_name or devices),), (num_cores,))
+
+
+class ScalarSubcoreMesh(CoreMesh):
+    """The scalar subcores of SparseCores: one each, which copies and counts."""
+
+    def __init__(self, *, axis_name: str, num_cores: int | None = None):
+        cores = _sparse_cores(num_cores)
+        super().__init__((axis_name,), (cores,), "sc_scalar_subcore")
+
+
+class VectorSubcoreMesh(CoreMesh):
+    """The vector subcores of SparseCores, which compute on short vectors."""
+
+    def __init__(
+        self,
+        *,
+        core_axis_name: str,
+        subcore_axis_name: str,
+        num_cores: int | None = None,
+        num_subcores: int | None = None,
+    ):
+        most = get_sparse_core_info().num_subcores
+        if num_subcores is not None and num_subcores > most:
+            raise SpecError(
+                f"a SparseCore has {most} vector subcores, not {num_subcores}",
+                at=user_location(),
+            )
+        sizes = _sparse_cores(num_cores), num_subcores or most
+        names = core_axis_name, subcore_axis_name
+        super().__init__(names, sizes, "sc_vector_subcore")
+
+    @property
+    def num_subcores(self) -> int:
+        return self.sizes[1]
+
+
+def _sparse_cores(asked: int | None) -> int:
+    most = get_sparse_core_info().num_cores
+    if asked is not None and asked > most:
+        raise SpecError(
+            f"the chip has {most} SparseCores, not {asked}", at=user_location()
+        )
+    return asked or most
 
 
 def create_tensorcore_mesh(
@@ -137,7 +182,7 @@ def kernel(
                 input_output_aliases=input_output_aliases or {},
                 **{
                     **options,
-                    "compiler_params": _with_core_axes(compiler_params, len(shape)),
+                    "compiler_params": _with_core_axes(compiler_params, mesh),
                 },
             )
             return call_(*args)
@@ -186,6 +231,8 @@ def core_map(
             `metadata`, as for `pl.kernel`.
     """
     at = user_location()
+    if isinstance(mesh, WarpMesh):
+        return lambda fn: run_warps(mesh, fn)
     shape = _axes(mesh, "core_map", at)
 
     def run(fn: Callable[..., None]) -> None:
@@ -236,8 +283,14 @@ def _like(tree: Any, spec: BlockSpec) -> Any:
     return jax.tree.map(lambda _: spec, tree, is_leaf=is_shaped)
 
 
-def _with_core_axes(params: Any, rank: int) -> dict[str, Any]:
+def _with_core_axes(params: Any, mesh: Any) -> dict[str, Any]:
     from pallasite.calls.pallas_call import params_of
 
     given = params_of(params, user_location())
-    return {**given, "dimension_semantics": ("core_parallel",) * rank}
+    semantics = ("core_parallel",) * len(mesh.shape)
+    kind = getattr(mesh, "kind", "tensorcore")
+    if kind == "sc_vector_subcore":
+        semantics = ("core_parallel", "subcore_parallel")
+    if kind != "tensorcore":
+        given["kernel_type"] = kind
+    return {**given, "dimension_semantics": semantics}

@@ -21,7 +21,16 @@ from pallasite.interpret.views import (
     whole_picks,
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
-from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, Window, full_index
+from pallasite.ir.nodes import (
+    Access,
+    Block,
+    Gather,
+    Kernel,
+    Op,
+    Value,
+    Window,
+    full_index,
+)
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
 from pallasite.ops.gpu import product_of
@@ -53,6 +62,12 @@ class Walker:
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Run on operand arrays; the result arrays."""
+        self.begin(inputs)
+        self.run_body()
+        return self.results()
+
+    def begin(self, inputs: Sequence[Array]) -> None:
+        """Make memory of the operand arrays, and memory for the results."""
         kernel = self.kernel
         if self.numbers.functional:  # in-place memory checks bounds instead
             self.padding = plan_padding(kernel, self.roots)
@@ -65,7 +80,10 @@ class Walker:
         for param in kernel.params:
             root = aliased.get(param, param)
             self.env[param] = self._whole(param, root)
-        self.run_body()
+
+    def results(self) -> list[Array]:
+        kernel = self.kernel
+        aliased = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
         return [
             self._result(param, aliased.get(param, param)) for param in kernel.outputs
         ]
@@ -311,6 +329,30 @@ class Walker:
         if len(op.operands) > 2:
             self._count(self.env[op.operands[2]], op.operands[2], -1)
 
+    def do_indexed_copy_start(self, op: Op) -> None:
+        source, target, semaphore, rows = op.operands
+        places = self.read(self.env[rows]) if rows.is_ref else self.env[rows]
+        is_read = op.attrs["indexed"] == "source"
+        table, block = (source, target) if is_read else (target, source)
+        everything = full_index(block.ref.shape)
+        indexed = entries_of((Gather(), *everything[1:]), [places])
+        if is_read:
+            value = self.read(self.env[table], indexed)
+            self.write(self.env[block], entries_of(everything, ()), value, None)
+        elif op.attrs["add"]:
+            self.add_rows(self.env[table], indexed, self.read(self.env[block]))
+        else:
+            value = self.read(self.env[block])
+            self.write(self.env[table], indexed, value, None)
+        self._count(self.env[semaphore], semaphore, 1)
+
+    def add_rows(self, view: View, entries: Any, value: Array) -> None:
+        if view.steps:
+            self._rmw_at_end(view, entries, "add", value, None)
+            return
+        picks = picks_of(view.ranges, entries, self.numbers, False)
+        self.rmw(view.root, picks, "add", value, None)
+
     def do_sem_signal(self, op: Op) -> None:
         self._count(self.env[op.operands[0]], op.operands[0], self.env[op.operands[1]])
 
@@ -540,6 +582,8 @@ class Walker:
         "bitcast_view": do_bitcast_view,
         "copy_start": do_copy_start,
         "copy_wait": do_copy_wait,
+        "indexed_copy_start": do_indexed_copy_start,
+        "indexed_copy_wait": do_copy_wait,
         "sem_signal": do_sem_signal,
         "sem_wait": do_sem_wait,
         "sem_read": do_sem_read,
@@ -553,9 +597,20 @@ class Walker:
         "bulk_wait": do_order,
         "set_registers": do_order,
         "named_barrier": do_refuse,
+        "warps": do_refuse,
+        "tensor_mma": do_refuse,
+        "tensor_copy": do_refuse,
+        "tensor_commit": do_refuse,
+        "tensor_wait": do_order,
+        "cluster_barrier": do_refuse,
+        "cluster_copy": do_refuse,
+        "cluster_arrive": do_refuse,
         "roles": do_refuse,
         "barrier": do_refuse,
         "sem_signal_core": do_refuse,
+        "remote_copy_start": do_refuse,
+        "sem_signal_device": do_refuse,
+        "barrier_semaphore": do_refuse,
         "debug_print": do_debug_print,
         "debug_check": do_debug_check,
         "delay": do_delay,

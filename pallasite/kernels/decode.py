@@ -1,6 +1,5 @@
 """Attention of one new token per sequence over its cache: `decode_attention` on a
-contiguous cache, `paged_attention` on pages that a table puts in order, and
-`latent_attention` on pages whose keys are the values, too.
+contiguous cache, `paged_attention` on pages that a table puts in order.
 
 All query heads of a key head are the rows of one product, so that the cache is read
 once. Long caches are divided into `splits` that run side by side; XLA joins their
@@ -123,58 +122,6 @@ def paged_attention(
     )
 
 
-def latent_attention(
-    query: jax.Array,
-    pages: jax.Array,
-    lengths: jax.Array,
-    page_table: jax.Array,
-    *,
-    value_width: int,
-    scale: float,
-    soft_cap: float | None = None,
-    implementation: common.Implementation = "pallasite",
-    config: DecodeConfig | None = None,
-) -> jax.Array:
-    """Decoding of multi-head latent attention: one key for all heads, partly a value.
-
-    Args:
-        query: (batch, heads, width): what of a query meets the latent vector (already
-            multiplied by the keys' up-projection), then what meets the rotary part.
-        pages: (pages, page_size, width): latent vectors, then the rotary parts of keys.
-        lengths, page_table: as for `paged_attention`.
-        value_width: how many elements of a key, from the first, are its value.
-        scale: what scores are multiplied by: that of the heads before absorption.
-
-    Returns:
-        (batch, heads, value_width) in query's dtype.
-    """
-    operation = "latent_attention"
-    batch, _, width = common.check_rank(operation, "query", query, HEADS)
-    number, size, _ = common.check_rank(
-        operation, "pages", pages, "pages, page_size, width"
-    )
-    common.check_shape(operation, "pages", pages, (number, size, width))
-    check_table(operation, page_table, batch)
-    if not 0 < value_width <= width:
-        raise SpecError(
-            f"{operation}: values are part of the keys",
-            [("value_width", value_width), ("width of a key", width)],
-            fix=f"pass a value_width of at most {width}",
-        )
-    cache = pages[:, :, None]
-    _check(operation, (number, size, 1), query, {"pages": cache}, lengths)
-    return _attend(
-        common.choose(implementation, _latent, _plain_latent),
-        query,
-        [cache],
-        [lengths, page_table],
-        (None, None),
-        value_width=value_width,
-        options=Options.of(width, scale, soft_cap),
-        config=_tuned(operation, config, PAGED, query, pages, page_table),
-    )
-
-
 # A step over a paged cache is always one page.
 PAGED = {"splits": (1, 2, 4, 8, 16)}
 SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
@@ -251,7 +198,7 @@ def scale_heads(x, scales):
     return (x * repeated.astype(common.statistics_dtype(x.dtype))).astype(x.dtype)
 
 
-def _capped(scores, options: Options):
+def capped(scores, options: Options):
     scores = scores * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
@@ -275,7 +222,7 @@ def _plain(query, key_cache, value_cache, lengths, *, options, config, first=0):
     first, lengths = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (first, lengths))
     position = jnp.arange(keys)
     allowed = (position >= first) & (position < lengths)
-    scores = jnp.where(allowed, _capped(scores, options), LOWEST)
+    scores = jnp.where(allowed, capped(scores, options), LOWEST)
     weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
     out = jnp.einsum("bhgk,bkhd->bhgd", weights.astype(value_cache.dtype), value_cache)
     return out.reshape(batch, heads, -1).astype(query.dtype)
@@ -287,10 +234,6 @@ def plain_paged(query, key_pages, value_pages, lengths, page_table, **how):
         return gathered.reshape(len(page_table), -1, *pages.shape[2:])
 
     return _plain(query, cache(key_pages), cache(value_pages), lengths, **how)
-
-
-def _plain_latent(query, pages, *numbers, value_width: int, **how):
-    return plain_paged(query, pages, pages[..., :value_width], *numbers, **how)
 
 
 # --- kernels ---
@@ -329,10 +272,6 @@ def _paged(query, key_pages, value_pages, lengths, page_table, *, options, confi
     )
 
 
-def _latent(query, pages, *numbers, value_width: int, **how):
-    return _paged(query, pages, value_width, *numbers, **how)
-
-
 def _streamed(
     query,
     keys,
@@ -345,14 +284,9 @@ def _streamed(
     options: Options,
     splits: int,
 ):
-    """All operations: `block_of` says where a step's keys are in the cache.
-
-    `values` may be a width: values are then that part of the keys.
-    """
+    """Both operations: `block_of` says where a step's keys are in the cache."""
     batch, heads, width = query.shape
-    caches = [keys] if isinstance(values, int) else [keys, values]
-    kv_heads = keys.shape[2]
-    value_width = values if isinstance(values, int) else values.shape[3]
+    kv_heads, value_width = keys.shape[2], values.shape[3]
     group = heads // kv_heads
     steps = max(steps, 1)
     splits = max(1, min(splits, steps))
@@ -379,13 +313,7 @@ def _streamed(
     sizes = (value_width, 1, 1)
     shape = (batch, kv_heads, splits, group)
     acc, maximum, total = pl.pallas_call(
-        functools.partial(
-            _kernel,
-            options=options,
-            per_split=per_split,
-            prefetched=len(scalars),
-            value_width=value_width,
-        ),
+        functools.partial(_kernel, options=options, per_split=per_split),
         out_shape=[jax.ShapeDtypeStruct((*shape, size), wide) for size in sizes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -394,7 +322,8 @@ def _streamed(
                 pl.BlockSpec(
                     (None, None, group, width), lambda b, h, s, j, *_: (b, h, 0, 0)
                 ),
-                *map(cache, caches),
+                cache(keys),
+                cache(values),
             ],
             out_specs=[partial_result(size) for size in sizes],
         ),
@@ -402,17 +331,21 @@ def _streamed(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
         name="decode_attention",
-    )(*scalars, query.reshape(batch, kv_heads, group, width), *caches)
+    )(*scalars, query.reshape(batch, kv_heads, group, width), keys, values)
 
-    top = jnp.max(maximum, axis=2, keepdims=True)
-    shrink = jnp.exp(maximum - top)
-    total = jnp.sum(total * shrink, axis=2)
-    out = jnp.sum(acc * shrink, axis=2) / jnp.where(total == 0, 1, total)
+    out = joined(acc, maximum, total, axis=2)
     return out.reshape(batch, heads, value_width).astype(query.dtype)
 
 
-def _kernel(lengths_ref, *refs, options: Options, per_split, prefetched, value_width):
-    q_ref, k_ref, *value_refs, acc_ref, max_ref, sum_ref = refs[prefetched - 1 :]
+def joined(acc, maximum, total, axis: int):
+    """The result of all splits, which are along `axis`, from those of each."""
+    shrink = jnp.exp(maximum - jnp.max(maximum, axis=axis, keepdims=True))
+    total = jnp.sum(total * shrink, axis=axis)
+    return jnp.sum(acc * shrink, axis=axis) / jnp.where(total == 0, 1, total)
+
+
+def _kernel(lengths_ref, *refs, options: Options, per_split: int):
+    q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref = refs[-6:]
     split, j = pl.program_id(2), pl.program_id(3)
     length = lengths_ref[pl.program_id(0)]
     start = (split * per_split + j) * k_ref.shape[0]
@@ -424,15 +357,25 @@ def _kernel(lengths_ref, *refs, options: Options, per_split, prefetched, value_w
 
     @pl.when(start < length)
     def _():
-        q = q_ref[...]
-        v = value_refs[0][...] if value_refs else k_ref[:, :value_width]
-        columns = start + lax.broadcasted_iota(
-            jnp.int32, (q.shape[0], k_ref.shape[0]), 1
-        )
-        # Keys past the length may be anything in a cache, NaN too: 0 * NaN is NaN.
-        rows = start + lax.broadcasted_iota(jnp.int32, v.shape, 0)
-        values = jnp.where(rows < length, v.astype(q.dtype), 0)
-        state.absorb(q, k_ref[...], values, columns < length, options)
+        scores = products(q_ref[...], k_ref[...], max_ref.dtype)
+        columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
+        state.absorb(scores, known(v_ref[...].astype(q_ref.dtype), start, length))
+
+
+def products(q, k, wide):
+    """Of queries (rows) with keys (rows) of any dtype."""
+    contract = (((1,), (1,)), ((), ()))
+    return lax.dot_general(q, k.astype(q.dtype), contract, preferred_element_type=wide)
+
+
+def known(values, start, length):
+    """Values of keys from position `start`; zeros from `length` on.
+
+    Past the length a cache may hold anything, NaN too, and 0 * NaN is NaN.
+    """
+    rows = start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    return jnp.where(rows < length, values, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,15 +391,8 @@ class RunningSoftmax:
         self.total[...] = jnp.zeros_like(self.total)
         self.acc[...] = jnp.zeros_like(self.acc)
 
-    def absorb(self, q, k, values, allowed, options: Options) -> None:
-        """One more block of keys, of which `allowed` (rows, keys) count."""
-        scores = lax.dot_general(
-            q,
-            k.astype(q.dtype),
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=self.maximum.dtype,
-        )
-        scores = jnp.where(allowed, _capped(scores, options), -jnp.inf)
+    def absorb(self, scores, values) -> None:
+        """One more block of keys: its scores (rows, keys), its values (keys, width)."""
         old = self.maximum[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
@@ -464,6 +400,6 @@ class RunningSoftmax:
             weights, axis=1, keepdims=True
         )
         self.acc[...] = self.acc[...] * shrink + jnp.dot(
-            weights.astype(q.dtype), values, preferred_element_type=self.acc.dtype
+            weights.astype(values.dtype), values, preferred_element_type=self.acc.dtype
         )
         self.maximum[...] = new

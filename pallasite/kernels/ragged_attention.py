@@ -18,9 +18,12 @@ from pallasite.kernels.decode import (
     PAGES,
     Options,
     RunningSoftmax,
+    capped,
     check_heads,
     check_table,
+    known,
     plain_paged,
+    products,
 )
 from pallasite.kernels.visits import visits_of_groups
 
@@ -88,8 +91,9 @@ def ragged_paged_attention(
     check_table(operation, page_table, len(lengths))
     common.check_shape(operation, "query_lengths", query_lengths, lengths.shape)
     compute = common.choose(implementation, _streamed, _plain)
-    # A block of about 128 rows, which are new tokens times heads of a key head.
-    default = RaggedAttentionConfig(max(128 // (heads // kv_heads), 1))
+    # A block of about 64 rows (new tokens times heads of a key head): with more, the
+    # products of single tokens take longer than reading their keys.
+    default = RaggedAttentionConfig(max(64 // (heads // kv_heads), 1))
     operands = (query, key_pages, page_table)
     return compute(
         query,
@@ -181,14 +185,13 @@ def _streamed(
 
         @pl.when((start < limit) & (start + size > first))
         def _():
-            columns = start + lax.broadcasted_iota(jnp.int32, (block, size), 1)
+            scores = products(q_ref[...], k_ref[...], wide)
+            columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             allowed = columns <= position_ref[...]
             if window is not None:
                 allowed &= columns > position_ref[...] - window
-            # Keys past the length may be anything in a cache, NaN too.
-            key = start + lax.broadcasted_iota(jnp.int32, v_ref.shape, 0)
-            values = jnp.where(key < limit, v_ref[...].astype(q_ref.dtype), 0)
-            state.absorb(q_ref[...], k_ref[...], values, allowed, options)
+            scores = jnp.where(allowed, capped(scores, options), -jnp.inf)
+            state.absorb(scores, known(v_ref[...].astype(q_ref.dtype), start, limit))
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():

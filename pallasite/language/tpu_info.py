@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
-from pallasite import target
+from pallasite import config, target
+from pallasite.errors import SpecError
 from pallasite.ir import types as T
 
 
@@ -74,6 +75,29 @@ def get_tpu_info() -> TpuInfo:
     """
     row = target.chip_of_device(jax.devices()[0].device_kind)
     return _info(row if isinstance(row, target.Tpu) else target.TPUS["v5e"])
+
+
+def get_sparse_core_info() -> SparseCoreInfo:
+    """Numbers of the SparseCores of the chip to compile for.
+
+    That is the one the knob `target` names, else this machine's; on other machines
+    those of a v6e, so that a kernel that divides its work by them can run there too.
+    """
+    named = config.get("target")
+    row = target.chip(named) if named else None
+    row = row or target.chip_of_device(jax.devices()[0].device_kind)
+    tpu = row if isinstance(row, target.Tpu) else target.TPUS["v6e"]
+    found = _info(tpu).sparse_core
+    if found is None:
+        raise SpecError(
+            f"{tpu.name} has no SparseCores",
+            fix=f"name a chip that has: PALLASITE_TARGET={_with_sparse_cores()}",
+        )
+    return found
+
+
+def _with_sparse_cores() -> str:
+    return " or ".join(name for name, row in target.TPUS.items() if row.sparse)
 
 
 def get_tpu_info_for_chip(chip_version: ChipVersion, *_: int) -> TpuInfo:

@@ -259,8 +259,28 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def _indexed_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    """Operands: source ref, destination ref, semaphore ref, numbers of rows."""
+    source, target, _, rows = types
+    if not isinstance(source, RefType) or not isinstance(target, RefType):
+        raise TypeRuleError("a copy goes from ref to ref")
+    if len(rows.shape) != 1 or not rows.dtype.is_integer:
+        raise TypeRuleError(f"rows are numbered by one dimension of integers: {rows}")
+    table, block = (
+        (source, target) if attrs["indexed"] == "source" else (target, source)
+    )
+    wanted = (*rows.shape, *table.shape[1:])
+    if not table.rank or (block.shape, block.dtype) != (wanted, table.dtype):
+        raise TypeRuleError(f"cannot copy {source} to {target} by {rows}")
+    return ()
+
+
 def _first(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (types[0],)
+
+
+def _barrier_semaphore(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    return (RefType((), I32, "barrier_sem"),)
 
 
 def _sem_read(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -355,6 +375,23 @@ _row(
     doc="waits for a started copy of the same shape",
     **_explicit,
 )
+_row(
+    "indexed_copy_start",
+    _indexed_copy,
+    4,
+    ("indexed", "add"),
+    doc="starts an async copy of numbered rows of its `indexed` side; numbers clamp "
+    "when read and are dropped when written; `add` adds to them",
+    **_explicit,
+)
+_row(
+    "indexed_copy_wait",
+    _indexed_copy,
+    4,
+    ("indexed",),
+    doc="waits for a started copy of as many rows",
+    **_explicit,
+)
 _row("sem_signal", _nothing, 2, doc="semaphore, i32 increment", **_explicit)
 _row(
     "sem_signal_core",
@@ -371,6 +408,30 @@ _row(
     **_explicit,
 )
 _row("sem_read", _sem_read, 1, (), Effect.READ, **_explicit)
+_row(
+    "remote_copy_start",
+    _copy,
+    5,
+    ("priority",),
+    doc="source, destination there, semaphore here (read), there (written), device",
+    **_explicit,
+)
+_row(
+    "sem_signal_device",
+    _nothing,
+    None,
+    doc="semaphore, i32 increment, i32 number of the device, perhaps of its core",
+    **_explicit,
+)
+_row(
+    "barrier_semaphore",
+    _barrier_semaphore,
+    0,
+    (),
+    Effect.PURE,
+    doc="what devices signal each other that they run the kernel",
+    **_explicit,
+)
 _row("debug_print", _nothing, None, ("format",), **_control)
 _row("debug_check", _nothing, 1, ("message",), doc="fails if the bool is false")
 _row("delay", _nothing, 1, (), **_control)

@@ -8,12 +8,12 @@ cut.
 """
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 from pallasite.errors import ChipMemoryError
-from pallasite.ir.nodes import Kernel, Value, walk
-from pallasite.ir.roles import Dot
+from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
@@ -23,6 +23,7 @@ from pallasite.passes.gather_steps import gather_programs, gather_steps
 from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.reblock import axis_of, cut, grow
 from pallasite.passes.resized_code import CannotReblock
+from pallasite.passes.unroll_rounds import MOST_ROUNDS, unroll_rounds
 from pallasite.target import Tpu
 
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
@@ -61,6 +62,11 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
     best = _side_by_side(best, limit)
     gains = not fits or start.seconds > GAIN * best.seconds
     return best.blocks.kernel if gains else kernel
+
+
+def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
+    """Loops with products in rounds as large as code may be."""
+    return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_CODE)
 
 
 def _grown(best: "_Estimate", limit: float) -> "_Estimate":
@@ -261,6 +267,38 @@ def _with_branches(start: "_Estimate") -> Iterator["_Estimate"]:
                 yield new
 
 
+def code_size(block: Block, chip: Tpu) -> float:
+    """Operations on vector registers in a block; compilers unroll tiles."""
+    total = 0.0
+    for op in walk(block):
+        if op.name == "dot":
+            total += op.result.tile.size * Dot.of(op).depth / chip.lanes
+        if op.name != "load":
+            total += sum(v.tile.size for v in op.results if not v.is_ref)
+    return total / (chip.lanes * chip.sublanes)
+
+
+def _repeated_dots(
+    block: Block, kernel: Kernel, times: int = 1
+) -> Iterator[tuple[Dot, int]]:
+    """Products in a block and how often each is taken; unknown counts are one."""
+    numbers = {
+        op.result: op.attrs["value"]
+        for op in walk(kernel.body)
+        if op.name == "constant" and not op.result.tile.rank
+    }
+    for op in block.ops:
+        if op.name == "dot":
+            yield Dot.of(op), times
+        inner = times
+        if op.name == "for":
+            bounds = [numbers.get(v) for v in Loop.of(op).bounds]
+            known = [n for n in bounds if n is not None]
+            inner *= len(range(*known)) if len(known) == 3 and known[2] else 1
+        for region in op.regions:
+            yield from _repeated_dots(region, kernel, inner)
+
+
 class _Estimate:
     """What a kernel takes on a TPU.
 
@@ -287,7 +325,8 @@ class _Estimate:
         # Vector code of one step is hidden behind the products of the next one.
         serial = SERIAL * min(products, rest) / gathered
         share = self._share()
-        self.overhead = share * (STEP_SECONDS * prod(self.grid) + serial)
+        starts = prod(self.grid) * (1 + self._rounds())
+        self.overhead = share * (STEP_SECONDS * starts + serial)
         busy = max(self._copied(), max(products, rest))
         self.seconds = self.overhead + share * busy + self._exposed()
 
@@ -319,14 +358,7 @@ class _Estimate:
 
     @cached_property
     def code(self) -> float:
-        """Operations on vector registers that one program takes."""
-        registers = self.chip.lanes * self.chip.sublanes
-        ops = sum(v.tile.size for v in self._computed_tiles())
-        deep = sum(
-            dot.op.result.tile.size * dot.depth / self.chip.lanes
-            for dot in self.blocks.dots
-        )
-        return (ops + deep) / registers
+        return code_size(self.blocks.body, self.chip)
 
     def _copied(self) -> float:
         """Seconds to move blocks, each whenever its window does."""
@@ -354,13 +386,24 @@ class _Estimate:
         """Seconds of the matrix units, and of the vector unit."""
         steps, products = prod(self.grid), 0.0
         flops = 0
-        for dot in self.blocks.dots:
-            count = 2 * dot.op.result.tile.size * dot.depth
+        for dot, times in self._dots:
+            count = 2 * dot.op.result.tile.size * dot.depth * times
             flops += count
             products += count / self._rate(dot)
         total = cost(self.blocks.kernel)
         rest = max(total.flops - steps * flops, 0) / VECTOR_RATE
         return steps * products, rest + total.transcendentals / SPECIAL_RATE
+
+    @cached_property
+    def _dots(self) -> list[tuple[Dot, int]]:
+        """Products, and how often a program takes each."""
+        return list(_repeated_dots(self.blocks.body, self.blocks.kernel))
+
+    def _rounds(self) -> float:
+        """Of loops with products, how many a program does that nothing overlaps."""
+        most = max((times for _, times in self._dots), default=1)
+        together = min(MOST_ROUNDS, MOST_CODE // max(self.code, 1))
+        return most / max(together, 1) if most > 1 else 0
 
     def _rate(self, dot: Dot) -> float:
         names = [side.value.tile.dtype.name for side in dot.sides]

@@ -157,7 +157,9 @@ def _compile(
 def _launch(name: str, call: Call, target: Named) -> Made:
     backend = base.get(name)
     chip = target.chip if isinstance(target.chip, Chip) else None
-    options = replace(call.options, chip=chip)
+    # A TPU's compiler then names the author's lines.
+    debug = call.debug or target.platform == "tpu"
+    options = replace(call.options, chip=chip, debug=debug)
     compiled = base.Compiled(backend, call.kernel, options)
     return compiled, backend.launch(compiled)
 

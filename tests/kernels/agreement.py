@@ -11,7 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from pallasite import config
 
-TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+TOLERANCE = {
+    "int32": 0,
+    "float64": 1e-10,
+    "float32": 2e-5,
+    "bfloat16": 3e-2,
+    "float16": 4e-3,
+}
 
 
 def values_agree(operation: Callable, *args: Any) -> None:

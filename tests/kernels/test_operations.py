@@ -53,6 +53,22 @@ def loss(x, labels, weights, **options):
     return kernels.linear_softmax_cross_entropy_loss(x, labels, weights, **options)
 
 
+def experts(x, logits, gate, up, down, *, implementation="pallasite", **how):
+    how["implementation"] = implementation
+    routing = kernels.route(logits, 2, implementation=implementation)
+    return kernels.mixture_of_experts(x, routing, gate, up, down, **how)
+
+
+def quantized(weights, bits):
+    weights = kernels.quantize_weights(weights, bits=bits, group_size=16)
+    return weights.values, weights.scales
+
+
+def weight_only(x, values, scales, *, bits, **how):
+    weights = kernels.QuantizedWeights(values, scales, bits)
+    return kernels.weight_only_matmul(x, weights, **how)
+
+
 # Pages in no order; entries of the table that no sequence uses are out of range.
 TABLE = jnp.array([[4, 1, 9], [7, 10**6, -5], [-1, -1, -1], [3, 0, 8]], jnp.int32)
 LENGTHS = jnp.array([20, 5, 0, 17], jnp.int32)
@@ -99,13 +115,14 @@ CASES = {
     "latent attention": case(
         kernels.latent_attention,
         normal(4, 6, 12),
-        normal(10, 8, 12, seed=1),
+        normal(4, 6, 4, seed=1),
+        normal(10, 8, 12, seed=2),
+        normal(10, 8, 4, seed=3),
         LENGTHS,
         TABLE,
-        value_width=8,
         scale=0.3,
         gradients=False,
-        config=kernels.DecodeConfig(splits=2),
+        config=kernels.LatentAttentionConfig(block_heads=4, block_kv=4, splits=2),
     ),
     "int8 pages": case(
         lambda *args, **how: kernels.paged_attention(
@@ -191,6 +208,99 @@ CASES = {
         sharded=(None, 2, None),
         config=kernels.MatmulConfig(16, 8, 16),
     ),
+    "grouped matmul, gated": case(
+        lambda x, y, gate, sizes, **how: kernels.grouped_matmul(
+            x, y, sizes, gate=gate, **how
+        ),
+        normal(40, 17),
+        normal(3, 17, 20),
+        normal(3, 17, 20, seed=1),
+        jnp.array([25, 0, 15]),
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "mixture of experts": case(
+        experts,
+        normal(21, 12),
+        normal(21, 5, seed=1),
+        normal(5, 12, 20),
+        normal(5, 12, 20, seed=1),
+        normal(5, 20, 12, seed=2),
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "top k": case(kernels.top_k, normal(3, 5, 23), k=4),
+    "sort": case(kernels.sort, normal(9, 23)),
+    "sort down": case(kernels.sort, normal(9, 23), descending=True, gradients=False),
+    **{
+        f"weight-only matmul, {bits} bits": case(
+            weight_only,
+            normal(3, 7, 64),
+            *quantized(normal(64, 40), bits),
+            bits=bits,
+            config=kernels.WeightOnlyConfig(16, 32, splits=3),
+        )
+        for bits in (4, 8)
+    },
+    "weight-only matmul bf16": case(
+        weight_only,
+        normal(7, 64, dtype="bfloat16"),
+        *quantized(normal(64, 40, dtype="bfloat16"), 4),
+        bits=4,
+        gradients=False,
+        modes=True,
+    ),
+    "block-scaled matmul": case(
+        kernels.block_scaled_matmul,
+        normal(21, 64, dtype="float8_e4m3fn"),
+        normal(64, 40, dtype="float8_e4m3fn"),
+        normal(21, 4),
+        normal(4, 3),
+        out_dtype=jnp.float32,
+        gradients=False,
+        config=TILES,
+    ),
+    "group norm": case(
+        lambda x, w, b, **how: kernels.group_norm(x, 4, w, b, **how),
+        10 + normal(2, 5, 3, 12),
+        normal(12),
+        normal(12, seed=1),
+        config=kernels.RowConfig(8),
+    ),
+    "embedding bag": case(
+        kernels.embedding_bag, normal(20, 12), integers(-1, 20, 5, 3), modes=True
+    ),
+    "embedding bag, weighted mean": case(
+        kernels.embedding_bag,
+        normal(20, 12),
+        integers(-9, 20, 5, 3),
+        normal(5, 3),
+        reduction="mean",
+    ),
+    "causal convolution": case(
+        kernels.causal_conv1d,
+        normal(2, 21, 12),
+        normal(4, 12),
+        normal(12, seed=1),
+        activation="swish",
+        config=kernels.ConvConfig(8, 8),
+        modes=True,
+    ),
+    "linear recurrence": case(
+        kernels.linear_recurrence,
+        normal(2, 21, 12),
+        normal(2, 21, 12, seed=1),
+        normal(2, 12, seed=2),
+        config=kernels.RecurrenceConfig(8, 8),
+        modes=True,
+    ),
+    "state space scan": case(
+        kernels.state_space_scan,
+        normal(2, 21, 4, 10),
+        -jnp.abs(normal(2, 21, 4)),
+        normal(2, 21, 2, 6, seed=1),
+        normal(2, 21, 2, 6, seed=2),
+        config=kernels.StateSpaceConfig(8),
+        modes=True,
+    ),
     "loss": case(
         loss, normal(37, 20), integers(-1, 100, 37), normal(20, 100), config=LOSS
     ),
@@ -243,6 +353,9 @@ REFUSALS = [
         "at most 2 frequencies",
     ),
     (kernels.matmul, [normal(3, 4), normal(5, 6)], "needs shape  (3, 5)"),
+    (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
+    (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
+    (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
     (loss, [normal(3, 4), normal(3), normal(4, 5)], "pass them as int32"),
     (
         loss,

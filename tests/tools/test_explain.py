@@ -14,10 +14,10 @@ from pallasite import config
 from pallasite.errors import SpecError
 from pallasite.passes.analysis.work import Traffic, Work
 from pallasite.target import TPUS, named
-from pallasite.tools import explain as explaining
 from pallasite.tools.hints import Facts, hints
 from pallasite.tools.report import duration, short
 from pallasite.tools.roofline import Peaks, roofline
+from pallasite.tools.timing import this_computer
 from tests.zoo import all_cases
 
 S = jax.ShapeDtypeStruct
@@ -221,5 +221,5 @@ def test_numbers_as_text():
 
 def test_this_computer_follows_the_knob():
     with config.override(target="v6e"):
-        assert explaining.this_computer().name == "tpu:v6e"
-    assert explaining.this_computer().name == "cpu"
+        assert this_computer().name == "tpu:v6e"
+    assert this_computer().name == "cpu"

@@ -194,12 +194,13 @@ def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
         ]
 
     monkeypatch.setattr(aot, "compile_all", compile_all)
-    x = jax.ShapeDtypeStruct((1, 64, 1, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.float32)
     found = pl.autotune(kernels.attention, target="v5e")(x, x, x)
     assert found.unit == "cycles" and "cycles" in str(found)
     assert set(asked) - {"late"} == {"v5e"}
-    refused = [reason for _, reason in found.sites[0].refused]
-    assert refused == (["libtpu did not end within 60 s"] if hangs else [])
+    # Configurations with the same code are compiled once, and refused together.
+    refused = {reason for _, reason in found.sites[0].refused}
+    assert refused == ({"libtpu did not end within 60 s"} if hangs else set())
     (entry,) = table.user_table().of("attention", "v5e")
     assert entry.config == found.config("attention")
 

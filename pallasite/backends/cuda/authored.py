@@ -19,6 +19,7 @@ from pallasite.target import Gpu
 
 HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
+WARPGROUP_OPS |= {"cluster_barrier"}
 PROGRAMS = 2  # that share a multiprocessor
 FEWEST_REGISTERS = 24  # of a thread
 OTHER_REGISTERS = 32  # of a thread that multiplies, besides its tiles

@@ -73,6 +73,8 @@ class Explicit(Shared):
         self.warpgroups = 1
         self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
+        self.has_roles = False  # their code is written
+        self.starts_together = False  # with the other blocks of a cluster
         self.only_multiplied: set[Value] = set()  # integers made floats for products
         self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
         self.seen_maps: set[int] = set()  # that the role uses
@@ -449,8 +451,9 @@ class Explicit(Shared):
         rest, self.out.lines = self.out.lines[before:], self.out.lines[:before]
         self.make_barriers()
         self.make_maps()
-        self.out.line("__syncthreads();")
+        self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
         self.out.lines += rest
+        self.has_roles = True
 
     def base_lines(self, indent: str) -> list[str]:
         return [

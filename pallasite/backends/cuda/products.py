@@ -461,6 +461,20 @@ class Plan:
         words += sum(tile.size * tile.dtype.bytes for tile in made)
         return words // 4 // (128 * self.warpgroups)
 
+    @property
+    def registers_of_a_step(self) -> int:
+        """Of a thread, for all sums and computed left sides of the largest block."""
+        bytes_ = dict[Block, int]()
+        for product in self.products:
+            block = self.home[id(product.dot)]
+            tiles = [(product.result.tile, 4)]
+            if product.lhs.load is None:
+                tiles.append(
+                    (product.lhs.value.tile, product.lhs.value.tile.dtype.bytes)
+                )
+            bytes_[block] = bytes_.get(block, 0) + sum(t.size * n for t, n in tiles)
+        return max(bytes_.values()) // 4 // self.threads
+
     def has_stages(self, available: int, least: int) -> bool:
         """Give rings their stages, if at least so many fit where loads repeat.
 

@@ -52,6 +52,9 @@ MOST_IN_FLIGHT = 200
 # with.
 REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
 REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160)}
+# The same where tiles take nearly all: without these few, ptxas runs all products of a
+# kernel one after another. The thread that copies has just enough.
+MANY, REGISTERS_OF_MANY = 200, {(2, 1): (24, 240)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -75,13 +78,21 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     notes = {
         "cuda.names": (LOAD, COMPUTE),
         "cuda.warpgroups": (1, plan.warpgroups),
-        "cuda.registers": REGISTERS[plan.warpgroups, plan.per_core],
+        "cuda.registers": _registers(plan),
         "cuda.per_core": plan.per_core,
     }
     inner.ops.append(
         Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
     )
     return _with_program(kernel, pipeline, inner.block([number]), blocks)
+
+
+def _registers(plan: Plan) -> tuple[int, int] | None:
+    """Of a thread that copies, and of one that multiplies."""
+    key = plan.warpgroups, plan.per_core
+    usual = REGISTERS[key]
+    is_full = plan.registers_of_a_step > MANY
+    return REGISTERS_OF_MANY.get(key, usual) if is_full else usual
 
 
 def _check_scalar(plan: Plan, body: Block) -> None:

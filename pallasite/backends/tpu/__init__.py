@@ -4,10 +4,10 @@ Reading order: what the chip lacks is made of what it has by passes, in this ord
 `prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
 main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
 (an operand and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
-`schedule.py` (inner pipelines become loops), `gathers.py`, `dots.py`. Then `emit.py`
-(module, grid and windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops
-by family), and `compile.py` (what XLA is handed). libtpu compiles the result, with or
-without a TPU: see `runtime/aot.py`.
+`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
+Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
+`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
+the result, with or without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -44,12 +44,14 @@ class TpuBackend:
         from pallasite.backends.tpu.aliased import join_aliased
         from pallasite.backends.tpu.bitcasts import bitcasts_of_one_width
         from pallasite.backends.tpu.carried_types import carry_types
+        from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.prints import add_log
+        from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
         from pallasite.backends.tpu.schedule import schedule
         from pallasite.backends.tpu.vmem import check_vmem
@@ -62,6 +64,8 @@ class TpuBackend:
         from pallasite.passes.replicate_columns import replicate_columns
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
+        if core_of(options) != "tc":
+            return self._sparse_passes(chip)
         return (
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
@@ -80,39 +84,65 @@ class TpuBackend:
             Pass("check_vmem", partial(check_vmem, chip=chip)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
-            Pass("dots", plain_dots),
+            Pass("repeats", join_repeats),
+            Pass("dots", partial(plain_dots, chip=chip)),
             Pass("legalize", partial(legalize, native=is_native, backend=self.name)),
+        )
+
+    def _sparse_passes(self, chip: Tpu | None) -> Sequence[Pass]:
+        """Of kernels for SparseCores: arrays are whole, and copied by the kernel."""
+        from pallasite.backends.tpu import sparse_core
+        from pallasite.backends.tpu.schedule import schedule
+        from pallasite.passes.canonicalize import canonicalize
+        from pallasite.passes.known_comparisons import known_comparisons
+        from pallasite.passes.legalize import legalize
+
+        native = sparse_core.is_native
+        return (
+            Pass("check_chip", partial(sparse_core.check_chip, chip=chip)),
+            Pass("known_comparisons", known_comparisons),
+            Pass("canonicalize", canonicalize),
+            Pass("inner_pipelines", schedule),
+            Pass("legalize", partial(legalize, native=native, backend=self.name)),
         )
 
     def _blocks(self, options: Options) -> Sequence[Pass]:
         """Blocks for which there is room, and larger ones where it is known to be."""
         from pallasite.backends.tpu.vmem import cut_if_large
-        from pallasite.passes.tpu_blocks import for_tpu
+        from pallasite.passes.tpu_blocks import for_tpu, unroll_for_tpu
 
         if not isinstance(options.chip, Tpu):
             return (Pass("choose_blocks", cut_if_large),)
         limit = options.compiler_params.get("vmem_limit_bytes")
         blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
-        return (Pass("choose_blocks", blocks),)
+        unroll = partial(unroll_for_tpu, chip=options.chip)
+        return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        return (Stage("mosaic", partial(make_mosaic, debug=options.debug)),)
+        from pallasite.backends.tpu.compile import core_of
+
+        make = partial(make_mosaic, debug=options.debug, core=core_of(options))
+        return (Stage("mosaic", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
-        from pallasite.backends.tpu.compile import call_config
+        from pallasite.backends.tpu.compile import call_config, core_of
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
+        from pallasite.backends.tpu.remote import check_collective_id, talks_to_devices
         from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
         arrays = CallArrays.of(compiled.scheduled, kernel)
         warn_of_forms(kernel, arrays)
         chip = options.chip if isinstance(options.chip, Tpu) else None
-        vmem = limit_for(compiled.scheduled, chip)
+        sparse = core_of(options) != "tc"
+        vmem = None if sparse else limit_for(compiled.scheduled, chip)
         sites = sites_of(kernel)
+        check_collective_id(kernel, options.compiler_params)
+        talks = talks_to_devices(kernel.body)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options, vmem),
+            config=call_config(compiled["mosaic"], options, vmem, talks),
             api_version=1,
             aliases=arrays.aliases,
             log_words=ROWS * LANES if sites else 0,
@@ -136,11 +166,11 @@ class TpuBackend:
         return (Resource("VMEM", *used),)
 
 
-def make_mosaic(scheduled: str, debug: bool = False) -> str:
-    """The Mosaic module of a scheduled kernel."""
+def make_mosaic(scheduled: str, debug: bool = False, core: str = "tc") -> str:
+    """The Mosaic module of a scheduled kernel, for a kind of core."""
     from pallasite.backends.tpu.emit import emit_module
 
-    return emit_module(scheduled_kernel(scheduled), debug)
+    return emit_module(scheduled_kernel(scheduled), debug, core)
 
 
 BACKEND = TpuBackend()

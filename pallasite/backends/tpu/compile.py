@@ -35,7 +35,9 @@ KNOWN = (
     "flags",
     "fuse_transposed_lhs_in_matmul",
     "has_side_effects",
+    "kernel_type",
     "serialization_format",
+    "use_tc_tiling_on_sc",
     "vmem_limit_bytes",
 )
 
@@ -81,13 +83,19 @@ def _parsed(text: str) -> Any:
     return module
 
 
-def call_config(text: str, options: Options, vmem_bytes: int | None = None) -> str:
+def call_config(
+    text: str,
+    options: Options,
+    vmem_bytes: int | None = None,
+    has_communication: bool = False,
+) -> str:
     """The backend_config of the custom call, as JSON.
 
     Args:
         text: the Mosaic module.
         options: what the author said.
         vmem_bytes: the limit on vector memory, where the author names none.
+        has_communication: whether it copies to or signals other devices.
     """
     params = dict(options.compiler_params)
     _check_params(params)
@@ -99,16 +107,32 @@ def call_config(text: str, options: Options, vmem_bytes: int | None = None) -> s
     if body is not None:
         config["serialization_format"] = params.get("serialization_format") or 1
     config |= {k: params[k] for k in PASSED_ON if params.get(k) is not None}
+    if has_communication:
+        config["has_communication"] = True
     if params.get("allow_input_fusion"):
         config["allow_input_fusion"] = list(params["allow_input_fusion"])
     if options.cost_estimate is not None:
         config["cost_estimate"] = dict(options.cost_estimate)
     top: dict[str, Any] = {"custom_call_config": config}
+    if core_of(options) != "tc":
+        top["device_type"] = "DEVICE_TYPE_SPARSECORE"
+        top["sparse_core_config"] = {"tiling": _tiling(params)}
     vmem_bytes = params.get("vmem_limit_bytes") or vmem_bytes
     if vmem_bytes:
         limit = {"memory_space": VMEM_SPACE, "offset": 0, "size": int(vmem_bytes)}
         top["scoped_memory_configs"] = [limit]
     return json.dumps(top)
+
+
+def core_of(options: Options) -> str:
+    """The kind of core that a kernel runs on, as Mosaic names it."""
+    return str(options.compiler_params.get("kernel_type") or "tc")
+
+
+def _tiling(params: Mapping[str, Any]) -> str:
+    """How SparseCores see arrays: as TensorCores do, unless they are told otherwise."""
+    as_others = params.get("use_tc_tiling_on_sc")
+    return "TILING_SPARSE_CORE" if as_others is False else "TILING_COMPACT"
 
 
 def _check_params(params: Mapping[str, Any]) -> None:

@@ -1,14 +1,15 @@
 """Products that the matrix unit does not take as they are, made of ones it does.
 
 It contracts one dimension, takes one batch dimension and one other on each side, and
-multiplies floats and signed bytes. Dimensions are merged. Other integers are cut into
-bytes, which bfloat16 holds exactly; so are sums of their products in float32, 256 at a
-time, and those are put together modulo the width of the result.
+multiplies floats and, after v4, signed bytes. Dimensions are merged. Other integers are
+cut into bytes, which bfloat16 holds exactly; so are sums of their products in float32,
+256 at a time, and those are put together modulo the width of the result.
 
 Kernel in, Kernel out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 from pallasite.ir.build import Builder
@@ -16,17 +17,19 @@ from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Dot, DotSide
 from pallasite.ir.types import BF16, F32, I32, DType
+from pallasite.target import Tpu
 
 DEPTH = 256  # products of two bytes whose sum float32 holds exactly
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def plain_dots(kernel: Kernel) -> Kernel:
+def plain_dots(kernel: Kernel, chip: Tpu | None = None) -> Kernel:
     """The kernel with products of matrices only, or of batches of them."""
-    return map_ops(kernel, _rewritten)
+    has_bytes = chip is None or chip.generation > 4
+    return map_ops(kernel, partial(_rewritten, has_bytes=has_bytes))
 
 
-def _rewritten(op: Op, b: Rewriter) -> Value | None:
+def _rewritten(op: Op, b: Rewriter, has_bytes: bool) -> Value | None:
     if op.name != "dot":
         return None
     dot = Dot.of(op)
@@ -34,7 +37,7 @@ def _rewritten(op: Op, b: Rewriter) -> Value | None:
     merged = any(
         len(s.free) > 1 or len(s.contract) != 1 or len(s.batch) > 1 for s in sides
     )
-    bytes_ = not _multiplies(*(s.value.tile.dtype for s in sides))
+    bytes_ = not _multiplies(*(s.value.tile.dtype for s in sides), has_bytes)
     if not (merged or bytes_) or not op.result.tile.size or not dot.depth:
         return None
     lhs, rhs = (_matrix(b, side) for side in sides) if merged else op.operands
@@ -51,11 +54,11 @@ def _is_matrix(side: DotSide) -> bool:
     return len(side.contract) == 1 and len(side.free) < 2 and len(side.batch) < 2
 
 
-def _multiplies(left: DType, right: DType) -> bool:
+def _multiplies(left: DType, right: DType, has_bytes: bool) -> bool:
     """Whether the matrix unit has products of these types."""
     if left.is_float and right.is_float:
         return True
-    return left == right and left.is_signed_int and left.bits <= 8
+    return has_bytes and left == right and left.is_signed_int and left.bits <= 8
 
 
 def _matrix(b: Builder, side: DotSide) -> Value:

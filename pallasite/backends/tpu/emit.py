@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from pallasite.backends.tpu.control import RULES, Control
 from pallasite.backends.tpu.schedule import main_pipeline
+from pallasite.backends.tpu.sparse_core import SparseOps
 from pallasite.backends.tpu.views import Edge, Fill, Start, View
 from pallasite.backends.tpu.windows import (
     by_element,
@@ -36,9 +37,9 @@ DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
 SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")
 
 
-def emit_module(kernel: Kernel, with_locations: bool = False) -> str:
-    """The text of the Mosaic module for `kernel`."""
-    return _Module(kernel, with_locations).text()
+def emit_module(kernel: Kernel, with_locations: bool = False, core: str = "tc") -> str:
+    """The text of the Mosaic module for `kernel`, which runs on that kind of core."""
+    return _Module(kernel, with_locations, core).text()
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ class _KernelPlan:
 
 
 class _Module:
-    def __init__(self, kernel: Kernel, with_locations: bool):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, with_locations: bool, core: str):
+        self.kernel, self.core = kernel, core
         self.plan = _KernelPlan(kernel)
         self.with_locations = with_locations
 
@@ -206,7 +207,8 @@ class _Module:
 
     def _main(self) -> str:
         plan = self.plan
-        function = _Function(plan, self.with_locations)
+        kind = _Function if self.core == "tc" else _SparseFunction
+        function = kind(plan, self.with_locations)
         arguments = function.grid_arguments()
         arguments += function.bind_prefetched()
         arguments += [function.bind_param(p) for p in plan.blocks]
@@ -215,6 +217,7 @@ class _Module:
             function.emit_block(self.kernel.body)
         else:
             function.emit_body(plan.pipeline)
+        function.out.line("func.return")
         attributes = ", ".join(f"{k} = {v}" for k, v in self._attributes())
         opening = (
             f"  func.func @main({', '.join(arguments)})\n"
@@ -231,7 +234,7 @@ class _Module:
             ("dimension_semantics", f"[{', '.join(map(self._semantics, semantics))}]"),
             ("scalar_prefetch", f"{len(plan.prefetched)} : i64"),
             ("scratch_operands", f"{len(plan.scratch)} : i64"),
-            ("tpu.core_type", "#tpu.core_type<tc>"),
+            ("tpu.core_type", f"#tpu.core_type<{self.core}>"),
         ]
         if not plan.is_called_once:
             bounds = [DYNAMIC if n is None else n for n in plan.steps]
@@ -257,7 +260,7 @@ class _Module:
             name = self._fixed_name(param)
             return f"{{transform_indices = @{name}, window_bounds = {bounds}}}"
         if param not in self.plan.windows:
-            return "{}"
+            return "{}" if self.core == "tc" else self._origin(param)
         position, window = self.plan.windows[param]
         bounds = array("i64", memref_shape(window))
         text = f"transform_indices = @map_{position}, window_bounds = {bounds}"
@@ -267,6 +270,12 @@ class _Module:
             low, high = ([d.padding[side] for d in window.dims] for side in (0, 1))
             text += f", window_kind = #tpu.element_window<{low}, {high}>"
         return f"{{{text}}}"
+
+    def _origin(self, param: Value) -> str:
+        """The one place that an array as a whole has, at every step."""
+        steps = ", ".join(f"d{axis}" for axis in range(len(self.plan.steps)))
+        place = ", ".join("0" * param.ref.rank)
+        return f"{{transform_indices = affine_map<({steps}) -> ({place})>}}"
 
     def _index_map(self, position: int, ref: Value, window: Window) -> str:
         plan = self.plan
@@ -335,8 +344,6 @@ class _Function(Control):
 
     def text(self, opening: str) -> str:
         lines = [opening, *self.out.prologue, *self.out.lines]
-        if "-> (" not in opening:
-            lines.append("    func.return")
         return "\n".join([*lines, "  }", ""])
 
     # --- arguments ---
@@ -473,6 +480,19 @@ class _Function(Control):
         first, last = map(self.out.i32, touching(dim, size))
         name = self.out.value(f"arith.maxsi {name}, {first} : i32")
         return self.out.value(f"arith.minsi {name}, {last} : i32")
+
+
+class _SparseFunction(SparseOps, _Function):
+    """The function of a kernel for SparseCores: arrays are in main memory."""
+
+    def bind_param(self, param: Value) -> str:
+        name = self._argument(param)
+        space = "hbm" if param.ref.space in ("any", "hbm") else None
+        self.views[param] = View.whole(name, param.ref, space=space)
+        return f"{name}: {self.views[param].type}"
+
+    def is_used(self, value: Value) -> bool:
+        return any(value in op.operands for op in walk(self.plan.kernel.body))
 
 
 def _listed(params: Sequence[Value]) -> str:

@@ -14,7 +14,7 @@ Triton 3.9's own compiler:
   a product are no rows of memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from pallasite.backends.triton.text import physical
@@ -31,6 +31,7 @@ class SharedMemory(LiveTiles):
     def __init__(self, kernel: Kernel, warps: int):
         super().__init__(kernel)
         self.warps = warps
+        self.from_products = values_from_products(self.ops)
         self.operands = dict[Op, set[Value]]()  # of each product, in shared memory
         self.held = dict[Value, int]()  # and their bytes, as they are multiplied
         for dot in (Dot.of(op) for op in self.ops if op.name == "dot"):
@@ -114,11 +115,11 @@ class SharedMemory(LiveTiles):
         if op.name == "reduce" and op.operands[0].tile.rank - 1 not in op.attrs["axes"]:
             elements = sum(prod(physical(v.tile.shape)) for v in op.results)
             return self.warps * 4 * elements
-        if op.name == "load" and self.held and op.result not in self.held:
-            return tile_bytes(op.result) if op.result.tile.rank > 1 else 0
+        if op.name == "load" and op.result not in self.held:
+            return tile_bytes(op.result) if self.meets_product(op) else 0
         if op.name in ("store", "atomic_rmw"):
-            tiles = [v for v in op.operands if not v.is_ref and v.tile.rank > 1]
-            return max(map(tile_bytes, filter(self.is_from_product, tiles)), default=0)
+            tiles = [v for v in op.operands if v in self.from_products]
+            return max((tile_bytes(v) for v in tiles if v.tile.rank > 1), default=0)
         return 0
 
     def turned_bytes(self, op: Op) -> int:
@@ -144,19 +145,35 @@ class SharedMemory(LiveTiles):
         rows = prod(side.sizes(side.free))
         if is_transposed or tile.dtype.bits > 16 or rows < WARP_ROWS * self.warps:
             return False
-        return self.is_from_product(side.value)
+        return side.value in self.from_products
 
-    def is_from_product(self, value: Value) -> bool:
-        """Whether a tile is computed from what a product, or a loop, left."""
-        seen, waiting = set[Value](), [value]
+    def meets_product(self, load: Op) -> bool:
+        """Whether a loaded tile is joined with one that is computed from products."""
+        reached, waiting = {load.result}, [load.result]
         while waiting:
-            op = self.producers.get(waiting.pop())
-            if op is not None and (op.name == "dot" or op.regions):
-                return bool(self.operands)
-            if op is not None:
-                waiting += [v for v in op.operands if v not in seen]
-                seen.update(op.operands)
+            for user in self.used.get(waiting.pop(), []):
+                others = set(user.operands) - reached
+                if user.regions or not others.isdisjoint(self.from_products):
+                    return True
+                waiting += [v for v in user.results if v not in reached]
+                reached.update(user.results)
         return False
+
+
+def values_from_products(ops: Iterable[Op]) -> set[Value]:
+    """Tiles that are computed from products, in the order of the program."""
+    found = set[Value]()
+    for op in ops:
+        made = list(op.results)
+        if op.regions:
+            made += [v for region in op.regions for v in region.params]
+            inner = [o for region in op.regions for o in walk(region)]
+            is_one = any(o.name == "dot" for o in inner)
+        else:
+            is_one = op.name == "dot" or not found.isdisjoint(op.operands)
+        if is_one and op.name != "load":
+            found.update(v for v in made if not v.is_ref and v.tile.rank)
+    return found
 
 
 def operand_bytes(dot: Dot, side: DotSide) -> int:

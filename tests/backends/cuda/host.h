@@ -19,7 +19,7 @@
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
-struct Index { int x; };
+struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
 namespace host {

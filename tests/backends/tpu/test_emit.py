@@ -16,6 +16,7 @@ from pallasite.backends.tpu.fit_windows import CallArrays
 from pallasite.errors import PallasError, SpecError, UnsupportedError
 from pallasite.ir.nodes import Kernel, Loc
 from pallasite.primitive import kernels_in
+from pallasite.target import TPUS
 from tests.backends.tpu.harness import (
     emulated,
     kernel_of,
@@ -341,3 +342,18 @@ def test_a_copy_of_a_whole_dimension_starts_at_its_beginning():
     text = mosaic(imported)
     verify(text)
     assert "tpu.enqueue_dma" in text and "arith.minsi" not in text
+
+
+def test_v4_multiplies_bytes_as_floats():
+    """Its matrix unit has no products of integers."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.int32)
+
+    square = jax.ShapeDtypeStruct((128, 128), jnp.int8)
+    out = jax.ShapeDtypeStruct((128, 128), jnp.int32)
+    (imported,) = kernels_in(pl.pallas_call(kernel, out_shape=out), square, square)
+    for chip, element in (("v4", "bf16"), ("v5e", "i8")):
+        text = mosaic(imported, chip=TPUS[chip])
+        (product,) = (line for line in text.splitlines() if "tpu.matmul" in line)
+        assert f"vector<128x128x{element}>" in product

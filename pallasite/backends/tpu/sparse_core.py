@@ -1,0 +1,264 @@
+"""Ops as the subcores of SparseCores have them.
+
+A vector subcore computes on short vectors, and reaches its vector memory by indices; a
+scalar subcore has numbers only. Both copy to and from main memory, also rows that a
+vector of numbers picks. Numbers, loops and branches are written as on TensorCores.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pallasite.backends.tpu import control
+from pallasite.backends.tpu.control import Control
+from pallasite.backends.tpu.views import View
+from pallasite.backends.tpu.writer import tile_text
+from pallasite.errors import UnsupportedError
+from pallasite.ir.nodes import Access, Gather, Kernel, Op, Value
+from pallasite.ir.opdef import table
+from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.target import TPUS, Tpu
+
+SCALAR, VECTOR = "sc_scalar_subcore", "sc_vector_subcore"
+STRIDES = "{strides = array<i32>}"
+
+# Of the ops on whole tiles, those that are the same on short vectors.
+TILE_OPS = {"broadcast_in_dim", "cast", "constant", "iota", "reshape", "select_n"}
+CONTROL = {"alloc", "cond", "for", "while", "pipeline", "assume_multiple"}
+
+
+def is_native(op: Op) -> bool:
+    """Whether a subcore has an op."""
+    row = table()[op.name]
+    plain = row.elementwise and op.name in control.RULES
+    return plain or op.name in TILE_OPS | CONTROL | RULES.keys() | MEMORY
+
+
+def check_chip(kernel: Kernel, chip: Tpu | None) -> Kernel:
+    """Refuse chips without SparseCores."""
+    if chip is not None and chip.sparse is None:
+        others = ", ".join(name for name, row in TPUS.items() if row.sparse)
+        raise UnsupportedError(
+            f"backend 'tpu': {chip.name} has no SparseCores",
+            [("kernel", kernel.name), ("chips that have", others)],
+            kernel.loc,
+            "use a mesh of TensorCores, or interpret=True",
+        )
+    return kernel
+
+
+class SparseOps(Control):
+    """Writes ops for a subcore."""
+
+    def is_used(self, value: Value) -> bool:
+        """Whether anything uses a result."""
+        raise NotImplementedError("emit.py knows the whole kernel")
+
+    def _written(self, op: Op) -> str | tuple[str, ...] | None:
+        rule = RULES.get(op.name)
+        return super()._written(op) if rule is None else rule(self, op)
+
+    # --- vectors ---
+
+    def _get(self, view: View, tile: TileType) -> str:
+        indices, types = self._at(view), f"{view.type}, {tile_text(tile)}"
+        text = f"tpu.vector_load {view.memref}[{indices}] {STRIDES} : {types},"
+        return self.out.value(text)
+
+    def _put(self, view: View, name: str, tile: TileType) -> None:
+        indices, types = self._at(view), f"{view.type}, {tile_text(tile)}"
+        self.out.line(
+            f"tpu.vector_store {view.memref}[{indices}], {name} {STRIDES} : {types},"
+        )
+
+    def _at(self, view: View) -> str:
+        if view.has_strides:
+            self.refuse("a vector is read from places side by side", fix="load_gather")
+        names = []
+        for start in view.starts:
+            if start.dynamic is None:
+                names.append(self.out.index(start.static))
+            else:
+                first = self.first_of(start)
+                names.append(self.out.value(f"arith.index_cast {first} : i32 to index"))
+        return ", ".join(names)
+
+    # --- by indices ---
+
+    def emit_load(self, op: Op) -> str:
+        access = Access.of(op)
+        if Gather() not in access.index:
+            return super().emit_load(op)
+        places = self._places_of(access, reads=True)
+        result = self.tile_type(op.result)
+        mask = None if access.mask is None else self.name(access.mask)
+        base, types = self._indexed(access, places, result)
+        masked, last = self._masked(mask, result)
+        name = self.out.value(
+            f"tpu.vector_load_idx {base}{masked} : {types}, {tile_text(result)},{last}"
+        )
+        if mask is None or access.other is None:
+            return name
+        return self.select(mask, name, self.name(access.other), result, True)
+
+    def emit_store(self, op: Op) -> None:
+        if Gather() not in op.attrs["index"]:
+            super().emit_store(op)
+            return
+        self._scatter(Access.of(op), "")
+
+    def emit_atomic_rmw(self, op: Op) -> str | None:
+        if Gather() not in op.attrs["index"]:
+            return super().emit_atomic_rmw(op)
+        if op.attrs["kind"] != "add" or self.is_used(op.result):
+            self.refuse(
+                "a subcore adds by indices, and gives nothing back",
+                fix="load_gather and store_scatter, where no place is named twice",
+            )
+        self._scatter(Access.of(op), " {add = true}")
+        return None
+
+    def _scatter(self, access: Access, attrs: str) -> None:
+        assert access.value is not None
+        tile = self.tile_type(access.value)
+        places = self._places_of(access, reads=False)
+        mask = self._inside_all(access, places, tile)
+        base, types = self._indexed(access, places, tile)
+        masked, last = self._masked(mask, tile)
+        self.out.line(
+            f"tpu.vector_store_idx {base}, {self.name(access.value)}{masked}{attrs}"
+            f" : {types}, {tile_text(tile)},{last}"
+        )
+
+    def _places_of(self, access: Access, reads: bool) -> list[tuple[str, TileType]]:
+        """The index along each dimension; of what is read, the nearest inside."""
+        if any(entry != Gather() for entry in access.index):
+            self.refuse(
+                "elements are picked by one index array per dimension",
+                fix="plsc.load_gather or plsc.store_scatter with all of them",
+            )
+        found = []
+        sizes = access.ref.ref.shape
+        for operand, size in zip(access.index_operands, sizes, strict=True):
+            words = self.tile_type(operand).with_dtype(I32)
+            name = self.convert(self.name(operand), operand.tile, I32)
+            if reads and access.mask is None and not self._inside_of(operand, size):
+                least, most = (self.out.number(n, words) for n in (0, size - 1))
+                name = self.arith("arith.maxsi", name, least, tile=words)
+                name = self.arith("arith.minsi", name, most, tile=words)
+            found.append((name, words))
+        return found
+
+    def _inside_of(self, operand: Value, size: int) -> bool:
+        return self.facts.of(operand).wrapped(I32).within(0, size - 1)
+
+    def _inside_all(
+        self, access: Access, places: Sequence[tuple[str, TileType]], tile: TileType
+    ) -> str | None:
+        """Which elements are written: those chosen whose place is inside."""
+        masks = [] if access.mask is None else [self.name(access.mask)]
+        sizes = access.ref.ref.shape
+        rows = zip(access.index_operands, places, sizes, strict=True)
+        for operand, (name, words), size in rows:
+            if not self._inside_of(operand, size):
+                count = self.out.number(size, words)
+                masks.append(self.arith("arith.cmpi ult,", name, count, tile=words))
+        found = masks[0] if masks else None
+        for mask in masks[1:]:
+            assert found is not None
+            flags = tile.with_dtype(BOOL)
+            found = self.arith("arith.andi", found, mask, tile=flags)
+        return found
+
+    def _indexed(
+        self, access: Access, places: Sequence[tuple[str, TileType]], tile: TileType
+    ) -> tuple[str, str]:
+        """`%ref[%i, %j]`, and the types of both."""
+        view = self.view(access.ref)
+        self._check_vector_memory(view)
+        name, type_text = self.as_memref(view)
+        listed = ", ".join(place for place, _ in places)
+        types = ", ".join(tile_text(words) for _, words in places)
+        return f"{name}[{listed}]", f"{type_text}[{types}]"
+
+    def _masked(self, mask: str | None, tile: TileType) -> tuple[str, str]:
+        if mask is None:
+            return "", ""
+        return f" masked {mask}", f" {tile_text(tile.with_dtype(BOOL))}"
+
+    # --- copies of numbered rows ---
+
+    def emit_indexed_copy_start(self, op: Op) -> None:
+        source, target, semaphore = self._copied(op)
+        offsets = self._offsets(op.operands[3])
+        attrs = " {add = true}" if op.attrs["add"] else ""
+        self.out.line(
+            f"tpu.enqueue_indirect_dma source({' : '.join(source)})"
+            f" target({' : '.join(target)}) offsets({' : '.join(offsets)})"
+            f" semaphore({' : '.join(semaphore)}){attrs}"
+        )
+
+    def emit_indexed_copy_wait(self, op: Op) -> None:
+        source, target, semaphore = self._copied(op)
+        self.out.line(
+            f"tpu.wait_indirect_dma semaphore({' : '.join(semaphore)})"
+            f" src({' : '.join(source)}) dst({' : '.join(target)})"
+        )
+
+    def _offsets(self, rows: Value) -> tuple[str, str]:
+        if rows.is_ref:
+            return self.as_memref(self.view(rows))
+        tile = self.tile_type(rows)
+        name = self.convert(self.name(rows), tile, I32)
+        return name, tile_text(tile.with_dtype(I32))
+
+    # --- along a vector ---
+
+    def emit_scan(self, op: Op) -> str:
+        kinds = {"sum": "sum", "max": "max", "min": "min"}
+        kind, x = kinds.get(op.attrs["kind"]), op.operands[0]
+        if kind is None or op.attrs.get("reverse") or x.tile.rank != 1:
+            self.refuse("a subcore scans one vector, from its first element on")
+        return self._scanned(self.name(x), self.tile_type(x), kind)
+
+    def emit_reduce(self, op: Op) -> str:
+        kinds = {"sum": "sum", "max": "max", "min": "min"}
+        kind, x = kinds.get(op.attrs["kind"]), op.operands[0]
+        if kind is None or x.tile.rank != 1:
+            self.refuse("a subcore reduces one vector to a number")
+        tile = self.tile_type(x)
+        name = self._scanned(self.name(x), tile, kind)
+        last = f"{name}[{tile.size - 1}]"
+        element = tile_text(tile.with_shape(()))
+        return self.out.value(
+            f"vector.extract {last} : {element} from {tile_text(tile)}"
+        )
+
+    def _scanned(self, name: str, tile: TileType, kind: str) -> str:
+        """Integers are compared as if they had no sign: it is flipped, and back."""
+        signed = tile.dtype.is_signed_int and kind != "sum"
+        if signed:
+            name = self._flipped(name, tile)
+        every = self.out.number(True, tile.with_dtype(BOOL))
+        flags, vector = tile_text(tile.with_dtype(BOOL)), tile_text(tile)
+        name = self.out.value(
+            f'"tpu.scan"({name}, {every}) <{{kind = #tpu.reduction_kind<{kind}>}}>'
+            f" : ({vector}, {flags}) -> {vector}"
+        )
+        return self._flipped(name, tile) if signed else name
+
+    def _flipped(self, name: str, tile: TileType) -> str:
+        sign = self.out.number(-(2**31), tile)
+        return self.arith("arith.xori", name, sign, tile=tile)
+
+
+MEMORY = {"subview", "reshape_view", "sem_signal", "sem_wait", "sem_read"}
+MEMORY |= {"copy_start", "copy_wait"}
+RULES: dict[str, Callable[[Any, Op], Any]] = {
+    "load": SparseOps.emit_load,
+    "store": SparseOps.emit_store,
+    "atomic_rmw": SparseOps.emit_atomic_rmw,
+    "indexed_copy_start": SparseOps.emit_indexed_copy_start,
+    "indexed_copy_wait": SparseOps.emit_indexed_copy_wait,
+    "scan": SparseOps.emit_scan,
+    "reduce": SparseOps.emit_reduce,
+}

@@ -1,0 +1,228 @@
+"""What SparseCore kernels compute with: short vectors, and memory by indices.
+
+Each is an ordinary operation of the language, so that it means the same everywhere; a
+vector subcore has most of them as single instructions.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite.errors import KernelTypeError
+from pallasite.language.refs import atomic_add, load, store
+from pallasite.language.trace import user_location
+
+# --- memory by indices ---
+
+
+def load_gather(ref: Any, indices: Sequence[Any], *, mask: Any = None) -> jax.Array:
+    """Elements of a ref: one index array per dimension, all of one length.
+
+    Where `mask` is false nothing is read, and the result is 0.
+    """
+    places = _places(ref, indices)
+    if mask is None:
+        return ref[places]
+    return load(ref, places, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def store_scatter(
+    ref: Any, indices: Sequence[Any], x: Any, *, mask: Any = None
+) -> None:
+    """Write elements of a ref: one index array per dimension, all of one length."""
+    store(ref, _places(ref, indices), x, mask=mask)
+
+
+def addupdate_scatter(
+    ref: Any, indices: Sequence[Any], x: Any, *, mask: Any = None
+) -> None:
+    """Add to elements of a ref; an element named twice gets both."""
+    atomic_add(ref, _places(ref, indices), x, mask=mask)
+
+
+def _places(ref: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
+    shapes = {jnp.shape(index) for index in indices}
+    if len(indices) != len(ref.shape) or len(shapes) != 1 or len(shapes.pop()) != 1:
+        raise KernelTypeError(
+            "elements are picked by one index array per dimension, all of one length",
+            [("ref", ref.shape), ("indices", [jnp.shape(i) for i in indices])],
+            user_location(),
+        )
+    return tuple(indices)
+
+
+def addupdate(ref: Any, x: Any) -> None:
+    """Add to a ref, or to a view of it."""
+    ref[...] = ref[...] + x
+
+
+def _slots(mask: Any) -> jax.Array:
+    """For each element, how many of those before it are chosen."""
+    chosen = mask.astype(jnp.int32)
+    return jnp.cumsum(chosen) - chosen
+
+
+def load_expanded(ref: Any, *, mask: Any) -> jax.Array:
+    """The first elements of a ref, in the places where `mask` is true; else 0."""
+    return load_gather(ref, [_slots(mask)], mask=mask)
+
+
+def store_compressed(ref: Any, x: Any, *, mask: Any) -> None:
+    """The elements of `x` where `mask` is true, side by side from the ref's first."""
+    store_scatter(ref, [_slots(mask)], x, mask=mask)
+
+
+def addupdate_compressed(ref: Any, x: Any, *, mask: Any) -> None:
+    """As `store_compressed`, but adds."""
+    addupdate_scatter(ref, [_slots(mask)], x, mask=mask)
+
+
+# --- along a vector ---
+
+
+def cumsum(x: Any, *, mask: Any = None) -> jax.Array:
+    """Sums of the elements so far; those where `mask` is false count 0."""
+    return jnp.cumsum(x if mask is None else jnp.where(mask, x, 0), dtype=x.dtype)
+
+
+def cummax(x: Any, *, mask: Any = None) -> jax.Array:
+    """Largest of the elements so far; before the first chosen one, `x` itself."""
+    return _extreme(x, mask, lax.cummax, _limits(x.dtype)[0])
+
+
+def cummin(x: Any, *, mask: Any = None) -> jax.Array:
+    """Smallest of the elements so far; before the first chosen one, `x` itself."""
+    return _extreme(x, mask, lax.cummin, _limits(x.dtype)[1])
+
+
+def _extreme(x: Any, mask: Any, scan: Callable, neutral: Any) -> jax.Array:
+    if mask is None:
+        return scan(x)
+    found = scan(jnp.where(mask, x, jnp.asarray(neutral, x.dtype)))
+    any_yet = jnp.cumsum(mask.astype(jnp.int32)) > 0
+    return jnp.where(any_yet, found, x)
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf, jnp.inf
+    limits = jnp.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def sort_key_val(
+    keys: Any, values: Any, *, mask: Any = None, descending: bool = False
+) -> Any:
+    """Keys in order, and their values; elements where `mask` is false come last.
+
+    Returns:
+        Keys, values and, with `mask`, the mask in the same order.
+    """
+    order = keys
+    if descending:  # the complement of an integer has no overflow
+        is_float = jnp.issubdtype(keys.dtype, jnp.floating)
+        order = -keys if is_float else ~keys
+    if mask is None:
+        _, *results = lax.sort((order, keys, values), num_keys=1)
+        return tuple(results)
+    last = jnp.logical_not(mask).astype(jnp.int32)
+    last, _, *results = lax.sort((last, order, keys, values), num_keys=2)
+    return (*results, last == 0)
+
+
+def scan_count(x: Any, mask: Any = None) -> tuple[jax.Array, jax.Array]:
+    """How often each element has occurred so far, itself included.
+
+    Returns:
+        The counts, and where the last occurrence of each value is. Elements where
+        `mask` is false are not counted and not marked.
+    """
+    n = x.shape[0]
+    counted = jnp.ones((n,), bool) if mask is None else mask
+    row, column = (lax.broadcasted_iota(jnp.int32, (n, n), d) for d in (0, 1))
+    same = jnp.equal(x[:, None], x[None, :]) & counted[None, :]
+    counts = jnp.where(same & (column <= row), 1, 0).sum(axis=1)
+    later = jnp.where(same & (column > row), 1, 0).sum(axis=1)
+    return counts.astype(jnp.int32), counted & (later == 0)
+
+
+def all_reduce_population_count(x: Any, *, reduce: int = 1) -> jax.Array:
+    """How many elements are true, in every element of the result."""
+    total = x.astype(jnp.int32).sum()
+    return jnp.full((x.shape[0] // reduce,), total, jnp.int32)
+
+
+def all_reduce_ffs(x: Any, *, reduce: int = 1) -> jax.Array:
+    """The place of the first true element, or the length, in every element."""
+    n = x.shape[0]
+    places = jnp.where(x, lax.broadcasted_iota(jnp.int32, (n,), 0), n)
+    return jnp.full((n // reduce,), places.min(), jnp.int32)
+
+
+# --- packing ---
+
+
+class PackFormat(enum.Enum):
+    """Where two vectors go in one of narrower elements."""
+
+    COMPRESSED = "compressed"  # [a0, a1], [b0, b1] -> [[a0, a1], [b0, b1]]
+    INTERLEAVED = "interleaved"  # [a0, a1], [b0, b1] -> [a0, b0, a1, b1]
+
+
+_NARROW = {"float32": jnp.bfloat16, "int32": jnp.int16}
+_WIDE = {"bfloat16": jnp.float32, "int16": jnp.int32}
+
+
+def pack(
+    a: Any, b: Any, /, *, format: PackFormat, preferred_element_type: Any = None
+) -> jax.Array:
+    """Two vectors as one of elements half as wide."""
+    narrow = preferred_element_type or _NARROW[str(a.dtype)]
+    halves = a.astype(narrow), b.astype(narrow)
+    if format is PackFormat.COMPRESSED:
+        return jnp.concatenate(halves).reshape(-1, 2)
+    return jnp.stack(halves, axis=1).reshape(-1)
+
+
+def unpack(
+    ab: Any, /, *, format: PackFormat, preferred_element_type: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """The two vectors that `pack` made one of."""
+    wide = preferred_element_type or _WIDE[str(ab.dtype)]
+    if format is PackFormat.COMPRESSED:
+        both = ab.reshape(2, -1)
+        return both[0].astype(wide), both[1].astype(wide)
+    both = ab.reshape(-1, 2)
+    return both[:, 0].astype(wide), both[:, 1].astype(wide)
+
+
+# --- loops ---
+
+
+def parallel_loop(
+    lower: Any, upper: Any, step: Any = 1, *, unroll: int = 1, carry: Any = None
+) -> Callable[[Callable[..., Any]], Any]:
+    """A loop whose rounds do not depend on what others write.
+
+    Decorates the body, which is called with the index and, where there is a `carry`,
+    the value carried; gives what is carried out of the last round.
+    """
+    del unroll
+
+    def run(body: Callable[..., Any]) -> Any:
+        rounds = (upper - lower + step - 1) // step
+
+        def one_round(n: Any, carried: Any) -> Any:
+            index = jnp.int32(lower) + n * step
+            if carry is None:
+                body(index)
+                return None
+            return body(index, carried)
+
+        return lax.fori_loop(0, rounds, one_round, carry)
+
+    return run

@@ -1,0 +1,80 @@
+"""unroll_rounds: several rounds of a loop with products, one after another, in one.
+
+In: a loop that multiplies and does something with the product, such as one over the
+keys of attention. Out: the same rounds in the same order, several in one. A TPU does
+not begin a round of a loop before the one before it has ended; of code without a loop
+between, it does the products of one round beside the vector code of another.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, inline, map_ops
+from pallasite.ir.roles import Loop
+
+MOST_ROUNDS = 8  # that become one
+
+
+def unroll_rounds(
+    kernel: Kernel, size: Callable[[Block], float], most: float
+) -> Kernel:
+    """Unroll loops with products in them.
+
+    Args:
+        kernel: what to rewrite.
+        size: how much code a block is.
+        most: how much the body of a loop may become.
+    """
+    return map_ops(kernel, partial(_unrolled, size, most))
+
+
+def _unrolled(
+    size: Callable[[Block], float], most: float, op: Op, b: Rewriter
+) -> Sequence[Value] | None:
+    if op.name != "for":
+        return None
+    loop = Loop.of(op)
+    inside = {inner.name for inner in walk(loop.body)}
+    if "dot" not in inside or inside & {"for", "while", "pipeline"}:
+        return None
+    rounds = _rounds(loop, b)
+    factor = _factor(rounds, size(loop.body), most)
+    if factor == 1:
+        return None
+    if factor == len(rounds):
+        carried: Sequence[Value] = loop.inits
+        for number in rounds:
+            index = b.like(number, loop.first)
+            carried = inline(b, loop.body, [index, *carried])
+        return carried
+    step = b.like(rounds.step * factor, loop.step)
+    body = _several(loop, rounds.step, factor)
+    return b.emit("for", loop.first, loop.limit, step, *loop.inits, regions=(body,))
+
+
+def _rounds(loop: Loop, b: Rewriter) -> range:
+    """The values of the index; none where they are not known."""
+    made = [b.producers.get(v) for v in loop.bounds]
+    known = [op.attrs["value"] for op in made if op and op.name == "constant"]
+    return range(*known) if len(known) == 3 and known[2] > 0 else range(0)
+
+
+def _factor(rounds: range, size: float, most: float) -> int:
+    fits = (
+        n
+        for n in range(2, min(len(rounds), MOST_ROUNDS) + 1)
+        if len(rounds) % n == 0 and n * size <= most
+    )
+    return max(fits, default=1)
+
+
+def _several(loop: Loop, step: int, factor: int) -> Block:
+    b = Builder(loop.op.loc)
+    params = [Value(p.type, p.name) for p in loop.body.params]
+    index, carried = params[0], params[1:]
+    for number in range(factor):
+        here = b.add(index, b.like(number * step, index)) if number else index
+        carried = inline(b, loop.body, [here, *carried])
+    return b.block(params, carried)

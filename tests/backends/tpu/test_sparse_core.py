@@ -1,0 +1,133 @@
+"""SparseCore kernels as Mosaic."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import config
+from pallasite import tpu as pltpu
+from pallasite import tpu_sc as plsc
+from pallasite.backends.base import Compiled, get
+from pallasite.backends.tpu.compile import verify
+from pallasite.errors import UnsupportedError
+from pallasite.passes.run import run
+from pallasite.primitive import calls_in
+from pallasite.runtime.aot import Job, compile_all
+from pallasite.target import TPUS
+from tests.language.test_sparse_core import embedding, mesh, segment_sum
+
+CHIPS = ("v5p", "v6e", "7x")
+
+
+def array(*shape: int, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lookup(table, numbers):
+    return embedding(table, numbers)
+
+
+def sums(x, segments, zeros):
+    return segment_sum(x, segments, zeros)
+
+
+def vectors(lanes: int):
+    """Loads, gathers, additions by index, scans and sums of vectors."""
+
+    def function(x):
+        def kernel(x_ref, o_ref, own, total):
+            pltpu.sync_copy(x_ref, own)
+            places = jax.lax.broadcasted_iota(jnp.int32, (lanes,), 0)
+
+            @plsc.parallel_loop(0, 4 * lanes, step=lanes)
+            def _(i):
+                part = pl.ds(i, lanes)
+                total[part] = jnp.maximum(own[part] * 2.0 + 1.0, 0.0)
+
+            first = plsc.load_gather(total, [places * 2])
+            plsc.addupdate_scatter(own, [places], first, mask=places > 2)
+            plsc.store_scatter(own, [places + lanes], plsc.cumsum(first))
+            own[pl.ds(2 * lanes, lanes)] = jnp.full((lanes,), jnp.sum(first))
+            pltpu.sync_copy(own, o_ref)
+
+        return pl.kernel(
+            kernel,
+            array(4 * lanes),
+            mesh=mesh(1, 1),
+            scratch_shapes=[pltpu.VMEM((4 * lanes,), jnp.float32)] * 2,
+        )(x)
+
+    return function
+
+
+def cases(chip: str):
+    lanes = TPUS[chip].sparse.lanes
+    numbers = array(256, dtype=jnp.int32)
+    return {
+        "embedding": (lookup, (array(512, 128), numbers)),
+        "segment sum": (sums, (array(256, 128), numbers, array(64, 128))),
+        "vectors": (vectors(lanes), (array(4 * lanes),)),
+    }
+
+
+def compiled(function, operands, chip: str) -> Compiled:
+    with config.override(target=chip):
+        (call,) = calls_in(function, *operands)
+    options = call.options
+    options = type(options)(options.compiler_params, chip=TPUS[chip])
+    return Compiled(get("tpu"), run(call.kernel), options, shared=())
+
+
+@pytest.mark.parametrize("name", cases("v6e"))
+@pytest.mark.parametrize("chip", CHIPS)
+def test_module_verifies(name, chip):
+    text = compiled(*cases(chip)[name], chip)["mosaic"]
+    verify(text)
+    assert "#tpu.core_type<sc_vector_subcore>" in text
+    wanted = {
+        "embedding": ["offsets(%own", "tpu.wait_indirect_dma"],
+        "segment sum": ["offsets(%own", "{add = true}"],
+        "vectors": ["vector_load_idx", "vector_store_idx", "masked", "tpu.scan"],
+    }
+    assert all(part in text for part in wanted[name])
+
+
+def test_call_says_which_cores():
+    one = compiled(*cases("v6e")["embedding"], "v6e")
+    config_text = get("tpu").launch(one).config
+    assert '"device_type": "DEVICE_TYPE_SPARSECORE"' in config_text
+    assert '"sparse_core_config": {"tiling": "TILING_COMPACT"}' in config_text
+
+
+def test_chips_without_sparse_cores_are_refused():
+    function, operands = cases("v6e")["embedding"]
+    (call,) = calls_in(function, *operands)
+    options = type(call.options)(call.options.compiler_params, chip=TPUS["v5e"])
+    with pytest.raises(UnsupportedError, match="v5e has no SparseCores"):
+        Compiled(get("tpu"), run(call.kernel), options, shared=())["mosaic"]
+
+
+def test_what_subcores_lack_is_refused():
+    def function(x):
+        def kernel(x_ref, o_ref, own):
+            pltpu.sync_copy(x_ref, own)
+            own[...] = jnp.sort(own[...])
+            pltpu.sync_copy(own, o_ref)
+
+        scratch = [pltpu.VMEM((8,), jnp.float32)]
+        return pl.kernel(kernel, array(8), mesh=mesh(1, 1), scratch_shapes=scratch)(x)
+
+    with pytest.raises(UnsupportedError, match="'tpu'"):
+        compiled(function, (array(8),), "v6e")["mosaic"]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", CHIPS)
+def test_sparse_core_kernels_compile(chip):
+    jobs = []
+    for name, case in cases(chip).items():
+        one = compiled(*case, chip)
+        jobs.append(Job.of(name, one.kernel, get("tpu").launch(one)))
+    results = compile_all(jobs, chip)
+    assert {r.name: r.error for r in results if not r.ok} == {}

@@ -1,0 +1,97 @@
+"""Loops with products: several rounds in one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite.ir.nodes import Kernel, Op, walk
+from pallasite.ir.verify import verify
+from pallasite.passes.run import run
+from pallasite.passes.tpu_blocks import _Estimate, for_tpu
+from pallasite.passes.unroll_rounds import unroll_rounds
+from pallasite.primitive import kernels_in
+from pallasite.target import TPUS
+from tests.passes.test_reblock import head
+from tests.passes.test_same_meaning import outputs
+
+
+def squared(rounds: int, n: int = 8, product: bool = True) -> Kernel:
+    """A matrix that is multiplied by parts of another, one after another."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        def step(k, x):
+            part = y_ref[pl.ds(k * n, n), :]
+            return jnp.tanh(jnp.dot(x, part) if product else x * part) + k
+
+        o_ref[...] = jax.lax.fori_loop(0, rounds, step, x_ref[...])
+
+    x = jax.ShapeDtypeStruct((n, n), jnp.float32)
+    y = jax.ShapeDtypeStruct((n * rounds, n), jnp.float32)
+    (kernel,) = kernels_in(pl.pallas_call(kernel, out_shape=x), x, y)
+    return run(kernel)
+
+
+def loops(kernel: Kernel) -> list[Op]:
+    return [op for op in walk(kernel.body) if op.name == "for"]
+
+
+def products(kernel: Kernel) -> int:
+    return sum(op.name == "dot" for op in walk(kernel.body))
+
+
+@pytest.mark.parametrize(
+    "rounds, most, left, together",
+    [(6, 6, 0, 6), (6, 5, 1, 3), (16, 100, 1, 8), (7, 5, 1, 1), (11, 100, 1, 1)],
+)
+def test_rounds_become_fewer(rounds, most, left, together):
+    kernel = squared(rounds)
+    new = unroll_rounds(kernel, size=lambda block: 1.0, most=most)
+    verify(new)
+    assert (len(loops(new)), products(new)) == (left, together)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=p.ref.shape).astype("f") for p in kernel.inputs]
+    for a, b in zip(outputs(kernel, arrays), outputs(new, arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_loops_without_products_stay():
+    kernel = squared(6, product=False)
+    assert unroll_rounds(kernel, size=lambda block: 1.0, most=100) is kernel
+
+
+def attention_in_a_loop(block: int) -> Kernel:
+    shape = jax.ShapeDtypeStruct((8, 2048, 128), jnp.bfloat16)
+
+    def kernel(q_ref, k_ref, o_ref):
+        def step(j, acc):
+            k = k_ref[pl.ds(j * block, block), :]
+            scores = jnp.dot(q_ref[...], k.T, preferred_element_type=jnp.float32)
+            weights = jnp.exp(scores).astype(k.dtype)
+            return acc + jnp.dot(weights, k, preferred_element_type=jnp.float32)
+
+        start = jnp.zeros(q_ref.shape, jnp.float32)
+        total = jax.lax.fori_loop(0, 2048 // block, step, start)
+        o_ref[...] = total.astype(o_ref.dtype)
+
+    queries = pl.BlockSpec((None, block, 128), lambda h, i: (h, i, 0))
+    keys = pl.BlockSpec((None, 2048, 128), lambda h, i: (h, 0, 0))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=(8, 2048 // block),
+        in_specs=[queries, keys],
+        out_specs=queries,
+    )
+    (kernel,) = kernels_in(call, shape, shape)
+    return run(kernel)
+
+
+def test_blocks_grow_around_loops():
+    """Each round of a loop costs as much as a step of a grid."""
+    kernel, chip = attention_in_a_loop(128), TPUS["v5e"]
+    new = for_tpu(kernel, chip)
+    assert ", 1), windows=(" in head(new)
+    estimates = _Estimate.of(kernel, chip), _Estimate.of(new, chip)
+    assert estimates[1].seconds < 0.7 * estimates[0].seconds
