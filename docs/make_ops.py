@@ -16,8 +16,8 @@ GROUPS |= {BITS: "ints, bool", SIGNED: "signed"}
 HEAD = """# Ops
 
 Generated from the op table (`docs/make_ops.py`). Every op but `inline_asm` runs in
-checked mode, and in the emulation all but that, `roles`, `barrier`, `named_barrier` and
-`sem_signal_core`. For the native backends: **native** means the backend emits it, *by
+checked mode, and in the emulation all but that, `roles`, `barrier` and `named_barrier`.
+For the native backends: **native** means the backend emits it, *by
 others* that it is rewritten into ops the backend has (`gather` and `sort` in their
 simpler forms only), and a blank that it is refused with an error naming the op. `ulp`
 is the error a backend may make, in

@@ -10,6 +10,7 @@ from pallasite.calls.mesh import core_map as core_map
 from pallasite.calls.mesh import kernel as kernel
 from pallasite.calls.pallas_call import pallas_call as pallas_call
 from pallasite.install import install as install
+from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.helpers import align_to as align_to
 from pallasite.language.helpers import broadcast_to as broadcast_to
 from pallasite.language.helpers import cdiv as cdiv
@@ -27,7 +28,6 @@ from pallasite.language.helpers import strides_from_shape as strides_from_shape
 from pallasite.language.helpers import when as when
 from pallasite.language.memory_spaces import MemoryRef as MemoryRef
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
-from pallasite.language.refs import DeviceIdType as DeviceIdType
 from pallasite.language.refs import Slice as Slice
 from pallasite.language.refs import atomic_add as atomic_add
 from pallasite.language.refs import atomic_and as atomic_and
@@ -67,7 +67,13 @@ from pallasite.language.specs import no_block_spec as no_block_spec
 from pallasite.language.specs import squeezed as squeezed
 from pallasite.primitive import Checked as Checked
 from pallasite.sharding.rule import Partition as Partition
+from pallasite.tools.aot import aot as aot
+from pallasite.tools.explain import explain as explain
 from pallasite.tools.lower import lower as lower
+from pallasite.tune.autotune import autotune as autotune
+from pallasite.tune.choices import configs as configs
+from pallasite.tune.results import Tuned as Tuned
+from pallasite.tune.tunable import tunable as tunable
 
 ANY = MemorySpace.ANY
 HOST = MemorySpace.HOST

@@ -1,4 +1,4 @@
-"""Command line: `pallasite run script.py args...`, `pallasite doctor` and `cache`.
+"""Command line: `pallasite run`, `check`, `explain`, `tune`, `doctor` and `cache`.
 
 Also as `python -m pallasite ...`.
 """
@@ -12,7 +12,11 @@ import sys
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `pallasite` command; the exit status."""
+    from pallasite.tools import command as judge
+    from pallasite.tune import command as tuner
+
     parser = argparse.ArgumentParser(prog="pallasite", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"pallasite {_own()}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run", help="run a script with jax.experimental.pallas served by Pallasite"
@@ -22,9 +26,18 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("doctor", help="print versions, backends found, and why not")
     cache = commands.add_parser("cache", help="show the compiled code kept on disk")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
+    tune = commands.add_parser("tune", help="find fast configurations of kernels")
+    tuner.add_arguments(tune)
+    judge.add_parsers(commands)
     options = parser.parse_args(argv)
+    if options.command in ("check", "explain"):
+        if options.in_child:
+            _install()  # kernels written for upstream are judged, too
+        return judge.run(options, sys.argv[1:] if argv is None else argv)
     if options.command == "run":
         return _run(options.script, options.args)
+    if options.command == "tune":
+        return tuner.run(options)
     if options.command == "cache":
         return _cache(options.clear)
     return _doctor()
@@ -52,16 +65,26 @@ def _cache(clear: bool) -> int:
 def _run(script: str, args: list[str]) -> int:
     import os
 
-    from pallasite.install import install
-
     if not os.path.exists(script):
         print(f"pallasite run: no such file: {script}", file=sys.stderr)
         return 2
-    install()
+    _install()
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
     return 0
+
+
+def _install() -> None:
+    from pallasite.install import install
+
+    install()
+
+
+def _own() -> str:
+    from pallasite import __version__
+
+    return __version__
 
 
 def _version(package: str) -> str | None:

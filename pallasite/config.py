@@ -61,6 +61,13 @@ KNOBS: dict[str, Knob] = {
             "'1' emulates every call, 'checked' runs every call in checked mode",
         ),
         Knob(
+            "libtpu_python",
+            "PALLASITE_LIBTPU_PYTHON",
+            str,
+            "",
+            "Python to compile for TPUs with, if this one has no libtpu",
+        ),
+        Knob(
             "cache_dir",
             "PALLASITE_CACHE_DIR",
             str,

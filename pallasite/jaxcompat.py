@@ -6,6 +6,7 @@ the package may import `jax._src` (a test holds that).
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -35,8 +36,23 @@ def kernel_tracing() -> Iterator[None]:
     off = getattr(config, "mutable_array_checks", None)
     checks = contextlib.nullcontext() if off is None else off(False)
     empty = jax.sharding.AbstractMesh((), ())
-    with jax.sharding.use_abstract_mesh(empty), checks:
-        yield
+    around = device_mesh()
+    token = _mesh_around.set(around)
+    try:
+        with jax.sharding.use_abstract_mesh(empty), checks:
+            yield
+    finally:
+        _mesh_around.reset(token)
+
+
+_mesh_around: ContextVar[Any] = ContextVar("pallasite_mesh_around", default=None)
+
+
+def device_mesh() -> Any:
+    """The abstract mesh of devices that the code which is traced runs on: that around
+    the kernel, inside of one. None where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _mesh_around.get() if mesh.empty else mesh
 
 
 @contextlib.contextmanager
@@ -360,6 +376,27 @@ def auto_devices(ctx: Any) -> int:
         manual = set(context.manual_axes) == set(context.mesh.axis_names)
         return 1 if manual else context.mesh.size
     return 1
+
+
+def manual_mesh_axes(ctx: Any) -> list[tuple[str, int]]:
+    """Names and sizes of the mesh axes that code is lowered for one device of."""
+    from jax.interpreters import mlir
+
+    context = ctx.module_context.axis_context
+    if not isinstance(context, mlir.SPMDAxisContext):
+        return []
+    sizes = dict(context.mesh.shape)
+    return [(name, sizes[name]) for name in sizes if name in context.manual_axes]
+
+
+@contextlib.contextmanager
+def collectives_over(axes: Sequence[tuple[str, int]]) -> Iterator[None]:
+    """Trace collectives over mesh axes, of values whose types do not say that they
+    vary, while a lowering rule runs."""
+    from jax._src import config
+
+    with named_axes(axes), config._check_vma(False):
+        yield
 
 
 def register_partitioner(name: str, partition: Any, infer: Any) -> None:

@@ -13,13 +13,20 @@ from pallasite.calls.gpu_pipeline import emit_pipeline as emit_pipeline
 from pallasite.calls.gpu_pipeline import (
     emit_pipeline_warp_specialized as emit_pipeline_warp_specialized,
 )
-from pallasite.language.gpu import Accumulator, SharedMemory
+from pallasite.language.gpu import Accumulator, SharedMemory, TensorMemory
 from pallasite.language.gpu import Barrier as Barrier
+from pallasite.language.gpu import ClusterBarrier as ClusterBarrier
 from pallasite.language.gpu import CompilerParams as CompilerParams
+from pallasite.language.gpu import CopyPartition as CopyPartition
 from pallasite.language.gpu import LoweringSemantics as LoweringSemantics
 from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
+from pallasite.language.gpu import OOBFillMode as OOBFillMode
 from pallasite.language.gpu import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu import TilingTransform as TilingTransform
+from pallasite.language.gpu import WarpMesh as WarpMesh
+from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
+from pallasite.language.gpu import async_load_tmem as async_load_tmem
+from pallasite.language.gpu import async_store_tmem as async_store_tmem
 from pallasite.language.gpu import barrier_arrive as barrier_arrive
 from pallasite.language.gpu import barrier_wait as barrier_wait
 from pallasite.language.gpu import broadcasted_iota as broadcasted_iota
@@ -27,16 +34,22 @@ from pallasite.language.gpu import commit_smem as commit_smem
 from pallasite.language.gpu import (
     commit_smem_to_gmem_group as commit_smem_to_gmem_group,
 )
+from pallasite.language.gpu import commit_tmem as commit_tmem
 from pallasite.language.gpu import copy_gmem_to_smem as copy_gmem_to_smem
 from pallasite.language.gpu import copy_smem_to_gmem as copy_smem_to_gmem
+from pallasite.language.gpu import dynamic_scheduling_loop as dynamic_scheduling_loop
 from pallasite.language.gpu import find_swizzle as find_swizzle
 from pallasite.language.gpu import layout_cast as layout_cast
 from pallasite.language.gpu import load as load
 from pallasite.language.gpu import nd_loop as nd_loop
 from pallasite.language.gpu import planar_snake as planar_snake
 from pallasite.language.gpu import set_max_registers as set_max_registers
+from pallasite.language.gpu import tcgen05_commit_arrive as tcgen05_commit_arrive
+from pallasite.language.gpu import tcgen05_mma as tcgen05_mma
 from pallasite.language.gpu import transpose_ref as transpose_ref
+from pallasite.language.gpu import wait_load_tmem as wait_load_tmem
 from pallasite.language.gpu import wait_smem_to_gmem as wait_smem_to_gmem
+from pallasite.language.gpu import warp_map as warp_map
 from pallasite.language.gpu import wgmma as wgmma
 from pallasite.language.gpu import wgmma_accumulator_load as wgmma_accumulator_load
 from pallasite.language.gpu import wgmma_wait as wgmma_wait
@@ -51,7 +64,7 @@ from pallasite.language.refs import store as store
 
 GMEM = MemorySpace.GMEM
 SMEM = SharedMemory()
-TMEM = MemorySpace.TMEM
+TMEM = TensorMemory()
 REGS = MemorySpace.REGS
 ACC = WGMMAAccumulatorRef = Accumulator()
 
@@ -84,22 +97,22 @@ class Layout(enum.Enum):
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "ClusterBarrier CopyPartition InterpretGPUParams Mesh OOBFillMode "
+        "InterpretGPUParams Mesh "
         "PeerMemRef PipelinePipeline RefType RefUnion Replicated "
         "SemaphoreSignal SemaphoreType ShapeDtypeStruct TMEMLayout Tiling "
-        "TraceScope Transform TryClusterCancelResult WarpMesh alloc_semaphore "
-        "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem "
-        "async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch "
-        "async_store_smem async_store_tmem barrier_arrive_and_wait "
-        "barrier_test cluster_ref commit_tmem dynamic_scheduling_loop "
+        "TraceScope Transform TryClusterCancelResult alloc_semaphore "
+        "as_torch_kernel async_copy_scales_to_tmem "
+        "async_copy_sparse_metadata_to_tmem async_prefetch "
+        "async_store_smem barrier_arrive_and_wait "
+        "barrier_test cluster_ref "
         "force_gpu_interpret_mode format_tcgen05_sparse_metadata "
         "griddepcontrol_launch_dependents griddepcontrol_wait im2col_ref "
         "inline_mgpu max min mma multicast_ref multimem_load_reduce "
         "multimem_store print_layout prod query_cluster_cancel remote_ref "
         "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
-        "semaphore_wait set_gpu_interpret_mode sum tcgen05_commit_arrive "
-        "tcgen05_mma try_cluster_cancel wait_gmem_to_smem wait_load_tmem "
-        "warp_map GPUCompilerParams GPUMesh GPUMemorySpace",
+        "semaphore_wait set_gpu_interpret_mode sum "
+        "try_cluster_cancel wait_gmem_to_smem "
+        "GPUCompilerParams GPUMesh GPUMemorySpace",
         "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere",
     ),
     decorators=("inline_mgpu",),

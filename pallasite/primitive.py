@@ -5,9 +5,11 @@ exact about grids, windows and scratch. `batch.py` has the vmap rule's part on I
 `rules.py` has the rules of differentiation.
 """
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -230,8 +232,25 @@ def partitions(ctx: Any, call: Call) -> bool:
     return not host_code and not jaxcompat.is_export(ctx)
 
 
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Every call that is lowered in a `with` block, each once, in order."""
+    found: list[Call] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
 def _lower(platform: str | None, ctx: Any, *operands: Any, call: Call) -> Any:
     """The rule of one platform (None: of those without one)."""
+    record = _recorded.get()
+    if record is not None and call not in record:
+        record.append(call)
     # A branch for one of several platforms is lowered for all of them.
     check_platform(call, ctx.module_context.platforms)
     if partitions(ctx, call):
@@ -425,17 +444,43 @@ def warn_fallback(kernel: Kernel, *errors: Exception, what: str = "kernel") -> N
 
 
 def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
+    from pallasite.emulation.devices import on_devices
     from pallasite.emulation.emulate import emulate
+    from pallasite.interpret.devices import talks_to_devices
 
-    # Roles run side by side in checked mode only.
-    side_by_side = any(op.name == "roles" for op in walk(call.kernel.body))
+    # Roles, and blocks of a cluster, run side by side in checked mode only.
+    alike = ("roles", "warps", "cluster_barrier", "tensor_commit")
+    side_by_side = any(op.name in alike for op in walk(call.kernel.body))
     checked = _is_checked(call) or (side_by_side and not call.interpret)
-    run = _checked_callback(call) if checked else emulate(call.kernel)
+    axes: list[tuple[str, int]] = []
+    if talks_to_devices(call.kernel.body):
+        axes = jaxcompat.manual_mesh_axes(ctx)
+        run = on_devices(call.kernel, _evaluator_options(call), axes)
+    elif any(op.name == "sem_signal_core" for op in walk(call.kernel.body)):
+        run = on_devices(call.kernel, _evaluator_options(call), axes)
+    else:
+        run = _checked_callback(call) if checked else emulate(call.kernel)
     plain = ctx.replace(
         avals_in=jaxcompat.plain_avals(ctx.avals_in),
         avals_out=jaxcompat.plain_avals(ctx.avals_out),
     )
-    return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+    with jaxcompat.collectives_over(axes):
+        return mlir.lower_fun(run, multiple_results=True)(plain, *operands)
+
+
+# What the emulation reports of a kernel that the evaluator runs for it.
+_ONLY_COPIES = Checked(
+    bounds=False,
+    uninitialised=False,
+    races=False,
+    unwritten=False,
+    promises=False,
+    orders=("early",),
+)
+
+
+def _evaluator_options(call: Call) -> Checked:
+    return call.interpret if isinstance(call.interpret, Checked) else _ONLY_COPIES
 
 
 def _is_checked(call: Call) -> bool:
@@ -555,19 +600,51 @@ def _spread_changed(
 batching.primitive_batchers[call_p] = _batch
 
 
-def calls_in(fn: Any, *args: Any) -> list[Call]:
-    """The kernel calls of a JAX function, in order."""
-    found: list[Call] = []
+@dataclass(frozen=True)
+class Site:
+    """A kernel call where a function makes it.
 
-    def visit(jaxpr: Any) -> None:
+    Attributes:
+        call: the call.
+        inside: the control flow around it, outermost first ("scan", "shard_map").
+        times: how often one run of the function makes it; None: data decide.
+        sources: per operand, the first operand that is the same array.
+    """
+
+    call: Call
+    inside: tuple[str, ...] = ()
+    times: int | None = 1
+    sources: tuple[int, ...] = ()
+
+
+_NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call")
+
+
+def sites_in(fn: Any, *args: Any) -> list[Site]:
+    """The kernel calls of a JAX function, in order, and what is around each."""
+    found: list[Site] = []
+
+    def visit(jaxpr: Any, inside: tuple[str, ...], times: int | None) -> None:
         for eqn in jaxcompat.opened(jaxpr)[0].eqns:
             if eqn.primitive is call_p:
-                found.append(eqn.params["call"])
+                first = [eqn.invars.index(v) for v in eqn.invars]
+                found.append(Site(eqn.params["call"], inside, times, tuple(first)))
+            name, rounds = eqn.primitive.name, times
+            if name == "scan" and times is not None:
+                rounds = times * eqn.params["length"]
+            elif name == "while":
+                rounds = None
+            around = inside if name in _NOT_CONTROL else (*inside, name)
             for inner in jaxcompat.jaxprs_in_params(eqn.params):
-                visit(inner)
+                visit(inner, around, rounds)
 
-    visit(jax.make_jaxpr(fn)(*args))
+    visit(jax.make_jaxpr(fn)(*args), (), 1)
     return found
+
+
+def calls_in(fn: Any, *args: Any) -> list[Call]:
+    """The kernel calls of a JAX function, in order."""
+    return [site.call for site in sites_in(fn, *args)]
 
 
 def kernels_in(fn: Any, *args: Any) -> list[Kernel]:

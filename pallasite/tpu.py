@@ -26,6 +26,7 @@ from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bern
 from pallasite.importer.seeded_random import stateful_bits as stateful_bits
 from pallasite.importer.seeded_random import stateful_normal as stateful_normal
 from pallasite.importer.seeded_random import stateful_uniform as stateful_uniform
+from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.einshape import einshape as einshape
 from pallasite.language.helpers import reciprocal as reciprocal
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
@@ -35,7 +36,6 @@ from pallasite.language.packing import stochastic_round as stochastic_round
 from pallasite.language.packing import unpack_elementwise as unpack_elementwise
 from pallasite.language.random_keys import sample_block as sample_block
 from pallasite.language.random_keys import to_pallas_key as to_pallas_key
-from pallasite.language.refs import DeviceIdType as DeviceIdType
 from pallasite.language.refs import async_copy as async_copy
 from pallasite.language.refs import delay as delay
 from pallasite.language.refs import load as load
@@ -45,6 +45,10 @@ from pallasite.language.refs import semaphore_signal as semaphore_signal
 from pallasite.language.refs import semaphore_wait as semaphore_wait
 from pallasite.language.refs import store as store
 from pallasite.language.refs import sync_copy as sync_copy
+from pallasite.language.remote import async_remote_copy as async_remote_copy
+from pallasite.language.remote import core_barrier as core_barrier
+from pallasite.language.remote import get_barrier_semaphore as get_barrier_semaphore
+from pallasite.language.remote import make_async_remote_copy as make_async_remote_copy
 from pallasite.language.specs import PrefetchScalarGridSpec as PrefetchScalarGridSpec
 from pallasite.language.tpu_info import ChipVersion as ChipVersion
 from pallasite.language.tpu_info import SparseCoreInfo as SparseCoreInfo
@@ -232,17 +236,11 @@ def run_on_first_core(core_axis_name: str) -> Any:
     return when(jax.lax.axis_index(core_axis_name) == 0)
 
 
-_REMOTE = "copies between devices come with the multi-chip release; use shard_map"
 _TPU_ONLY = "write it with jnp or lax operations, which run everywhere"
 
 __getattr__ = missing.names(
     "pallasite.tpu",
     {
-        **missing.hints(
-            "async_remote_copy make_async_remote_copy core_barrier "
-            "get_barrier_semaphore",
-            _REMOTE,
-        ),
         **missing.hints(
             "ACC LoweringException SideEffectType conv core dma_semaphore "
             "emit_pipeline_with_async_prefetch has_memory_space join_bits "

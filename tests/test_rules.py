@@ -34,8 +34,8 @@ LAYERS: list[set[str]] = [
     {"autodiff"},
     {"calls"},
     {"tools"},
-    {"kernels"},
     {"tune"},
+    {"kernels"},
 ]
 # Circles between modules that are meant, with the reason.
 CIRCLES = [

@@ -86,6 +86,16 @@ class Launch:
     is_versioned: bool = False  # JAX promises no compatibility: exported unchecked only
 
 
+@dataclass(frozen=True)
+class Resource:
+    """What a program takes of something that a chip has little of."""
+
+    name: str  # "VMEM", "shared memory", "registers per thread"
+    used: int
+    available: int
+    unit: str = "bytes"
+
+
 class Backend(Protocol):
     """The whole interface; a shared pass needing more belongs in the op table."""
 
@@ -108,6 +118,10 @@ class Backend(Protocol):
 
     def version(self) -> str:
         """Enters every cache key: code generator and tool versions."""
+        ...
+
+    def resources(self, compiled: "Compiled") -> Sequence[Resource]:
+        """What one program takes of the chip, as far as that is known."""
         ...
 
 

@@ -51,7 +51,7 @@ def kernel(
             (`scratch_types` is the newer spelling).
         compiler_params: of these, `approx_math` lets a backend divide less exactly.
         grid, grid_names: blocks, and names for `lax.axis_index`.
-        cluster, cluster_names: blocks of a cluster; each works for itself.
+        cluster, cluster_names: blocks that run at once, and share copies and barriers.
         num_threads, thread_name: warpgroups of a block.
         interpret: a `pl.Checked` that says what to look for; True is the emulation,
             for kernels of one warpgroup.
@@ -99,11 +99,12 @@ def kernel(
                 name=name or name_of(fn),
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={
-                    "dimension_semantics": ("parallel",) * len(axes),
+                    "dimension_semantics": ("parallel",) * len(grid)
+                    + ("cluster",) * len(cluster),
                     "approx_math": bool(getattr(compiler_params, "approx_math", False)),
                 },
                 interpret=_mode(interpret),
-                _threads=(thread_name, num_threads or 1, names),
+                _threads=(thread_name, num_threads or 1, names, tuple(cluster_names)),
             )(*args)
 
         call.__name__ = getattr(fn, "__name__", "kernel")

@@ -35,13 +35,15 @@ class BlockSpec:
         transforms: how a chip lays the block out; changes no result.
         delay_release: for how many more steps a product may read the slot; the slot is
             filled again after all but so many products have ended.
-        collective_axes: blocks of a cluster that load together; each loads for itself.
+        collective_axes: axes of the cluster whose blocks share what they load, in
+            `emit_pipeline_warp_specialized`.
     """
 
     block_shape: Any
     index_map: Any
     transforms: tuple[Any, ...]
     delay_release: int
+    collective_axes: tuple[str, ...]
 
     def __init__(
         self,
@@ -59,7 +61,10 @@ class BlockSpec:
                 f"plgpu.BlockSpec({next(iter(more))}=...) is not available",
                 at=user_location(),
             )
-        del memory_space, collective_axes
+        del memory_space
+        if isinstance(collective_axes, str):
+            collective_axes = (collective_axes,)
+        object.__setattr__(self, "collective_axes", tuple(collective_axes))
         object.__setattr__(self, "transforms", tuple(transforms))
         object.__setattr__(self, "block_shape", block_shape)
         object.__setattr__(self, "index_map", index_map)
@@ -83,6 +88,7 @@ class _Side:
         self.array = array
         self.delay = getattr(spec, "delay_release", 0)
         self.transforms = getattr(spec, "transforms", ())
+        self.axes = getattr(spec, "collective_axes", ())
 
     def memory(self, slots: int) -> Any:
         shape = (slots, *(n for n in self.sizes if n is not None))
@@ -184,6 +190,12 @@ def emit_pipeline(
 
     def run(*arrays: Any) -> Any:
         ins, outs = _sides(in_specs, out_specs, arrays, at)
+        if any(side.axes for side in (*ins, *outs)):
+            raise UnsupportedError(
+                "emit_pipeline: blocks of a cluster share no copies",
+                at=at,
+                fix="use emit_pipeline_warp_specialized, or leave collective_axes out",
+            )
         memory = [s.memory(steps.slots) for s in (*ins, *outs)]
         barriers = gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots)
         delay = max((s.delay for s in ins), default=0)
@@ -251,6 +263,11 @@ class WarpSpecializedPipeline:
         compute = self.num_compute_wgs
         consumed = len(ins) if self.manual_consumed_barriers else 1
         free = gpu.Barrier(num_arrivals=compute, num_barriers=steps.slots)
+        axes = tuple(sorted({axis for side in ins for axis in side.axes}))
+        if axes:  # a slot is free when no block reads it
+            free = gpu.ClusterBarrier(
+                collective_axes=axes, num_arrivals=compute, num_barriers=steps.slots
+            )
         return (
             tuple(side.memory(steps.slots) for side in ins),
             tuple(side.memory(1) for side in outs),
@@ -315,7 +332,12 @@ class WarpSpecializedPipeline:
 
             for side, ring in zip(ins, rings, strict=True):
                 block = side.block(steps.indices(step))
-                gpu.copy_gmem_to_smem(block, ring.at[slot], full.at[slot])
+                gpu.copy_gmem_to_smem(
+                    block,
+                    ring.at[slot],
+                    full.at[slot],
+                    collective_axes=side.axes or None,
+                )
             return carry
 
         steps.run(one, ())

@@ -13,6 +13,7 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.calls.pallas_call import pallas_call
 from pallasite.errors import SpecError
+from pallasite.language.gpu import WarpMesh, run_warps
 from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.refs import run_scoped
 from pallasite.language.spec_trees import is_shaped
@@ -230,6 +231,8 @@ def core_map(
             `metadata`, as for `pl.kernel`.
     """
     at = user_location()
+    if isinstance(mesh, WarpMesh):
+        return lambda fn: run_warps(mesh, fn)
     shape = _axes(mesh, "core_map", at)
 
     def run(fn: Callable[..., None]) -> None:

@@ -58,8 +58,9 @@ ref_transforms.register()
 first_derivative.register()
 
 
-# Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch.
-Threads = tuple[str | None, int, tuple[str, ...]]
+# Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch,
+# and of the axes of a cluster.
+Threads = tuple[str | None, int, tuple[str, ...], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -679,7 +680,7 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
     grid = request.grid_spec.grid
     named = zip(request.axis_names, grid, strict=False)
     axes = tuple((name, n) for name, n in named if name and isinstance(n, int))
-    thread_axis, count, _ = request.threads or (None, 1, ())
+    thread_axis, count, *_ = request.threads or (None, 1)
     if thread_axis is not None:
         axes = (*axes, (thread_axis, count))
     uncut = [b for b in (*bound.inputs, *bound.outputs) if b.spec.block_shape is None]

@@ -5,8 +5,9 @@ A kernel of several warpgroups is imported once per warpgroup, each a region of 
 the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -16,12 +17,17 @@ from pallasite.importer.importer import Importer
 from pallasite.importer.memory import view
 from pallasite.ir import types as T
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Block, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Block, Op, Span, Value, walk
 from pallasite.ir.rule_table import RuleTable
 from pallasite.passes.analysis.memory import VIEWS
 
 RULES = RuleTable()
 PARITIES = 32  # bits of a word
+SWIZZLED_ROWS = 8  # rows that a chip swizzles together
+WARPS = 4  # of a warpgroup
+# What blocks of a cluster may do to each other, if it has axes.
+IN_CLUSTER = ("cluster_copy", "cluster_arrive", "tensor_mma", "tensor_copy")
+IN_CLUSTER = (*IN_CLUSTER, "tensor_commit")
 
 
 @dataclass
@@ -30,9 +36,15 @@ class Threads:
 
     shared: Builder  # ops before the roles
     names: Iterator[str]  # of what is allocated first
+    # Axes of the cluster: which of the grid's they are, -1 being the last.
+    cluster: Mapping[str, int] = field(default_factory=dict[str, int])
     memory: dict[Any, Value] = field(default_factory=dict[Any, Value])
     own: Builder = field(default_factory=Builder)  # at the start of the current role
-    parities: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    # By warp, -1 for the whole warpgroup: the parities of arrays of barriers.
+    parities: dict[int, dict[Value, Value]] = field(
+        default_factory=dict[int, dict[Value, Value]]
+    )
+    warp: int = -1
 
     def allocate(self, variable: Any, type_: T.RefType) -> Value:
         """Memory of all warpgroups: the same for each that gets there."""
@@ -42,14 +54,47 @@ class Threads:
             self.memory[variable] = ref
         return self.memory[variable]
 
+    def axes_of(self, im: Importer, names: Sequence[str]) -> tuple[int, ...]:
+        """The grid's axes that a cluster's axes are, of those with several blocks."""
+        for name in names:
+            if name not in self.cluster:
+                raise KernelTypeError(
+                    f"{name!r} is no axis of the cluster",
+                    [
+                        ("kernel", im.kernel_name),
+                        ("cluster_names", ", ".join(self.cluster) or "none"),
+                    ],
+                    im.where,
+                    "give plgpu.kernel cluster and cluster_names",
+                )
+        axes = (self.cluster[name] for name in names)
+        return tuple(a for a in axes if im.grid.sizes[a] != 1)
+
+    def blocks_along(self, im: Importer, names: Sequence[str]) -> int:
+        return prod(im.grid.sizes[a] for a in self.axes_of(im, names))
+
     def parity(self, barriers: Value) -> Value:
-        """The parities that the current warpgroup waits for, one bit per barrier."""
-        if barriers not in self.parities:
+        """The parities that the warpgroup or warp waits for, one bit per barrier."""
+        known = self.parities.setdefault(self.warp, {})
+        if barriers not in known:
             type_ = T.RefType((), T.I32, "regs")
             (ref,) = self.own.emit("alloc", type=type_, names=["parity"])
             self.own.store(ref, self.own.index(0))
-            self.parities[barriers] = ref
-        return self.parities[barriers]
+            known[barriers] = ref
+        return known[barriers]
+
+    def check_waits(self, im: Importer, barriers: Value) -> None:
+        """Each warp counts the phases it waited for, and so does the warpgroup."""
+        by_warps = [n for n, known in self.parities.items() if barriers in known]
+        if (-1 in by_warps and self.warp != -1) or (
+            self.warp == -1 and any(n != -1 for n in by_warps)
+        ):
+            raise KernelTypeError(
+                "a barrier is waited for by warps and by their warpgroup",
+                [("kernel", im.kernel_name), ("barrier", barriers.type)],
+                im.where,
+                "use two barriers",
+            )
 
 
 def import_threads(
@@ -57,10 +102,13 @@ def import_threads(
     name: str | None,
     count: int,
     scratch: Sequence[str],
+    cluster: Sequence[str],
     import_body: Callable[[], object],
 ) -> None:
     """Import a body once per warpgroup, as roles that run side by side."""
-    im.threads = threads = Threads(im.builder, iter(scratch))
+    ids = im.grid.ids
+    axes = {name: ids.index(im.mesh_axes[name]) - len(ids) for name in cluster}
+    im.threads = threads = Threads(im.builder, iter(scratch), axes)
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}
@@ -71,14 +119,21 @@ def import_threads(
             block = builder.block()
         regions.append(Block((), (*threads.own.ops, *block.ops)))
     im.threads = None
+    # Nothing reaches a block before it is there, nor after it has ended.
+    ops = [op for region in regions for op in walk(region)]
+    meets = any(op.name in IN_CLUSTER and op.attrs["axes"] for op in ops)
+    if meets:
+        im.builder.emit("cluster_barrier")
     if count == 1:
         im.builder.ops += regions[0].ops
-        return
-    names = tuple(f"{name} {number}" for number in range(count))
-    notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
-    im.builder.ops.append(
-        Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)
-    )
+    else:
+        names = tuple(f"{name} {number}" for number in range(count))
+        notes = {"cuda.names": names, "cuda.warpgroups": (1,) * count}
+        im.builder.ops.append(
+            Op("roles", attrs=notes, regions=tuple(regions), loc=im.where)
+        )
+    if meets:
+        im.builder.emit("cluster_barrier")
 
 
 def _parts(im: Importer, eqn: Any, first: int = 0) -> list[tuple[Value, Any]]:
@@ -109,8 +164,13 @@ def _barrier(im: Importer, ref: Value, transforms: Any) -> Value:
 @RULES.rule("pallasite_barrier_arrive")
 def _barrier_arrive(im: Importer, eqn: Any, *_: Value) -> None:
     ((ref, transforms),) = _parts(im, eqn)
-    # One arrival of a warpgroup, not of each warp.
-    im.builder.emit("barrier_expect", _barrier(im, ref, transforms), bytes=0)
+    barrier, space = _barrier(im, ref, transforms), eqn.invars[0].aval.memory_space
+    axes = im.threads.axes_of(im, space.collective_axes)
+    if axes:
+        to = "first" if space.is_first_only else "all"
+        im.builder.emit("cluster_arrive", barrier, axes=axes, to=to)
+    else:  # one arrival of a warpgroup, not of each warp
+        im.builder.emit("barrier_expect", barrier, bytes=0)
 
 
 @RULES.rule("pallasite_barrier_wait")
@@ -125,6 +185,7 @@ def _barrier_wait(im: Importer, eqn: Any, *_: Value) -> None:
             im.where,
             "allocate several smaller ones",
         )
+    im.threads.check_waits(im, ref)
     kept, number = im.threads.parity(ref), _number(b, ref, barrier)
     parities = b.load(kept)
     parity = b.op("and", b.op("shift_right_logical", parities, number), b.index(1))
@@ -156,11 +217,84 @@ def _number(b: Builder, barriers: Value, one: Value) -> Value:
 @RULES.rule("pallasite_copy_gmem_to_smem")
 def _load_to_smem(im: Importer, eqn: Any, *_: Value) -> None:
     source, target, (ref, transforms) = _parts(im, eqn)
+    axes = im.threads.axes_of(im, eqn.params["axes"])
+    if axes and eqn.params["first"] is not None:
+        _load_counted_by_first(im, source, target, (ref, transforms), axes, eqn)
+        return
     source, target = _ends(im, source, target)
-    barrier, type_ = _barrier(im, ref, transforms), target.ref
-    size = type_.size * type_.dtype.bits // 8
-    im.builder.emit("barrier_expect", barrier, bytes=size)
-    im.builder.emit("copy_start", source, target, barrier, priority=0)
+    barrier, b = _barrier(im, ref, transforms), im.builder
+    b.emit("barrier_expect", barrier, bytes=_bytes(target))
+    if not axes:
+        b.emit("copy_start", source, target, barrier, priority=0)
+        return
+    blocks, place = _place(im, axes)
+    dim = _shared_dim(im, target.ref, blocks)
+    source, target = (_part(b, ref, dim, blocks, place) for ref in (source, target))
+    b.emit("cluster_copy", source, target, barrier, axes=axes, to="all")
+
+
+def _load_counted_by_first(
+    im: Importer,
+    source: tuple[Value, Any],
+    target: tuple[Value, Any],
+    barrier: tuple[Value, Any],
+    axes: tuple[int, ...],
+    eqn: Any,
+) -> None:
+    """Each block copies for itself; the first one's barrier counts all of it."""
+    b, (blocks, place) = im.builder, _place(im, axes)
+    from_, to = _box(im, *source), _box(im, *target)
+    along = eqn.params["first"].axis
+    if along is not None and from_.ref.shape[along] == blocks * to.ref.shape[along]:
+        from_ = _part(b, from_, along, blocks, place)
+    _check_ends(im, from_, to)
+    counted = _barrier(im, *barrier)
+    with im.nested() as inner:
+        inner.emit("barrier_expect", counted, bytes=blocks * _bytes(to))
+        expected = inner.block()
+    which = b.cast(b.op("eq", place, b.index(0)), T.I32)
+    b.emit("cond", which, regions=(Block(), expected))
+    b.emit("cluster_copy", from_, to, counted, axes=axes, to="first")
+
+
+def _bytes(ref: Value) -> int:
+    return ref.ref.size * ref.ref.dtype.bits // 8
+
+
+def _place(im: Importer, axes: Sequence[int]) -> tuple[int, Value]:
+    """How many blocks there are along axes of the cluster, and which one this is."""
+    b, blocks, place = im.builder, 1, None
+    for axis in axes:
+        size, number = im.grid.sizes[axis], im.grid.ids[axis]
+        place = number if place is None else b.add(b.mul(place, b.index(size)), number)
+        blocks *= size
+    assert place is not None
+    return blocks, place
+
+
+def _shared_dim(im: Importer, target: T.RefType, blocks: int) -> int:
+    """The dimension along which blocks share a copy: whole rows if they can."""
+    dims = [d for d, n in enumerate(target.shape) if n % blocks == 0]
+    if not dims:
+        raise KernelTypeError(
+            f"{blocks} blocks cannot share a copy of {target.tile}: no dimension is a "
+            f"multiple of {blocks}",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "copy more, or leave collective_axes out",
+        )
+    rows = target.rank - 2
+    whole_rows = rows in dims and target.shape[rows] // blocks % SWIZZLED_ROWS == 0
+    return rows if whole_rows else dims[0]
+
+
+def _part(b: Builder, ref: Value, dim: int, blocks: int, place: Value) -> Value:
+    """The part of a ref along a dimension that belongs to a block."""
+    shape = ref.ref.shape
+    size = shape[dim] // blocks
+    index = [Span(0, n) for n in shape]
+    index[dim] = Span(None, size)
+    return b.subview(ref, tuple(index), [b.mul(place, b.index(size))])
 
 
 @RULES.rule("pallasite_copy_smem_to_gmem")
@@ -171,6 +305,11 @@ def _store_to_gmem(im: Importer, eqn: Any, *_: Value) -> None:
 
 def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
     source, target = (_box(im, ref, transforms) for ref, transforms in ends)
+    _check_ends(im, source, target)
+    return source, target
+
+
+def _check_ends(im: Importer, source: Value, target: Value) -> None:
     if source.ref.tile != target.ref.tile:
         raise KernelTypeError(
             "a copy needs a source and a destination of one shape and dtype",
@@ -182,7 +321,6 @@ def _ends(im: Importer, *ends: tuple[Value, Any]) -> tuple[Value, Value]:
             im.where,
             "slice both with .at[...]",
         )
-    return source, target
 
 
 def _box(im: Importer, ref: Value, transforms: Any) -> Value:
@@ -293,6 +431,79 @@ def _side(im: Importer, ref: Value, transforms: Any) -> tuple[Value, bool]:
 @RULES.rule("pallasite_wgmma_wait")
 def _wgmma_wait(im: Importer, eqn: Any) -> None:
     im.builder.emit("wgmma_wait", pending=eqn.params["pending"])
+
+
+# --- single warps, tensor memory ---
+
+
+@RULES.rule("pallasite_warps")
+def _warps(im: Importer, eqn: Any, *captured: Value) -> None:
+    jaxpr, axis, threads = eqn.params["jaxpr"], eqn.params["axis"], im.threads
+    regions = []
+    for number in range(WARPS):
+        threads.warp = number
+        with im.nested() as builder:
+            im.mesh_axes[axis] = builder.index(number)
+            for var, value in zip(jaxpr.constvars, captured, strict=True):
+                im.env[var] = value
+            im.run(jaxpr.replace(constvars=()), ())
+            regions.append(builder.block())
+    threads.warp = -1
+    im.builder.ops.append(Op("warps", regions=tuple(regions), loc=im.where))
+
+
+@RULES.rule("pallasite_tcgen05_mma")
+def _tensor_mma(im: Importer, eqn: Any, adds: Value, *_: Value) -> None:
+    (acc, at), *rest = _parts(im, eqn, 1)
+    sums = view(im, acc, at)
+    (lhs, left), (rhs, right) = (_side(im, *part) for part in rest)
+    contract = ((0 if left else 1,), (1 if right else 0,))
+    axes = _pair(im, eqn)
+    columns = rhs.ref.shape[0 if right else 1] * (2 if axes else 1)
+    problem = None
+    if sums.ref.space != "tmem":
+        problem = "a tcgen05_mma adds to tensor memory"
+    elif (lhs.ref.shape[1 if left else 0], columns) != sums.ref.shape or lhs.ref.shape[
+        contract[0][0]
+    ] != rhs.ref.shape[contract[1][0]]:
+        problem = "a product does not fit the sums that it is added to"
+    if problem is not None:
+        sides = [("sums", sums.type), ("left", lhs.type), ("right", rhs.type)]
+        facts = [("kernel", im.kernel_name), *sides]
+        fix = "sums are plgpu.TMEM((m, n), jnp.float32), sides (m, k) and (k, n)"
+        raise KernelTypeError(problem, facts, im.where, fix)
+    im.builder.emit("tensor_mma", sums, lhs, rhs, adds, contract=contract, axes=axes)
+
+
+def _pair(im: Importer, eqn: Any) -> tuple[int, ...]:
+    """The axis of the cluster along which two blocks work together."""
+    axes = im.threads.axes_of(im, eqn.params["axes"])
+    sizes = [im.grid.sizes[a] for a in axes]
+    if axes and sizes != [2]:
+        raise KernelTypeError(
+            f"two blocks of a cluster multiply together, not {sizes[0]}",
+            [("kernel", im.kernel_name), ("collective_axis", eqn.params["axes"][0])],
+            im.where,
+            "make that axis of the cluster 2",
+        )
+    return axes
+
+
+@RULES.rule("pallasite_tcgen05_commit_arrive")
+def _tensor_commit(im: Importer, eqn: Any, *_: Value) -> None:
+    (part,) = _parts(im, eqn)
+    im.builder.emit("tensor_commit", _barrier(im, *part), axes=_pair(im, eqn))
+
+
+@RULES.rule("pallasite_async_copy_smem_to_tmem")
+def _tensor_copy(im: Importer, eqn: Any, *_: Value) -> None:
+    source, target = _ends(im, *_parts(im, eqn))
+    im.builder.emit("tensor_copy", source, target, axes=_pair(im, eqn))
+
+
+@RULES.rule("pallasite_wait_tmem")
+def _tensor_wait(im: Importer, eqn: Any) -> None:
+    im.builder.emit("tensor_wait", what=eqn.params["what"])
 
 
 @RULES.rule("pallasite_set_max_registers")

@@ -413,7 +413,9 @@ def _atomic_cas(im: Importer, eqn: Any, ref: Value, cmp: Value, val: Value, *res
 @RULES.rule("empty_ref")
 def _empty_ref(im: Importer, eqn: Any) -> Value:
     type_ = _ref_type(im, eqn.outvars[0].aval)
-    if im.threads is not None and type_.space in ("smem", "mbarrier"):
+    if type_.space == "device_barrier":
+        return im.builder.op("barrier_semaphore")
+    if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
     ref = im.builder.op("alloc", type=type_)
     if type_.space == "regs":  # an accumulator
@@ -436,9 +438,11 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
     space = getattr(aval, "memory_space", None)
     name = getattr(space, "value", None) or "vmem"
     layout = None
-    for kind in ("arrivals", "swizzle"):  # of barriers, of shared memory
-        number = getattr(space, kind, None)
-        layout = layout if number is None else T.Layout(kind, (number,))
+    if hasattr(space, "arrivals"):  # of barriers
+        blocks = im.threads.blocks_along(im, space.collective_axes)
+        layout = T.Layout("arrivals", (space.arrivals * blocks,))
+    elif hasattr(space, "swizzle"):  # of shared memory
+        layout = T.Layout("swizzle", (space.swizzle,))
     tile = tile_type(aval.inner_aval, im.where)
     return T.RefType(tile.shape, tile.dtype, name, layout)
 
@@ -560,23 +564,39 @@ def _dynamic_counts(im: Importer, eqn: Any) -> list[Value]:
 def _copy_once(im: Importer, eqn: Any, places: Sequence[Value] = ()) -> None:
     source, target, semaphore = _views(im, eqn, places=places)
     _expect_semaphore(im, semaphore)
-    if (source.ref.shape, source.ref.dtype) != (target.ref.shape, target.ref.dtype):
-        raise KernelTypeError(
-            "a copy needs a source and a destination of one shape and dtype",
-            [
-                ("kernel", im.kernel_name),
-                ("source", source.type),
-                ("destination", target.type),
-            ],
-            im.where,
-            "slice both with .at[...]"
-            if source.ref.shape != target.ref.shape
-            else "a copy converts nothing: load, convert with .astype and store",
-        )
+    _expect_one_type(im, source, target)
     if eqn.params["action"] == "start":
         im.builder.emit("copy_start", source, target, semaphore, priority=0)
     else:
         im.builder.emit("copy_wait", source, target, semaphore)
+
+
+@RULES.rule("pallasite_remote_copy")
+def _remote_copy(im: Importer, eqn: Any, device: Value, *flat: Value) -> None:
+    source, target, sent, received = _views(im, eqn, 1)
+    _expect_one_type(im, source, target)
+    for semaphore in (sent, received):
+        _expect_semaphore(im, semaphore)
+    priority = eqn.params["priority"]
+    operands = (source, target, sent, received, device)
+    im.builder.emit("remote_copy_start", *operands, priority=priority)
+
+
+def _expect_one_type(im: Importer, source: Value, target: Value) -> None:
+    if (source.ref.shape, source.ref.dtype) == (target.ref.shape, target.ref.dtype):
+        return
+    raise KernelTypeError(
+        "a copy needs a source and a destination of one shape and dtype",
+        [
+            ("kernel", im.kernel_name),
+            ("source", source.type),
+            ("destination", target.type),
+        ],
+        im.where,
+        "slice both with .at[...]"
+        if source.ref.shape != target.ref.shape
+        else "a copy converts nothing: load, convert with .astype and store",
+    )
 
 
 def _expect_semaphore(im: Importer, ref: Value) -> None:
@@ -604,6 +624,17 @@ def _semaphore_signal_core(
     (semaphore,) = _views(im, eqn, 2)
     _expect_semaphore(im, semaphore)
     im.builder.emit("sem_signal_core", semaphore, amount, core)
+
+
+@RULES.rule("pallasite_semaphore_signal_device")
+def _semaphore_signal_device(
+    im: Importer, eqn: Any, amount: Value, device: Value, *rest: Value
+) -> None:
+    """Then the core's number, if it is not the same as here, and the semaphore."""
+    cores = rest[:1] if not rest[0].is_ref else ()
+    (semaphore,) = _views(im, eqn, 2 + len(cores))
+    _expect_semaphore(im, semaphore)
+    im.builder.emit("sem_signal_device", semaphore, amount, device, *cores)
 
 
 @RULES.rule("pallasite_semaphore_read")

@@ -17,15 +17,16 @@ import numpy as np
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import Copy
-from pallasite.interpret.gpu_level import GpuWalker
+from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
-from pallasite.interpret.resume import Pauses, core_axes
-from pallasite.interpret.schedule import Order
+from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
+from pallasite.interpret.schedule import Order, Schedule
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
+from pallasite.interpret.tensor_memory import TensorWalker
 from pallasite.interpret.views import View
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
@@ -49,27 +50,83 @@ def run_checked(
     Raises:
         CheckError: with the kind of bug, the ref, the program and the line.
     """
+    return run_devices(kernel, [arrays], [None], options)[0]
+
+
+def run_devices(
+    kernel: Kernel,
+    arrays: Sequence[Sequence[np.ndarray]],
+    names: Sequence[str | None],
+    options: Any,
+) -> list[list[np.ndarray]]:
+    """The same on several devices, which may copy to and signal each other.
+
+    Args:
+        kernel: Kernel IR, as imported.
+        arrays: for each device the operands.
+        names: what to call each device in reports.
+        options: a `pl.Checked`.
+
+    Returns:
+        For each device the results of the first order.
+    """
     first, *others = options.orders or ("early",)
     if not Pauses(kernel).block(kernel.body):
         others = []
     with np.errstate(all="ignore"):
-        results = CheckedWalker(kernel, options, first).run(arrays)
+        results = _run_in_order(kernel, arrays, names, options, first, True)
         for order in others:
-            CheckedWalker(kernel, options, order, prints=False).run(arrays)
+            _run_in_order(kernel, arrays, names, options, order, False)
     return results
 
 
-class CheckedWalker(GpuWalker):
+def _run_in_order(
+    kernel: Kernel,
+    arrays: Sequence[Sequence[np.ndarray]],
+    names: Sequence[str | None],
+    options: Any,
+    order: Order,
+    prints: bool,
+) -> list[list[np.ndarray]]:
+    schedule = Schedule(order)
+    together = len(names) > 1 or talks_to_devices(kernel.body)
+    clocks = Clocks() if together or _runs_side_by_side(kernel) else None
+    roots, monitors = Roots(kernel), list[Monitor]()
+    for name in names:
+        like = monitors[0] if monitors else None
+        monitors.append(Monitor(kernel, roots, options, order, name, like))
+    walkers = [
+        CheckedWalker(kernel, monitor, schedule, clocks, number, prints)
+        for number, monitor in enumerate(monitors)
+    ]
+    for walker, own in zip(walkers, arrays, strict=True):
+        walker.devices = walkers
+        walker.begin(own)
+    if walkers[0].pauses.block(kernel.body):
+        for walker in walkers if together else ():
+            walker.races.enter_kernel()
+        schedule.run(walkers)
+    else:
+        for walker in walkers:
+            walker.block(kernel.body)
+    return [walker.results() for walker in walkers]
+
+
+class CheckedWalker(TensorWalker):
     """One watched run of a kernel."""
 
     def __init__(
-        self, kernel: Kernel, options: Any, order: Order = "early", prints: bool = True
+        self,
+        kernel: Kernel,
+        monitor: Monitor,
+        schedule: Schedule,
+        clocks: Clocks | None,
+        device: int,
+        prints: bool,
     ):
-        monitor = Monitor(kernel, Roots(kernel), options, order)
-        axes = racing_axes(kernel) if options.races else ()
-        clocks = Clocks() if _runs_side_by_side(kernel) else None
-        races = Races(monitor, axes, clocks)
-        super().__init__(kernel, CheckedNumbers(monitor, prints), races, order)
+        axes = racing_axes(kernel) if monitor.options.races else ()
+        races = Races(monitor, axes, clocks, device)
+        super().__init__(kernel, CheckedNumbers(monitor, prints), races, schedule)
         self.index = Indices(self.monitor, self.numbers)
         self.output_roots = {self.roots.of(param) for param in kernel.outputs}
         # The program that last wrote each element of an output.
@@ -81,7 +138,7 @@ class CheckedWalker(GpuWalker):
 
     # --- the whole run ---
 
-    def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def begin(self, inputs: Sequence[np.ndarray]) -> None:
         kernel = self.kernel
         changed = set(self.roots.written(kernel.body))
         own = [
@@ -95,10 +152,13 @@ class CheckedWalker(GpuWalker):
         for op in top_level_memory(kernel):
             if not op.result.ref.is_semaphore:
                 self.races.add(op.result, private=True)
-        results = super().run(own)
+        super().begin(own)
+
+    def results(self) -> list[np.ndarray]:
+        self._move(self.copies.flying)
         self.monitor.op = None
         self._look_at_outputs()
-        return [value_of(x) for x in results]
+        return [value_of(x) for x in super().results()]
 
     def _add_root(self, param: Value, array: Array) -> None:
         super()._add_root(param, array)
@@ -182,16 +242,16 @@ class CheckedWalker(GpuWalker):
             context = self.schedule.current
             is_core = context is not None and context.core is not None
             self.copies.end_kernel(context if is_core else None)
+            if not is_core:
+                self._end_of(self.barriers_of_devices())
         if allocs:
             self._end_of([self.own_root(v) for v in allocs])
-
-    def run_body(self) -> None:
-        super().run_body()
-        self._move(self.copies.flying)
 
     def _move(self, copies: Sequence[Copy]) -> None:
         """Copies that were not waited for, where that is not reported."""
         for copy in copies:
+            if not copy.moved:
+                self.schedule.move(copy.next_to_move)
             if not copy.moved:
                 self.move(copy)
 
@@ -377,7 +437,7 @@ class CheckedWalker(GpuWalker):
         return (value,)
 
     RULES: ClassVar = {
-        **GpuWalker.RULES,
+        **TensorWalker.RULES,
         "load": do_load,
         "atomic_rmw": do_atomic_rmw,
         "atomic_cas": do_atomic_cas,
@@ -387,7 +447,12 @@ class CheckedWalker(GpuWalker):
 
 def _runs_side_by_side(kernel: Kernel) -> bool:
     ops = list(walk(kernel.body))
-    return any(op.name == "roles" or core_axes(kernel, op) for op in ops)
+    return any(
+        op.name in ("roles", "warps")
+        or core_axes(kernel, op)
+        or cluster_axes(kernel, op)
+        for op in ops
+    )
 
 
 def _first(where: np.ndarray) -> tuple[int, ...]:

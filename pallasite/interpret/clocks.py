@@ -9,6 +9,7 @@ clocks). An access races with an earlier one of another lane that it does not kn
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Access:
     op: Op | None
     program: int
     who: str | None
+    monitor: Any = None  # of the device that it was on
 
 
 class Clocks:
@@ -36,7 +38,12 @@ class Clocks:
         # Per semaphore: what came before each signal that was not waited for yet.
         self._signals: dict[Hashable, deque[tuple[int, Times]]] = {}
         self._meetings: dict[Hashable, Times] = {}
+        self._lanes: dict[Hashable, int] = {}
         self._last: dict[int, int] = {}  # per lane: the number of its last access
+
+    def lane(self, *key: Hashable) -> int:
+        """The number of a lane, the same whenever asked for."""
+        return self._lanes.setdefault(key, len(self._lanes) + 1)
 
     def known(self, lane: int) -> Times:
         return self._known.setdefault(lane, {})

@@ -75,6 +75,45 @@ class Copy:
     def ends(self) -> list[End]:
         return [self.source, self.target, self.semaphore or self.source]
 
+    @property
+    def next_to_move(self) -> "Copy":
+        """What has to move next for this to be done."""
+        return self
+
+
+@dataclass(eq=False)
+class Send(Copy):
+    """The half of a copy to another device that reads the source here."""
+
+    kind: ClassVar[str] = "copy to another device"
+    fix: ClassVar[str] = "wait_send() for the copy first"
+    data: Any = None  # what was read
+
+    @cached_property
+    def writes(self) -> dict[str, End]:
+        return {}
+
+
+@dataclass(eq=False)
+class Receive(Copy):
+    """The half that writes the destination, on the device where that is."""
+
+    kind: ClassVar[str] = "copy from another device"
+    fix: ClassVar[str] = "wait_recv() for the copy first"
+    send: Any = None  # the other half
+
+    @cached_property
+    def reads(self) -> dict[str, End]:
+        return {}
+
+    @property
+    def is_next(self) -> bool:  # type: ignore[override]
+        return self.send.moved
+
+    @property
+    def next_to_move(self) -> Copy:
+        return self if self.send.moved else self.send
+
 
 class Copies:
     """The copies in flight."""
@@ -90,13 +129,18 @@ class Copies:
             self.written(end.root, end.elements)
         self.flying.append(copy)
 
+    def arrive(self, copy: "Receive") -> None:
+        """Another device starts it; whether it may is for the clocks to say."""
+        self.flying.append(copy)
+
     def pending(self) -> list[Copy]:
         """Those whose data has not moved yet."""
         return [c for c in self.flying if not c.moved and c.is_next]
 
     def signalling(self, semaphore_key: Any) -> list[Copy]:
-        """Those that will signal a semaphore."""
-        return [c for c in self.pending() if c.semaphore_key == semaphore_key]
+        """What must move for a semaphore to be signalled."""
+        waiting = [c for c in self.flying if c.semaphore_key == semaphore_key]
+        return [c.next_to_move for c in waiting if not c.moved]
 
     def awaited(self, semaphore_key: Any, target: End) -> Copy | None:
         """The copy that a wait is for: with that semaphore, best with that end."""
@@ -119,7 +163,10 @@ class Copies:
 
     def written(self, root: Value, elements: Elements) -> None:
         for copy in self.flying:
-            self._meet(copy, {**copy.writes, **copy.reads}, root, elements, "written")
+            # What another device sends there at the same time is a race.
+            if not isinstance(copy, Receive):
+                ends = {**copy.writes, **copy.reads}
+                self._meet(copy, ends, root, elements, "written")
 
     def _meet(
         self,

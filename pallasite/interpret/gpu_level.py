@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pallasite.interpret.copies import Copy, End
+from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.numpy_memory import Elements
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import Partly
-from pallasite.interpret.waits import WaitingWalker
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Roles, Wgmma
 from pallasite.ops.gpu import product_of
@@ -26,6 +26,8 @@ Array = Any
 WARPS, THREADS = 4, 128  # of a warpgroup
 GPU_OPS = ("barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait")
 GPU_OPS = (*GPU_OPS, "named_barrier", "fence_async", "bulk_commit", "bulk_wait")
+GPU_OPS = (*GPU_OPS, "cluster_barrier", "cluster_arrive", "cluster_copy")
+GPU_OPS = (*GPU_OPS, "tensor_mma", "tensor_copy", "tensor_commit")
 
 
 def uses_gpu_level(block: Block) -> bool:
@@ -123,7 +125,7 @@ class PhaseWait(Pause):
         return self.barrier.phase > self.phase
 
     def wanted(self) -> Sequence[Copy]:
-        return [c for c in self.walker.loads(self.barrier) if not c.moved]
+        return self.walker.signalling(self.barrier)
 
     def text(self) -> str:
         name = self.walker.monitor.describe(self.barrier.end.ref)
@@ -177,7 +179,7 @@ class MeetingWait(Pause):
         self.walker.monitor.report("copies", what, facts, fix)
 
 
-class GpuWalker(WaitingWalker):
+class GpuWalker(DeviceWalker):
     """The walker with what GPUs have between copies and products."""
 
     def __init__(self, *args: Any):
@@ -214,7 +216,9 @@ class GpuWalker(WaitingWalker):
                 del self.barriers[key]
 
     def barrier(self, ref: Value) -> Barrier:
-        end = self._end(ref)
+        return self.barrier_of(self._end(ref))
+
+    def barrier_of(self, end: End) -> Barrier:
         known = self.barriers.get(end.key)
         if known is None:
             layout = end.root.ref.layout
@@ -228,6 +232,17 @@ class GpuWalker(WaitingWalker):
     def loads(self, barrier: Barrier) -> list[Load]:
         flying = self.copies.flying
         return [c for c in flying if isinstance(c, Load) and c.barrier is barrier]
+
+    def signalling(self, barrier: Barrier) -> list[Any]:
+        """What is in flight and counts at a barrier, of that what may move now."""
+        return [c for c in self.loads(barrier) if not c.moved]
+
+    def phase_seen(self, barrier: Barrier, phase: int) -> None:
+        """A context has waited for the end of a phase."""
+        for load in self.loads(barrier):
+            if load.phase <= phase and load.moved:
+                self.copies.flying.remove(load)
+                self.races.retire(load.lane)
 
     def report_barrier(
         self, barrier: Barrier, what: str, facts: Sequence[Any], fix: str
@@ -294,10 +309,7 @@ class GpuWalker(WaitingWalker):
         yield wait
         wait.is_over = True
         self.races.meet((barrier, wait.phase))
-        for load in self.loads(barrier):
-            if load.phase <= wait.phase and load.moved:
-                self.copies.flying.remove(load)
-                self.races.retire(load.lane)
+        self.phase_seen(barrier, wait.phase)
 
     def steps_named_barrier(self, op: Op) -> Steps:
         context, attrs = self.schedule.current, op.attrs
@@ -332,7 +344,10 @@ class GpuWalker(WaitingWalker):
 
     def _steps_load(self, op: Op) -> Steps:
         barrier = self.barrier(op.operands[2])
-        load: Load = self._started(Load, op, barrier.end)
+        self.start_load(self._started(Load, op, barrier.end), barrier)
+        yield Pause(op)
+
+    def start_load(self, load: Load, barrier: Barrier) -> None:
         load.barrier, load.phase = barrier, barrier.phase
         with self.races.as_lane(load.lane):
             self.races.access(load.source.root, "reads", load.source.elements)
@@ -340,7 +355,6 @@ class GpuWalker(WaitingWalker):
         self.copies.start(load)
         if self.schedule.is_early:
             self.move(load)
-        yield Pause(op)
 
     def _steps_store(self, op: Op) -> Steps:
         store: Store = self._started(Store, op, None)
@@ -521,7 +535,7 @@ class GpuWalker(WaitingWalker):
         yield Pause(op)
 
     RESUMABLE: ClassVar = {
-        **WaitingWalker.RESUMABLE,
+        **DeviceWalker.RESUMABLE,
         "copy_start": steps_copy_start,
         "barrier_expect": steps_barrier_expect,
         "barrier_arrive": steps_barrier_arrive,

@@ -40,10 +40,16 @@ class Monitor:
     """The state of one checked run."""
 
     def __init__(
-        self, kernel: Kernel, roots: Roots, options: Any, order: Order = "early"
+        self,
+        kernel: Kernel,
+        roots: Roots,
+        options: Any,
+        order: Order = "early",
+        device: str | None = None,
+        like: "Monitor | None" = None,
     ):
         self.kernel, self.roots, self.options = kernel, roots, options
-        self.order = order
+        self.order, self.device = order, device
         self.op: Op | None = None
         self.programs: list[tuple[Op, list[Any]]] = []  # pipelines we are inside of
         self.program = 0  # the current program of the kernel's own grid, from 1
@@ -51,8 +57,9 @@ class Monitor:
         self._program_ids: list[tuple[int, ...]] = [()]
         self._axis_names: dict[Op, list[str]] = {}
         # Codes number origins; 0 is a defined element.
-        self.origins: list[Origin] = [Origin("", "")]
-        self._codes: dict[Origin, int] = {}
+        # Devices have them in common (`like`): they hand each other elements.
+        self.origins: list[Origin] = [Origin("", "")] if like is None else like.origins
+        self._codes: dict[Origin, int] = {} if like is None else like._codes
         self._inputs, self._outputs = set(kernel.inputs), set(kernel.outputs)
         self._makers = {v: op for op in walk(kernel.body) for v in op.results}
 
@@ -106,6 +113,9 @@ class Monitor:
 
     def describe(self, ref: Value) -> str:
         """A ref as the author knows it: name, role and type."""
+        maker = self._makers.get(ref)
+        if maker is not None and maker.name == "barrier_semaphore":
+            return "the barrier semaphore"
         step: Value | None = ref
         while step is not None and not step.name:
             step = self.roots.parent.get(step)
@@ -169,6 +179,7 @@ class Monitor:
         if kind != "check" and not getattr(self.options, kind):
             return
         where = [("program", program)] if program else self.program_facts()
+        where = [("device", self.device), *where]
         at = at if at is not None else self.op.loc if self.op is not None else None
         if self.order != "early":
             random = f"random, seed {self.order}"

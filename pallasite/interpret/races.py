@@ -97,17 +97,26 @@ class Races:
     Args:
         monitor: where the run is.
         axes: the axes of the kernel's grid whose programs are in different lanes.
-        clocks: given where contexts run side by side.
+        clocks: given where contexts run side by side; those of all devices.
+        device: which device this is.
     """
 
-    def __init__(self, monitor: Monitor, axes: Sequence[int], clocks: Clocks | None):
+    def __init__(
+        self,
+        monitor: Monitor,
+        axes: Sequence[int],
+        clocks: Clocks | None,
+        device: int = 0,
+    ):
         self.monitor, self.axes, self.clocks = monitor, tuple(axes), clocks
+        self.device, self.device_lane, self.entered = device, 0, 0
         self.memories: dict[Value, _RootMarks] = {}
         self.timed: dict[Value, Timed] = {}
         self.program_lane = 0
         self.lane = 0  # that of the program, of a role in it, or of a copy
         self._lanes: dict[Hashable, int] = {}
         self._lane_of_program = [0]
+        self._copies = 0  # lanes of copies so far
         self._free: dict[int, list[int]] = {}  # lanes of copies that have ended
         self._ended: list[tuple[int, int]] = []  # those waited for by anyone, and when
 
@@ -137,15 +146,36 @@ class Races:
             self.program_lane = self._lane(*(int(ids[a]) for a in self.axes))
             self.lane = self.program_lane
             self._lane_of_program.append(self.program_lane)
+            if self.clocks is not None and self.device_lane:
+                self.clocks.fork(self.device_lane, self.lane)
 
     def _lane(self, *key: Hashable) -> int:
+        if self.clocks is not None:
+            return self.clocks.lane(self.device, *key)
         return self._lanes.setdefault(key, len(self._lanes) + 1)
 
-    def access(self, root: Value, how: str, elements: Elements) -> None:
-        """`how`: "reads", "writes", or "updates" for atomics."""
+    # --- devices ---
+
+    def enter_kernel(self) -> None:
+        """This device begins to run the kernel, beside others."""
+        assert self.clocks is not None
+        self.device_lane = self.lane = self._lane("device")
+        self.entered = self.clocks.add(self.lane, Access(None, 0, None, self.monitor))
+
+    def knows_entered(self, other: "Races") -> bool:
+        """Whether what runs comes after another device's entering the kernel."""
+        assert self.clocks is not None
+        known = self.clocks.known(self.lane)
+        return other is self or known.get(other.device_lane, 0) >= other.entered
+
+    def access(
+        self, root: Value, how: str, elements: Elements, by: Monitor | None = None
+    ) -> None:
+        """`how`: "reads", "writes", or "updates" for atomics. `by`: of the device that
+        does it, if it is another one."""
         timed, memory = self.timed.get(root), self.memories.get(root)
         if timed is not None and self.lane:
-            self._access_timed(timed, how, elements)
+            self._access_timed(timed, how, elements, by or self.monitor)
         if memory is None or not self.program_lane:
             return
         if memory.private:
@@ -164,32 +194,35 @@ class Races:
             memory.marks[how] = _Marks(memory.shape)
         memory.marks[how].add(elements, self.program_lane, self.monitor.program)
 
-    def _access_timed(self, timed: Timed, how: str, elements: Elements) -> None:
+    def _access_timed(
+        self, timed: Timed, how: str, elements: Elements, monitor: Monitor
+    ) -> None:
         assert self.clocks is not None
-        monitor = self.monitor
         found = timed.clash(self.clocks, self.lane, how, elements)
         if found is not None:
             earlier, place, other = found
+            there = other.monitor or monitor
             facts = [
                 ("ref", monitor.describe(self._named(timed.root))),
                 ("element", place),
-                ("other program", monitor.program_text(other.program)),
+                ("other device", there.device),
+                ("other program", there.program_text(other.program)),
                 ("other part", other.who),
                 ("other access at", other.op.loc if other.op is not None else None),
             ]
             monitor.report("races", _what(how, earlier), facts, _FIX_ORDER)
-        access = Access(monitor.op, monitor.program, monitor.part)
+        access = Access(monitor.op, monitor.program, monitor.part, monitor)
         timed.add(self.clocks, self.lane, how, elements, access)
 
     # --- order between lanes ---
 
     def signal(self, semaphore: Hashable, amount: int) -> None:
         if self.clocks is not None:
-            self.clocks.signal(self.lane, semaphore, amount)
+            self.clocks.signal(self.lane, (self.device, semaphore), amount)
 
     def wait(self, semaphore: Hashable, amount: int) -> None:
         if self.clocks is not None:
-            self.clocks.wait(self.lane, semaphore, amount)
+            self.clocks.wait(self.lane, (self.device, semaphore), amount)
 
     def arrive(self, barrier: Hashable) -> None:
         if self.clocks is not None:
@@ -212,7 +245,8 @@ class Races:
         free = self._free.get(self.lane)
         lane = free.pop() if free else self._known_end()
         if not lane:
-            lane = self._lane("copy", len(self._lanes))
+            self._copies += 1
+            lane = self._lane("copy", self._copies)
         self.clocks.fork(self.lane, lane)
         return lane
 

@@ -30,6 +30,14 @@ def core_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
     return tuple(n for n, s in enumerate(semantics) if s in CORES and grid[n] != 1)
 
 
+def cluster_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
+    """The axes of a kernel's own grid whose programs are blocks of one cluster."""
+    if op.name != "pipeline" or op not in kernel.body.ops:
+        return ()
+    grid, semantics = Pipeline.of(op).grid, Pipeline.of(op).semantics
+    return tuple(n for n, s in enumerate(semantics) if s == "cluster" and grid[n] != 1)
+
+
 class Pauses:
     """Which ops and blocks of a kernel may pause."""
 
@@ -70,11 +78,19 @@ class ResumableWalker(Walker):
         # Per block: each op, and the rule that runs it in steps if it may pause.
         self._plans: dict[Block, list[tuple[Op, StepsRule | None]]] = {}
 
+    @property
+    def name(self) -> str:
+        """What its outermost context is called."""
+        return "the kernel"
+
     def run_body(self) -> None:
         if self.pauses.block(self.kernel.body):
-            self.schedule.run(self.steps(self.kernel.body))
+            self.schedule.run([self])
         else:
             super().run_body()
+
+    def kernel_steps(self) -> Steps:
+        return self.steps(self.kernel.body)
 
     # --- blocks ---
 
@@ -144,6 +160,9 @@ class ResumableWalker(Walker):
     def steps_pipeline(self, op: Op) -> Steps:
         programs = list(self.numbers.programs(self.grid_sizes(op)))
         axes = core_axes(self.kernel, op)
+        if cluster_axes(self.kernel, op):
+            yield from self._clusters(op, programs)
+            return
         if not axes:
             yield from self._programs(op, programs)
             return
@@ -168,6 +187,28 @@ class ResumableWalker(Walker):
             refs = self.window_refs(op, ids)
             yield from self.steps(Pipeline.of(op).body, [*ids, *refs])
             self.after_program(op, ids)
+
+    def _clusters(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
+        """Clusters one after another; the blocks of each side by side."""
+        axes = cluster_axes(self.kernel, op)
+        clusters: dict[tuple[int, ...], list[list[Array]]] = {}
+        for ids in programs:
+            others = (int(n) for axis, n in enumerate(ids) if axis not in axes)
+            clusters.setdefault(tuple(others), []).append(ids)
+        for blocks in clusters.values():
+            self.cores = self.schedule.fork(
+                [
+                    (self.core_name(op, axes, [int(ids[a]) for a in axes]), steps)
+                    for ids in blocks
+                    for steps in [self._programs(op, [ids])]
+                ]
+            )
+            for number, (context, ids) in enumerate(
+                zip(self.cores, blocks, strict=True)
+            ):
+                context.core, context.memory = number, {}
+                context.place = {axis - len(ids): int(ids[axis]) for axis in axes}
+            yield Join(op, self.cores)
 
     def _core(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
         yield from self._programs(op, programs)
@@ -203,6 +244,9 @@ class ResumableWalker(Walker):
         group = self.schedule.fork(
             [(f"role {n}", self.steps(r)) for n, r in enumerate(op.regions)]
         )
+        yield from self.side_by_side(op, group)
+
+    def side_by_side(self, op: Op, group: Sequence[Context]) -> Steps:
         self.forked(op, group)
         yield Join(op, group)
         self.joined(group)

@@ -10,7 +10,7 @@ when they are waited for, the last context first), or the seed of a random order
 """
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,15 @@ class Context:
 
     name: str
     steps: Steps
+    walker: Any  # of the device that it runs on
     env: dict[Value, Any]
     state: Any  # what checked mode saves for it while others run
     siblings: list["Context"] = field(default_factory=list["Context"])
     core: int | None = None  # its place among its siblings, for a core of a mesh
     # The memory of a core's own allocations, by the value that names them in the IR.
     memory: dict[Value, Value] | None = None
+    # Where a block is in its cluster, by the axes of the grid (-1 is the last).
+    place: dict[int, int] = field(default_factory=dict[int, int])
     pause: Pause | None = None
     done: bool = False
     arrived: int = 0  # barriers reached
@@ -84,23 +87,12 @@ class Join(Pause):
 class Schedule:
     """All contexts of a run.
 
-    Args:
-        order: see above.
-        walker: whose `state` and `go_to` save and restore what a context needs.
-        pending: the copies that are started and not moved yet.
-        move: moves one.
-        deadlock: reports that the given contexts wait for ever; if it returns, the
-            first of them goes on regardless.
+    A context's walker saves and restores what it needs (`state`, `go_to`), has its
+    copies in flight (`copies`), moves one (`move`), and reports that contexts wait for
+    ever (`deadlock`); if that returns, the first of them goes on regardless.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        walker: Any,
-        pending: Callable[[], Sequence[Any]],
-        move: Callable[[Any], None],
-        deadlock: Callable[[Sequence[Context]], None],
-    ):
+    def __init__(self, order: Order):
         if order not in ("early", "late") and type(order) is not int:
             raise SpecError(
                 "an order of pl.Checked is 'early', 'late' or the seed of a random one",
@@ -108,29 +100,32 @@ class Schedule:
             )
         self.is_early = order == "early"
         self.random = random.Random(order) if isinstance(order, int) else None
-        self.walker, self.pending, self.move = walker, pending, move
-        self.deadlock = deadlock
+        self.walkers: list[Any] = []
         self.contexts: list[Context] = []
         self.current: Context | None = None
         self.switches = 0
 
-    def run(self, steps: Steps) -> None:
-        """Run a context, and all that it starts, to the end."""
-        walker = self.walker
-        self.contexts = [Context("the kernel", steps, walker.env, walker.state())]
+    def run(self, walkers: Sequence[Any]) -> None:
+        """Run the kernel of each walker, and all that it starts, to the end."""
+        self.walkers = list(walkers)
+        self.contexts = [
+            Context(w.name, w.kernel_steps(), w, w.env, w.state()) for w in walkers
+        ]
         while self.contexts:
             self._resume(self._next())
         self.current = None
 
     def fork(self, parts: Sequence[tuple[str, Steps]]) -> list[Context]:
         """New contexts, beside the current one."""
+        assert self.current is not None
+        walker = self.current.walker
         group: list[Context] = []
         for name, steps in parts:
-            env, state = dict(self.walker.env), self.walker.state()
-            group.append(Context(name, steps, env, state, group))
-        if self.current is not None:
-            for context in group:
-                context.core, context.memory = self.current.core, self.current.memory
+            env, state = dict(walker.env), walker.state()
+            group.append(Context(name, steps, walker, env, state, group))
+        for context in group:
+            context.core, context.memory = self.current.core, self.current.memory
+            context.place = self.current.place
         self.contexts += group
         return group
 
@@ -147,8 +142,8 @@ class Schedule:
     def switch_to(self, context: Context) -> None:
         if context is not self.current:
             if self.current is not None:
-                self.current.state = self.walker.state()
-            self.walker.go_to(context)
+                self.current.state = self.current.walker.state()
+            context.walker.go_to(context)
             self.current = context
 
     def _next(self) -> Context:
@@ -161,8 +156,17 @@ class Schedule:
                 self.move(chosen)
                 continue
             stuck = [c for c in self.contexts if not isinstance(c.pause, Join)]
-            self.deadlock(stuck)
+            stuck[0].walker.deadlock(stuck)
             return stuck[0]
+
+    def pending(self) -> list[Any]:
+        """The copies that are started and not moved yet."""
+        return [copy for walker in self.walkers for copy in walker.copies.pending()]
+
+    def move(self, copy: Any) -> None:
+        """Move a copy's data, on the device where it is."""
+        (walker,) = [w for w in self.walkers if copy in w.copies.flying]
+        walker.move(copy)
 
     def _random(self, able: list[Context]) -> Any:
         assert self.random is not None

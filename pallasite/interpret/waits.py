@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pallasite.interpret.copies import Copies, Copy, End
+from pallasite.interpret.copies import Copies, Copy, End, Receive, Send
 from pallasite.interpret.monitor import Monitor
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races
 from pallasite.interpret.resume import ResumableWalker
-from pallasite.interpret.schedule import Context, Order, Pause, Schedule, Steps
+from pallasite.interpret.schedule import Context, Pause, Schedule, Steps
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import value_of
 from pallasite.interpret.views import View, entries_of, whole_picks
@@ -86,7 +86,7 @@ class CopyWait(Pause):
 
     def wanted(self) -> Sequence[Copy]:
         copy = self.copy()
-        return () if copy is None else (copy,)
+        return () if copy is None else (copy.next_to_move,)
 
     def text(self) -> str:
         name = self.copies.monitor.describe(self.target.ref)
@@ -125,14 +125,11 @@ class WaitingWalker(ResumableWalker):
     numbers: CheckedNumbers
 
     def __init__(
-        self, kernel: Kernel, numbers: CheckedNumbers, races: Races, order: Order
+        self, kernel: Kernel, numbers: CheckedNumbers, races: Races, schedule: Schedule
     ):
         super().__init__(kernel, numbers)
-        self.monitor, self.races = numbers.monitor, races
+        self.monitor, self.races, self.schedule = numbers.monitor, races, schedule
         self.copies = Copies(self.monitor)
-        self.schedule = Schedule(
-            order, self, self.copies.pending, self.move, self._deadlock
-        )
         self.moving = False  # the data of a copy: its ends were looked at before
         self.quiet = False
         self.signals: dict[Value, Op] = {}  # the last signal of each semaphore
@@ -157,8 +154,13 @@ class WaitingWalker(ResumableWalker):
         super().go_to(context)
         self._set_state(context.state)
 
+    @property
+    def name(self) -> str:
+        return self.monitor.device or super().name
+
     def core_name(self, op: Op, axes: Sequence[int], place: Sequence[int]) -> str:
-        return self.monitor.ids_text(op, place, axes) or "a core"
+        core = self.monitor.ids_text(op, place, axes) or "a core"
+        return f"{self.monitor.device}, {core}" if self.monitor.device else core
 
     def forked(self, op: Op, roles: Sequence[Context]) -> None:
         if self.monitor.options.races:
@@ -176,7 +178,7 @@ class WaitingWalker(ResumableWalker):
         for role in roles:
             self.races.end(role.lane)
 
-    def _deadlock(self, waiting: Sequence[Context]) -> None:
+    def deadlock(self, waiting: Sequence[Context]) -> None:
         """All that runs waits: report it."""
         self.schedule.switch_to(waiting[0])
         if len(waiting) == 1:
@@ -207,10 +209,10 @@ class WaitingWalker(ResumableWalker):
             self.state(),
             self.races.start_copy(),
         )
+        self.copies.start(copy)
         with self.races.as_lane(copy.lane):
             self.races.access(source.root, "reads", source.elements)
             self.races.access(target.root, "writes", target.elements)
-        self.copies.start(copy)
         if self.schedule.is_early:
             self.move(copy)
         yield Pause(op)
@@ -221,14 +223,22 @@ class WaitingWalker(ResumableWalker):
         saved, copy.moved = self.state(), True
         self._set_state(copy.state)
         self.moving = True
-        everything = entries_of(full_index(copy.target.ref.ref.shape), ())
-        self.write(copy.target.view, everything, self.read(copy.source.view), None)
+        self._move_data(copy)
         if copy.semaphore is not None:
             with self.races.as_lane(copy.lane):
                 self.races.signal(copy.semaphore.key, 1)
             self._count(copy.semaphore.view, copy.semaphore.ref, 1)
         self.moving = False
         self._set_state(saved)
+
+    def _move_data(self, copy: Copy) -> None:
+        if isinstance(copy, Send):
+            copy.data = self.read(copy.source.view)
+            return
+        found = copy.send.data if isinstance(copy, Receive) else None
+        data = self.read(copy.source.view) if found is None else found
+        everything = entries_of(full_index(copy.target.ref.ref.shape), ())
+        self.write(copy.target.view, everything, data, None)
 
     def steps_copy_wait(self, op: Op) -> Steps:
         semaphore, target = self._semaphore(op), self._end(op.operands[1])
@@ -271,9 +281,9 @@ class WaitingWalker(ResumableWalker):
         self.memory[root], self.quiet = blank, True
         try:
             if entries is None:
-                shape = np.shape(Walker.read(self, view))
+                shape = np.shape(value_of(Walker.read(self, view)))
                 entries = [(Span(0, n), None) for n in shape]
-            paint = _ones_like(Walker.read(self, view, entries))
+            paint = _ones_like(value_of(Walker.read(self, view, entries)))
             Walker.write(self, view, entries, paint, value_of(mask))
         finally:
             self.memory[root], self.quiet = memory, False

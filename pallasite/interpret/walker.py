@@ -62,6 +62,12 @@ class Walker:
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
         """Run on operand arrays; the result arrays."""
+        self.begin(inputs)
+        self.run_body()
+        return self.results()
+
+    def begin(self, inputs: Sequence[Array]) -> None:
+        """Make memory of the operand arrays, and memory for the results."""
         kernel = self.kernel
         if self.numbers.functional:  # in-place memory checks bounds instead
             self.padding = plan_padding(kernel, self.roots)
@@ -74,7 +80,10 @@ class Walker:
         for param in kernel.params:
             root = aliased.get(param, param)
             self.env[param] = self._whole(param, root)
-        self.run_body()
+
+    def results(self) -> list[Array]:
+        kernel = self.kernel
+        aliased = {kernel.outputs[o]: kernel.inputs[i] for i, o in kernel.aliases}
         return [
             self._result(param, aliased.get(param, param)) for param in kernel.outputs
         ]
@@ -588,9 +597,20 @@ class Walker:
         "bulk_wait": do_order,
         "set_registers": do_order,
         "named_barrier": do_refuse,
+        "warps": do_refuse,
+        "tensor_mma": do_refuse,
+        "tensor_copy": do_refuse,
+        "tensor_commit": do_refuse,
+        "tensor_wait": do_order,
+        "cluster_barrier": do_refuse,
+        "cluster_copy": do_refuse,
+        "cluster_arrive": do_refuse,
         "roles": do_refuse,
         "barrier": do_refuse,
         "sem_signal_core": do_refuse,
+        "remote_copy_start": do_refuse,
+        "sem_signal_device": do_refuse,
+        "barrier_semaphore": do_refuse,
         "debug_print": do_debug_print,
         "debug_check": do_debug_check,
         "delay": do_delay,

@@ -6,7 +6,7 @@ shorthands for the ops that passes and decompositions use most.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,18 @@ from pallasite.ir.nodes import Access, Block, Index, Loc, Op, Value, full_index
 from pallasite.ir.opdef import table
 
 Scalar = bool | int | float
+
+
+def _plain(value: Any) -> Any:
+    """Python's numbers for those of numpy and of JAX's tracing.
+
+    An attribute is then what its text says, and an emitter may print it as it is.
+    """
+    if type(value) is tuple:
+        return tuple(_plain(each) for each in cast(tuple[Any, ...], value))
+    if isinstance(value, np.generic):
+        return cast(object, value.item())
+    return int(value) if isinstance(value, int) and type(value) is not bool else value
 
 
 class Builder:
@@ -37,6 +49,7 @@ class Builder:
     ) -> tuple[Value, ...]:
         """Append op `name`; its result types come from the row's type rule."""
         row = table()[name]
+        attrs = {key: _plain(value) for key, value in attrs.items()}
         rule_attrs = {**attrs, "regions": tuple(regions)} if regions else attrs
         result_types = row.type_rule(tuple(v.type for v in operands), rule_attrs)
         hints = [*names, *[""] * (len(result_types) - len(names))]

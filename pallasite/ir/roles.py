@@ -249,7 +249,8 @@ class Roles:
     @staticmethod
     def of(op: Op) -> "Roles":
         count = len(op.regions)
-        names = op.attrs.get("cuda.names") or [f"role {n}" for n in range(count)]
+        each = "warp" if op.name == "warps" else "role"
+        names = op.attrs.get("cuda.names") or [f"{each} {n}" for n in range(count)]
         return Roles(tuple(names), op.attrs.get("cuda.warpgroups") or (1,) * count)
 
 

@@ -30,6 +30,7 @@ SEMANTICS = (
     "parallel",
     "core_parallel",
     "subcore_parallel",
+    "cluster",  # programs that run at once and see each other's shared memory
 )
 BLOCK_KINDS = ("blocked", "element", "squeezed", "bounded")
 WINDOW_MODES = ("in", "out")
@@ -373,6 +374,15 @@ def _check_copy(op: Op) -> None:
             _check_load(op)
 
 
+def _check_remote_copy(op: Op) -> None:
+    *_, sent, received, device = op.operands
+    for value in (sent, received):
+        if not value.is_ref or not value.ref.is_semaphore:
+            raise _Breach(f"{op.name}: {value.type} is not a semaphore")
+    if device.type != INDEX:
+        raise _Breach(f"{op.name}: the device is {device.type}, not i32")
+
+
 def _check_load(op: Op) -> None:
     """A copy that a barrier counts: by the copy engine, into shared memory."""
     if op.name == "copy_wait":
@@ -452,10 +462,12 @@ _EXTRA: dict[str, Callable[[Op], None]] = {
     "subview": _check_access,
     "sem_signal": _check_semaphore,
     "sem_signal_core": _check_semaphore,
+    "sem_signal_device": _check_semaphore,
     "sem_wait": _check_semaphore,
     "sem_read": _check_semaphore,
     "copy_start": _check_copy,
     "copy_wait": _check_copy,
+    "remote_copy_start": _check_remote_copy,
     "for": _check_for,
     "debug_check": _check_debug_check,
     "block_view": _check_block_view,

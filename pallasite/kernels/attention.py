@@ -16,7 +16,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common, masks
+from pallasite.kernels import common, configs, masks
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -29,6 +29,9 @@ class AttentionConfig:
 
     block_q: int = 128
     block_kv: int = 128
+
+
+SPACE = {"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)}
 
 
 def attention(
@@ -70,6 +73,15 @@ def attention(
         scale=sizes.width**-0.5 if scale is None else scale, soft_cap=soft_cap
     )
     compute = common.choose(implementation, _streamed, _plain)
+    config = configs.tuned(
+        "attention",
+        config,
+        AttentionConfig(),
+        SPACE,
+        (query, key, value, bias),
+        mask=masks.kind(mask),
+        soft_cap=soft_cap is not None,
+    )
     out, log_sum_exp = compute(
         query,
         key,
@@ -79,7 +91,7 @@ def attention(
         mask=mask or masks.Everything(),
         sizes=sizes,
         options=options,
-        config=config or AttentionConfig(),
+        config=config,
     )
     return (out, log_sum_exp) if return_log_sum_exp else out
 

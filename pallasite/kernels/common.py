@@ -7,6 +7,8 @@ Every operation takes `implementation=`:
 - "reference": plain jnp in float32 throughout, for comparing numbers.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -37,19 +39,20 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
 
 
 def in_float32(plain: Callable) -> Callable:
-    """`plain` on operands widened to float32; results as the first operand."""
+    """`plain` on operands widened to float32; results have the dtypes of `plain`'s."""
 
-    def widened(first, *rest, **options):
-        wide = [_widen(x) for x in (first, *rest)]
-        out = plain(*wide, **options)
-        return jax.tree.map(lambda x: x.astype(first.dtype), out)
+    def widened(*operands, **options):
+        given = functools.partial(plain, **options)
+        dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(given, *operands))
+        out = given(*map(_widen, operands))
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), out, dtypes)
 
     return widened
 
 
 def statistics_dtype(dtype: Any) -> Any:
     """The dtype of sums and exponentials: float32, or float64 for such operands."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def check_floats(operation: str, **operands: Any) -> None:
@@ -71,6 +74,49 @@ def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> Non
             [("has shape", tuple(jnp.shape(x))), ("needs shape", tuple(wanted))],
             fix=f"pass {name} with shape {tuple(wanted)}",
         )
+
+
+def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...]:
+    """The shape of an operand that has the dimensions `layout` names."""
+    rank = len(layout.split(","))
+    if jnp.ndim(x) != rank:
+        raise SpecError(
+            f"{operation}: {name} has {jnp.ndim(x)} dimensions",
+            [("has shape", jnp.shape(x))],
+            fix=f"pass {name} with {rank} dimensions: ({layout})",
+        )
+    return jnp.shape(x)
+
+
+def check_integers(operation: str, **operands: Any) -> None:
+    """Every operand that is given has integer elements."""
+    for name, x in operands.items():
+        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+            raise KernelTypeError(
+                f"{operation}: {name} are {jnp.result_type(x)}",
+                fix="pass them as int32",
+            )
+
+
+def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) -> None:
+    """An option has one of the values that the operation knows."""
+    if value not in known:
+        raise SpecError(
+            f"{operation} has no {name} {value!r}",
+            fix=f"one of {', '.join(map(repr, known))}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """How rows are divided into programs: `block_rows` whole rows each."""
+
+    block_rows: int
+
+
+def row_config(x: Any) -> RowConfig:
+    """Blocks of rows that suit an operand (..., width)."""
+    return RowConfig(rows_per_block(x.shape))
 
 
 def over_rows(

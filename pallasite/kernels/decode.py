@@ -18,7 +18,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.attention import LOWEST
 
 
@@ -43,6 +43,8 @@ def decode_attention(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     implementation: common.Implementation = "pallasite",
     config: DecodeConfig | None = None,
 ) -> jax.Array:
@@ -50,30 +52,30 @@ def decode_attention(
 
     Args:
         query: (batch, heads, width).
-        key_cache: (batch, keys, kv_heads, width); kv_heads divides heads.
+        key_cache: (batch, keys, kv_heads, width); kv_heads divides heads. Caches may be
+            of any dtype that converts to query's, int8 and 8-bit floats too.
         value_cache: (batch, keys, kv_heads, value_width).
         lengths: (batch,) integers, at most `keys`. A sequence of length 0 gives zeros.
         scale: what scores are multiplied by; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+        key_scales, value_scales: (kv_heads,): what a quantised cache is multiplied by.
 
     Returns:
         (batch, heads, value_width) in query's dtype.
     """
-    batch, _, width = _rank("decode_attention", "query", query, 3)
-    _, keys, kv_heads, _ = _rank("decode_attention", "key_cache", key_cache, 4)
-    _check("decode_attention", query, key_cache, value_cache, lengths)
-    for name, cache in {"key_cache": key_cache, "value_cache": value_cache}.items():
-        wanted = (batch, keys, kv_heads, cache.shape[-1])
-        common.check_shape("decode_attention", name, cache, wanted)
-    options = _Options(width**-0.5 if scale is None else scale, soft_cap)
-    compute = common.choose(implementation, _contiguous, _plain)
-    return compute(
+    operation = "decode_attention"
+    batch, _, width = common.check_rank(operation, "query", query, HEADS)
+    _, keys, kv_heads, _ = common.check_rank(operation, "key_cache", key_cache, CACHE)
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    _check(operation, (batch, keys, kv_heads), query, caches, lengths)
+    return _attend(
+        common.choose(implementation, _contiguous, _plain),
         query,
-        key_cache,
-        value_cache,
-        lengths.astype(jnp.int32),
-        options=options,
-        config=config or DecodeConfig(),
+        [key_cache, value_cache],
+        [lengths],
+        _scales(operation, kv_heads, key_scales, value_scales),
+        options=Options.of(width, scale, soft_cap),
+        config=_tuned(operation, config, SPACE, query, key_cache, value_cache),
     )
 
 
@@ -86,6 +88,8 @@ def paged_attention(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     implementation: common.Implementation = "pallasite",
     config: DecodeConfig | None = None,
 ) -> jax.Array:
@@ -99,68 +103,102 @@ def paged_attention(
         page_table: (batch, pages of the longest sequence) integers. Entries past a
             sequence's length are not used, whatever they are.
     """
-    batch, _, width = _rank("paged_attention", "query", query, 3)
-    pages, size, kv_heads, _ = _rank("paged_attention", "key_pages", key_pages, 4)
-    _check("paged_attention", query, key_pages, value_pages, lengths)
-    for name, cache in {"key_pages": key_pages, "value_pages": value_pages}.items():
-        wanted = (pages, size, kv_heads, cache.shape[-1])
-        common.check_shape("paged_attention", name, cache, wanted)
-    _rank("paged_attention", "page_table", page_table, 2)
-    wanted = (batch, page_table.shape[1])
-    common.check_shape("paged_attention", "page_table", page_table, wanted)
-    options = _Options(width**-0.5 if scale is None else scale, soft_cap)
-    compute = common.choose(implementation, _paged, _plain_paged)
-    return compute(
+    operation = "paged_attention"
+    batch, _, width = common.check_rank(operation, "query", query, HEADS)
+    pages, size, kv_heads, _ = common.check_rank(
+        operation, "key_pages", key_pages, PAGES
+    )
+    caches = {"key_pages": key_pages, "value_pages": value_pages}
+    _check(operation, (pages, size, kv_heads), query, caches, lengths)
+    check_table(operation, page_table, batch)
+    return _attend(
+        common.choose(implementation, _paged, plain_paged),
         query,
-        key_pages,
-        value_pages,
-        lengths.astype(jnp.int32),
-        page_table.astype(jnp.int32),
-        options=options,
-        config=config or DecodeConfig(),
+        [key_pages, value_pages],
+        [lengths, page_table],
+        _scales(operation, kv_heads, key_scales, value_scales),
+        options=Options.of(width, scale, soft_cap),
+        config=_tuned(operation, config, PAGED, query, key_pages, page_table),
     )
 
 
+# A step over a paged cache is always one page.
+PAGED = {"splits": (1, 2, 4, 8, 16)}
+SPACE = {"block_kv": (64, 128, 256, 512), **PAGED}
+
+
+def _tuned(operation: str, given: DecodeConfig | None, space, *operands):
+    return configs.tuned(operation, given, DecodeConfig(), space, operands)
+
+
+HEADS = "batch, heads, width"
+CACHE = "batch, keys, kv_heads, width"
+PAGES = "pages, page_size, kv_heads, width"
+
+
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
+    """What happens to scores."""
+
     scale: float
     soft_cap: float | None
 
-
-def _rank(operation: str, name: str, x: jax.Array, rank: int) -> tuple[int, ...]:
-    if x.ndim != rank:
-        raise SpecError(
-            f"{operation}: {name} has {x.ndim} dimensions",
-            [("has shape", x.shape)],
-            fix=f"pass {name} with {rank} dimensions",
-        )
-    return x.shape
+    @staticmethod
+    def of(width: int, scale: float | None, soft_cap: float | None) -> "Options":
+        return Options(width**-0.5 if scale is None else scale, soft_cap)
 
 
-def _check(operation: str, query, keys, values, lengths) -> None:
-    common.check_floats(operation, query=query)
-    heads, kv_heads = query.shape[1], keys.shape[2]
+def check_heads(operation: str, heads: int, kv_heads: int) -> None:
     if not kv_heads or heads % kv_heads:
         raise SpecError(
             f"{operation}: the number of key heads does not divide the query's",
             [("query heads", heads), ("key heads", kv_heads)],
             fix="repeat or regroup heads so that it does",
         )
-    if keys.shape[-1] != query.shape[-1] or values.ndim != 4:
-        raise SpecError(
-            f"{operation}: the caches do not fit the query",
-            [("query", query.shape), ("keys", keys.shape), ("values", values.shape)],
-            fix="keys have the query's width; both caches have four dimensions",
-        )
+
+
+def check_table(operation: str, page_table: jax.Array, sequences: int) -> None:
+    common.check_rank(operation, "page_table", page_table, "sequences, pages")
+    common.check_integers(operation, page_table=page_table)
+    wanted = (sequences, page_table.shape[1])
+    common.check_shape(operation, "page_table", page_table, wanted)
+
+
+def _check(operation: str, sizes, query, caches: dict[str, Any], lengths) -> None:
+    """Caches are (*sizes, width), the first of them of the query's width."""
+    common.check_floats(operation, query=query)
+    common.check_integers(operation, lengths=lengths)
     common.check_shape(operation, "lengths", lengths, query.shape[:1])
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise SpecError(
-            f"{operation}: lengths are {lengths.dtype}",
-            fix="pass them as int32",
-        )
+    check_heads(operation, query.shape[1], sizes[2])
+    for name, cache in caches.items():
+        is_values = name.startswith("value") and cache.ndim == 4
+        width = cache.shape[-1] if is_values else query.shape[-1]
+        common.check_shape(operation, name, cache, (*sizes, width))
 
 
-def _capped(scores, options: _Options):
+def _scales(operation: str, kv_heads: int, *scales):
+    """The scales of keys and of values, a number per head each, or None."""
+    common.check_floats(operation, key_scales=scales[0], value_scales=scales[1])
+    for name, x in zip(("key_scales", "value_scales"), scales, strict=True):
+        common.check_shape(operation, name, x, (kv_heads,))
+    return scales
+
+
+def _attend(compute: Callable, query, caches, numbers, scales, **how):
+    """Runs `compute`; the scales of a cache are applied to the query and the result."""
+    if scales[0] is not None:
+        query = scale_heads(query, scales[0])
+    out = compute(query, *caches, *(x.astype(jnp.int32) for x in numbers), **how)
+    return out if scales[1] is None else scale_heads(out, scales[1])
+
+
+def scale_heads(x, scales):
+    """(..., heads, width) times a number per group of heads."""
+    repeated = jnp.repeat(scales, x.shape[-2] // len(scales))[:, None]
+    return (x * repeated.astype(common.statistics_dtype(x.dtype))).astype(x.dtype)
+
+
+def capped(scores, options: Options):
     scores = scores * options.scale
     if options.soft_cap is not None:
         scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
@@ -170,23 +208,27 @@ def _capped(scores, options: _Options):
 # --- plain jnp ---
 
 
-def _plain(query, key_cache, value_cache, lengths, *, options, config):
+def _plain(query, key_cache, value_cache, lengths, *, options, config, first=0):
+    """`first`: a number of keys that are left out, or one per query."""
     del config  # blocks are a kernel's
     batch, heads, width = query.shape
     _, keys, kv_heads, _ = key_cache.shape
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    key_cache, value_cache = (x.astype(query.dtype) for x in (key_cache, value_cache))
     wide = common.statistics_dtype(query.dtype)
     scores = jnp.einsum(
         "bhgd,bkhd->bhgk", grouped, key_cache, preferred_element_type=wide
     )
-    allowed = jnp.arange(keys) < lengths[:, None, None, None]
-    scores = jnp.where(allowed, _capped(scores, options), LOWEST)
+    first, lengths = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (first, lengths))
+    position = jnp.arange(keys)
+    allowed = (position >= first) & (position < lengths)
+    scores = jnp.where(allowed, capped(scores, options), LOWEST)
     weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
     out = jnp.einsum("bhgk,bkhd->bhgd", weights.astype(value_cache.dtype), value_cache)
     return out.reshape(batch, heads, -1).astype(query.dtype)
 
 
-def _plain_paged(query, key_pages, value_pages, lengths, page_table, **how):
+def plain_paged(query, key_pages, value_pages, lengths, page_table, **how):
     def cache(pages):
         gathered = jnp.take(pages, page_table, axis=0, mode="clip")
         return gathered.reshape(len(page_table), -1, *pages.shape[2:])
@@ -239,7 +281,7 @@ def _streamed(
     block: int,
     steps: int,
     block_of: Callable[..., tuple[Any, Any]],
-    options: _Options,
+    options: Options,
     splits: int,
 ):
     """Both operations: `block_of` says where a step's keys are in the cache."""
@@ -291,45 +333,73 @@ def _streamed(
         name="decode_attention",
     )(*scalars, query.reshape(batch, kv_heads, group, width), keys, values)
 
-    top = jnp.max(maximum, axis=2, keepdims=True)
-    shrink = jnp.exp(maximum - top)
-    total = jnp.sum(total * shrink, axis=2)
-    out = jnp.sum(acc * shrink, axis=2) / jnp.where(total == 0, 1, total)
+    out = joined(acc, maximum, total, axis=2)
     return out.reshape(batch, heads, value_width).astype(query.dtype)
 
 
-def _kernel(lengths_ref, *refs, options: _Options, per_split: int):
+def joined(acc, maximum, total, axis: int):
+    """The result of all splits, which are along `axis`, from those of each."""
+    shrink = jnp.exp(maximum - jnp.max(maximum, axis=axis, keepdims=True))
+    total = jnp.sum(total * shrink, axis=axis)
+    return jnp.sum(acc * shrink, axis=axis) / jnp.where(total == 0, 1, total)
+
+
+def _kernel(lengths_ref, *refs, options: Options, per_split: int):
     q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref = refs[-6:]
     split, j = pl.program_id(2), pl.program_id(3)
     length = lengths_ref[pl.program_id(0)]
     start = (split * per_split + j) * k_ref.shape[0]
+    state = RunningSoftmax(max_ref, sum_ref, acc_ref)
 
     @pl.when(j == 0)
     def _():
-        max_ref[...] = jnp.full_like(max_ref, LOWEST)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        state.start()
 
     @pl.when(start < length)
     def _():
-        q = q_ref[...]
-        scores = lax.dot_general(
-            q,
-            k_ref[...].astype(q.dtype),
-            (((1,), (1,)), ((), ())),
-            preferred_element_type=max_ref.dtype,
-        )
+        scores = products(q_ref[...], k_ref[...], max_ref.dtype)
         columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where(columns < length, _capped(scores, options), -jnp.inf)
-        old = max_ref[...]
+        scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
+        state.absorb(scores, known(v_ref[...].astype(q_ref.dtype), start, length))
+
+
+def products(q, k, wide):
+    """Of queries (rows) with keys (rows) of any dtype."""
+    contract = (((1,), (1,)), ((), ()))
+    return lax.dot_general(q, k.astype(q.dtype), contract, preferred_element_type=wide)
+
+
+def known(values, start, length):
+    """Values of keys from position `start`; zeros from `length` on.
+
+    Past the length a cache may hold anything, NaN too, and 0 * NaN is NaN.
+    """
+    rows = start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    return jnp.where(rows < length, values, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningSoftmax:
+    """Refs of the maximum, the sum and the weighted values of the keys so far."""
+
+    maximum: Any
+    total: Any
+    acc: Any
+
+    def start(self) -> None:
+        self.maximum[...] = jnp.full_like(self.maximum, LOWEST)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.acc[...] = jnp.zeros_like(self.acc)
+
+    def absorb(self, scores, values) -> None:
+        """One more block of keys: its scores (rows, keys), its values (keys, width)."""
+        old = self.maximum[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
-        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        values = v_ref[...].astype(q.dtype)
-        # Keys past the length may be anything in a cache, NaN too: 0 * NaN is NaN.
-        rows = start + lax.broadcasted_iota(jnp.int32, values.shape, 0)
-        values = jnp.where(rows < length, values, 0)
-        acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
-            weights.astype(q.dtype), values, preferred_element_type=acc_ref.dtype
+        self.total[...] = self.total[...] * shrink + jnp.sum(
+            weights, axis=1, keepdims=True
         )
-        max_ref[...] = new
+        self.acc[...] = self.acc[...] * shrink + jnp.dot(
+            weights.astype(values.dtype), values, preferred_element_type=self.acc.dtype
+        )
+        self.maximum[...] = new

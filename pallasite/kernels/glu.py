@@ -1,12 +1,10 @@
 """`gated_linear_unit`: the product of a gate's activation with a value, in one pass."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 
-from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 ACTIVATIONS: dict[str, Callable] = {
     "swish": jax.nn.swish,
@@ -17,24 +15,13 @@ ACTIVATIONS: dict[str, Callable] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class GluConfig:
-    """How the rows are divided into programs: `block_rows` whole rows each."""
-
-    block_rows: int
-
-
-def default_config(gate: jax.Array) -> GluConfig:
-    return GluConfig(common.rows_per_block(gate.shape))
-
-
 def gated_linear_unit(
     gate: jax.Array,
     value: jax.Array,
     *,
     activation: str = "swish",
     implementation: common.Implementation = "pallasite",
-    config: GluConfig | None = None,
+    config: common.RowConfig | None = None,
 ) -> jax.Array:
     """`activation(gate) * value`, computed in float32, in gate's dtype.
 
@@ -45,13 +32,9 @@ def gated_linear_unit(
     """
     common.check_floats("gated_linear_unit", gate=gate, value=value)
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
-    if activation not in ACTIVATIONS:
-        raise SpecError(
-            f"gated_linear_unit has no activation {activation!r}",
-            fix=f"one of {', '.join(map(repr, ACTIVATIONS))}",
-        )
+    common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _glu_rows, _plain_glu)
-    config = config or default_config(gate)
+    config = configs.tuned_rows("gated_linear_unit", config, gate)
     return compute(gate, value, activation=activation, config=config)
 
 
@@ -61,12 +44,12 @@ def _gated(gate, value, activation: str):
     return out.astype(gate.dtype)
 
 
-def _plain_glu(gate, value, *, activation: str, config: GluConfig):
+def _plain_glu(gate, value, *, activation: str, config: common.RowConfig):
     del config  # blocks are a kernel's
     return _gated(gate, value, activation)
 
 
-def _glu_rows(gate, value, *, activation: str, config: GluConfig):
+def _glu_rows(gate, value, *, activation: str, config: common.RowConfig):
     def kernel(gate_ref, value_ref, o_ref):
         o_ref[...] = _gated(gate_ref[...], value_ref[...], activation)
 

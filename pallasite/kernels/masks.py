@@ -195,6 +195,16 @@ def _join(mask: _Both, method: str, combine: Callable, rows, columns, data: Data
     )
 
 
+def kind(mask: Mask | None) -> str:
+    """Names a mask without its numbers, for tables: "Causal&Prefix"."""
+    if mask is None:
+        return "Everything"
+    if isinstance(mask, _Both):
+        joined = "|" if isinstance(mask, _Either) else "&"
+        return joined.join((kind(mask.left), kind(mask.right)))
+    return type(mask).__name__
+
+
 def pairs(mask: Mask, batch: int, queries: int, keys: int) -> jax.Array:
     """The mask as one boolean array (batch, queries, keys), for plain jnp."""
     rows = jnp.arange(queries)[:, None]

@@ -11,18 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.kernels import common
-
-
-@dataclasses.dataclass(frozen=True)
-class NormConfig:
-    """How a norm is divided into programs: `block_rows` whole rows each."""
-
-    block_rows: int
-
-
-def default_config(x: jax.Array) -> NormConfig:
-    return NormConfig(common.rows_per_block(x.shape))
+from pallasite.kernels import common, configs
 
 
 def rms_norm(
@@ -33,7 +22,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     implementation: common.Implementation = "pallasite",
-    config: NormConfig | None = None,
+    config: common.RowConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`x / sqrt(mean(x²) + epsilon) * (scale + scale_offset)` over the last dimension.
 
@@ -49,7 +38,7 @@ def rms_norm(
     """
     _check("rms_norm", x, residual, scale=scale)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    config = config or default_config(x)
+    config = configs.tuned_rows("rms_norm", config, x, residual)
     options = _Options("rms_norm", epsilon, scale_offset, centred=False)
     normed, total = compute(x, scale, None, residual, options=options, config=config)
     return normed if residual is None else (normed, total)
@@ -64,7 +53,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
     implementation: common.Implementation = "pallasite",
-    config: NormConfig | None = None,
+    config: common.RowConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`(x - mean(x)) / sqrt(var(x) + epsilon) * (scale + scale_offset) + bias`.
 
@@ -72,7 +61,7 @@ def layer_norm(
     """
     _check("layer_norm", x, residual, scale=scale, bias=bias)
     compute = common.choose(implementation, _norm_rows, _plain_norm)
-    config = config or default_config(x)
+    config = configs.tuned_rows("layer_norm", config, x, residual)
     options = _Options("layer_norm", epsilon, scale_offset, centred=True)
     normed, total = compute(x, scale, bias, residual, options=options, config=config)
     return normed if residual is None else (normed, total)
@@ -100,13 +89,17 @@ def _normalise(x, scale, bias, options: _Options):
     return out.astype(x.dtype)
 
 
-def _plain_norm(x, scale, bias, residual, *, options: _Options, config: NormConfig):
+def _plain_norm(
+    x, scale, bias, residual, *, options: _Options, config: common.RowConfig
+):
     del config  # blocks are a kernel's
     total = x if residual is None else x + residual
     return _normalise(total, scale, bias, options), total
 
 
-def _norm_rows(x, scale, bias, residual, *, options: _Options, config: NormConfig):
+def _norm_rows(
+    x, scale, bias, residual, *, options: _Options, config: common.RowConfig
+):
     rows = [x] if residual is None else [x, residual]
     weights = [w for w in (scale, bias) if w is not None]
     kernel = functools.partial(

@@ -1,22 +1,9 @@
 """`softmax` of rows: each row is read once and written once."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
-from pallasite.kernels import common
-
-
-@dataclasses.dataclass(frozen=True)
-class SoftmaxConfig:
-    """How a softmax is divided into programs: `block_rows` whole rows each."""
-
-    block_rows: int
-
-
-def default_config(x: jax.Array) -> SoftmaxConfig:
-    return SoftmaxConfig(common.rows_per_block(x.shape))
+from pallasite.kernels import common, configs
 
 
 def softmax(
@@ -24,7 +11,7 @@ def softmax(
     *,
     scale: float = 1.0,
     implementation: common.Implementation = "pallasite",
-    config: SoftmaxConfig | None = None,
+    config: common.RowConfig | None = None,
 ) -> jax.Array:
     """`exp(scale * x) / sum(exp(scale * x))` over the last dimension, in x's dtype.
 
@@ -32,7 +19,8 @@ def softmax(
     """
     common.check_floats("softmax", x=x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
-    return compute(x, scale=scale, config=config or default_config(x))
+    config = configs.tuned_rows("softmax", config, x)
+    return compute(x, scale=scale, config=config)
 
 
 def _normalise(x, scale: float):
@@ -41,12 +29,12 @@ def _normalise(x, scale: float):
     return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
 
 
-def _plain_softmax(x, *, scale: float, config: SoftmaxConfig):
+def _plain_softmax(x, *, scale: float, config: common.RowConfig):
     del config  # blocks are a kernel's
     return _normalise(x, scale)
 
 
-def _softmax_rows(x, *, scale: float, config: SoftmaxConfig):
+def _softmax_rows(x, *, scale: float, config: common.RowConfig):
     def kernel(x_ref, o_ref):
         o_ref[...] = _normalise(x_ref[...], scale)
 

@@ -20,16 +20,22 @@ from pallasite.language import refs
 from pallasite.language.helpers import when
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace
 from pallasite.language.refs import flatten_views, kernel_primitive
-from pallasite.language.trace import user_location
+from pallasite.language.trace import trace, user_location
 
 # --- memory ---
 
 
 @dataclass(frozen=True)
 class BarrierSpace:
-    """Where barriers are; how many arrivals complete a phase is part of it."""
+    """Where barriers are; how many arrivals complete a phase is part of it.
+
+    Of a cluster's barriers, `arrivals` is what each block along `collective_axes` adds.
+    """
 
     arrivals: int
+    collective_axes: tuple[str, ...] = ()
+    is_first_only: bool = False  # arrivals count at the first block's barrier only
+    orders_tensor_core: bool = False
     value: str = "mbarrier"
 
 
@@ -52,19 +58,69 @@ def Barrier(
     Args:
         num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
         num_barriers: how many; `ref.at[i]` is one of them.
-        orders_tensor_core: for chips after Hopper; not available.
+        orders_tensor_core: for `tcgen05_mma`, and to order accesses to TMEM.
     """
-    if orders_tensor_core:
-        raise UnsupportedError(
-            "Barrier(orders_tensor_core=True) is not available", at=user_location()
-        )
-    if num_arrivals < 1:
+    return _barriers(
+        num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
+    )
+
+
+def ClusterBarrier(
+    *,
+    collective_axes: str | Sequence[str],
+    num_barriers: int | Sequence[int] = 1,
+    num_arrivals: int = 1,
+    orders_tensor_core: bool = False,
+    leader_tracked: bool = False,
+) -> MemoryRef:
+    """Barriers of each block of a cluster, at all of which an arrival counts.
+
+    Args:
+        collective_axes: the axes of the cluster whose blocks arrive.
+        num_barriers: how many.
+        num_arrivals: of each block, that complete a phase together.
+        orders_tensor_core: as for `Barrier`.
+        leader_tracked: arrivals count at the barrier of the first block only.
+    """
+    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
+    space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
+    return _barriers(num_barriers, space)
+
+
+def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
+    if space.arrivals < 1:
         raise SpecError(
-            f"a barrier needs at least one arrival, got {num_arrivals}",
+            f"a barrier needs at least one arrival, got {space.arrivals}",
             at=user_location(),
         )
-    shape = (num_barriers,) if isinstance(num_barriers, int) else tuple(num_barriers)
-    return MemoryRef(shape, np.int32, BarrierSpace(num_arrivals))
+    shape = (count,) if isinstance(count, int) else tuple(count)
+    return MemoryRef(shape, np.int32, space)
+
+
+@dataclass(frozen=True)
+class CopyPartition:
+    """What blocks of a cluster copy where the first one counts it.
+
+    `CopyPartition.PARTITIONED(axis)`: each its part along an axis;
+    `CopyPartition.REPLICATED`: all the same.
+    """
+
+    axis: int | None = None
+
+    @staticmethod
+    def PARTITIONED(axis: int) -> "CopyPartition":
+        return CopyPartition(axis)
+
+
+CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
+
+
+class OOBFillMode(enum.Enum):
+    """What a copy brings from outside an array: zeros here, whatever is promised."""
+
+    UNDEFINED = 0
+    PROMISE_IN_BOUNDS = 1
+    ZEROS = 2
 
 
 @dataclass(frozen=True)
@@ -88,6 +144,37 @@ class SharedMemory:
         if swizzle is None:
             return memory
         return MemoryRef(memory.shape, memory.dtype, SwizzledSpace(swizzle))
+
+
+@dataclass(frozen=True)
+class TensorSpace:
+    """Tensor memory, perhaps of two blocks that multiply together."""
+
+    collective: bool = False
+    packed: bool = False  # several small elements in a word
+    value: str = "tmem"
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """`plgpu.TMEM`: tensor memory when called, where `tcgen05_mma` adds up."""
+
+    value: str = "tmem"
+
+    def __call__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        *,
+        layout: Any = None,
+        collective: bool | None = None,
+        packed: bool | None = None,
+    ) -> MemoryRef:
+        """Tensor memory of a shape; `layout` changes no result."""
+        del layout
+        memory = MemorySpace.TMEM(shape, dtype)
+        space = TensorSpace(bool(collective), bool(packed))
+        return MemoryRef(memory.shape, memory.dtype, space)
 
 
 class Accumulator:
@@ -174,6 +261,11 @@ commit_smem_p = _effect_primitive("commit_smem")
 wgmma_p = _effect_primitive("wgmma")
 wgmma_wait_p = _effect_primitive("wgmma_wait")
 set_max_registers_p = _effect_primitive("set_max_registers")
+warps_p = _effect_primitive("warps")
+tensor_mma_p = _effect_primitive("tcgen05_mma")
+tensor_commit_p = _effect_primitive("tcgen05_commit_arrive")
+tensor_copy_p = _effect_primitive("async_copy_smem_to_tmem")
+tensor_wait_p = _effect_primitive("wait_tmem")
 
 
 def barrier_arrive(barrier: Any) -> None:
@@ -193,18 +285,30 @@ def copy_gmem_to_smem(
     dst: Any,
     barrier: Any,
     *,
-    collective_axes: Any = None,
-    leader_tracked: Any = None,
-    **more: Any,
+    collective_axes: str | Sequence[str] | None = None,
+    leader_tracked: CopyPartition | None = None,
+    oob_mode: OOBFillMode = OOBFillMode.ZEROS,
 ) -> None:
-    """Start a copy into shared memory; one arrival of `barrier` when it has landed."""
-    if leader_tracked is not None or any(v is not None for v in more.values()):
-        named = ", ".join(["leader_tracked", *more])
-        raise UnsupportedError(f"copy_gmem_to_smem: {named}: not available",
-                               at=user_location())  # fmt: skip
-    del collective_axes  # each block of a cluster loads for itself
+    """Start a copy into shared memory; one arrival of `barrier` when it has landed.
+
+    Args:
+        src, dst, barrier: main memory, shared memory, one barrier.
+        collective_axes: axes of the cluster whose blocks all start this copy and all
+            get what it brings, each having copied a part of it.
+        leader_tracked: each block copies for itself, its part or all of `src`; the
+            barrier of the first one counts the copies of all.
+        oob_mode: what is outside the array is zeros in any mode.
+    """
+    del oob_mode
+    if leader_tracked is not None and collective_axes is None:
+        raise SpecError(
+            "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
+            at=user_location(),
+            fix="say collective_axes, too",
+        )
+    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
-    load_to_smem_p.bind(*flat, tree=tree)
+    load_to_smem_p.bind(*flat, tree=tree, axes=tuple(axes or ()), first=leader_tracked)
 
 
 def copy_smem_to_gmem(
@@ -272,6 +376,115 @@ def wgmma_accumulator_load(acc: Any, *, wait_n: int | None = 0) -> jax.Array:
             fix="wait_n=0, or acc_ref[...]",
         )
     return acc[...]
+
+
+# --- tensor memory ---
+
+
+def tcgen05_mma(
+    acc: Any,
+    a: Any,
+    b: Any,
+    barrier: Any = None,
+    *,
+    a_scale: Any = None,
+    b_scale: Any = None,
+    a_sparse_metadata: Any = None,
+    accumulate: bool | jax.Array = True,
+    collective_axis: str | None = None,
+) -> None:
+    """Start adding `a @ b` to tensor memory.
+
+    Args:
+        acc: sums, in tensor memory.
+        a, b: the sides; `b`, and `a` unless it is in tensor memory, in shared memory.
+        barrier: one arrival there when this product, and those before it, have ended.
+        a_scale, b_scale, a_sparse_metadata: not available.
+        accumulate: False overwrites `acc`.
+        collective_axis: an axis of two blocks of the cluster. The first one starts
+            the product of both: each has its rows of `a` and `acc`, and half of the
+            columns of `b`.
+    """
+    given = dict(a_scale=a_scale, b_scale=b_scale, a_sparse_metadata=a_sparse_metadata)
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"tcgen05_mma({name}=...) is not available", at=user_location()
+            )
+    flat, tree = flatten_views(acc, a, b)
+    adds = jnp.asarray(accumulate, jnp.bool_)
+    axes = () if collective_axis is None else (collective_axis,)
+    tensor_mma_p.bind(adds, *flat, tree=tree, axes=axes)
+    if barrier is not None:
+        tcgen05_commit_arrive(barrier, collective_axis)
+
+
+def tcgen05_commit_arrive(barrier: Any, collective_axis: str | None = None) -> None:
+    """One arrival when all products and copies into tensor memory so far have ended,
+    at the barriers of both blocks along `collective_axis`."""
+    flat, tree = flatten_views(barrier)
+    axes = () if collective_axis is None else (collective_axis,)
+    tensor_commit_p.bind(*flat, tree=tree, axes=axes)
+
+
+def async_copy_smem_to_tmem(
+    smem_ref: Any, tmem_ref: Any, collective_axis: str | None = None
+) -> None:
+    """Start a copy into tensor memory; products started after it see it."""
+    flat, tree = flatten_views(smem_ref, tmem_ref)
+    axes = () if collective_axis is None else (collective_axis,)
+    tensor_copy_p.bind(*flat, tree=tree, axes=axes)
+
+
+def async_load_tmem(src: Any, *, layout: Any = None) -> jax.Array:
+    """What is in tensor memory. `wait_load_tmem` before it is overwritten."""
+    del layout
+    return src[...]
+
+
+def async_store_tmem(ref: Any, value: Any) -> None:
+    """Write tensor memory; seen by products and loads after `commit_tmem`."""
+    ref[...] = value
+
+
+def wait_load_tmem() -> None:
+    """Wait until this warpgroup's loads of tensor memory have ended."""
+    tensor_wait_p.bind(what="loads")
+
+
+def commit_tmem() -> None:
+    """Wait until this warpgroup's stores to tensor memory have ended."""
+    tensor_wait_p.bind(what="stores")
+
+
+# --- single warps ---
+
+
+@dataclass(frozen=True)
+class WarpMesh:
+    """The four warps of a warpgroup, for `pl.core_map`."""
+
+    axis_name: Any
+
+    @property
+    def shape(self) -> dict[Any, int]:
+        return {self.axis_name: WARPS}
+
+
+WARPS = 4  # of a warpgroup
+
+
+def run_warps(mesh: WarpMesh, function: Callable[[], Any]) -> None:
+    """Run a function by each warp of the warpgroup; it reads and writes refs."""
+    no_arguments = jax.tree.structure(((), {}))
+    traced = trace(function, no_arguments, (), function, tuple(mesh.shape.items()))
+    warps_p.bind(*traced.captured, jaxpr=traced.jaxpr, axis=mesh.axis_name)
+
+
+def warp_map(f: Callable[[Any], Any], /) -> None:
+    """Run a function by each warp of the warpgroup, with the warp's number."""
+    axis = object()
+    run_warps(WarpMesh(axis), lambda: f(jax.lax.axis_index(axis)))
 
 
 # --- what says how a chip does it, and changes no result ---
@@ -344,12 +557,23 @@ def nd_loop(
     Args:
         grid: the sizes.
         collective_axes: names of the axes whose programs share the work.
-        tiling: not available.
-        init_carry: carried from step to step if given.
+        tiling: sizes of tiles of the grid, each of which is visited as a whole.
+        init_carry: carried from step to step if given, as the keyword `carry`.
     """
-    if tiling is not None:
-        raise UnsupportedError("nd_loop(tiling=...) is not available",
-                               at=user_location())  # fmt: skip
+    grid = tuple(grid)
+    tiles = tuple(tiling or (1,) * len(grid))
+    uneven = [
+        size
+        for size, tile in zip(grid, tiles, strict=False)
+        if isinstance(size, int) and size % tile
+    ]
+    if len(tiles) != len(grid) or uneven:
+        raise SpecError(
+            "nd_loop needs a tile of whole steps for each axis of its grid",
+            [("grid", grid), ("tiling", tiles)],
+            user_location(),
+        )
+    counts = tuple(size // tile for size, tile in zip(grid, tiles, strict=True))
     axes = collective_axes
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     first, programs = jnp.int32(0), 1
@@ -363,18 +587,54 @@ def nd_loop(
 
         def step(n: Any, carry: Any) -> Any:
             rest, index = first + n * programs, []
-            for size in reversed(grid):
+            for size in reversed((*counts, *tiles) if tiling else grid):
                 index.append(jax.lax.rem(rest, jnp.int32(size)))
                 rest = jax.lax.div(rest, jnp.int32(size))
-            info = NDLoopInfo(tuple(reversed(index)), n, steps)
+            index = index[::-1]
+            if tiling:
+                tile, inside = index[: len(grid)], index[len(grid) :]
+                parts = zip(tile, tiles, inside, strict=True)
+                index = [t * size + i for t, size, i in parts]
+            info = NDLoopInfo(tuple(index), n, steps)
             if init_carry is None:
                 body(info)
                 return carry
-            return body(info, carry)
+            return body(info, carry=carry)
 
         carry = 0 if init_carry is None else init_carry
         result = jax.lax.fori_loop(0, steps, step, carry)
         return None if init_carry is None else result
+
+    return decorate
+
+
+def dynamic_scheduling_loop(
+    grid_names: Sequence[Any],
+    *,
+    thread_axis: Any = None,
+    cluster_axes: Sequence[Any] = (),
+    init_carry: Any = None,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Run a function for the indices of the grid that a block takes upon itself.
+
+    Blocks that run may take over work of those that wait to be started. How much is
+    not specified; here each does its own, which is one step. After the last, copies to
+    main memory have read their sources.
+
+    Args:
+        grid_names: the axes of the grid.
+        thread_axis, cluster_axes: the axis of warpgroups and those of the cluster.
+        init_carry: carried from step to step if given, as the keyword `carry`.
+    """
+    del thread_axis, cluster_axes
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        index = tuple(jax.lax.axis_index(name) for name in grid_names)
+        info = NDLoopInfo(index, jnp.int32(0), None)
+        more = {} if init_carry is None else {"carry": init_carry}
+        carry = body(info, **more)
+        wait_smem_to_gmem(0, wait_read_only=True)
+        return carry
 
     return decorate
 

@@ -5,7 +5,6 @@ are the others: program ids, masked and atomic access, async copies, semaphores,
 Each primitive stages into the kernel's jaxpr; `importer.py` gives them meaning.
 """
 
-import enum
 import functools
 import string
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from jax.interpreters import mlir
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError
+from pallasite.language.device_ids import DeviceIdType, first_given, place_of
 from pallasite.language.memory_spaces import (
     MemoryRef,
     MemorySpace,
@@ -420,6 +420,8 @@ def delay(nanos: Any) -> None:
 copy_p = kernel_primitive("copy", multiple_results=True)
 sem_signal_p = kernel_primitive("semaphore_signal", multiple_results=True)
 sem_signal_core_p = kernel_primitive("semaphore_signal_core", multiple_results=True)
+remote_copy_p = kernel_primitive("remote_copy", multiple_results=True)
+sem_signal_device_p = kernel_primitive("semaphore_signal_device", multiple_results=True)
 sem_wait_p = kernel_primitive("semaphore_wait", multiple_results=True)
 sem_read_p = kernel_primitive("semaphore_read")
 
@@ -433,6 +435,8 @@ def _ref_effects(args: tuple[Any, ...]) -> set[Any]:
 copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_signal_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_signal_core_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
+remote_copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
+sem_signal_device_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_wait_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
 sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, _ref_effects(a)))
 
@@ -512,42 +516,51 @@ def sync_copy(src_ref: Any, dst_ref: Any, *, add: bool = False) -> None:
     run_scoped(copy_each, SemaphoreType.DMA)
 
 
-class DeviceIdType(enum.Enum):
-    """How a `device_id` names a device: by mesh coordinates, or by its number."""
-
-    MESH = "mesh"
-    LOGICAL = "logical"
-
-
 def semaphore_signal(
     sem: Any,
     inc: Any = 1,
     *,
-    core_index: Any = None,
     device_id: Any = None,
-    **kwargs: Any,
+    device_id_type: DeviceIdType | None = None,
+    core_index: Any = None,
 ) -> None:
-    """Add to a semaphore: this core's, or that of core `core_index` of the mesh."""
-    if device_id is not None or any(v is not None for v in kwargs.values()):
-        from pallasite.errors import UnsupportedError
+    """Add to a semaphore: this core's, another core's, or another device's.
 
-        raise UnsupportedError(
-            "semaphore_signal to another device is not available yet",
-            [("arguments", ", ".join(["device_id", *kwargs]))],
-        )
+    Args:
+        sem: the semaphore, as this core names its own.
+        inc: how much to add.
+        device_id: which device's (`make_async_remote_copy` says how); default: this.
+        device_id_type: what kind of `device_id` it is.
+        core_index: which core's of the mesh of cores; default: this.
+    """
     flat, tree = flatten_views(sem)
     inc = jnp.asarray(inc, jnp.int32)
-    if core_index is None:
-        sem_signal_p.bind(inc, *flat, tree=tree)
-    else:
-        core = jnp.asarray(core_index, jnp.int32)
+    device = None
+    if device_id is not None:
+        place = place_of(device_id, device_id_type)
+        device, core_index = place.device, first_given(place.core, core_index)
+    core = None if core_index is None else jnp.asarray(core_index, jnp.int32)
+    if device is not None:
+        cores = () if core is None else (core,)
+        sem_signal_device_p.bind(inc, device, *cores, *flat, tree=tree)
+    elif core is not None:
         sem_signal_core_p.bind(inc, core, *flat, tree=tree)
+    else:
+        sem_signal_p.bind(inc, *flat, tree=tree)
 
 
-def semaphore_wait(sem: Any, value: Any = 1, **_: Any) -> None:
-    """Wait until a semaphore is at least `value`, then subtract it."""
+def semaphore_wait(sem: Any, value: Any = 1, *, decrement: bool = True) -> None:
+    """Wait until a semaphore is at least `value`, then subtract it.
+
+    Args:
+        sem: a semaphore of this core.
+        value: what it must reach.
+        decrement: False leaves the semaphore as it is.
+    """
     flat, tree = flatten_views(sem)
     sem_wait_p.bind(jnp.asarray(value, jnp.int32), *flat, tree=tree)
+    if not decrement:
+        semaphore_signal(sem, value)
 
 
 def semaphore_read(sem: Any) -> jax.Array:
@@ -573,7 +586,7 @@ def run_scoped(f: Any, *types: Any, collective_axes: Any = (), **kw_types: Any) 
     """
     del collective_axes
     leaves, tree = jax.tree.flatten((types, kw_types), is_leaf=_is_memory)
-    refs = [_allocate(leaf) for leaf in leaves]
+    refs = [allocate(leaf) for leaf in leaves]
     args, kwargs = jax.tree.unflatten(tree, refs)
     result = f(*args, **kwargs)
     if any(jaxcompat.is_ref(leaf) for leaf in jax.tree.leaves(result)):
@@ -605,7 +618,7 @@ def _is_memory(x: Any) -> bool:
     return as_memory_ref(x) is not None
 
 
-def _allocate(spec: Any) -> Any:
+def allocate(spec: Any) -> Any:
     memory = as_memory_ref(spec)
     if memory is None:
         raise KernelTypeError(
@@ -629,4 +642,4 @@ def get_global(what: Any) -> Any:
 
     Only semaphores can be asked for; each use allocates its own in this release.
     """
-    return _allocate(what)
+    return allocate(what)

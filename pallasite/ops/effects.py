@@ -279,6 +279,10 @@ def _first(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (types[0],)
 
 
+def _barrier_semaphore(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    return (RefType((), I32, "barrier_sem"),)
+
+
 def _sem_read(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (TileType(_ref(types).shape, I32),)
 
@@ -404,6 +408,30 @@ _row(
     **_explicit,
 )
 _row("sem_read", _sem_read, 1, (), Effect.READ, **_explicit)
+_row(
+    "remote_copy_start",
+    _copy,
+    5,
+    ("priority",),
+    doc="source, destination there, semaphore here (read), there (written), device",
+    **_explicit,
+)
+_row(
+    "sem_signal_device",
+    _nothing,
+    None,
+    doc="semaphore, i32 increment, i32 number of the device, perhaps of its core",
+    **_explicit,
+)
+_row(
+    "barrier_semaphore",
+    _barrier_semaphore,
+    0,
+    (),
+    Effect.PURE,
+    doc="what devices signal each other that they run the kernel",
+    **_explicit,
+)
 _row("debug_print", _nothing, None, ("format",), **_control)
 _row("debug_check", _nothing, 1, ("message",), doc="fails if the bool is false")
 _row("delay", _nothing, 1, (), **_control)

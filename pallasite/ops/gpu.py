@@ -6,7 +6,7 @@ Authors write them as `plgpu`, `backends/cuda/specialize.py` makes them, and
 its bytes to what the barrier's phase has received; one without, from shared memory, is
 a store in a bulk group. A `wgmma` is a group of its own: its result is *pending*, to
 be used by another wgmma or by `wgmma_wait` only, until one that leaves fewer groups
-pending.
+pending. Axes of a cluster are those of the grid, -1 being its last.
 """
 
 from typing import Any
@@ -86,6 +86,15 @@ def _nothing(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def _cluster_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    source, target, barrier = types
+    if not isinstance(target, RefType) or target.space != "smem":
+        raise TypeRuleError(f"{target} is not in shared memory")
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise TypeRuleError(f"copies {source} to {target}")
+    return _barrier((barrier,), attrs)
+
+
 def _row(
     name: str, rule: TypeRule, arity: int | None, attrs: tuple[str, ...], **kw: Any
 ) -> OpDef:
@@ -139,6 +148,23 @@ _row(
     0,
     (),
     doc="stores to shared memory so far are seen by copies and products after it",
+)
+_row("cluster_barrier", _nothing, 0, (), doc="the blocks of a cluster meet")
+_row(
+    "cluster_arrive",
+    _barrier,
+    1,
+    ("axes", "to"),
+    doc="one arrival at that barrier of `all` blocks along axes of the cluster, or of "
+    "the `first`",
+)
+_row(
+    "cluster_copy",
+    _cluster_copy,
+    3,
+    ("axes", "to"),
+    doc="a copy that barriers count: to shared memory at that place in `all` blocks "
+    "along axes of the cluster, or here, counted by the `first` block",
 )
 _row(
     "bulk_commit", _nothing, 0, (), doc="the stores started since the last are a group"

@@ -105,6 +105,58 @@ def _add(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
     return x if is_number(b, y, -0.0 if op.result.tile.dtype.is_float else 0) else None
 
 
+def _joined_parts(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
+    """`i / 2 * 128 + i % 2 * 64` is `i * 64`, also where a tile is added between.
+
+    Positions in a block that was cut are such sums: of its number and its part's.
+    """
+    if op.result.tile.dtype.is_float:
+        return None
+    joined = _joined(b, x, y)
+    if joined is not None:
+        return joined
+    scalar, inner = _broadcast_scalar(b, x), b.producer(y, "add")
+    if scalar is None or inner is None:
+        return None
+    for tile, other in (inner.operands, inner.operands[::-1]):
+        more = _broadcast_scalar(b, other)
+        sum_ = None if more is None else _joined(b, scalar, more)
+        sum_ = _joined(b, more, scalar) if more is not None and sum_ is None else sum_
+        if sum_ is not None:
+            return b.add(tile, b.broadcast(sum_, tile.tile.shape))
+    return None
+
+
+def _joined(b: Rewriter, x: Value, y: Value) -> Value | None:
+    """The sum of a multiple of a quotient and one of its remainder, if it is one
+    multiple."""
+    (quotient, by_quotient), (rest, by_rest) = _factors(b, x), _factors(b, y)
+    div, rem = b.producer(quotient, "div"), b.producer(rest, "rem")
+    if div is None or rem is None or div.operands[0] is not rem.operands[0]:
+        return None
+    number = constant_of(b, div.operands[1])
+    same = number == constant_of(b, rem.operands[1])
+    if not number or not same or by_quotient != by_rest * int(number):
+        return None
+    whole = div.operands[0]
+    return whole if by_rest == 1 else b.mul(whole, b.like(by_rest, whole))
+
+
+def _factors(b: Rewriter, value: Value) -> tuple[Value, int]:
+    """A value as a multiple of another."""
+    op = b.producer(value, "mul")
+    for x, y in (op.operands, op.operands[::-1]) if op is not None else ():
+        number = constant_of(b, y)
+        if number is not None:
+            return x, int(number)
+    return value, 1
+
+
+def _broadcast_scalar(b: Rewriter, value: Value) -> Value | None:
+    op = b.producer(value, "broadcast_in_dim")
+    return None if op is None or op.operands[0].tile.shape else op.operands[0]
+
+
 def _mul(op: Op, b: Rewriter, x: Value, y: Value) -> Value | None:
     if op.result.tile.dtype.is_float:
         return x if is_number(b, y, 1.0) else None
@@ -294,6 +346,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ("iota", fold_iota),
     ("*", fold_elementwise),
     ("add", _either_side(_add)),
+    ("add", _either_side(_joined_parts)),
     ("mul", _either_side(_mul)),
     ("and", _either_side(_and)),
     ("or", _either_side(_or)),

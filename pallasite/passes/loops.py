@@ -33,6 +33,7 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
     scratch = _scratch_ops(kernel)
     program.ops += scratch
     ids = [Value(INDEX, nest.ids[a].name or f"i{a}") for a in nest.outer]
+    said = Pipeline.of(pipeline).semantics
     nest.fill(program, ids)
 
     outside = Builder(pipeline.loc)
@@ -44,7 +45,9 @@ def to_loops(kernel: Kernel, info: GridInfo, dynamic_programs: bool = False) -> 
         regions=(program.block(ids),),
         grid=tuple(nest.grid[a] for a in nest.outer),
         windows=(),
-        semantics=("parallel",) * len(ids),
+        semantics=tuple(
+            "cluster" if said[a] == "cluster" else "parallel" for a in nest.outer
+        ),
     )
     outside.ops += kernel.body.ops[kernel.body.ops.index(pipeline) + 1 :]
     result = kernel.with_(body=outside.block())

@@ -87,7 +87,8 @@ class _Candidates:
                     if not self.is_value(op, value) or (in_test and op.name == "store"):
                         self.refused.add(value)
             for number, region in enumerate(op.regions):
-                self.visit(region, in_test or (op.name == "while" and number == 0))
+                is_test = op.name == "while" and number == 0
+                self.visit(region, in_test or is_test or op.name == "warps")
 
     def is_value(self, op: Op, ref: Value) -> bool:
         """Whether a use of a ref can be one of its value."""

@@ -6,14 +6,19 @@ from a kernel and its launch. As a command: `python -m pallasite.runtime.aot v5e
 reads jobs as JSON lines and prints one JSON result per line.
 """
 
+import contextlib
+import importlib.util
 import json
 import os
+import queue
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,8 @@ from typing import Any
 from pallasite import config, target
 from pallasite.errors import CompileError
 from pallasite.ir.nodes import Kernel, Value
+from pallasite.runtime import bundles
+from pallasite.runtime.bundles import Bundles
 from pallasite.runtime.forms import Form
 
 # No TPU runtime is queried: the topology's name decides what is compiled for.
@@ -34,6 +41,14 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
 }
 
+
+def is_usable() -> bool:
+    """Whether there is a libtpu to compile with."""
+    named = config.get("libtpu_python")
+    return bool(named) or importlib.util.find_spec("libtpu") is not None
+
+
+GIVE_UP = 5.0  # seconds for the pipes of a process that has ended
 READY = "ready"  # the child's first line, once libtpu is loaded
 
 Array = tuple[tuple[int, ...], str]  # shape, numpy dtype name
@@ -51,6 +66,7 @@ class Job:
     api_version: int = 1
     aliases: tuple[tuple[int, int], ...] = ()
     has_side_effect: bool = False
+    devices: int = 1  # that run the call at once
 
     @staticmethod
     def of(name: str, kernel: Kernel, launch: Any) -> "Job":
@@ -99,10 +115,17 @@ class Compiled:
     error: str = ""
     seconds: float = 0.0
     cycles: int | None = None  # libtpu's own estimate, where it was asked for
+    bundles: Bundles | None = None  # what its code says, where that was asked for
 
 
 def compile_all(
-    jobs: Sequence[Job], chip: str, cycles: bool = False, timeout: float = 600
+    jobs: Sequence[Job],
+    chip: str,
+    cycles: bool = False,
+    timeout: float = 600,
+    units: bool = False,
+    keep: Path | None = None,
+    progress: Callable[[Compiled], None] | None = None,
 ) -> list[Compiled]:
     """Compile `jobs` for `chip`, one after another.
 
@@ -110,62 +133,148 @@ def compile_all(
         jobs: what to compile.
         chip: the name of a TPU in `target.TPUS`.
         cycles: also ask for libtpu's static estimate of each kernel's run time.
-        timeout: seconds until the child process is given up.
+        timeout: seconds until a job is given up.
+        units: also read from its code which units are busy, and how many registers
+            are spilled; with `cycles`.
+        keep: a folder that gets libtpu's dumps, in one folder per job; with `cycles`.
+        progress: called with each result as it comes.
 
     Returns:
-        One Compiled per job, in order. A job that ends the process is reported with
-        what the process wrote; those after it run in a new process.
+        One Compiled per job, in order. A job that ends the process, or does not end
+        in time, is reported so; those after it run in a new process.
 
     Raises:
         CompileError: libtpu cannot be used at all.
     """
     done: list[Compiled] = []
     with tempfile.TemporaryDirectory(prefix="pallasite-aot-") as folder:
+        dumps = Path(folder) / "dumps"
+        dumps.mkdir()
+        asked = _Asked(chip, str(dumps) if cycles else "", units, keep, timeout)
         while len(done) < len(jobs):
             rest = jobs[len(done) :]
-            results, last_words = _run_child(rest, chip, cycles, folder, timeout)
-            done += results
-            if len(results) < len(rest):
-                failed = rest[len(results)]
-                # The estimator gives up on some programs that compile.
-                again = compile_all([failed], chip, timeout=timeout) if cycles else []
-                aborted = Compiled(failed.name, False, f"libtpu aborted: {last_words}")
-                done += again or [aborted]
+            child = _Child(rest, asked, Path(folder) / "log")
+            for result in child.results():
+                done.append(result)
+                if progress is not None:
+                    progress(result)
+            if len(done) < len(jobs):
+                result = _failed(jobs[len(done)], asked, child)
+                done.append(result)
+                if progress is not None:
+                    progress(result)
     return done
 
 
-def _run_child(
-    jobs: Sequence[Job], chip: str, cycles: bool, folder: str, timeout: float
-) -> tuple[list[Compiled], str]:
+def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
+    """Of a job that ended its process, or did not end."""
+    if asked.folder and not child.late:
+        # The estimator gives up on some programs that compile.
+        (again,) = compile_all([job], asked.chip, timeout=asked.timeout)
+        return again
+    return Compiled(job.name, False, child.last_words())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a child process is to do with each of its jobs."""
+
+    chip: str
+    folder: str  # for dumps; empty: none
+    units: bool
+    keep: Path | None
+    timeout: float
+
+    @property
+    def arguments(self) -> list[str]:
+        if not self.folder:
+            return [self.chip]
+        keep = str(self.keep) if self.keep is not None else ""
+        return [self.chip, self.folder, "units" if self.units else "", keep]
+
+
+class _Child:
+    """A process that holds libtpu and compiles jobs until one of them ends it."""
+
+    def __init__(self, jobs: Sequence[Job], asked: _Asked, log: Path):
+        self.asked, self.log, self.late = asked, log, False
+        self.jobs = len(jobs)
+        python = config.get("libtpu_python") or sys.executable
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [python, "-m", "pallasite.runtime.aot", *asked.arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=_environment(asked),
+                text=True,
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        texts = [json.dumps(asdict(job)) + "\n" for job in jobs]
+        self.threads = [
+            threading.Thread(target=self._read, daemon=True),
+            threading.Thread(target=self._write, args=(texts,), daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.lines.put(line)
+        self.lines.put(None)
+
+    def _write(self, texts: Sequence[str]) -> None:
+        assert self.process.stdin is not None
+        # It may end before it has read them all.
+        with contextlib.suppress(OSError), self.process.stdin as jobs:
+            jobs.writelines(texts)
+
+    def results(self) -> Iterator[Compiled]:
+        """As they come, until there are all or the process ends."""
+        ready, left = False, self.jobs
+        try:
+            while left and (line := self.lines.get(timeout=self.asked.timeout)):
+                ready = ready or line.strip() == READY
+                if line.startswith("{"):
+                    left -= 1
+                    yield _result(json.loads(line))
+        except queue.Empty:
+            self.late = True
+        finally:
+            self.process.kill()
+            self.process.wait()
+            for thread in self.threads:
+                thread.join(GIVE_UP)
+        if not ready:
+            raise CompileError(
+                f"libtpu cannot compile for {self.asked.chip} here",
+                [("output", self.last_words())],
+                fix="install the libtpu release that belongs to this jax: jax[tpu]",
+            )
+
+    def last_words(self) -> str:
+        """Why the process ended before its last job did."""
+        if self.late:
+            return f"libtpu did not end within {self.asked.timeout:g} seconds"
+        return f"libtpu aborted: {_reason(self.log.read_text(errors='replace'))}"
+
+
+def _result(data: dict[str, Any]) -> Compiled:
+    found = data.pop("bundles")
+    return Compiled(**data, bundles=None if found is None else Bundles(**found))
+
+
+def _environment(asked: _Asked) -> dict[str, str]:
     package_root = str(config.PACKAGE.parent)
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     environment.pop("XLA_FLAGS", None)
-    if cycles:
-        environment["LIBTPU_INIT_ARGS"] = _profile_flags(folder)
-    command = [sys.executable, "-m", "pallasite.runtime.aot", chip]
-    command += [folder] if cycles else []
-    lines = "".join(json.dumps(asdict(job)) + "\n" for job in jobs)
-    child = subprocess.run(
-        command,
-        input=lines,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    if READY not in child.stdout:
-        raise CompileError(
-            f"libtpu cannot compile for {chip} here",
-            [("output", _reason(child.stderr))],
-            fix="install the libtpu release that belongs to this jax: jax[tpu]",
-        )
-    results = [
-        Compiled(**json.loads(line))
-        for line in child.stdout.splitlines()
-        if line.startswith("{")
-    ]
-    return results, _reason(child.stderr)
+    if asked.folder:
+        more = asked.units or asked.keep is not None
+        environment["LIBTPU_INIT_ARGS"] = _profile_flags(asked.folder, more)
+    return environment
 
 
 def _reason(log: str) -> str:
@@ -174,12 +283,14 @@ def _reason(log: str) -> str:
     return fatal[0] if fatal else log[-2000:]
 
 
-def _profile_flags(folder: str) -> str:
+def _profile_flags(folder: str, code: bool) -> str:
     flags = {
         "xla_jf_dump_to": folder,
         "xla_jf_dump_llo_text": "true",
         "xla_jf_dump_static_llo_profile_to": folder,
-        "xla_jf_dump_llo_pass_label_regex": "no_pass_is_called_this",
+        "xla_jf_dump_llo_pass_label_regex": (
+            bundles.LABELS if code else "no_pass_is_called_this"
+        ),
     }
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
@@ -187,18 +298,26 @@ def _profile_flags(folder: str) -> str:
 # --- the child process ---
 
 
-def _main(chip: str, profile_folder: str = "") -> None:
+def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
     compile_call = _compiler(target.TPUS[chip].topology)
     print(READY, flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         job = json.loads(line)
-        # Profiles are named after the op, and that is the same for every job.
-        for profile in _profiles(profile_folder) if profile_folder else ():
-            profile.unlink()
+        # Dumps are named after the op, and that is the same for every job.
+        for dump in Path(folder).iterdir() if folder else ():
+            dump.unlink()
         result = _compiled(job, compile_call)
-        if result.ok and profile_folder:
-            result = replace(result, cycles=_cycles(profile_folder))
+        if result.ok and folder:
+            code = bundles.read(folder, _OP) if units else None
+            result = replace(result, cycles=_cycles(folder), bundles=code)
+        if folder and keep:
+            name = re.sub(r"\W+", "_", job["name"]).strip("_")
+            place = Path(keep) / f"{number:02d}-{name}"
+            shutil.copytree(folder, place, dirs_exist_ok=True)
         print(json.dumps(asdict(result)), flush=True)
+
+
+_OP = "ffi_call"  # what XLA calls the op of a job
 
 
 def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
@@ -210,7 +329,7 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name=topology
     ).devices
-    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
+    whole = PartitionSpec()
 
     def array(described: Array, **kw: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = described
@@ -225,10 +344,16 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
             input_output_aliases=dict(job["aliases"]),
             has_side_effect=job["has_side_effect"],
         )
+        mesh = Mesh(np.array(devices[: job["devices"]]), ("x",))
+        sharding = NamedSharding(mesh, whole)
+        run: Any = lambda *xs: call(*xs)
+        if job["devices"] > 1:
+            run = jax.shard_map(
+                run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+            )
         operands = [array(o, sharding=sharding) for o in job["operands"]]
         # Results say which device it is for, where there are no operands.
-        compiled = jax.jit(lambda *xs: call(*xs), out_shardings=sharding)
-        compiled.lower(*operands).compile()
+        jax.jit(run, out_shardings=sharding).lower(*operands).compile()
 
     return compile_call
 
@@ -244,7 +369,7 @@ def _compiled(job: dict[str, Any], compile_call: Callable[..., None]) -> Compile
 
 def _profiles(folder: str) -> list[Path]:
     """Profiles of the custom call; XLA's own copies around it have theirs."""
-    return sorted(Path(folder).glob("ffi_call*static_llo_profile*"))
+    return sorted(Path(folder).glob(f"{_OP}*static_llo_profile*"))
 
 
 def _cycles(folder: str) -> int | None:

@@ -6,6 +6,7 @@ keeps facts about a chip.
 
 from pallasite.target.chip import Chip, Gpu, Memory, SparseCore, Tpu
 from pallasite.target.cpu import AVX2, NEON, SSE, Host, host, host_of, using
+from pallasite.target.names import Named, known, named
 from pallasite.target.table import CHIPS, GPUS, TPUS, chip, chip_of_device
 
 __all__ = [
@@ -19,11 +20,14 @@ __all__ = [
     "Gpu",
     "Host",
     "Memory",
+    "Named",
     "SparseCore",
     "Tpu",
     "chip",
     "chip_of_device",
     "host",
     "host_of",
+    "known",
+    "named",
     "using",
 ]

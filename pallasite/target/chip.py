@@ -55,12 +55,14 @@ class Tpu(Chip):
     generation: int = 0
     mxus: int = 0
     mxu_size: int = 0  # rows and columns of one matrix unit
+    clock: float = 0.0  # cycles per second
     topology: str = ""  # what libtpu compiles for: the smallest slice
     is_lite: bool = False
     sparse: SparseCore | None = None
     scoped_vmem: int = 16 * MIB  # what XLA lets one kernel have, unless told otherwise
     lanes: int = 128
     sublanes: int = 8
+    vector_units: int = 4  # operations on a vector that start in one cycle
 
     @property
     def vmem(self) -> Memory:

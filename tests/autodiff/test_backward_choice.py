@@ -198,6 +198,15 @@ def test_a_gpu_gets_kernels_over_queries_and_over_keys(style, is_causal):
     assert made.choices[1].estimate.programs == (64,)
 
 
+@pytest.mark.parametrize("count", [128, 512])
+def test_a_program_per_head_is_not_enough_for_a_gpu(count):
+    """Also if all multiprocessors have one: sums in main memory are waited for."""
+    run = functools.partial(along_the_grid, is_causal=True, bq=128, bk=128)
+    made = plan_of(run, heads(count, 2048, 64, jnp.bfloat16), chip("h200"))
+    assert made.choices[0].estimate.programs == (count * 16,) * 3
+    assert made.choices[1].estimate.programs == (count,)
+
+
 def with_cdiv(q, k, v, is_causal, bq=16, bk=8):
     """A loop whose length is rounded up by jnp: a dozen ops for `i + 1`."""
 

@@ -107,6 +107,17 @@ def overhang_has_a_fill(mode, x):
     )(x)
 
 
+@clean(lambda x: x + 1, random(30))
+def overhang_is_written_through_a_reshaped_ref(mode, x):
+    def kernel(x_ref, o_ref):
+        x_ref.reshape(4, 2)[...] = x_ref.reshape(4, 2)[...] + 1
+        o_ref[...] = x_ref[...]
+
+    return pl.pallas_call(
+        kernel, shape(30), grid=(4,), in_specs=[rows(8)], out_specs=rows(8), **mode
+    )(x)
+
+
 @clean(lambda x: jnp.where(x > 0, x, 0).sum(keepdims=True), random(30))
 def overhang_decides_only_with_its_mask(mode, x):
     """A branch on a reduced mask, where the undefined part is masked off."""

@@ -7,8 +7,11 @@ from pallasite.emulation import tiles as jax_tiles
 from pallasite.emulation.reversible import ReverseWalker, SmoothWalker
 from pallasite.interpret import numpy_tiles, shadow_tiles
 from pallasite.interpret.checked import CheckedWalker
+from pallasite.interpret.clusters import ClusterWalker
+from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.gpu_level import GpuWalker
 from pallasite.interpret.resume import ResumableWalker
+from pallasite.interpret.tensor_memory import TensorWalker
 from pallasite.interpret.waits import WaitingWalker
 from pallasite.interpret.walker import Walker
 from pallasite.ir.opdef import EXPLICIT, table
@@ -17,8 +20,8 @@ ROWS = table()
 STRUCTURED = {name for name, row in ROWS.items() if not row.elementwise}
 # Elementwise in the op table, but its result may have another shape.
 SHAPED = {"bitcast"}
-WALKERS = [Walker, ResumableWalker, WaitingWalker, GpuWalker, CheckedWalker]
-WALKERS += [SmoothWalker, ReverseWalker]
+WALKERS = [Walker, ResumableWalker, WaitingWalker, DeviceWalker, GpuWalker]
+WALKERS += [ClusterWalker, TensorWalker, CheckedWalker, SmoothWalker, ReverseWalker]
 
 
 @pytest.mark.parametrize("walker", WALKERS)
@@ -41,7 +44,7 @@ def test_the_emulation_has_the_elementwise_ops():
 def test_ops_that_may_pause_can_be_resumed():
     """Those of the explicit level, and those whose regions may hold one."""
     pausing = {n for n, r in ROWS.items() if r.level == EXPLICIT or r.regions != 0}
-    assert GpuWalker.RESUMABLE.keys() == pausing
+    assert TensorWalker.RESUMABLE.keys() == pausing
     assert CheckedWalker.RESUMABLE.keys() == pausing
 
 

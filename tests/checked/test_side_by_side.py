@@ -13,7 +13,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends import base
-from pallasite.errors import CheckError, SpecError, UnsupportedError
+from pallasite.errors import CheckError, SpecError
 from pallasite.interpret.checked import run_checked
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
@@ -425,9 +425,9 @@ def test_a_copy_of_what_another_core_writes_is_a_race(order):
     assert line_of(copies_what_the_other_writes, "write") in text
 
 
-def test_the_emulation_refuses_signals_between_cores():
-    with pytest.raises(UnsupportedError, match="sem_signal_core"):
-        on_two_cores(signals_the_other, [REGULAR], True)
+def test_the_emulation_has_signals_between_cores():
+    got = on_two_cores(signals_the_other, [REGULAR], True)
+    np.testing.assert_array_equal(got, X[:2] + 1)
 
 
 def test_only_cuda_has_roles_of_the_author():

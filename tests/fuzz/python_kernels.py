@@ -99,8 +99,14 @@ def _place(entry: Any, n: int) -> Any:
 # --- scripts ---
 
 
-def random_script(choices: Choices, axes: int, depth: int = 0) -> Script:
-    """Lines of code; numbers name the tiles made so far, the last ones first."""
+def random_script(
+    choices: Choices, axes: int, hangs: bool = False, depth: int = 0
+) -> Script:
+    """Lines of code; numbers name the tiles made so far, the last ones first.
+
+    Where output blocks hang over the edge, only the scratch is read across positions:
+    what an output has past the end is unspecified.
+    """
     script: Script = []
     for _ in range(choices.integer(1, 4 if depth else 6)):
         kinds = ("one", "one", "one", "two", "put", "get", "when", "loop")
@@ -112,12 +118,15 @@ def random_script(choices: Choices, axes: int, depth: int = 0) -> Script:
         elif kind in ("put", "get"):
             count = len(PUT if kind == "put" else GET)
             ref = choices.integer(0, 2)
+            ref = 2 if hangs and kind == "get" else ref
             script.append((kind, choices.integer(0, count - 1), first, ref))
         elif kind == "when":
             axis, number = choices.integer(0, axes - 1), choices.integer(0, 1)
-            script.append((kind, axis, number, random_script(choices, axes, 1)))
+            inner = random_script(choices, axes, hangs, 1)
+            script.append((kind, axis, number, inner))
         else:
-            script.append((kind, first, second, random_script(choices, axes, 1)))
+            inner = random_script(choices, axes, hangs, 1)
+            script.append((kind, first, second, inner))
     return script
 
 
@@ -259,5 +268,5 @@ def random_call(choices: Choices, hangs: bool = True) -> RandomCall:
     rng = np.random.default_rng(choices.integer(0, 255))
     arrays = tuple(rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     row = choices.integer(0, 4)
-    script = random_script(choices, len(grid))
+    script = random_script(choices, len(grid), any(hang))
     return RandomCall(grid, shape, maps, script, row, arrays)

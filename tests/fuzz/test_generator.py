@@ -20,6 +20,10 @@ NOT_GENERATED |= {"roles", "barrier", "sem_signal_core"}
 NOT_GENERATED |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma"}
 NOT_GENERATED |= {"wgmma_wait", "named_barrier", "fence_async"}
 NOT_GENERATED |= {"bulk_commit", "bulk_wait", "set_registers"}
+NOT_GENERATED |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
+NOT_GENERATED |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
+NOT_GENERATED |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
+NOT_GENERATED |= {"indexed_copy_start", "indexed_copy_wait"}
 NOT_GENERATED |= {"dot_add", "dot_store"}  # passes make these of other ops
 NOT_GENERATED |= {"inline_asm"}  # means something on a GPU only
 

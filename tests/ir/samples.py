@@ -85,6 +85,10 @@ def tile(b: Builder, *shape: int, dtype: DType = F32) -> Value:
     return number(b, dtype, *(shape or TILE))
 
 
+def tensor_memory(b: Builder, *shape: int, dtype: DType = F32) -> Value:
+    return b.op("alloc", type=RefType(shape, dtype, "tmem"))
+
+
 def semaphore(b: Builder) -> Value:
     return b.op("alloc", type=RefType((), I32, "dma_sem"))
 
@@ -194,6 +198,26 @@ GATHER = {
 I32_TILE = TileType(TILE, I32)
 
 
+def _indexed_copy(name: str, **attrs: object):
+    def emit(b: Builder, x: Value) -> None:
+        rows, target = 3, b.op("alloc", type=RefType((3, TILE[1]), F32, "vmem"))
+        numbers = tile(b, rows, dtype=I32)
+        b.emit(name, x, target, semaphore(b), numbers, indexed="source", **attrs)
+
+    return emit
+
+
+def _tensor_mma(b: Builder, x: Value) -> None:
+    sides = swizzled(b, 128, 64), swizzled(b, 64, 32)
+    adds = b.constant(True, scalar(BOOL))
+    sums = tensor_memory(b, 128, 32)
+    b.emit("tensor_mma", sums, *sides, adds, contract=((1,), (0,)), axes=())
+
+
+def _warps(b: Builder, x: Value) -> None:
+    b.emit("warps", regions=tuple(Builder(b.loc).block() for _ in range(4)))
+
+
 def _roles(b: Builder, x: Value) -> None:
     roles = []
     for _ in range(2):
@@ -299,6 +323,13 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "sem_signal_core": lambda b, x: b.emit(
         "sem_signal_core", semaphore(b), b.index(1), b.index(0)
     ),
+    "remote_copy_start": lambda b, x: b.emit(
+        "remote_copy_start", x, x, semaphore(b), semaphore(b), b.index(1), priority=0
+    ),
+    "sem_signal_device": lambda b, x: b.emit(
+        "sem_signal_device", semaphore(b), b.index(1), b.index(1), b.index(0)
+    ),
+    "barrier_semaphore": lambda b, x: b.op("barrier_semaphore"),
     "barrier_expect": lambda b, x: b.emit("barrier_expect", mbarrier(b), bytes=512),
     "barrier_arrive": lambda b, x: b.emit("barrier_arrive", mbarrier(b)),
     "barrier_wait": lambda b, x: b.emit("barrier_wait", mbarrier(b), b.index(0)),
@@ -317,6 +348,27 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         contract=((1,), (0,)),
     ),
     "wgmma_wait": lambda b, x: b.emit("wgmma_wait", tile(b), tile(b, 4), pending=1),
+    "cluster_barrier": lambda b, x: b.emit("cluster_barrier"),
+    "cluster_arrive": lambda b, x: b.emit(
+        "cluster_arrive", mbarrier(b), axes=("x",), to="all"
+    ),
+    "cluster_copy": lambda b, x: b.emit(
+        "cluster_copy",
+        swizzled(b, 64, 8),
+        swizzled(b, 64, 8),
+        mbarrier(b),
+        axes=("x",),
+        to="first",
+    ),
+    "tensor_mma": _tensor_mma,
+    "tensor_copy": lambda b, x: b.emit(
+        "tensor_copy", swizzled(b, 8, 16), tensor_memory(b, 8, 16, dtype=BF16), axes=()
+    ),
+    "tensor_commit": lambda b, x: b.emit("tensor_commit", mbarrier(b), axes=()),
+    "tensor_wait": lambda b, x: b.emit("tensor_wait", what="loads"),
+    "warps": _warps,
+    "indexed_copy_start": _indexed_copy("indexed_copy_start", add=False),
+    "indexed_copy_wait": _indexed_copy("indexed_copy_wait"),
     "roles": _roles,
     "barrier": _roles,
     "debug_print": lambda b, x: b.emit(

@@ -37,8 +37,12 @@ def test_every_row_has_a_level():
     waits = {"copy_start", "copy_wait", "sem_signal", "sem_wait", "sem_read"}
     of_gpus = {"barrier_expect", "barrier_arrive", "barrier_wait", "named_barrier"}
     of_gpus |= {"wgmma", "wgmma_wait", "fence_async", "bulk_commit", "bulk_wait"}
-    of_gpus |= {"set_registers"}
-    assert names == {*waits, *of_gpus, "sem_signal_core", "roles", "barrier"}
+    of_gpus |= {"set_registers", "cluster_barrier", "cluster_arrive", "cluster_copy"}
+    of_gpus |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait", "warps"}
+    others = {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
+    others |= {"sem_signal_core", "roles", "barrier"}
+    others |= {"indexed_copy_start", "indexed_copy_wait"}
+    assert names == {*waits, *of_gpus, *others}
 
 
 def test_a_tile_kernel_has_no_explicit_ops():

@@ -3,11 +3,13 @@
 import math
 from textwrap import dedent
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pallasite.errors import ParseError
+from pallasite.ir.build import Builder
 from pallasite.ir.nodes import (
     At,
     Block,
@@ -317,3 +319,12 @@ def test_ints_that_print_themselves_otherwise_are_ints():
 
     assert str(RefType((Loud(4), 2), F32)) == "ref<f32[4,2] block>"
     assert attr_text((Loud(4), Span(Loud(1), Loud(2)))) == "(4, span(1, 2, 1))"
+
+
+def test_numbers_of_numpy_become_plain_attributes():
+    """`vmap` and jnp compute axes with numpy; emitters print attributes as they are."""
+    builder = Builder()
+    x = builder.constant(1.0, TileType((2, 3), F32))
+    total = builder.op("reduce", x, kind="sum", axes=(np.int64(1),))
+    (axis,) = builder.ops[-1].attrs["axes"]
+    assert type(axis) is int and total.tile.shape == (2,)

@@ -1,16 +1,23 @@
 """An operation of the library against its reference, every way a user can run it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallasite import config
 
-TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+TOLERANCE = {
+    "int32": 0,
+    "float64": 1e-10,
+    "float32": 2e-5,
+    "bfloat16": 3e-2,
+    "float16": 4e-3,
+}
 
 
 def values_agree(operation: Callable, *args: Any) -> None:
@@ -53,16 +60,21 @@ def modes_agree(operation: Callable, *args: Any) -> None:
     )
 
 
-def shards_agree(operation: Callable, axis: int, *args: Any) -> None:
-    """Operands of full rank with dimension `axis` spread over all devices."""
-    rank = max(x.ndim for x in args)
+def shards_agree(
+    operation: Callable, axis: int | Sequence[int | None], *args: Any
+) -> None:
+    """Operands spread over all devices along a dimension each, or copied (None).
+
+    One `axis` stands for that dimension of all operands of full rank.
+    """
+    if isinstance(axis, int):
+        rank = max(x.ndim for x in args)
+        axis = [axis if x.ndim == rank else None for x in args]
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
-    spec = PartitionSpec(*(None,) * axis, "x")
+    specs = [P() if n is None else P(*(None,) * n, "x") for n in axis]
     placed = [
-        jax.device_put(
-            x, NamedSharding(mesh, spec if x.ndim == rank else PartitionSpec())
-        )
-        for x in args
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(args, specs, strict=True)
     ]
     _close(jax.jit(operation)(*placed), operation(*args, implementation="reference"))
 

@@ -86,7 +86,7 @@ def test_what_is_past_the_length_does_not_matter(name):
     ("change", "message"),
     [
         ({0: normal(3, 5, 24)}, "does not divide"),
-        ({1: normal(3, 70, 2, 25)}, "do not fit the query"),
+        ({1: normal(3, 70, 2, 25)}, "needs shape  (3, 70, 2, 24)"),
         ({3: jnp.ones(2, int)}, "needs shape  (3,)"),
         ({3: jnp.ones(3)}, "pass them as int32"),
     ],

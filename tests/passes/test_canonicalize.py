@@ -62,6 +62,9 @@ BECOMES = {
     "%c: i32[8] = constant {value=0}\n%r: i32[8] = xor %m, %c": "%m",
     "%c: i32[8] = constant {value=0}\n%r: i32[8] = shift_left %m, %c": "%m",
     "%r: f32[8,16] = integer_pow %v {y=1}": "%v",
+    # a quotient and its remainder
+    "%c: i32[8] = constant {value=2}\n%d: i32[8] = div %m, %c\n"
+    "%e: i32[8] = mul %d, %c\n%f: i32[8] = rem %m, %c\n%r: i32[8] = add %f, %e": "%m",
     # x op x
     "%r: i32[8] = and %m, %m": "%m",
     "%r: f32[8,16] = max %v, %v": "%v",
@@ -116,6 +119,10 @@ STAYS = [
     "%c: f32[8,16] = constant {value=0.0}\n%r: f32[8,16] = mul %v, %c",
     "%r: f32[8,16] = sub %v, %v",
     "%r: f32[8,16] = div %v, %v",
+    # not of the same division
+    "%c: i32[8] = constant {value=2}\n%d: i32[8] = div %m, %c\n"
+    "%k: i32[8] = constant {value=3}\n"
+    "%e: i32[8] = mul %d, %c\n%f: i32[8] = rem %m, %k\n%r: i32[8] = add %f, %e",
     # rounds
     "%c: bf16[8,16] = cast %v {dtype=bf16}\n%r: f32[8,16] = cast %c {dtype=f32}",
     # saturates
@@ -125,6 +132,30 @@ STAYS = [
     # sign
     "%c: u32[8] = cast %m {dtype=u32}\n%r: i64[8] = cast %c {dtype=i64}",
 ]
+
+
+def test_the_number_of_a_block_and_of_its_part_are_one_number():
+    """As `cut` leaves positions: what compares them can be solved for the step."""
+    code = """%i: i32 = load %n[0]
+%two: i32 = constant {value=2}
+%size: i32 = constant {value=128}
+%half: i32 = constant {value=64}
+%block: i32 = div %i, %two
+%part: i32 = rem %i, %two
+%from: i32 = mul %block, %size
+%more: i32 = mul %part, %half
+%u: i32[8] = broadcast_in_dim %from {shape=(8,), dims=()}
+%w: i32[8] = broadcast_in_dim %more {shape=(8,), dims=()}
+%c: i32[8] = add %w, %m
+%r: i32[8] = add %u, %c"""
+    left = shows(code).splitlines()[:-1]
+    assert [line.split(" = ")[1] for line in left] == [
+        "load %n[0]",
+        "constant {value=64}",
+        "mul %i, %half",
+        "broadcast_in_dim %0 {shape=(8,), dims=()}",
+        "add %m, %1",
+    ]
 
 
 @pytest.mark.parametrize("code", STAYS)

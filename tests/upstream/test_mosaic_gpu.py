@@ -1,4 +1,5 @@
-"""Upstream's own kernels for Hopper on small shapes: in checked mode, and as CUDA C++.
+"""Upstream's own kernels for Hopper and Blackwell on small shapes: in checked mode,
+and as CUDA C++.
 
 They run as installed with JAX, under `pallasite.install()`. What they import besides
 (a profiler, test helpers) is left out: it needs a GPU or packages that are not here.
@@ -121,6 +122,18 @@ MIXED = """
     got = m.mixed_matmul_kernel(a, b, out_dtype=jnp.bfloat16, config=config)
     close(got, m.reference(a, b, out_dtype=jnp.bfloat16), 5e-1)
 """
+
+BLACKWELL = """
+    m = load("blackwell_matmul_mgpu")
+    a, b = normal(128, 96), normal(96, 128)
+    want = a.astype(jnp.float32) @ b.astype(jnp.float32)
+    options = dict(tile_m=32, tile_n=32, tile_k=32, max_concurrent_steps=2)
+    for collective in (False, True):
+        config = m.TuningConfig(
+            **options, collective=collective, epilogue_tile_n=16, grid_tile_width=2
+        )
+        close(m.matmul_kernel(a, b, config), want, 5e-2)
+"""
 # Their emitted text on the CPU, by `tests/backends/cuda/host.py`.
 HOST = """
     import pathlib, tempfile
@@ -143,7 +156,7 @@ HOST_MATMUL = """
     for more in (
         dict(epi_tile_n=32),
         dict(wg_dimension=m.MatmulDimension.M, grid_tile_width=2, tile_k=32),
-        dict(cluster_dimension=m.MatmulDimension.M, tile_m=128),
+        dict(tile_m=128),
     ):
         config = m.TuningConfig(**{**options, **more})
         on_host(lambda a, b: m.matmul(a, b, None, config), want, a, b, atol=5e-2)
@@ -214,6 +227,7 @@ HOST_MIXED = """
 """
 
 KERNELS = [MATMUL, ATTENTION, BACKWARD, RAGGED, TRANSPOSED_RAGGED, MIXED]
+KERNELS.append(BLACKWELL)
 
 ON_HOST = [HOST_MATMUL, HOST_ATTENTION, HOST_RAGGED, HOST_TRANSPOSED_RAGGED, HOST_MIXED]
 

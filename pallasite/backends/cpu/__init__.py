@@ -13,6 +13,7 @@ from pallasite.backends.base import (
     Compiled,
     Launch,
     Options,
+    Resource,
     Stage,
     scheduled_kernel,
 )
@@ -107,6 +108,9 @@ class CpuBackend:
             keep_alive=owner,
             scratch_results=tuple((ref.shape, ref.dtype.np.name) for ref in more),
         )
+
+    def resources(self, compiled: Compiled) -> Sequence[Resource]:
+        return ()  # the compiler after this one divides registers and memory
 
     def version(self) -> str:
         return f"cpu 1, {compiler.version()}"

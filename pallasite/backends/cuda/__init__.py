@@ -7,6 +7,7 @@ assembles the PTX, so no CUDA tool.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -14,11 +15,12 @@ from pallasite.backends.base import (
     Compiled,
     Launch,
     Options,
+    Resource,
     Stage,
     scheduled_kernel,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import one_role
+from pallasite.backends.cuda.authored import one_role, share_core
 from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
@@ -81,6 +83,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("scale_after_max", scale_after_max),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
+        Pass("share_core", partial(share_core, chip=chip)),
         Pass("sink_loads", sink_loads),
     )
 
@@ -129,6 +132,19 @@ class CudaBackend:
 
     def version(self) -> str:
         return f"cuda 1, {nvrtc.version()}"
+
+    def resources(self, compiled: Compiled) -> Sequence[Resource]:
+        chip = _chip(compiled.options)
+        shared = emit.Launched.of(compiled["cuda"]).shared_bytes
+        found = [Resource("shared memory", shared, chip.shared.bytes)]
+        registers = re.search(r"Used (\d+) registers", compiled["ptxas"])
+        if registers is not None:
+            most = chip.registers_per_thread
+            found.append(Resource("registers", int(registers[1]), most, "per thread"))
+        spills = re.search(r"(\d+) bytes spill stores", compiled["ptxas"])
+        if spills is not None and int(spills[1]):
+            found.append(Resource("spilled registers", int(spills[1]), 0))
+        return found
 
 
 def _chip(options: Options) -> Gpu:

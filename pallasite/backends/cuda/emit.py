@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-from pallasite.backends.cuda import explicit, functions, memory, tiles
+from pallasite.backends.cuda import clusters, explicit, functions, memory, tiles
 from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
+from pallasite.backends.cuda.clusters import Clusters
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
-from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
+from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
-from pallasite.backends.cuda.meetings import NOTHING, Meetings
+from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.text import c_type
@@ -93,7 +94,7 @@ def emit(kernel: Kernel, shared_bytes: int, approx_math: bool = False) -> str:
     return emitter.text()
 
 
-class Emitter(Explicit):
+class Emitter(Clusters):
     """Walks a kernel and writes its function."""
 
     def __init__(self, kernel: Kernel, shared_bytes: int):
@@ -104,6 +105,7 @@ class Emitter(Explicit):
         check_inputs_are_kept(kernel, accesses, "cuda")
         self.fenced = fenced(kernel, accesses)
         self.written = _written(accesses)
+        self.exchanges = _exchanges(accesses)
         self.rounded_away = rounded_away(kernel)
         self.threads, self.vector_elements = _threads(kernel, accesses)
         roles = [op for op in walk(self.program.body) if op.name == "roles"]
@@ -174,8 +176,9 @@ class Emitter(Explicit):
         if self.arch:  # the compiler has all registers for so many programs
             bounds += f", {self.per_core}"
         shared = "  extern __shared__ __align__(1024) char shared[];"
+        cluster = f"__cluster_dims__({self.blocks}, 1, 1) " if self.blocks > 1 else ""
         head = [
-            f'extern "C" __global__ void __launch_bounds__({bounds})',
+            f'extern "C" __global__ void {cluster}__launch_bounds__({bounds})',
             f"{launched.name}({', '.join(params)}) {{",
             *([shared] if self.shared_bytes else []),
             "  const u32 thread = threadIdx.x;",
@@ -240,6 +243,7 @@ class Emitter(Explicit):
             if prod(grid[:axis]) > 1:
                 text = f"{text} % {size}"
             self.env[value] = self.let(value.tile.dtype, text, op, "program")
+        self.note_cluster(pipeline)
         self.block(pipeline.body)
 
     def emit_alloc(self, op: Op) -> None:
@@ -264,7 +268,8 @@ class Emitter(Explicit):
     def is_better_swizzled(self, memory: Value) -> bool:
         """Whether rows that threads access and copies move would share their banks."""
         uses = self.uses.get(memory, frozenset())
-        both = "copy_start" in uses and not uses.isdisjoint(("load", "store"))
+        copied = not uses.isdisjoint(COPIES)
+        both = copied and not uses.isdisjoint(("load", "store"))
         return self.is_authored and both and can_swizzle(memory.ref)
 
     # --- control flow ---
@@ -367,6 +372,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
     **explicit.RULES,
+    **clusters.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,
     "for": Emitter.emit_for,
@@ -420,6 +426,14 @@ def _threads(kernel: Kernel, accesses: Mapping[Value, list[Op]]) -> tuple[int, i
 
 def _written(accesses: Mapping[Value, list[Op]]) -> set[Value]:
     return {m for m, ops in accesses.items() if any(op.name != "load" for op in ops)}
+
+
+def _exchanges(accesses: Mapping[Value, list[Op]]) -> bool:
+    """Whether some main memory is both written and read."""
+    return any(
+        memory.ref.space != "smem" and {"load"} < {op.name for op in ops}
+        for memory, ops in accesses.items()
+    )
 
 
 def _only_multiplied(body: Block) -> set[Value]:

@@ -26,7 +26,7 @@ from pallasite.backends.cuda.memory import (
     times,
 )
 from pallasite.backends.cuda.pairs import pairs
-from pallasite.backends.cuda.products import ROUNDED
+from pallasite.backends.cuda.products import AFTER_LOADS, ROUNDED
 from pallasite.backends.cuda.shared import (
     ROW_BYTES,
     ROWS,
@@ -42,6 +42,7 @@ from pallasite.passes.analysis.carried import covers_whole
 MAP_BYTES = 128
 WARPS = 4  # of a warpgroup
 MAX_BOX = 256  # elements of a copy along a dimension
+LINE_ALIGNMENT = 16  # bytes, of copies that no description is needed for
 MAX_RANK = 5  # of an array that the copy engine knows
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
 ALONE = "load"  # the role that one thread runs
@@ -72,6 +73,8 @@ class Explicit(Shared):
         self.warpgroups = 1
         self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
+        self.has_roles = False  # their code is written
+        self.starts_together = False  # with the other blocks of a cluster
         self.only_multiplied: set[Value] = set()  # integers made floats for products
         self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
         self.seen_maps: set[int] = set()  # that the role uses
@@ -125,8 +128,9 @@ class Explicit(Shared):
             # What copies bring beside the tile, to fill panels.
             copies = [u for u in self.users[op.operands[0]] if u.name == "copy_start"]
             for target in (u.operands[1].ref for u in copies):
-                bytes_ += swizzled_bytes(target.shape, target.dtype)
-                bytes_ -= target.size * target.dtype.bytes
+                if target.layout is not None:
+                    bytes_ += swizzled_bytes(target.shape, target.dtype)
+                    bytes_ -= target.size * target.dtype.bytes
             self.out.line(f"barrier_expect({at}, {bytes_});")
         elif bytes_:
             self.out.line(
@@ -138,6 +142,8 @@ class Explicit(Shared):
 
     def emit_barrier_arrive(self, op: Op) -> None:
         at = self.barriers[op.operands[0]]
+        if op.attrs.get(AFTER_LOADS):
+            self.out.line("__syncwarp();")
         first = "" if self.alone else "if (thread % 32 == 0) "
         self.out.line(f"{first}barrier_arrive({at});")
 
@@ -166,7 +172,13 @@ class Explicit(Shared):
         source, target, *rest = op.operands
         spaces = [ref.ref.space == "smem" for ref in (source, target)]
         self.meet_before(op)
-        if spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
+        if self.alone and target not in self.rings:
+            view = self.views[source]
+            to = self.plain_address(op, target, alignment=LINE_ALIGNMENT)
+            bytes_ = target.ref.size * target.ref.dtype.bytes
+            where = f"{view.pointer} + ({text_of(view.offset)}), {bytes_}"
+            self.out.line(f"copy_line({to}, {where}, {self.barriers[rest[0]]});")
+        elif spaces == [False, True] and len(rest) == 1 and rest[0] in self.barriers:
             for at, number, places in self.boxes(op, self.views[source], target):
                 where = f"maps + {number * MAP_BYTES}, {self.barriers[rest[0]]}"
                 call = f"copy_in_{len(places)}({at}, {where}, {', '.join(places)});"
@@ -245,15 +257,15 @@ class Explicit(Shared):
         if view.dims[-1].size * width % 16:
             self.refuse(op, "the copy engine copies multiples of 16 bytes")
 
-    def plain_address(self, op: Op, shared: Value) -> str:
+    def plain_address(self, op: Op, shared: Value, alignment: int = ROW_BYTES) -> str:
         """Where memory that is not swizzled starts."""
         view, step = self.views[shared], 1
         for dim in reversed(view.dims):
             if dim.stride != step:
                 self.refuse(op, f"{shared.type} is not contiguous")
             step *= dim.size
-        if multiple_of(view.offset) * view.dtype.bytes % ROW_BYTES:
-            self.refuse(op, f"shared memory not at a multiple of {ROW_BYTES} bytes")
+        if multiple_of(view.offset) * view.dtype.bytes % alignment:
+            self.refuse(op, f"shared memory not at a multiple of {alignment} bytes")
         offset = "" if view.offset == 0 else f" + ({text_of(view.offset)})"
         return f"shared_address({view.pointer}{offset})"
 
@@ -439,8 +451,9 @@ class Explicit(Shared):
         rest, self.out.lines = self.out.lines[before:], self.out.lines[:before]
         self.make_barriers()
         self.make_maps()
-        self.out.line("__syncthreads();")
+        self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
         self.out.lines += rest
+        self.has_roles = True
 
     def base_lines(self, indent: str) -> list[str]:
         return [

@@ -166,6 +166,7 @@ FUNCTIONS: dict[str, str] = {
     **hopper.BARRIERS,
     **hopper.MAPS,
     **hopper.COPIES,
+    **hopper.CLUSTERS,
 }  # fmt: skip
 
 

@@ -171,9 +171,55 @@ def copy_out(rank: int) -> str:
     )
 
 
+def copy_to_blocks(rank: int) -> str:
+    """The same, to that place in each block of the cluster whose bit is set."""
+    numbers = ", ".join(f"int c{n}" for n in range(rank))
+    places = ", ".join(f"%{4 + n}" for n in range(rank))
+    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    return (
+        f"DEVICE void copy_to_blocks_{rank}(u32 to, const void* map, u32 barrier, "
+        f"u32 blocks, {numbers}) {{\n"
+        f'  asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile'
+        ".mbarrier::complete_tx::bytes.multicast::cluster"
+        f' [%0], [%1, {{{places}}}], [%2], %3;"\n'
+        f'    :: "r"(to), "l"(map), "r"(barrier), "h"((u16)blocks), {given}'
+        ' : "memory");\n}\n'
+    )
+
+
+CLUSTERS: dict[str, str] = {
+    # An arrival at the barrier at that place in another block. It orders what the
+    # warp has read of shared memory, and writes of it only after a fence, which takes
+    # as long as a product.
+    "arrive_at": (
+        "DEVICE void arrive_at(u32 barrier, u32 block) {\n"
+        '  asm volatile("{\\n.reg .b32 there;\\n"\n'
+        '    "mapa.shared::cluster.u32 there, %0, %1;\\n"\n'
+        '    "mbarrier.arrive.shared::cluster.b64 _, [there];\\n}"\n'
+        '    :: "r"(barrier), "r"(block) : "memory");\n}\n'
+    ),
+    "writes_before_arrival": (
+        "DEVICE void writes_before_arrival() {\n"
+        '  asm volatile("fence.acq_rel.cluster;" ::: "memory");\n}\n'
+    ),
+    "blocks_meet": (
+        "DEVICE void blocks_meet() {\n"
+        '  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");\n'
+        '  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");\n}\n'
+    ),
+    **{f"copy_to_blocks_{rank}": copy_to_blocks(rank) for rank in range(1, 6)},
+}
+
 COPIES = {
     **{f"copy_in_{rank}": copy_in(rank) for rank in range(1, 6)},
     **{f"copy_out_{rank}": copy_out(rank) for rank in range(1, 6)},
+    # Bytes that are next to each other, a multiple of 16 of them.
+    "copy_line": (
+        "DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {\n"
+        '  asm volatile("cp.async.bulk.shared::cluster.global'
+        '.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"\n'
+        '    :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");\n}\n'
+    ),
     # The copies out since the last such call are a group.
     "copies_together": (
         "DEVICE void copies_together() "

@@ -13,6 +13,7 @@ from pallasite.passes.analysis.memory import Roots
 
 Accessed = frozenset[tuple[str, Value]]  # "read" or "written", and the memory
 NOTHING: Accessed = frozenset()
+COPIES = ("copy_start", "cluster_copy")
 MEETS = ("fence_async", "bulk_wait")  # all warps meet in these
 
 
@@ -33,7 +34,7 @@ class Meetings:
             for how in ("read", "written")
         )
         accessed = NOTHING if needed else accessed
-        if op.name == "copy_start":  # by the copy engine, which its waits are for
+        if op.name in COPIES:  # by the copy engine, which its waits are for
             return needed, accessed
         found = {("read", m) for m in reads} | {("written", m) for m in writes}
         return needed, accessed | found
@@ -44,7 +45,7 @@ class Meetings:
             return self.shared(op.operands), []
         if op.name == "store":
             return [], self.shared(op.operands[:1])
-        if op.name == "copy_start":
+        if op.name in COPIES:
             return self.shared(op.operands[:1]), self.shared(op.operands[1:2])
         return [], []
 

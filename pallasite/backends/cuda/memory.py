@@ -350,18 +350,23 @@ class Memory(Tiles):
         most = VECTOR_BYTES // view.dtype.bytes
         if spread is None or masked or not spread.digits or not place.spots:
             return 1
-        fastest = place.spots[-1]
+        moving = [spot for spot in place.spots if spot.dim.size > 1]
+        fastest = (moving or place.spots)[-1]
         dim, axis, stride = fastest.dim, fastest.along, fastest.stride
-        last, inner = len(spread.shape) - 1, spread.digits[-1]
+        wide = [d for d, size in enumerate(spread.shape) if size > 1]
+        last = wide[-1] if wide else len(spread.shape) - 1
+        inner = spread.digits[-1]
         contiguous = axis == last == inner.dim and inner.stride == stride == 1
         if not contiguous or dim.stride != 1:
             return 1
         known = gcd(most, inner.count, multiple_of(view.offset))
         known = gcd(known, spread.lane_multiple(last))
         known = gcd(known, *(d.stride for d in spread.digits[:-1] if d.dim == last))
-        for other in place.spots[:-1]:
+        for other in place.spots:
             if isinstance(other.along, Tile):
                 return 1
+            if other is fastest or other.dim.size == 1:
+                continue
             known = gcd(known, other.dim.stride * other.stride)
         if spread.has_padding(last):
             known = gcd(known, spread.shape[last])

@@ -24,6 +24,9 @@ def _arithmetic(name: str, kind: str) -> str:
 
 
 FUNCTIONS = {
+    # A constant that ptxas takes for a variable, or it would make it anew for each use.
+    # Launches have one dimension.
+    "in_register": "DEVICE u32 in_register(u32 x) { return x | blockIdx.z; }\n",
     **{
         f"pairs_{name}_{kind}": _arithmetic(name, kind)
         for name in ARITHMETIC
@@ -32,9 +35,8 @@ FUNCTIONS = {
     # 128 plus the low bits, minus 128 or, of negative numbers, 256.
     "pairs_of_i8_bf16": (
         "DEVICE u32 pairs_of_i8_bf16(u8 x, u8 y) {\n"
-        "  const u32 both = __byte_perm(x | y << 8, 0, 0x4140);\n"
-        "  return pairs_sub_bf16(both & 0x007f007f | 0x43004300,"
-        " both & 0x00800080 | 0x43004300);\n}\n"
+        "  const u32 both = __byte_perm(x | y << 8, in_register(0x43), 0x4140);\n"
+        "  return pairs_sub_bf16(both & 0xff7fff7f, both & 0xff80ff80);\n}\n"
     ),
     # 1024 + 128 + the number, minus 1152.
     "pairs_of_i8_f16": (

@@ -2,13 +2,14 @@
 
 `Plan(program)` finds each `dot`, the addition it can be part of, and the loads of main
 memory that only feed products: these become copies of the copy engine into rings in
-shared memory. What a Hopper warpgroup cannot multiply is refused here, with the reason.
+shared memory. So do *lines* beside them, numbers of the rows or columns of a step that
+threads would wait for. What a Hopper warpgroup cannot multiply is refused here, with
+the reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import NoReturn
 
 from pallasite.backends.cuda.layouts import WARPGROUP
@@ -18,12 +19,14 @@ from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
 from pallasite.ir.types import F32, I32, DType, TileType
+from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import root_among
 from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
 BOX = 256  # most rows of one copy
 ROW_MULTIPLE = 16  # bytes that divide the rows of arrays it copies
+MOST_LINE_BYTES = 4096
 K_BYTES = 32  # of each operand's row that one instruction multiplies
 MOST_COLUMNS = 256
 MOST_SUMS = 200  # registers of a thread for one product
@@ -36,6 +39,7 @@ STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
+AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded what is freed
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
@@ -83,15 +87,18 @@ class Ring:
     arrays: tuple[Value, ...]
     tiles: tuple[TileType, ...]
     is_shared: bool  # by all loads of these arrays and shapes
+    lines: frozenset[int] = frozenset()  # tiles that are as they are in main memory
     stages: int = 1
 
     @property
     def bytes(self) -> int:
-        """Of one stage, whose rows are whole rows of panels."""
-        return sum(
-            prod(t.shape[:-1]) * -(-t.shape[-1] * t.dtype.bytes // SWIZZLE) * SWIZZLE
-            for t in self.tiles
-        )
+        """Of one stage; the rows of swizzled tiles are whole rows of panels."""
+        total = 0
+        for n, tile in enumerate(self.tiles):
+            row = tile.size if n in self.lines else tile.shape[-1]
+            panels = -(-row * tile.dtype.bytes // SWIZZLE)
+            total += tile.size // row * panels * SWIZZLE
+        return total
 
     @property
     def tile_bytes(self) -> int:
@@ -105,6 +112,13 @@ class Group:
     loads: list[Op]
     block: Block
     ring: Ring
+
+    def is_line(self, load: Op) -> bool:
+        return self.loads.index(load) in self.ring.lines
+
+    @property
+    def has_lines(self) -> bool:
+        return bool(self.ring.lines)
 
 
 class Plan:
@@ -125,7 +139,8 @@ class Plan:
             self.by_op[id(self.place_of(each))] = each
         self.rings: list[Ring] = []
         self.groups = [
-            Group(loads, block, self.ring(loads)) for loads, block in self.together()
+            Group(loads, block, self.ring(loads))
+            for loads, block in self.with_lines(self.together())
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # programs of a multiprocessor at once
@@ -353,6 +368,47 @@ class Plan:
         places = {id(op): n for n, op in enumerate(self.home[id(loads[0])].ops)}
         return sorted(loads, key=lambda op: places[id(op)])
 
+    def with_lines(
+        self, groups: Sequence[tuple[list[Op], Block]]
+    ) -> Iterator[tuple[list[Op], Block]]:
+        """The lines that each step of a loop loads come with its first operands."""
+        taken = {id(op) for loads, _ in groups for op in loads}
+        for loads, block in groups:
+            lines = list[Op]()
+            if block is not self.program:
+                lines = [o for o in block.ops if id(o) not in taken and self.is_line(o)]
+            taken |= {id(op) for op in lines}
+            yield self.in_order([*loads, *lines]), block
+
+    def is_line(self, op: Op) -> bool:
+        """Whether an op loads whole blocks of numbers that are next to each other."""
+        if op.name != "load" or Access.of(op).mask is not None:
+            return False
+        access, view = Access.of(op), self.made.get(op.operands[0])
+        if view is None or view.name != "block_view":
+            return False
+        if not covers_whole(access.ref.ref.shape, access.index):
+            return False
+        array, window = view.operands[0], view.attrs["window"]
+        if array not in self.kernel.inputs or array in self.written:
+            return False
+        width, size = array.ref.dtype.bytes, op.result.tile.size
+        if size * width % ROW_MULTIPLE or size * width > MOST_LINE_BYTES:
+            return False
+        apart = width  # bytes between neighbours along a dimension
+        inner = True  # all dimensions after it are whole
+        dims = list(zip(array.ref.shape, window.dims, strict=True))
+        for whole, dim in reversed(dims):
+            if dim.kind not in ("blocked", "squeezed") or whole % dim.size:
+                return False
+            if dim.size > 1 and not inner:
+                return False
+            if dim.size < whole and dim.size * apart % ROW_MULTIPLE:
+                return False
+            inner = inner and dim.size == whole
+            apart *= whole
+        return True
+
     def ring(self, loads: Sequence[Op]) -> Ring:
         """The ring of such loads; a new one where there is none.
 
@@ -361,6 +417,8 @@ class Plan:
         """
         arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
         tiles = tuple(op.result.tile for op in loads)
+        sides = {id(s.load) for p in self.products for s in p.sides}
+        lines = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -368,9 +426,10 @@ class Plan:
             if side.load is not None and side.load in loads
         )
         for ring in self.rings if is_shared else ():
-            if ring.is_shared and (ring.arrays, ring.tiles) == (arrays, tiles):
+            same = ring.arrays, ring.tiles, ring.lines
+            if ring.is_shared and same == (arrays, tiles, lines):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared))
+        self.rings.append(Ring(arrays, tiles, is_shared, lines))
         return self.rings[-1]
 
     def choose_stages(self) -> None:
@@ -401,6 +460,20 @@ class Plan:
         words = 4 * sum(v.tile.size for v in sums.values())
         words += sum(tile.size * tile.dtype.bytes for tile in made)
         return words // 4 // (128 * self.warpgroups)
+
+    @property
+    def registers_of_a_step(self) -> int:
+        """Of a thread, for all sums and computed left sides of the largest block."""
+        bytes_ = dict[Block, int]()
+        for product in self.products:
+            block = self.home[id(product.dot)]
+            tiles = [(product.result.tile, 4)]
+            if product.lhs.load is None:
+                tiles.append(
+                    (product.lhs.value.tile, product.lhs.value.tile.dtype.bytes)
+                )
+            bytes_[block] = bytes_.get(block, 0) + sum(t.size * n for t, n in tiles)
+        return max(bytes_.values()) // 4 // self.threads
 
     def has_stages(self, available: int, least: int) -> bool:
         """Give rings their stages, if at least so many fit where loads repeat.

@@ -21,6 +21,7 @@ from typing import Any
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import uses_product
 from pallasite.backends.cuda.products import (
+    AFTER_LOADS,
     ROUNDED,
     SWIZZLE,
     Group,
@@ -42,6 +43,7 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
+SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
 # Registers of a thread for products that stay in flight from one step to the next. With
 # more, ptxas runs all products of a kernel one after another.
 MOST_IN_FLIGHT = 200
@@ -50,6 +52,9 @@ MOST_IN_FLIGHT = 200
 # with.
 REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
 REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160)}
+# The same where tiles take nearly all: without these few, ptxas runs all products of a
+# kernel one after another. The thread that copies has just enough.
+MANY, REGISTERS_OF_MANY = 200, {(2, 1): (24, 240)}
 
 
 def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -73,13 +78,21 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     notes = {
         "cuda.names": (LOAD, COMPUTE),
         "cuda.warpgroups": (1, plan.warpgroups),
-        "cuda.registers": REGISTERS[plan.warpgroups, plan.per_core],
+        "cuda.registers": _registers(plan),
         "cuda.per_core": plan.per_core,
     }
     inner.ops.append(
         Op("roles", attrs=notes, regions=tuple(regions), loc=pipeline.op.loc)
     )
     return _with_program(kernel, pipeline, inner.block([number]), blocks)
+
+
+def _registers(plan: Plan) -> tuple[int, int] | None:
+    """Of a thread that copies, and of one that multiplies."""
+    key = plan.warpgroups, plan.per_core
+    usual = REGISTERS[key]
+    is_full = plan.registers_of_a_step > MANY
+    return REGISTERS_OF_MANY.get(key, usual) if is_full else usual
 
 
 def _check_scalar(plan: Plan, body: Block) -> None:
@@ -142,7 +155,7 @@ class _Memory:
         self.full: dict[Ring, Value] = {}
         self.empty: dict[Ring, Value] = {}
         for ring in plan.rings:
-            types = [_swizzled(ring.stages, tile) for tile in ring.tiles]
+            types = [_slots(ring, n) for n in range(len(ring.tiles))]
             self.buffers[ring] = tuple(_alloc(b, t, "ring") for t in types)
         for ring in plan.rings:
             warps = 4 * plan.warpgroups
@@ -156,9 +169,10 @@ def _alloc(b: Builder, type: RefType, name: str) -> Value:
     return ref
 
 
-def _swizzled(stages: int, tile: TileType) -> RefType:
-    layout = Layout("swizzle", (SWIZZLE,))
-    return RefType((stages, *tile.shape), tile.dtype, "smem", layout)
+def _slots(ring: Ring, number: int) -> RefType:
+    tile = ring.tiles[number]
+    layout = None if number in ring.lines else Layout("swizzle", (SWIZZLE,))
+    return RefType((ring.stages, *tile.shape), tile.dtype, "smem", layout)
 
 
 def _barriers(stages: int, arrivals: int) -> RefType:
@@ -298,13 +312,18 @@ class _Loading(_Role):
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
             # Products of f32 are of its upper 19 bits, to which copies round it.
-            is_f32 = load.result.tile.dtype == F32
+            is_f32 = load.result.tile.dtype == F32 and not group.is_line(load)
             notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
             b.emit("copy_start", source, target, full, priority=0, **notes)
 
 
 def _is_tile(value: Value) -> bool:
     return isinstance(value.type, TileType) and value.type.size > 1
+
+
+def _holds(op: Op, users: Sequence[Op]) -> bool:
+    """Whether an op or one in its regions is among others."""
+    return op in users or any(o in users for r in op.regions for o in walk(r))
 
 
 def _is_effect(op: Op) -> bool:
@@ -420,9 +439,30 @@ class _Computing(_Role):
             early = set[int]().union(*moved)
         last = max((n for n, op in enumerate(block.ops) if id(op) in early), default=-1)
         if any(writes(op) for op in block.ops[:last] if id(op) not in early):
-            return list(block.ops)
+            early = set()
         first = [op for op in block.ops if id(op) in early]
-        return first + [op for op in block.ops if id(op) not in early]
+        rest = [op for op in block.ops if id(op) not in early]
+        return self.lines_at_their_use([*first, *rest])
+
+    def lines_at_their_use(self, ops: Sequence[Op]) -> list[Op]:
+        """Ops in an order in which lines take no registers before they are used."""
+        late = list[Op]()
+        values = set[Value]()
+        for op in ops:
+            group = self.plan.group_of.get(id(op))
+            is_line = group is not None and group.is_line(op)
+            if is_line or (op.name in SAME_NUMBERS and op.operands[0] in values):
+                late.append(op)
+                values.add(op.result)
+        placed = list(ops)
+        for op in reversed(late):
+            users = self.plan.users[op.result]
+            uses = (n for n, each in enumerate(placed) if _holds(each, users))
+            place = next(uses, None)
+            if place is not None:
+                placed.remove(op)
+                placed.insert(place - 1, op)
+        return placed
 
     def passing(self, block: Block, early: set[int]) -> Op | None:
         """A load that would be before one that takes an earlier slot of its ring."""
@@ -462,7 +502,9 @@ class _Computing(_Role):
             full = self.barrier(b, self.memory.full[group.ring], slot)
             b.emit("barrier_wait", full, parity)
             self.open[group] = slot
-        if not self.is_multiplied_only(op.result):
+        if group.is_line(op):
+            self.new[op.result] = b.load(self.buffer(b, group, op, self.open[group]))
+        elif not self.is_multiplied_only(op.result):
             self.kept(op, b)  # used in another way, too: loaded as any tile
 
     def is_multiplied_only(self, value: Value) -> bool:
@@ -492,7 +534,9 @@ class _Computing(_Role):
         return self.plan.uses(op, group)
 
     def free(self, group: Group, slot: Value, b: Builder) -> None:
-        b.emit("barrier_arrive", self.barrier(b, self.memory.empty[group.ring], slot))
+        notes: dict[str, Any] = {AFTER_LOADS: True} if group.has_lines else {}
+        empty = self.barrier(b, self.memory.empty[group.ring], slot)
+        b.emit("barrier_arrive", empty, **notes)
 
     # --- products ---
 

@@ -339,6 +339,8 @@ class Tiles(Core):
                 if lane.count & (lane.count - 1):
                     self.refuse(op, f"{lane.count} threads share a sum")
                 other = f"__shfl_xor_sync(~0u, {sums.held()}, {step})"
+                if sums.dtype.bytes < 4:  # shuffled as an int
+                    other = f"({self.type(sums.dtype, op)}){other}"
                 text = self.combined(op, kind, sums.dtype, sums.held(), other)
                 self.out.line(f"EACH({sums.registers}) {sums.held()} = {text};")
                 step *= 2

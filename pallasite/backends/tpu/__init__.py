@@ -17,6 +17,7 @@ from pallasite.backends.base import (
     Compiled,
     Launch,
     Options,
+    Resource,
     Stage,
     scheduled_kernel,
 )
@@ -128,6 +129,7 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import call_config, core_of
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
+        from pallasite.backends.tpu.remote import check_collective_id, talks_to_devices
         from pallasite.backends.tpu.vmem import limit_for
 
         options, kernel = compiled.options, compiled.kernel
@@ -137,9 +139,11 @@ class TpuBackend:
         sparse = core_of(options) != "tc"
         vmem = None if sparse else limit_for(compiled.scheduled, chip)
         sites = sites_of(kernel)
+        check_collective_id(kernel, options.compiler_params)
+        talks = talks_to_devices(kernel.body)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options, vmem),
+            config=call_config(compiled["mosaic"], options, vmem, talks),
             api_version=1,
             aliases=arrays.aliases,
             log_words=ROWS * LANES if sites else 0,
@@ -154,6 +158,13 @@ class TpuBackend:
         from pallasite.backends.tpu.compile import DIALECT_VERSION
 
         return f"1+mosaic{DIALECT_VERSION}"
+
+    def resources(self, compiled: Compiled) -> Sequence[Resource]:
+        from pallasite.backends.tpu.vmem import taken
+
+        chip = compiled.options.chip
+        used = taken(compiled.scheduled, chip if isinstance(chip, Tpu) else None)
+        return (Resource("VMEM", *used),)
 
 
 def make_mosaic(scheduled: str, debug: bool = False, core: str = "tc") -> str:

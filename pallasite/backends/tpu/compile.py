@@ -84,13 +84,19 @@ def _parsed(text: str) -> Any:
     return module
 
 
-def call_config(text: str, options: Options, vmem_bytes: int | None = None) -> str:
+def call_config(
+    text: str,
+    options: Options,
+    vmem_bytes: int | None = None,
+    has_communication: bool = False,
+) -> str:
     """The backend_config of the custom call, as JSON.
 
     Args:
         text: the Mosaic module.
         options: what the author said.
         vmem_bytes: the limit on vector memory, where the author names none.
+        has_communication: whether it copies to or signals other devices.
     """
     params = dict(options.compiler_params)
     _check_params(params)
@@ -103,6 +109,8 @@ def call_config(text: str, options: Options, vmem_bytes: int | None = None) -> s
     if body is not None:
         config["serialization_format"] = params.get("serialization_format") or 1
     config |= {k: params[k] for k in PASSED_ON if params.get(k) is not None}
+    if has_communication:
+        config["has_communication"] = True
     if params.get("allow_input_fusion"):
         config["allow_input_fusion"] = list(params["allow_input_fusion"])
     if options.cost_estimate is not None:

@@ -7,9 +7,9 @@ loops.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallasite.backends.tpu import elementwise, memory, tiles
+from pallasite.backends.tpu import elementwise, memory, remote, tiles
 from pallasite.backends.tpu.elementwise import SPELLINGS
-from pallasite.backends.tpu.memory import Memory
+from pallasite.backends.tpu.remote import Remote
 from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.ir.nodes import Block, Op, Value
@@ -20,7 +20,7 @@ from pallasite.ir.types import I32, TileType
 TAKE_NOTHING = ("slice", "concatenate", "pad")
 
 
-class Control(Memory):
+class Control(Remote):
     """Writes blocks."""
 
     def emit_block(self, block: Block) -> tuple[str, ...]:
@@ -241,6 +241,7 @@ RULES: dict[str, Callable[[Any, Op], str | tuple[str, ...] | None]] = {
     **elementwise.RULES,
     **tiles.RULES,
     **memory.RULES,
+    **remote.RULES,
     "for": Control.emit_for,
     "while": Control.emit_while,
     "cond": Control.emit_cond,

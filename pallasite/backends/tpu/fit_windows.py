@@ -346,9 +346,11 @@ class _Fitting:
         old, param = fitted.shown, self._own_param(fitted.shown)
         self._check_fill(fitted)
         if not fitted.changes:
-            if self.lengths[old.block]:
-                self.replaced[old.block] = self._of_length(b, old, old.block)
-            return old._replace(array=param.value)
+            block = old.block
+            if self.lengths[block]:  # what it is copied from, and what replaces it
+                block = Value(old.block.type, old.block.name)
+                self.replaced[old.block] = self._of_length(b, old, block)
+            return old._replace(array=param.value, block=block)
         ref = old.array.ref.with_shape(fitted.form.carried_shape)
         param.value, param.note = Value(ref, old.array.name), fitted.note
         window = fitted.window

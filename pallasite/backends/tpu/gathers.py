@@ -163,9 +163,7 @@ class _Accesses:
         index, operands, inside = self._slice(b, place)
         ref, name = self.access.ref, self.op.name
         if name == "load":
-            found = b.load(ref, index, operands)
-            if mask is not None and other is not None:
-                found = b.select(mask, found, other)
+            found = b.load(ref, index, operands, mask, other)
             results[0].put(b, place, found)
             return
         assert value is not None

@@ -59,6 +59,14 @@ def limit_for(kernel: Kernel, chip: Tpu | None) -> int | None:
     return min(needed, int(MOST * max(each.vmem.bytes for each in chips)))
 
 
+def taken(kernel: Kernel, chip: Tpu | None) -> tuple[int, int]:
+    """Bytes of windows and scratch, and what a kernel is given."""
+    limit = limit_for(kernel, chip)
+    chips = TPUS.values() if chip is None else (chip,)
+    given = min(each.scoped_vmem for each in chips) if limit is None else limit
+    return sum(size for _, size in _named(kernel)), given
+
+
 def cut_if_large(kernel: Kernel) -> Kernel:
     """Smaller blocks where some chip has no room for the author's.
 

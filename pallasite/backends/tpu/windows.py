@@ -114,11 +114,18 @@ def returned_to(kernel: Kernel, pipeline: Pipeline) -> Iterator[tuple[Shown, int
 def _entered_again(
     grid: Sequence[int | None], moves: WindowMoves
 ) -> tuple[int, int] | None:
-    """An axis along which the window stays, and one inside it along which it moves."""
-    several = [a for a, n in enumerate(grid) if n is not None and n > 1]
+    """An axis along which the window stays, and one inside it along which it moves.
+
+    Or may do so, where the map is a sum of grid indices. Numbers read from operands are
+    taken as the author's promise that visits of a block follow one another.
+    """
+    computed = all(form.affine is not None for form in moves.forms)
+    leaving = moves.apart if computed else moves.axes
+    moving = moves.axes if computed else moves.apart
+    several = [a for a, n in enumerate(grid) if n is None or n > 1]
     for outer in several:
         for inner in several:
-            if outer < inner and outer not in moves.axes and inner in moves.apart:
+            if outer < inner and outer not in leaving and inner in moving:
                 return outer, inner
     return None
 

@@ -54,12 +54,8 @@ class FourBits(Memory):
                 "two numbers share a byte, and one of them may be another thread's",
                 "store whole rows of an even length, in blocks that divide the array",
             )
-        fenced = place.view.memory in self.fenced
-        if fenced:
-            self.fence()
-        self.store_pairs(place, self.env[access.value])
-        if fenced:
-            self.fence()
+        with self.between_fences(place.view):
+            self.store_pairs(place, self.env[access.value])
 
     def is_whole_bytes(self, access: Access, place: Place) -> bool:
         """Whether all elements come in pairs that share a byte."""

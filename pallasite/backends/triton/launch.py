@@ -7,21 +7,20 @@
 norms on an H200, cost 2 to 7 percent.
 
 The model counts, for one program: 32-bit words that are live at once (registers),
-bytes of shared memory that products take once and per step of their loop, and bytes
-loaded at a time. From these follow registers per thread and programs per
-multiprocessor.
+bytes of shared memory by the number of stages (`shared_memory.py`), and bytes loaded
+at a time. From these follow registers per thread and programs per multiprocessor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import isqrt, prod
 from typing import Any
 
+from pallasite.backends.triton.shared_memory import SharedMemory, tile_bytes
 from pallasite.backends.triton.text import physical, power_of_two
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Access, Block, Gather, Kernel, Op, Value, walk
-from pallasite.ir.roles import Dot, DotSide, Pipeline
+from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -44,21 +43,22 @@ def schedule_launch(kernel: Kernel, params: Mapping[str, Any], chip: Gpu) -> Ker
     """Note the launch on the grid and its loops.
 
     Raises:
-        ChipMemoryError: the operands of a product, or a transposed tile, do not fit
+        ChipMemoryError: the operands of products, or a transposed tile, do not fit
             into shared memory.
     """
     need = Need.of(kernel)
-    if need.turned > chip.shared.bytes:
-        raise _too_large("a transposed tile does not fit", need.turned, chip)
     warps = params.get("num_warps") or _warps(need, chip)
-    stages = params.get("num_stages") or _stages(need, warps, chip)
+    shared = SharedMemory(kernel, int(warps))
+    if shared.bytes(stages=1) > chip.shared.bytes:
+        raise _too_large(shared, chip)
+    stages = params.get("num_stages") or _stages(need, shared, chip)
     notes: dict[str, Any] = {WARPS: int(warps), STAGES: int(stages)}
-    group = _group(kernel, need, warps, chip)
+    group = _group(kernel, need, shared, chip)
     if group > 1:
         notes[GROUP] = group
     asked = params.get("num_stages")
     streams = {
-        op: int(asked or _stream_stages(size, need, warps, chip))
+        op: int(asked or _stream_stages(size, need, shared, chip))
         for op, size in need.streams.items()
     }
     return _Notes(notes, streams).kernel(kernel)
@@ -98,10 +98,6 @@ class Need:
     narrowest: int  # bytes of the narrowest element that memory accesses move
     loaded: int  # bytes of all loads that are in no loop, or of one step of a loop
     rows: int  # of the largest product; 0: there is none
-    largest: int  # bytes of the operands of one product
-    once: int  # bytes of shared memory for operands of products, kept for all steps
-    per_step: int  # the same, which a pipelined loop has once per stage
-    turned: int = 0  # bytes of the largest tile that is transposed, for no product
     reads_own_writes: bool = False  # in a loop, where loading ahead would be too early
     streams: dict[Op, int] = field(default_factory=dict)  # loop -> bytes of its loads
 
@@ -149,9 +145,8 @@ class _Count(LiveTiles):
             op for loop in loops for op in walk(loop.regions[0]) if op.name == "load"
         }
         loads = [op for op in self.ops if op.name == "load"]
-        fed = {op for op in loads if self.feeds_dot(op)}
         tiles = [v for op in self.ops for v in op.results if not v.is_ref]
-        outside = sum(_bytes(op.result) for op in loads if op not in in_loops)
+        outside = sum(tile_bytes(op.result) for op in loads if op not in in_loops)
         inside = max((self.step_bytes(loop) for loop in loops), default=0)
         return Need(
             words=self.peak_words(),
@@ -159,10 +154,6 @@ class _Count(LiveTiles):
             narrowest=min(self.widths(), default=4),
             loaded=max(outside, inside),
             rows=max((_rows(dot) for dot in self.dots), default=0),
-            largest=max(map(self.operand_bytes, self.dots), default=0),
-            once=self.kept(fed - in_loops),
-            per_step=max((self.step_bytes(loop, fed) for loop in loops), default=0),
-            turned=max(map(self.turned_bytes, self.ops), default=0),
             reads_own_writes=self.reads_own_writes(loops),
             streams={
                 loop: self.step_bytes(loop) for loop in loops if self.is_stream(loop)
@@ -174,40 +165,10 @@ class _Count(LiveTiles):
             if op.name in ("load", "store"):
                 yield max(1, op.operands[0].ref.dtype.bits // 8)
 
-    def step_bytes(self, loop: Op, among: set[Op] | None = None) -> int:
+    def step_bytes(self, loop: Op) -> int:
         """Of the loads of one step, not counting loops further in."""
-        return sum(
-            _bytes(op.result)
-            for op in loop.regions[0].ops
-            if op.name == "load" and (among is None or op in among)
-        )
-
-    def kept(self, loads: set[Op]) -> int:
-        """Shared memory of operands that are no loads of the loop.
-
-        A computed left operand is taken from registers, unless it is transposed; a
-        right one is not.
-        """
-        sides = [dot.rhs for dot in self.dots]
-        sides += [dot.lhs for dot in self.dots if _is_transposed(dot.lhs)]
-        computed = {s.value for s in sides if not self.is_loaded(s.value)}
-        tiles = chain((op.result for op in loads), computed)
-        return sum(map(_bytes, tiles))
-
-    def operand_bytes(self, dot: Dot) -> int:
-        """What must be in shared memory at once: all but a computed left side."""
-        left, right = tiles = [side.value for side in dot.sides]
-        return sum(_bytes(v) for v in tiles if v is right or self.is_loaded(left))
-
-    def turned_bytes(self, op: Op) -> int:
-        """What a transposed matrix takes of shared memory: it goes through it whole.
-
-        Of more dimensions Triton may exchange a part at a time.
-        """
-        if op.name != "transpose" or len(op.result.tile.shape) != 2:
-            return 0
-        is_operand = self.feeds_dot(op)
-        return 0 if is_operand or 1 in op.result.tile.shape else _bytes(op.result)
+        inner = loop.regions[0].ops
+        return sum(tile_bytes(op.result) for op in inner if op.name == "load")
 
     def is_stream(self, loop: Op) -> bool:
         """Whether Triton may load a step of the loop ahead: no product (which it
@@ -239,10 +200,6 @@ def _rows(dot: Dot) -> int:
 
 def _elements(value: Value) -> int:
     return prod(physical(value.tile.shape))
-
-
-def _bytes(value: Value) -> int:
-    return _elements(value) * value.tile.dtype.bits // 8
 
 
 # --- choices ---
@@ -283,44 +240,45 @@ def _busy(need: Need, warps: int, chip: Gpu) -> float:
     return in_flight * min(1.0, programs * warps / BUSY_WARPS)
 
 
-def _is_transposed(side: DotSide) -> bool:
-    """Whether a product sums over another dimension of a matrix than its last."""
-    return side.contract != (side.value.tile.rank - 1,)
-
-
-def _stages(need: Need, warps: int, chip: Gpu) -> int:
+def _stages(need: Need, shared: SharedMemory, chip: Gpu) -> int:
     """As many buffers as fit beside as many programs as registers allow."""
-    if not need.rows:
+    if need.reads_own_writes or not shared.has_loads_ahead():
         return 1
-    most = chip.shared.bytes
-    if need.largest > most:
-        what = "the operands of a product do not fit"
-        raise _too_large(what, need.largest, chip)
-    if not need.per_step or need.reads_own_writes:
-        return 1
-    for programs in range(need.resident(warps, chip), 0, -1):
-        left = most // programs - need.once - RESERVED
-        stages = min(MOST_STAGES, left // need.per_step)
-        if stages >= GOOD_STAGES:
+    for programs in range(need.resident(shared.warps, chip), 0, -1):
+        found = _most_stages(shared, chip.shared.bytes // programs)
+        if found >= GOOD_STAGES:
+            return found
+    return _most_stages(shared, chip.shared.bytes)
+
+
+def _most_stages(shared: SharedMemory, available: int) -> int:
+    for stages in range(MOST_STAGES, 1, -1):
+        if shared.bytes(stages) + RESERVED <= available:
             return stages
-    return max(1, min(MOST_STAGES, (most - need.once - RESERVED) // need.per_step))
+    return 1
 
 
-def _too_large(what: str, needed: int, chip: Gpu) -> ChipMemoryError:
+def _too_large(shared: SharedMemory, chip: Gpu) -> ChipMemoryError:
+    needed, op = shared.peak(stages=1)
+    is_turned = op is not None and op.name == "transpose"
+    what = "a transposed tile does" if is_turned else "the operands of a product do"
     facts = [("needed", f"{needed} bytes"), (chip.name, f"{chip.shared.bytes} bytes")]
     return ChipMemoryError(
-        f"{what} into shared memory", facts, fix="use smaller blocks"
+        f"{what} not fit into shared memory",
+        facts,
+        op.loc if op is not None else None,
+        fix="use smaller blocks",
     )
 
 
-def _stream_stages(size: int, need: Need, warps: int, chip: Gpu) -> int:
+def _stream_stages(size: int, need: Need, shared: SharedMemory, chip: Gpu) -> int:
     """Steps of a loop without products in flight, in shared memory."""
-    programs = need.resident(warps, chip)
-    left = chip.shared.bytes // programs - need.once - RESERVED
+    programs = need.resident(shared.warps, chip)
+    left = chip.shared.bytes // programs - shared.bytes(stages=1) - RESERVED
     return max(1, min(GOOD_STAGES, left // max(size, 1)))
 
 
-def _group(kernel: Kernel, need: Need, warps: int, chip: Gpu) -> int:
+def _group(kernel: Kernel, need: Need, shared: SharedMemory, chip: Gpu) -> int:
     """Rows of tiles that programs run through together, column by column.
 
     Programs that run at the same time then need few rows and few columns of the
@@ -330,7 +288,8 @@ def _group(kernel: Kernel, need: Need, warps: int, chip: Gpu) -> int:
     if found is None:
         return 1
     (rows, columns), (row_bytes, column_bytes) = found
-    wave = chip.cores * need.resident(warps, chip, need.once + need.per_step)
+    resident = need.resident(shared.warps, chip, shared.bytes(stages=1))
+    wave = chip.cores * resident
     # rows * row_bytes + wave / rows * column_bytes is least at
     best = power_of_two(isqrt(max(1, wave * column_bytes // row_bytes)))
     best = min(best, power_of_two(rows) // 2 or 1)
@@ -354,7 +313,7 @@ def _tiled_axes(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]] | Non
         if op.name == "load" and op in in_loops:
             for axis, other in ((row, column), (column, row)):
                 if axis in axes and other not in axes:
-                    taken[axis] += _bytes(op.result)
+                    taken[axis] += tile_bytes(op.result)
     if not all(taken.values()):
         return None
     return (sizes[-2], sizes[-1]), (taken[row], taken[column])

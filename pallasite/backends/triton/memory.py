@@ -6,7 +6,8 @@ Every access masks what is padding or outside the array, so nothing is touched o
 bounds. Elements with an index out of range are clamped when read, masked when written.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -19,6 +20,7 @@ from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact
 from pallasite.passes.analysis.masks import Positions, Sum
 
+FENCE = '"gpu.barrier"() : () -> ()'
 Number = int | Val  # an i32 scalar, plain where it is known
 
 
@@ -435,16 +437,18 @@ class Memory(Dots):
         if mask is not None:
             operands += f", {self.spread(mask, place.shape)}"
         pointer_type = type_text(place.shape, place.view.pointer.elem)
-        fenced = place.view.memory in self.fenced
-        if fenced:
-            self.fence()
-        self.out.line(f"tt.store {operands} : {pointer_type}")
-        if fenced:
-            self.fence()
+        with self.between_fences(place.view):
+            self.out.line(f"tt.store {operands} : {pointer_type}")
 
-    def fence(self) -> None:
-        """All threads of the program have done what is above before what is below."""
-        self.out.line('"gpu.barrier"() : () -> ()')
+    @contextlib.contextmanager
+    def between_fences(self, view: View) -> Iterator[None]:
+        """Around a write: all threads have done what is above before what is below."""
+        needed = view.memory in self.fenced
+        if needed:
+            self.out.line(FENCE)
+        yield
+        if needed:
+            self.out.line(FENCE)
 
     def to_memory(self, x: Val) -> Val:
         return self.convert("arith.extui", x, "i8") if x.elem == "i1" else x
@@ -470,11 +474,12 @@ class Memory(Dots):
         value = self.env[access.value]
         mask = self.both(place.mask, user)
         mask = self.spread(mask or self.const(True, "i1"), place.shape)
-        if by_sign:
-            old = self.float_extreme(kind, place.pointers, value, mask)
-        else:
-            assert name is not None
-            old = self.atomic(name, place.pointers, value, mask)
+        with self.between_fences(place.view):
+            if by_sign:
+                old = self.float_extreme(kind, place.pointers, value, mask)
+            else:
+                assert name is not None
+                old = self.atomic(name, place.pointers, value, mask)
         if place.view.edges and place.view.fill is not None and place.mask is not None:
             old = self.select(place.mask, old, self.like(place.view.fill, old))
         self.env[op.result] = old
@@ -532,7 +537,8 @@ class Memory(Dots):
         new, seen = self.bits(value, whole), self.bits(old, whole)
         types = f"({pointers.type}, {seen.type}, {new.type}) -> {new.type}"
         text = f"tt.atomic_cas acq_rel, gpu, {pointers}, {seen}, {new}"
-        found = self.let(f"{text} : {types}", new.shape, new.elem, shared=False)
+        with self.between_fences(place.view):
+            found = self.let(f"{text} : {types}", new.shape, new.elem, shared=False)
         self.env[op.result] = self.bits(found, value.elem)
 
 

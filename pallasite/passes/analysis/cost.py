@@ -61,7 +61,7 @@ def cost(kernel: Kernel) -> Cost:
     """What one call of the kernel computes and moves."""
     # Operands that start on chip (scalars prefetched, for example) are copied once.
     on_chip = [p for p in kernel.params if p.ref.space not in MAIN_MEMORY]
-    prefetched = sum(_bytes(p.type) for p in on_chip if not p.ref.is_semaphore)
+    prefetched = sum(bytes_of(p.type) for p in on_chip if not p.ref.is_semaphore)
     return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)
 
 
@@ -85,9 +85,9 @@ class _Counter:
         if row.unit is Unit.SPECIAL:
             return Cost(transcendentals=op.result.tile.size)
         if row.unit is Unit.ALU and op.name != "bitcast":
-            return Cost(flops=_work(op))
+            return Cost(flops=operations(op))
         if row.unit is Unit.MEMORY:
-            return Cost(bytes_accessed=_moved(op))
+            return Cost(bytes_accessed=moved_by(op))
         return Cost()
 
     def count_dot(self, op: Op) -> Cost:
@@ -123,7 +123,7 @@ class _Counter:
             outer = max((a for a in moved.axes if grid[a] != 1), default=-1) + 1
             dims = zip(window.dims, ref.ref.shape, strict=True)
             sizes = [1 if d.kind == "squeezed" else min(d.size, n) for d, n in dims]
-            block = Cost(bytes_accessed=_bytes(ref.ref.with_shape(sizes)))
+            block = Cost(bytes_accessed=bytes_of(ref.ref.with_shape(sizes)))
             total += block.times(_steps(grid[:outer]))
         return total
 
@@ -144,7 +144,7 @@ def _steps(grid: Iterable[int | None]) -> int | None:
     return None if None in sizes else prod(sizes)  # type: ignore[arg-type]
 
 
-def _work(op: Op) -> int:
+def operations(op: Op) -> int:
     """Operations of an ALU op: one per element of the larger side."""
     size = max(v.tile.size for v in (*op.operands, *op.results))
     if op.name == "sort":
@@ -153,23 +153,23 @@ def _work(op: Op) -> int:
     return size
 
 
-def _bytes(type: Type) -> int:
+def bytes_of(type: Type) -> int:
     return -(-type.size * max(type.dtype.bits, 1) // 8)
 
 
-def _moved(op: Op) -> int:
+def moved_by(op: Op) -> int:
     """Main-memory bytes of a load, store, atomic or copy."""
     if op.name in VIEWS:
         return 0
     refs = [v.ref for v in op.operands if v.is_ref and v.ref.space in MAIN_MEMORY]
     if op.name == "copy_start":
-        return sum(_bytes(ref) for ref in refs)
+        return sum(bytes_of(ref) for ref in refs)
     if not refs or op.name in ("copy_wait", "alloc"):
         return 0
     if op.name == "load":
-        return _bytes(op.result.tile)
+        return bytes_of(op.result.tile)
     if op.name == "store":
-        return _bytes(op.operands[1].tile)
+        return bytes_of(op.operands[1].tile)
     if op.name in ("atomic_rmw", "atomic_cas"):
-        return 2 * _bytes(op.result.tile)
+        return 2 * bytes_of(op.result.tile)
     return 0

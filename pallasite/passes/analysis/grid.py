@@ -32,7 +32,7 @@ from pallasite.passes.analysis.carried import (
 from pallasite.passes.analysis.memory import Roots, read_refs
 from pallasite.passes.place_windows import unclamped
 
-PARALLEL = ("parallel", "core_parallel", "subcore_parallel")
+PARALLEL = ("parallel", "core_parallel", "subcore_parallel", "cluster")
 INDEXED = ("load", "store", "atomic_rmw", "atomic_cas", "subview")
 Part = tuple[Affine | None, int]  # a position that steps touch, and the reach past it
 

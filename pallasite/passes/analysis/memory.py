@@ -8,6 +8,9 @@ from pallasite.ir.opdef import table
 from pallasite.ir.roles import DotStore, Pipeline
 
 VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
+_SIGNALS = ("sem_signal", "sem_signal_core", "sem_signal_device")
+# Of a remote copy, what this device's memory is to it: every device runs the kernel.
+_COPIES = ("copy_start", "copy_wait", "remote_copy_start", "cluster_copy")
 # Ops that may be run although their branch is not taken: cheap, and with derivatives
 # that stay finite wherever their operands are.
 _FOLDABLE = {"constant", "iota", "broadcast_in_dim", "reshape", "cast", "load", "store"}
@@ -25,16 +28,22 @@ def written_refs(op: Op) -> tuple[Value, ...]:
     """
     if op.name in ("store", "atomic_rmw", "atomic_cas"):
         return op.operands[:1]
-    if op.name in ("sem_signal", "sem_signal_core", "sem_wait"):
+    if op.name in (*_SIGNALS, "sem_wait"):
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in _COPIES:
         return tuple(v for v in op.operands[1:] if v.is_ref)
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
         return op.operands[1:3]
     if op.name in ("barrier_expect", "barrier_arrive", "barrier_wait"):
         return op.operands[:1]
+    if op.name in ("cluster_arrive", "tensor_commit"):
+        return op.operands
+    if op.name == "tensor_mma":
+        return op.operands[:1]
+    if op.name == "tensor_copy":
+        return op.operands[1:]
     return _windowed(op, "out") if op.name == "pipeline" else ()
 
 
@@ -44,12 +53,12 @@ def read_refs(op: Op) -> tuple[Value, ...]:
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)
-    if op.name in ("copy_start", "copy_wait"):
+    if op.name in (*_COPIES, "tensor_copy"):
         return op.operands[:1]
     if op.name in ("indexed_copy_start", "indexed_copy_wait"):
         # Rows that are not numbered stay as they were.
         return tuple(v for v in op.operands if v.is_ref and not v.ref.is_semaphore)
-    if op.name == "wgmma":
+    if op.name in ("wgmma", "tensor_mma"):
         return tuple(v for v in op.operands if v.is_ref)
     return _windowed(op, "in") if op.name == "pipeline" else ()
 

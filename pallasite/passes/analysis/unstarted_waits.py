@@ -11,9 +11,16 @@ from pallasite.errors import KernelTypeError
 from pallasite.ir.nodes import Kernel, Op, Value, walk
 from pallasite.passes.analysis.memory import Roots
 
-# Ops that count semaphores up and down: the position of the semaphore.
-_SIGNALS = {"copy_start": 2, "sem_signal": 0, "sem_signal_core": 0}
-_WAITS = {"copy_wait": 2, "sem_wait": 0}
+# Ops that count semaphores up and down: the positions of the semaphores. Those that
+# count another device's, or another core's, count this one's when run there.
+_SIGNALS = {
+    "copy_start": slice(2, 3),
+    "remote_copy_start": slice(2, 4),
+    "sem_signal": slice(0, 1),
+    "sem_signal_core": slice(0, 1),
+    "sem_signal_device": slice(0, 1),
+}
+_WAITS = {"copy_wait": slice(2, 3), "sem_wait": slice(0, 1)}
 
 
 def refuse_endless_waits(kernel: Kernel) -> None:
@@ -21,19 +28,19 @@ def refuse_endless_waits(kernel: Kernel) -> None:
     roots, ops = Roots(kernel), list(walk(kernel.body))
     own = {op.result for op in ops if op.name == "alloc"}
     zeros = {op.result for op in ops if op.name == "constant" and not op.attrs["value"]}
-    counted = {roots.of(ref) for op in ops for ref in _semaphore(op, _SIGNALS)}
+    counted = {roots.of(ref) for op in ops for ref in _semaphores(op, _SIGNALS)}
     for op in ops:
-        for ref in _semaphore(op, _WAITS):
+        for ref in _semaphores(op, _WAITS):
             root = roots.of(ref)
             waits = op.name == "copy_wait" or op.operands[1] not in zeros
             if waits and root in own and root not in counted:
                 raise _refusal(kernel, op, root)
 
 
-def _semaphore(op: Op, positions: Mapping[str, int]) -> tuple[Value, ...]:
-    """The semaphore of an op, if it has one: a copy may go without."""
-    place = positions.get(op.name)
-    return () if place is None else op.operands[place : place + 1]
+def _semaphores(op: Op, positions: Mapping[str, slice]) -> tuple[Value, ...]:
+    """The semaphores of an op, if it has any: a copy may go without."""
+    places = positions.get(op.name)
+    return () if places is None else op.operands[places]
 
 
 def _refusal(kernel: Kernel, op: Op, root: Value) -> KernelTypeError:

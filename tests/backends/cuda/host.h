@@ -19,7 +19,7 @@
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
-struct Index { int x; };
+struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
 namespace host {
@@ -56,7 +56,8 @@ template <class T> T exchange(T x, int from) {
   __syncwarp();
   return r;
 }
-template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+// As on the device, a narrow integer comes back as an int.
+template <class T> auto __shfl_xor_sync(unsigned, T x, int mask) -> decltype(+x) {
   return exchange(x, threadIdx.x ^ mask);
 }
 template <class T> T __shfl_sync(unsigned, T x, int lane) {

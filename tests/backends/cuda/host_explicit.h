@@ -148,6 +148,13 @@ template <class... C> void copy_in(u32 to, const void* map, u32 barrier, C... c)
   });
   host::complete(b);
 }
+inline void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
+  host::check(to % 16 == 0 && (u64)from % 16 == 0, "a line not at 16 bytes");
+  host::Barrier& b = host::barrier(barrier);
+  memcpy(shared + to, from, bytes);
+  b.bytes -= bytes;
+  host::complete(b);
+}
 template <class... C> void copy_out(const void* map, u32 from, C... c) {
   const host::Map& m = *(const host::Map*)map;
   const int first[] = {c...};

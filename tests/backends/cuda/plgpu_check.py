@@ -136,6 +136,12 @@ def matmul_of_clusters():
     return matmul(4096, **TILES, **more, cluster_dimension="M")
 
 
+@check("matmul_cluster_n")
+def matmul_of_wide_clusters():
+    more = dict(grid_minor_dim="N", grid_tile_width=8, wg_dimension="M")
+    return matmul(4096, **TILES, **more, cluster_dimension="N")
+
+
 def attention(causal: bool, depth: int = 128, entry: str = "attention"):
     batch, length, heads = 4, 4096, 16
     q, k, v = (normal(n, batch, length, heads, depth) for n in range(3))

@@ -9,6 +9,8 @@ import pytest
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.autodiff.backward import keeping_plan
+from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import BACKEND, emit, nvrtc
 from pallasite.errors import CompileError, UnsupportedError
@@ -263,6 +265,20 @@ def test_products_compile_without_spills(kernel):
     report = compiled["ptxas"]
     assert "is not installed" in report or "0 bytes spill stores" in report
     assert "arning" not in report and "serialized" not in report
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_of_attention_compiles_without_spills(causal):
+    """Its tiles take nearly all registers."""
+    x = jax.ShapeDtypeStruct((16, 4096, 128), bf16)
+    (call,) = calls_in(partial(kernels.attention, style="grid", causal=causal), x, x, x)
+    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.of(GPUS["h200"]))
+    assert keeping is not None
+    for step in keeping.backward.steps:
+        report = base.Compiled(BACKEND, step.kernel, base.Options())["ptxas"]
+        assert "is not installed" in report or "0 bytes spill stores" in report
+        assert "arning" not in report and "serialized" not in report
 
 
 def test_blocks_with_a_dimension_of_one_are_copied_out_by_the_engine():

@@ -16,7 +16,7 @@ from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.emulation.emulate import emulate
-from pallasite.ir.nodes import Kernel, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.ir.types import INDEX
@@ -278,6 +278,40 @@ def test_the_loading_role_has_no_tiles():
     (roles,) = [op for op in walk(made.body) if op.name == "roles"]
     values = [v for op in walk(roles.regions[0]) for v in op.results if not v.is_ref]
     assert values and all(not v.type.shape for v in values)
+
+
+def spaces_of_loads(role: Block) -> list[str]:
+    return [op.operands[0].ref.space for op in walk(role) if op.name == "load"]
+
+
+def test_numbers_of_a_steps_rows_are_copied_beside_its_operands():
+    """Loads of main memory in a step would be waited for: registers for those of the
+    next step are not left beside the sums."""
+    made = specialize(canonicalize(turn_tiles(kernel(BACKWARD))), CHIP)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    loading, computing = roles.regions
+    copied = [op.operands[1].ref for op in walk(loading) if op.name == "copy_start"]
+    (line,) = [ref for ref in copied if ref.dtype.name == "f32"]
+    assert line.shape == (64, 1) and line.layout is None
+    assert spaces_of_loads(computing) == ["smem"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("f32[256,1]", "f32[255,1]"),  # the last block hangs over the edge
+        ("f32[256,1]", "f32[256,2]"),  # every other number
+        ("f32[256,1]", "f32[512,1]", "%mb: ref<f32[64,1] block> = block_view %m, %n"),
+    ],
+)
+def test_other_numbers_of_a_step_are_loaded_by_threads(change):
+    old, new, *more = change
+    text = BACKWARD.replace(f"%m: ref<{old}", f"%m: ref<{new}")
+    if more:  # blocks that start anywhere
+        text = text.replace("window=in[64, 1]", "window=in[element 64, 1]")
+    made = specialize(canonicalize(turn_tiles(kernel(text))), CHIP)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    assert spaces_of_loads(roles.regions[1]) == ["block"]
 
 
 # --- order ---

@@ -9,12 +9,16 @@ from jax import lax
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base, cuda
+from pallasite.backends.cuda import nvrtc
 from pallasite.errors import UnsupportedError
 from pallasite.target import GPUS
 from tests.backends.cuda import host
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+needs_nvrtc = pytest.mark.skipif(
+    not nvrtc.is_available(), reason="NVRTC is not installed (nvidia-cuda-nvrtc)"
+)
 needs_compiler = pytest.mark.skipif(
     host.compiler() is None, reason="g++, which compiles the emitted text, is missing"
 )
@@ -318,6 +322,57 @@ def test_what_the_text_of_a_ring_has():
     assert found.startswith("// launch") and '"threads": 384' in found
 
 
+def copier_and_multiplier(rows=64, columns=64, slots=2):
+    """One warpgroup copies, one multiplies; each says how many registers it wants."""
+
+    def kernel(x, y, o, a, b, full):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 1)
+        def load():
+            plgpu.set_max_registers(40, action="decrease")
+            plgpu.copy_gmem_to_smem(x, a.at[0], full)
+            plgpu.copy_gmem_to_smem(y, b, full)
+
+        @pl.when(wg == 0)
+        def compute():
+            plgpu.set_max_registers(248, action="increase")
+            plgpu.barrier_wait(full)
+
+            def multiply(acc):
+                plgpu.wgmma(acc, a.at[0], b)
+                return acc[...]
+
+            o[...] = pl.run_scoped(multiply, plgpu.ACC((rows, columns), F32))
+
+    function = plgpu.kernel(
+        kernel,
+        out_type=out(rows, columns),
+        scratch_types=[
+            plgpu.SMEM((slots, rows, 64), F16, transforms=SWIZZLED),
+            plgpu.SMEM((64, columns), F16, transforms=SWIZZLED),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        num_threads=2,
+        thread_name="wg",
+    )
+    return text(function, *operands((rows, 64), (64, columns)))
+
+
+def test_two_programs_of_one_multiplying_warpgroup_share_a_multiprocessor():
+    found = copier_and_multiplier()
+    assert "__launch_bounds__(256, 2)" in found
+    assert "fewer_registers<24>();" in found and "more_registers<232>();" in found
+
+
+def test_programs_that_need_a_multiprocessor_have_it_alone():
+    much_memory = copier_and_multiplier(slots=14)
+    many_registers = copier_and_multiplier(rows=128, columns=256)
+    for found in (much_memory, many_registers):
+        assert "__launch_bounds__(256, 1)" in found
+        assert "fewer_registers<40>();" in found and "more_registers<248>();" in found
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_operands_in_registers_and_turned_ones(dtype, tmp_path):
@@ -433,6 +488,72 @@ def test_products_that_the_instruction_has_not(given, message):
     function, args = product(**given)
     found = refused(function, *args)
     assert message in found and "wgmma" in found, found
+
+
+# --- clusters ---
+
+
+def clustered(x, y, axes="pair"):
+    """Four blocks, in pairs along two axes; those of a pair share the left side."""
+
+    def kernel(x_ref, y_ref, o_ref, a, b, full, free):
+        pair, other = lax.axis_index("pair"), lax.axis_index("other")
+        rows, columns = pl.ds(other * 64, 64), pl.ds(pair * 64, 64)
+        plgpu.copy_gmem_to_smem(x_ref.at[rows], a, full, collective_axes=axes)
+        plgpu.copy_gmem_to_smem(y_ref.at[:, columns], b, full)
+        plgpu.barrier_wait(full)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        o_ref[rows, columns] = pl.run_scoped(multiply, plgpu.ACC((64, 64), F32))
+        plgpu.barrier_arrive(free)
+        plgpu.barrier_wait(free)
+
+    return plgpu.kernel(
+        kernel,
+        out(128, 128),
+        cluster=(2, 2),
+        cluster_names=("pair", "other"),
+        scratch_shapes=[
+            plgpu.SMEM((64, 64), F16, transforms=SWIZZLED),
+            plgpu.SMEM((64, 64), F16, transforms=SWIZZLED),
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.ClusterBarrier(collective_axes=(axes,)),
+        ],
+    )(x, y)
+
+
+def test_blocks_of_a_cluster_share_copies():
+    x, y = operands((128, 64), (64, 128))
+    want = x.astype(F32) @ y.astype(F32)
+    np.testing.assert_allclose(clustered(x, y), want, rtol=1e-2, atol=5e-2)
+    found = text(clustered, x, y)
+    assert "__cluster_dims__(4, 1, 1)" in found and found.count("blocks_meet();") == 2
+    # The blocks of a pair are two apart; the other axis is the digit after them.
+    mask = found[found.index("copy_to_blocks_2(ring") :].partition(";")[0]
+    assert "5 << (program1 * 1)" in mask, mask
+    assert "arrive_at(barrier" in found
+
+
+@needs_nvrtc
+def test_clusters_are_compiled():
+    (kernel,) = pl.lower(clustered)(*operands((128, 64), (64, 128))).kernels
+    ptx = base.Compiled(base.get("cuda"), kernel, base.Options())["ptx"]
+    assert ".reqnctapercluster 4, 1, 1" in ptx or ".explicitcluster" in ptx
+    assert "multicast::cluster" in ptx
+
+
+def test_clusters_that_chips_do_not_have_are_refused():
+    kernel = plgpu.kernel(
+        copy_kernel,
+        out(8, 128),
+        cluster=(16,),
+        cluster_names=("pair",),
+        scratch_shapes=[plgpu.SMEM((8, 128), F32), plgpu.Barrier()],
+    )
+    assert "a cluster of 16 blocks" in refused(kernel, *operands((8, 128), dtype=F32))
 
 
 def test_chips_that_have_no_such_instructions(monkeypatch):

@@ -9,6 +9,7 @@ from pallasite.runtime.aot import Job, compile_all
 from tests.backends.tpu import harness, portable
 from tests.backends.tpu.kernels import CASES
 from tests.ir import kernels as by_hand
+from tests.kernels.test_operations import CASES as LIBRARY
 from tests.zoo import all_cases
 
 pytestmark = pytest.mark.tpu
@@ -47,6 +48,19 @@ def test_zoo_compiles():
             jobs.append(harness.job(case.name, run(kernel)))
     assert len(jobs) > 140
     assert failures(jobs, "v6e") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.filterwarnings("ignore::pallasite.errors.PerformanceWarning")
+def test_library_compiles(chip):
+    jobs = [
+        harness.job(f"{name} {number}", run(kernel))
+        for name, case in LIBRARY.items()
+        for number, kernel in enumerate(kernels_in(case.operation, *case.operands))
+    ]
+    assert len(jobs) >= len(LIBRARY)
+    assert failures(jobs, chip) == {}
 
 
 @pytest.mark.slow

@@ -362,3 +362,55 @@ def test_arrays_of_bools_are_bytes():
     form = form_of(kernel)
     assert form is not None and form.carried_dtype == "int8"
     assert_right(kernel)
+
+
+def test_a_filled_block_of_varying_length_is_copied_from_the_window():
+    """Its window needs no other form: the copy must not be read in its own place."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    rows = pl.BlockSpec(
+        (pl.BoundedSlice(2), 8, 128), lambda i: (pl.ds(i - 1, 1), 0, 0), fill=1.0
+    )
+    call = pl.pallas_call(
+        kernel,
+        out_shape=array(6, 8, 128),
+        grid=3,
+        in_specs=[rows],
+        out_specs=pl.BlockSpec((2, 8, 128), lambda i: (i, 0, 0)),
+    )
+    assert_right(kernel_of(call, array(4, 8, 128)))
+
+
+def test_the_start_of_a_masked_slice_beside_an_index_array_is_not_clamped():
+    def kernel(x_ref, o_ref):
+        start = pl.program_id(0) - 3
+        columns = jnp.array([1, 3, 1])
+        mask = jax.lax.broadcasted_iota(jnp.int32, (4, 3), 1) < 2
+        index = (pl.ds(start, 4), columns)
+        o_ref[...] = pl.load(x_ref, index, mask=mask, other=5.0)
+
+    call = pl.pallas_call(kernel, out_shape=array(4, 3), grid=1)
+    assert_right(kernel_of(call, array(5, 4)))
+
+
+def test_blocks_returned_to_along_axes_of_unknown_size():
+    def kernel(o_ref):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += 1.0
+
+    def call(n):
+        return pl.pallas_call(
+            kernel,
+            out_shape=array(2, 8, 128),
+            grid=(3, n),
+            out_specs=pl.BlockSpec((1, 8, 128), lambda i, j: (j, 0, 0)),
+        )()
+
+    imported = kernel_of(call, array(dtype=jnp.int32))
+    (got,) = simulated(imported, [np.array(2, np.int32)])
+    np.testing.assert_array_equal(got, np.full((2, 8, 128), 3.0, np.float32))

@@ -228,3 +228,37 @@ def test_an_operand_is_not_written():
     """)
     with pytest.raises(UnsupportedError, match="cannot write to the operand 'n'"):
         compiled(kernel)
+
+
+def test_atomics_on_memory_that_is_accessed_again_are_fenced():
+    """Another thread may have the element at the next access."""
+    text = """\
+kernel @peaks(%x: ref<f32[4] any>, %o: ref<f32[4] any>, %p: ref<f32[4] any>) outputs 2 {
+  pipeline %x, %o, %p {grid=(), windows=(in[4], out[4], out[4]), semantics=()}
+    map () {
+      %i: i32 = constant {value=0}
+      yield %i
+    }
+    map () {
+      %j: i32 = constant {value=0}
+      yield %j
+    }
+    map () {
+      %k: i32 = constant {value=0}
+      yield %k
+    }
+    body (%xs: ref<f32[4] block>, %os: ref<f32[4] block>, %ps: ref<f32[4] block>) {
+      %0: f32[4] = load %xs[:]
+      store %os[:] = %0
+      %1: f32[4] = atomic_rmw %os[:] = %0 {kind="max"}
+      store %ps[:] = %1
+    }
+}
+"""
+    ttir, _ = compiled(parse_kernel(text))
+    names = [
+        "fence" if "gpu.barrier" in line else line.split(" = ")[-1].split()[0]
+        for line in ttir.split("\n")
+        if "gpu.barrier" in line or "atomic_rmw" in line
+    ]
+    assert names[2:] == ["fence", "tt.atomic_rmw", "tt.atomic_rmw", "fence"]

@@ -1,0 +1,458 @@
+"""Every operation of `pallasite.kernels` beside the same in plain XLA, on this chip.
+
+Each row is one operation at a size for the chip JAX uses; our kernel and XLA run
+interleaved in one process, and the best of several rounds of queued calls counts. The
+distance is between both results, relative to the largest number.
+
+    python benchmarks/kernels.py                  # all operations, forward
+    python benchmarks/kernels.py norm glu         # those with these in their names
+    python benchmarks/kernels.py --grad loss      # gradients
+    python benchmarks/kernels.py --save results/kernels.json
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import kernels
+from pallasite.kernels import masks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One operation with operands of a size for the chip.
+
+    Attributes:
+        work: floating-point operations, or bytes moved, of the forward operation.
+        unit: "flop" or "byte".
+        xla: the rival, where it is not the operation's own `implementation="xla"`.
+    """
+
+    operation: Callable
+    operands: Callable[[], Sequence[Any]]
+    work: float
+    unit: str = "byte"
+    differentiable: bool = True
+    xla: Callable | None = None
+
+
+def normal(*shape: int, dtype: Any, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    rows, width = (16384, 8192) if big else (2048, 2048)
+    x = partial(normal, rows, width, dtype=dtype)
+    weights = partial(normal, width, dtype=dtype)
+    size = rows * width * jnp.dtype(dtype).itemsize
+    rms_residual = lambda x, w, r, **how: kernels.rms_norm(x, w, residual=r, **how)
+    batch, heads, head = (16, 32, 128) if big else (2, 8, 64)
+    positions = lambda: jnp.tile(jnp.arange(2048, dtype=jnp.int32), (batch, 1))
+    turned = partial(normal, batch, 2048, heads, head, dtype=dtype)
+    return {
+        "rms_norm": Problem(kernels.rms_norm, lambda: [x(), weights()], 2 * size),
+        "rms_norm residual": Problem(
+            rms_residual, lambda: [x(), weights(), x(seed=1)], 4 * size
+        ),
+        "layer_norm": Problem(
+            kernels.layer_norm, lambda: [x(), weights(), weights(seed=1)], 2 * size
+        ),
+        "softmax": Problem(kernels.softmax, lambda: [x()], 2 * size),
+        "gated_linear_unit": Problem(
+            kernels.gated_linear_unit, lambda: [x(), x(seed=1)], 3 * size
+        ),
+        "rotary_embedding": Problem(
+            kernels.rotary_embedding,
+            lambda: [turned(), positions()],
+            2 * batch * 2048 * heads * head * jnp.dtype(dtype).itemsize,
+        ),
+    }
+
+
+def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    side = 4096 if big else 512
+    x = partial(normal, side, side, dtype=dtype)
+    y = partial(x, seed=1)
+    found = {
+        "matmul bias gelu": Problem(
+            lambda x, y, b, **how: kernels.matmul(
+                x, y, bias=b, activation="gelu", **how
+            ),
+            lambda: [x(), y(), normal(side, dtype=dtype)],
+            2 * side**3,
+            "flop",
+        ),
+        "matmul gate": Problem(
+            lambda x, y, g, **how: kernels.matmul(
+                x, y, gate=g, activation="swish", **how
+            ),
+            lambda: [x(), y(), y(seed=2)],
+            4 * side**3,
+            "flop",
+        ),
+    }
+    tokens, hidden, vocabulary = (8192, 2048, 131072) if big else (256, 256, 8192)
+    for name, depth in {"": hidden, " wide": 2 * hidden}.items():
+        found[f"linear_softmax_cross_entropy_loss{name}"] = Problem(
+            kernels.linear_softmax_cross_entropy_loss,
+            partial(_loss_operands, tokens, depth, vocabulary, dtype),
+            2 * tokens * depth * vocabulary,
+            "flop",
+        )
+    rows, k, n = (8192, 2048, 8192) if big else (1024, 256, 512)
+    for groups in (8, 64):
+        found[f"grouped_matmul {groups}"] = Problem(
+            kernels.grouped_matmul,
+            partial(_grouped_operands, rows, k, n, groups, dtype),
+            2 * rows * k * n,
+            "flop",
+            xla=jax.lax.ragged_dot,
+        )
+    return found
+
+
+def _loss_operands(tokens: int, hidden: int, vocabulary: int, dtype: Any) -> list[Any]:
+    labels = jax.random.randint(jax.random.key(2), (tokens,), 0, vocabulary)
+    scale = jnp.asarray(hidden**-0.5, dtype)
+    weights = normal(hidden, vocabulary, dtype=dtype, seed=1) * scale
+    return [normal(tokens, hidden, dtype=dtype), labels, weights]
+
+
+def _grouped_operands(m: int, k: int, n: int, groups: int, dtype: Any) -> list[Any]:
+    """Groups of uneven sizes: from nothing to several times the average."""
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(groups, 1.0))
+    sizes = np.floor(share * m).astype(np.int32)
+    sizes[-1] += m - sizes.sum()
+    x, y = normal(m, k, dtype=dtype), normal(groups, k, n, dtype=dtype, seed=1)
+    return [x, y, jnp.asarray(sizes)]
+
+
+def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    batch, length, heads, width = (2, 4096, 16, 128) if big else (1, 1024, 4, 64)
+
+    def operands(kv_heads: int) -> list[Any]:
+        return [
+            normal(batch, length, h, width, dtype=dtype, seed=n)
+            for n, h in enumerate((heads, kv_heads, kv_heads))
+        ]
+
+    causal = partial(kernels.attention, mask=masks.Causal())
+    scores = 4 * batch * heads * length * length * width
+    return {
+        "attention": Problem(
+            kernels.attention, partial(operands, heads), scores, "flop"
+        ),
+        "attention causal, grouped heads": Problem(
+            causal, partial(operands, heads // 4), scores / 2, "flop"
+        ),
+    }
+
+
+def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    batch, keys, kv_heads, group = (64, 8192, 8, 4) if big else (4, 2048, 2, 4)
+    width, page = 128, 128
+    pages = batch * keys // page
+    query = partial(normal, batch, kv_heads * group, width, dtype=dtype)
+    lengths = partial(jnp.full, batch, keys, jnp.int32)
+    cache = partial(normal, batch, keys, kv_heads, width, dtype=dtype)
+    paged = partial(normal, pages, page, kv_heads, width, dtype=dtype)
+    latent = partial(normal, pages, page, dtype=dtype)
+    heads = 128 if big else 8
+    table = partial(_page_table, batch, pages)
+    size = batch * keys * jnp.dtype(dtype).itemsize
+    config = kernels.DecodeConfig(splits=8 if big else 1)
+    found = {
+        "decode_attention": Problem(
+            partial(kernels.decode_attention, config=config),
+            lambda: [query(), cache(), cache(), lengths()],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        ),
+        "latent_attention": Problem(
+            partial(kernels.latent_attention, scale=0.1),
+            lambda: [
+                normal(batch, heads, 512, dtype=dtype),
+                normal(batch, heads, 64, dtype=dtype),
+                latent(512),
+                latent(64),
+                lengths(),
+                table(),
+            ],
+            size * 576,
+            differentiable=False,
+        ),
+        "ragged_paged_attention decode": Problem(
+            kernels.ragged_paged_attention,
+            lambda: [
+                query(),
+                paged(),
+                paged(),
+                lengths(),
+                table(),
+                jnp.ones(batch, jnp.int32),
+            ],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        ),
+    }
+    for splits in (1, 4, 16) if big else (1,):
+        found[f"paged_attention, {splits} splits"] = Problem(
+            partial(
+                kernels.paged_attention, config=kernels.DecodeConfig(splits=splits)
+            ),
+            lambda: [query(), paged(), paged(), lengths(), table()],
+            2 * size * kv_heads * width,
+            differentiable=False,
+        )
+    return found
+
+
+def _page_table(batch: int, pages: int) -> jax.Array:
+    order = jax.random.permutation(jax.random.key(3), pages)
+    return order.reshape(batch, -1).astype(jnp.int32)
+
+
+def quantised_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    """Few rows times 8192 x 8192 weights; the rival multiplies by them as floats."""
+    side = 8192 if big else 1024
+    found = {}
+    for rows in (16, 64):
+        for bits in (4, 8):
+            found[f"weight_only_matmul, {bits} bits, {rows} rows"] = Problem(
+                partial(_weight_only, bits),
+                partial(_weight_only_operands, rows, side, bits, dtype),
+                side * side * bits / 8,
+                differentiable=False,
+                xla=lambda x, values, scales, dense: jnp.dot(x, dense),
+            )
+    side = side // 2
+    small = jnp.float8_e4m3fn
+    found["block_scaled_matmul"] = Problem(
+        kernels.block_scaled_matmul,
+        lambda: [
+            normal(side, side, dtype=small),
+            normal(side, side, dtype=small, seed=1),
+            normal(side, side // 128, dtype=jnp.float32),
+            normal(side // 128, side // 128, dtype=jnp.float32),
+        ],
+        2 * side**3,
+        "flop",
+        differentiable=False,
+    )
+    return found
+
+
+def _weight_only(bits: int, x: Any, values: Any, scales: Any, dense: Any) -> jax.Array:
+    del dense  # the rival's
+    return kernels.weight_only_matmul(x, kernels.QuantizedWeights(values, scales, bits))
+
+
+def _weight_only_operands(rows: int, side: int, bits: int, dtype: Any) -> list[Any]:
+    weights = kernels.quantize_weights(
+        normal(side, side, dtype=dtype), bits=bits, group_size=128
+    )
+    dense = weights.dequantize()
+    return [normal(rows, side, dtype=dtype), weights.values, weights.scales, dense]
+
+
+def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    batch, length, channels = (8, 4096, 2048) if big else (1, 1024, 256)
+    x = partial(normal, batch, length, channels, dtype=dtype)
+    size = batch * length * channels * jnp.dtype(dtype).itemsize
+    heads, width, state = channels // 64, 64, 128
+    tokens, hidden, experts = (8192, 2048, 64) if big else (512, 128, 8)
+    layers = [(experts, hidden, 2 * hidden)] * 2 + [(experts, 2 * hidden, hidden)]
+    by_experts = lambda x, logits, *layers, **how: kernels.mixture_of_experts(
+        x, kernels.route(logits, 2, **how), *layers, **how
+    )
+    return {
+        "group_norm": Problem(
+            lambda x, **how: kernels.group_norm(x, 32, **how), lambda: [x()], 3 * size
+        ),
+        "causal_conv1d": Problem(
+            partial(kernels.causal_conv1d, activation="swish"),
+            lambda: [x(), normal(4, channels, dtype=dtype)],
+            2 * size,
+        ),
+        "linear_recurrence": Problem(
+            kernels.linear_recurrence,
+            lambda: [jax.nn.sigmoid(x()), x(seed=1)],
+            3 * size,
+        ),
+        "state_space_scan": Problem(
+            kernels.state_space_scan,
+            lambda: [
+                normal(batch, length, heads, width, dtype=dtype),
+                -jnp.abs(normal(batch, length, heads, dtype=jnp.float32)),
+                *(normal(batch, length, 1, state, dtype=dtype) for _ in range(2)),
+            ],
+            2 * size,
+        ),
+        "embedding_bag": Problem(
+            kernels.embedding_bag,
+            lambda: [
+                normal(100_000, 512, dtype=dtype),
+                jax.random.randint(jax.random.key(1), (4096, 32), 0, 100_000),
+            ],
+            4096 * 32 * 512 * jnp.dtype(dtype).itemsize,
+        ),
+        "top_k": Problem(
+            partial(kernels.top_k, k=8),
+            lambda: [normal(65536 if big else 4096, 64, dtype=jnp.float32)],
+            (65536 if big else 4096) * 64 * 4,
+        ),
+        "sort": Problem(
+            kernels.sort,
+            lambda: [normal(65536 if big else 1024, 128, dtype=jnp.float32)],
+            (65536 if big else 1024) * 128 * 4,
+        ),
+        "mixture_of_experts": Problem(
+            by_experts,
+            lambda: [
+                normal(tokens, hidden, dtype=dtype),
+                normal(tokens, experts, dtype=jnp.float32),
+                *(normal(*shape, dtype=dtype) for shape in layers),
+            ],
+            2 * 3 * 2 * tokens * hidden * 2 * hidden,
+            "flop",
+        ),
+    }
+
+
+def problems() -> dict[str, Problem]:
+    big = jax.default_backend() != "cpu"
+    dtype = jnp.bfloat16 if big else jnp.float32
+    families = (
+        rows_problems,
+        product_problems,
+        quantised_problems,
+        attention_problems,
+        cache_problems,
+        other_problems,
+    )
+    return {k: v for family in families for k, v in family(big, dtype).items()}
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def float_results(operation: Callable) -> Callable:
+    return lambda *args: [x for x in jax.tree.leaves(operation(*args)) if is_float(x)]
+
+
+def gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
+    """Cotangents of all floating-point operands, from those of the results.
+
+    What the forward operation leaves for it is part of it; a result that it does not
+    need is not computed.
+    """
+    floats = [n for n, x in enumerate(operands) if is_float(x)]
+
+    def pull_back(cotangents: Any, *args: Any) -> Any:
+        def of_floats(*given: Any) -> Any:
+            all_args = list(args)
+            for n, x in zip(floats, given, strict=True):
+                all_args[n] = x
+            return float_results(operation)(*all_args)
+
+        _, pull = jax.vjp(of_floats, *(args[n] for n in floats))
+        return pull(cotangents)
+
+    return pull_back
+
+
+def seconds(
+    functions: dict[str, Callable], operands: Sequence[Any]
+) -> dict[str, float]:
+    """Of each function the best round of queued calls, per call; rounds interleaved."""
+    best = dict.fromkeys(functions, float("inf"))
+    calls = {}
+    for name, function in functions.items():
+        jax.block_until_ready(function(*operands))
+        start = time.perf_counter()
+        jax.block_until_ready(function(*operands))
+        calls[name] = max(1, min(20, int(0.05 / (time.perf_counter() - start))))
+    for _ in range(7):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            results = [function(*operands) for _ in range(calls[name])]
+            jax.block_until_ready(results)
+            spent = (time.perf_counter() - start) / calls[name]
+            best[name] = min(best[name], spent)
+    return best
+
+
+def distance(got: Any, want: Any) -> float:
+    """The largest difference of two results, relative to the largest number."""
+    worst = 0.0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (jnp.asarray(x, jnp.float32) for x in (a, b))
+        scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-9)
+        worst = max(worst, float(jnp.max(jnp.abs(a - b)) / scale))
+    return worst
+
+
+def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
+    operands = problem.operands()
+    rival = problem.xla or partial(problem.operation, implementation="xla")
+    functions = {"ours": problem.operation, "xla": rival}
+    if of_gradient:
+        results = jax.eval_shape(float_results(problem.operation), *operands)
+        functions = {n: gradient(f, operands) for n, f in functions.items()}
+        cotangents = [normal(*x.shape, dtype=x.dtype, seed=9) for x in results]
+        operands = [cotangents, *operands]
+    functions = {n: jax.jit(f) for n, f in functions.items()}
+    found = distance(*(f(*operands) for f in functions.values()))
+    times = seconds(functions, operands)
+    return {
+        "ms": 1e3 * times["ours"],
+        "xla ms": 1e3 * times["xla"],
+        "times faster": times["xla"] / times["ours"],
+        "tera/s": problem.work / times["ours"] / 1e12,
+        "unit": problem.unit,
+        "distance": found,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of names; all by default")
+    parser.add_argument("--grad", action="store_true", help="gradients")
+    parser.add_argument("--save", type=Path, help="a JSON file for the numbers")
+    options = parser.parse_args(argv)
+    found = {}
+    for name, problem in problems().items():
+        if options.names and not any(part in name for part in options.names):
+            continue
+        if options.grad and not problem.differentiable:
+            continue
+        try:
+            row = measure(problem, options.grad)
+        except Exception as error:  # one that fails leaves the others their turn
+            print(f"{name:40} {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        found[name] = row
+        rate = "" if options.grad else f"{row['tera/s']:8.2f} T{row['unit']}/s"
+        print(
+            f"{name:40} {row['ms']:9.3f} ms, XLA {row['xla ms']:9.3f} ms,"
+            f" {row['times faster']:5.2f} times {rate} distance {row['distance']:.1e}",
+            flush=True,
+        )
+    if options.save:
+        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        options.save.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The tuner against an exhaustive search of the same space.
+
+For each problem: how many candidates each of them compiles, what the best one takes,
+and whether a second run does any work.
+
+    python benchmarks/tune.py                         # on the device JAX uses
+    python benchmarks/tune.py matmul --target v5e     # by libtpu's estimates
+
+Configurations go to a folder that is removed at the end.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+import pallasite as pl
+from pallasite import config, kernels
+from pallasite.kernels import masks
+from pallasite.tune.progress import shown_time
+
+SIZES = (64, 128, 256)
+
+
+@pl.tunable(block_m=SIZES, block_n=SIZES, block_k=SIZES)
+def matmul(x, y, *, block_m=128, block_n=128, block_k=128):
+    (m, k), (_, n) = x.shape, y.shape
+
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        o_ref[...] += jnp.dot(
+            x_ref[...], y_ref[...], preferred_element_type=jnp.float32
+        )
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=Shape((m, n), jnp.float32),
+        grid=(pl.cdiv(m, block_m), pl.cdiv(n, block_n), pl.cdiv(k, block_k)),
+        in_specs=[
+            pl.BlockSpec((block_m, block_k), lambda i, j, k: (i, k)),
+            pl.BlockSpec((block_k, block_n), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((block_m, block_n), lambda i, j, k: (i, j)),
+        name="matmul",
+    )(x, y)
+
+
+def attention(q, k, v):
+    return kernels.attention(q, k, v, mask=masks.Causal())
+
+
+def problems(small: bool):
+    size, length = (512, 512) if small else (4096, 4096)
+    dtype = jnp.float32 if small else jnp.bfloat16
+    heads = Shape((1, length, 2 if small else 16, 64), dtype)
+    return {
+        "matmul": (matmul, [Shape((size, size), dtype)] * 2),
+        "attention": (attention, [heads] * 3),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="problems; default: all")
+    parser.add_argument("--target", help="a chip that need not be here, such as v5e")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per kernel")
+    options = parser.parse_args(argv)
+    small = options.target is None and jax.default_backend() == "cpu"
+    chosen = problems(small)
+    with tempfile.TemporaryDirectory() as folder, config.override(cache_dir=folder):
+        for name in options.names or chosen:
+            compare(name, *chosen[name], options)
+
+
+def compare(name: str, function, operands, options) -> None:
+    known = {"target": options.target, "limit": options.limit}
+    lines = []
+    for title, how in {
+        "tuner": {},
+        "second run": {},
+        "exhaustive": {"share": 1.0, "again": True},
+    }.items():
+        started = time.perf_counter()
+        found = pl.autotune(function, **known, **how)(*operands)
+        (site,) = found.sites
+        took = time.perf_counter() - started
+        best = shown_time(site.entry.seconds, found.unit)
+        default = shown_time(site.entry.default_seconds, found.unit)
+        lines.append(
+            f"{title:<12}{site.compiled:>3} of {site.considered} compiled in "
+            f"{took:6.1f} s, best {best}, default {default}, {site.entry.config}"
+        )
+    print(f"{name} {operands[0].shape}", *lines, sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

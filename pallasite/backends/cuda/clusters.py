@@ -1,0 +1,109 @@
+"""Blocks of a cluster: copies that several receive, arrivals at each other's barriers.
+
+The blocks of a cluster follow one another in the launch, so a block's place is its
+number modulo their count, and axes of the cluster are digits of it.
+"""
+
+from collections.abc import Sequence
+from itertools import product as each_of
+
+from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
+from pallasite.ir.nodes import Op
+from pallasite.ir.roles import Pipeline
+
+CLUSTER = "cluster"  # the semantics of such axes
+MOST_BLOCKS = 8  # that every chip with clusters runs
+
+
+class Clusters(Explicit):
+    """Emits what blocks of a cluster do to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Of each axis (-1 is the grid's last): its size, the step to the next block
+        # along it, this block's place.
+        self.cluster: dict[int, tuple[int, int, str]] = {}
+
+    exchanges = False  # blocks read what others write to main memory
+
+    @property
+    def blocks(self) -> int:
+        """Of a cluster."""
+        count = 1
+        for size, _, _ in self.cluster.values():
+            count *= size
+        return count
+
+    def note_cluster(self, pipeline: Pipeline) -> None:
+        """Which axes of the grid are those of clusters, from the last on."""
+        step = 1
+        for axis in reversed(range(len(pipeline.grid))):
+            if pipeline.semantics[axis] != CLUSTER:
+                break
+            size = pipeline.grid[axis]
+            assert size is not None
+            place = self.env[pipeline.ids[axis]].name
+            self.cluster[axis - len(pipeline.grid)] = size, step, place
+            step *= size
+        if step > MOST_BLOCKS:
+            self.refuse(
+                pipeline.op, f"a cluster of {step} blocks; chips have {MOST_BLOCKS}"
+            )
+
+    def first_peer(self, axes: Sequence[int]) -> str:
+        """The place of the first block that is where this one is but along axes."""
+        rest = [
+            f"{place} * {step}"
+            for axis, (_, step, place) in self.cluster.items()
+            if axis not in axes
+        ]
+        return " + ".join(rest) or "0"
+
+    def peers(self, axes: Sequence[int]) -> list[int]:
+        """How much further than the first those blocks are."""
+        steps = [
+            [n * step for n in range(size)]
+            for axis, (size, step, _) in self.cluster.items()
+            if axis in axes
+        ]
+        return sorted(sum(parts) for parts in each_of(*steps))
+
+    def emit_cluster_barrier(self, op: Op) -> None:
+        if self.in_role or self.has_roles:
+            self.out.line("blocks_meet();")
+        else:
+            self.starts_together = True  # after barriers are made
+
+    def emit_cluster_arrive(self, op: Op) -> None:
+        axes, at = op.attrs["axes"], self.barriers[op.operands[0]]
+        further = self.peers(axes)
+        if op.attrs["to"] == "first":
+            further = further[:1]
+        if self.exchanges:
+            self.out.line("writes_before_arrival();")
+        self.out.line("__syncwarp();")
+        for lane, step in enumerate(further):
+            block = f"{self.first_peer(axes)} + {step}"
+            self.out.line(f"if (thread % 32 == {lane}) arrive_at({at}, {block});")
+
+    def emit_cluster_copy(self, op: Op) -> None:
+        source, target, barrier = op.operands
+        if op.attrs["to"] == "first":
+            self.refuse(op, "a copy that another block's barrier counts")
+        self.meet_before(op)
+        axes, pattern = (
+            op.attrs["axes"],
+            sum(1 << n for n in self.peers(op.attrs["axes"])),
+        )
+        to = f"{pattern} << ({self.first_peer(axes)})"
+        for at, number, places in self.boxes(op, self.views[source], target):
+            where = f"maps + {number * MAP_BYTES}, {self.barriers[barrier]}, {to}"
+            call = f"copy_to_blocks_{len(places)}({at}, {where}, {', '.join(places)});"
+            self.out.line(self.once + call)
+
+
+RULES = {
+    "cluster_barrier": Clusters.emit_cluster_barrier,
+    "cluster_arrive": Clusters.emit_cluster_arrive,
+    "cluster_copy": Clusters.emit_cluster_copy,
+}

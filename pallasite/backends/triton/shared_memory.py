@@ -1,0 +1,186 @@
+"""How much shared memory Triton takes for a program, by its stages.
+
+What XLA hands to Triton fails to compile if it takes more than a chip has, when nothing
+else can be chosen any more; so the model counts all that was seen to take some, with
+Triton 3.9's own compiler:
+
+- The right side of a product, and a left side that no product computed, from where it
+  is loaded or computed to the last product that takes it.
+- In a loop, every load that operands of a product are computed from, at whatever
+  distance: Triton loads it ahead, into a buffer per stage, or one less where it goes
+  through registers before it is multiplied (a mask, a conversion, a bias).
+- While they run: transposes for no product, reductions across warps, and in kernels
+  with products, loads and stores of tiles that products compute, since the registers of
+  a product are no rows of memory.
+"""
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+from pallasite.backends.triton.text import physical
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.roles import Dot, DotSide
+from pallasite.passes.analysis.live_tiles import LiveTiles
+
+WARP_ROWS = 16  # of a product that one warp computes
+
+
+class SharedMemory(LiveTiles):
+    """What one program of so many warps takes."""
+
+    def __init__(self, kernel: Kernel, warps: int):
+        super().__init__(kernel)
+        self.warps = warps
+        self.from_products = values_from_products(self.ops)
+        self.operands = dict[Op, set[Value]]()  # of each product, in shared memory
+        self.held = dict[Value, int]()  # and their bytes, as they are multiplied
+        for dot in (Dot.of(op) for op in self.ops if op.name == "dot"):
+            found = {
+                self.source(side.value): operand_bytes(dot, side)
+                for side in dot.sides
+                if side is dot.rhs or not self.stays_in_registers(side)
+            }
+            self.operands[dot.op] = set(found)
+            for value, size in found.items():
+                self.held[value] = max(size, self.held.get(value, 0))
+
+    def bytes(self, stages: int) -> int:
+        """The most at any time."""
+        return self.peak(stages)[0]
+
+    def peak(self, stages: int) -> tuple[int, Op | None]:
+        """The most at any time, and the op that runs then."""
+        start: tuple[int, Op | None] = 0, None
+        needs = self.needs(self.kernel.body, set(), stages, in_loop=False)
+        return max(needs, key=lambda need: need[0], default=start)
+
+    def needs(
+        self, block: Block, after: set[Value], stages: int, in_loop: bool
+    ) -> Iterator[tuple[int, Op]]:
+        """At each op of a block, with the operands that are needed after it."""
+        ahead = self.loaded_ahead(block) if in_loop and stages > 1 else frozenset()
+        # A loop's buffers are there in all of its steps.
+        buffers = sum(self.buffer_bytes(load, stages) for load in ahead)
+        own = {op.result for op in ahead}
+        live = after - own
+        for op in reversed(block.ops):
+            live |= self.multiplied(op) - own
+            scratch = 0 if op in ahead else self.scratch_bytes(op)
+            yield buffers + sum(self.held[v] for v in live) + scratch, op
+            for region in op.regions:
+                is_loop = op.name in ("for", "while")
+                for size, inner in self.needs(region, live, stages, is_loop):
+                    yield buffers + size, inner
+            live = live.difference(op.results)
+
+    def has_loads_ahead(self) -> bool:
+        """Whether more stages change anything."""
+        loops = [op for op in self.ops if op.name in ("for", "while")]
+        return any(self.loaded_ahead(loop.regions[-1]) for loop in loops)
+
+    def multiplied(self, op: Op) -> set[Value]:
+        """Operands in shared memory that are multiplied in an op."""
+        if op.name == "dot":
+            return self.operands[op]
+        inner = {o for region in op.regions for o in walk(region)}
+        made = {v for o in inner for v in o.results}
+        taken = (self.operands[o] for o in inner if o.name == "dot")
+        return set[Value]().union(*taken) - made
+
+    def loaded_ahead(self, block: Block) -> frozenset[Op]:
+        """The loads of a loop's step that the operands of its products come from."""
+        here = {v: op for op in block.ops for v in op.results}
+        reached = set[Op]()
+        waiting = [op for op in block.ops if op.name == "dot"]
+        while waiting:
+            op = waiting.pop()
+            if op not in reached:
+                reached.add(op)
+                inner = set[Value]().union(*map(self.captured, op.regions))
+                used = inner.union(op.operands)
+                waiting += [here[v] for v in used if v in here]
+        return frozenset(op for op in reached if op.name == "load")
+
+    def buffer_bytes(self, load: Op, stages: int) -> int:
+        """Of what a load has in flight; of one that is multiplied, with that."""
+        size = tile_bytes(load.result)
+        if load.result in self.held:
+            return (stages - 1) * size + self.held[load.result]
+        return (stages - 1) * size
+
+    def scratch_bytes(self, op: Op) -> int:
+        """What an op takes while it runs."""
+        if op.name == "transpose" and not self.feeds_dot(op):
+            return self.turned_bytes(op)
+        if op.name == "reduce" and op.operands[0].tile.rank - 1 not in op.attrs["axes"]:
+            elements = sum(prod(physical(v.tile.shape)) for v in op.results)
+            return self.warps * 4 * elements
+        if op.name == "load" and op.result not in self.held:
+            return tile_bytes(op.result) if self.meets_product(op) else 0
+        if op.name in ("store", "atomic_rmw"):
+            tiles = [v for v in op.operands if v in self.from_products]
+            return max((tile_bytes(v) for v in tiles if v.tile.rank > 1), default=0)
+        return 0
+
+    def turned_bytes(self, op: Op) -> int:
+        """What a transposed matrix takes: it goes through shared memory whole.
+
+        Of more dimensions Triton may exchange a part at a time.
+        """
+        shape = op.result.tile.shape
+        return 0 if len(shape) != 2 or 1 in shape else tile_bytes(op.result)
+
+    def source(self, value: Value) -> Value:
+        """What an operand is a view of."""
+        op = self.producers.get(value)
+        while op is not None and op.name in ("transpose", "reshape"):
+            value = op.operands[0]
+            op = self.producers.get(value)
+        return value
+
+    def stays_in_registers(self, side: DotSide) -> bool:
+        """Whether a left side is multiplied by the warps that have its rows."""
+        tile = side.value.tile
+        is_transposed = side.contract != (tile.rank - 1,)
+        rows = prod(side.sizes(side.free))
+        if is_transposed or tile.dtype.bits > 16 or rows < WARP_ROWS * self.warps:
+            return False
+        return side.value in self.from_products
+
+    def meets_product(self, load: Op) -> bool:
+        """Whether a loaded tile is joined with one that is computed from products."""
+        reached, waiting = {load.result}, [load.result]
+        while waiting:
+            for user in self.used.get(waiting.pop(), []):
+                others = set(user.operands) - reached
+                if user.regions or not others.isdisjoint(self.from_products):
+                    return True
+                waiting += [v for v in user.results if v not in reached]
+                reached.update(user.results)
+        return False
+
+
+def values_from_products(ops: Iterable[Op]) -> set[Value]:
+    """Tiles that are computed from products, in the order of the program."""
+    found = set[Value]()
+    for op in ops:
+        made = list(op.results)
+        if op.regions:
+            made += [v for region in op.regions for v in region.params]
+            inner = [o for region in op.regions for o in walk(region)]
+            is_one = any(o.name == "dot" for o in inner)
+        else:
+            is_one = op.name == "dot" or not found.isdisjoint(op.operands)
+        if is_one and op.name != "load":
+            found.update(v for v in made if not v.is_ref and v.tile.rank)
+    return found
+
+
+def operand_bytes(dot: Dot, side: DotSide) -> int:
+    """Of one side of a product, in the wider type of both."""
+    bits = max(s.value.tile.dtype.bits for s in dot.sides)
+    return prod(physical(side.value.tile.shape)) * bits // 8
+
+
+def tile_bytes(value: Value) -> int:
+    return prod(physical(value.tile.shape)) * value.tile.dtype.bits // 8

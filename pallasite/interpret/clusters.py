@@ -1,0 +1,106 @@
+"""Clusters: blocks that run at once, copy for each other and arrive at each other's
+barriers.
+
+Each block is a context with memory of its own (`resume.py`). What one does to another
+goes to the memory that the other has at the same place.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pallasite.interpret.copies import End
+from pallasite.interpret.gpu_level import Barrier, GpuWalker, Load
+from pallasite.interpret.schedule import Context, Pause, Steps
+from pallasite.interpret.views import View
+from pallasite.ir.nodes import Op, Value
+
+
+class ClusterWait(Pause):
+    """Until every block of the cluster has reached a barrier as often as this one."""
+
+    def __init__(self, op: Op, walker: "ClusterWalker", block: Context):
+        super().__init__(op)
+        self.walker, self.count = walker, block.arrived
+        self.blocks = walker.cores
+
+    def _missing(self) -> list[str]:
+        return [c.name for c in self.blocks if c.arrived < self.count]
+
+    def ready(self) -> bool:
+        return not self._missing()
+
+    def text(self) -> str:
+        return (
+            f"waits for the other blocks of its cluster: {', '.join(self._missing())}"
+        )
+
+    def report(self) -> None:
+        facts = [("never there", ", ".join(self._missing()))]
+        what = "blocks of a cluster that wait for one that does not come"
+        fix = "let every block end"
+        self.walker.monitor.report("copies", what, facts, fix)
+
+
+class ClusterWalker(GpuWalker):
+    """The walker with what blocks of a cluster do to each other."""
+
+    def peers(self, op: Op) -> list[int]:
+        """Blocks that are where this one is, but along the axes of an op."""
+        context = self.schedule.current
+        assert context is not None
+        axes = op.attrs["axes"]
+        found = [
+            number
+            for number, block in enumerate(self.cores)
+            if all(
+                block.place[a] == n for a, n in context.place.items() if a not in axes
+            )
+        ]
+        return found[:1] if op.attrs.get("to") == "first" else found
+
+    def end_at(self, end: End, block: int) -> End:
+        """The same place in the memory of another block."""
+        root = self._on_core(end.root, block)
+        if root is None:
+            return end
+        return End(end.ref, View(root, end.view.ranges, end.view.steps), end.elements)
+
+    def barriers_at(self, ref: Value, blocks: Sequence[int]) -> list[Barrier]:
+        mine = self._end(ref)
+        return [self.barrier_of(self.end_at(mine, block)) for block in blocks]
+
+    def steps_cluster_barrier(self, op: Op) -> Steps:
+        context = self.schedule.current
+        if context is None or context.core is None:
+            return
+        block = self.cores[context.core]
+        block.arrived += 1
+        meeting = (self.cores[0], "cluster", block.arrived)
+        self.races.arrive(meeting)
+        yield ClusterWait(op, self, block)
+        self.races.meet(meeting)
+
+    def steps_cluster_arrive(self, op: Op) -> Steps:
+        for barrier in self.barriers_at(op.operands[0], self.peers(op)):
+            self._arrive(barrier, 1)
+        yield Pause(op)
+
+    def steps_cluster_copy(self, op: Op) -> Steps:
+        blocks = self.peers(op)
+        barriers = self.barriers_at(op.operands[2], blocks)
+        target, context = self._end(op.operands[1]), self.schedule.current
+        assert context is not None and context.core is not None
+        if op.attrs["to"] == "first":
+            blocks = [context.core]
+        for block, barrier in zip(blocks, barriers, strict=True):
+            load: Load = self._started(Load, op, barrier.end)
+            load.target = self.end_at(target, block)
+            self.start_load(load, barrier)
+        yield Pause(op)
+
+    RESUMABLE: ClassVar[Any] = {
+        **GpuWalker.RESUMABLE,
+        "cluster_barrier": steps_cluster_barrier,
+        "cluster_arrive": steps_cluster_arrive,
+        "cluster_copy": steps_cluster_copy,
+    }

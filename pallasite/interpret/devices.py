@@ -1,0 +1,206 @@
+"""Several devices that run one kernel: copies and signals from one to another.
+
+Each device has a walker with memory of its own; they share one schedule and the clocks.
+A copy to another device is two halves in flight: one reads the source here, the other,
+some time after it, writes the destination there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from pallasite.interpret.copies import End, Receive, Send
+from pallasite.interpret.schedule import Pause, Steps
+from pallasite.interpret.views import View
+from pallasite.interpret.waits import WaitingWalker
+from pallasite.ir.nodes import Block, Op, Value, walk
+
+REMOTE = ("remote_copy_start", "sem_signal_device", "barrier_semaphore")
+
+
+def talks_to_devices(block: Block) -> bool:
+    return any(op.name in REMOTE for op in walk(block))
+
+
+class Arrival(Pause):
+    """Until another device has allocated what a copy or a signal goes to."""
+
+    def __init__(self, op: Op, other: "DeviceWalker", is_there: Callable[[], bool]):
+        super().__init__(op)
+        self.other, self.is_there = other, is_there
+
+    def ready(self) -> bool:
+        return self.other.ended or self.is_there()
+
+    def text(self) -> str:
+        return f"waits for {self.other.name} to allocate what it copies or signals to"
+
+    def report(self) -> None:
+        what = "a copy or a signal to memory that the other device never allocates"
+        facts = [("to device", self.other.name)]
+        fix = "allocate it on every device (scratch_shapes, or run_scoped around all)"
+        self.other.monitor.report("copies", what, facts, fix, self.op.loc)
+
+
+class DeviceWalker(WaitingWalker):
+    """The walker with other devices beside it."""
+
+    devices: Sequence["DeviceWalker"]  # all of them, this one too, by number
+    ended = False  # the kernel has, on this device
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        super().begin(inputs)
+        for root in self.barriers_of_devices():
+            self.allocate(root)
+        for root in self._watched:
+            if root in self.memory:
+                self.races.watch(root)
+
+    def allocate(self, root: Value) -> None:
+        super().allocate(root)
+        if self._named(root) in self._watched:
+            self.races.watch(root)
+
+    def kernel_steps(self) -> Steps:
+        yield from super().kernel_steps()
+        self.ended = True
+
+    # --- what other devices reach ---
+
+    @cached_property
+    def _watched(self) -> set[Value]:
+        """Roots that copies from other devices write, where races are looked for."""
+        ops = [o for o in walk(self.kernel.body) if o.name == "remote_copy_start"]
+        races = self.monitor.options.races
+        return {self.roots.of(op.operands[1]) for op in ops} if races else set()
+
+    def barriers_of_devices(self) -> list[Value]:
+        """The barrier semaphore, named by the first op that asks for it."""
+        ops = [o for o in walk(self.kernel.body) if o.name == "barrier_semaphore"]
+        return [op.result for op in ops[:1]]
+
+    def do_barrier_semaphore(self, op: Op) -> tuple[View]:
+        (root,) = self.barriers_of_devices()
+        return (View(root, ()),)
+
+    def steps_barrier_semaphore(self, op: Op) -> Steps:
+        return self.do_barrier_semaphore(op)
+        yield
+
+    def _named(self, root: Value) -> Value:
+        """What names a core's own memory in the IR."""
+        context = self.schedule.current
+        mine = (context.memory if context is not None else None) or {}
+        return next((name for name, own in mine.items() if own is root), root)
+
+    def _device(self, op: Op, number: Value) -> "DeviceWalker":
+        found = int(self.numbers.certain(self.env[number], "a device's number"))
+        count = len(self.devices)
+        if not 0 <= found < count:
+            facts = [("device number", found), ("devices", count)]
+            what = "a copy or a signal to a device that is not there"
+            fix = f"count devices from 0 to {count - 1}, as lax.rem(i + 1, size) does"
+            self.monitor.report("copies", what, facts, fix)
+        return self.devices[min(max(found, 0), count - 1)]
+
+    def _root_there(
+        self, other: "DeviceWalker", root: Value, core: int | None
+    ) -> Value | None:
+        """What another device has where this one has `root`; None: nothing yet."""
+        context, name = self.schedule.current, self._named(root)
+        if context is None or context.memory is None or name is root:
+            return root if root in other.memory else None
+        place = context.core if core is None else core
+        cores = other.cores
+        if place is None or not 0 <= place < len(cores):
+            return None
+        found = (cores[place].memory or {}).get(name)
+        return found if found in other.memory else None
+
+    def _ends_there(
+        self, op: Op, other: "DeviceWalker", refs: Sequence[Value], core: int | None
+    ) -> Any:
+        """The ends of a copy or a signal on another device, once they are there."""
+        ends = [self._end(ref) for ref in refs]
+        find = lambda: [self._root_there(other, e.root, core) for e in ends]
+        if None in find():
+            yield Arrival(op, other, lambda: None not in find())
+        self._look_at_device(other, ends)
+        return [
+            End(end.ref, replace(end.view, root=root or end.root), end.elements)
+            for end, root in zip(ends, find(), strict=True)
+        ]
+
+    def _look_at_device(self, other: "DeviceWalker", ends: Sequence[End]) -> None:
+        """Whether another device runs the kernel at the moment, and surely so."""
+        barriers = self.barriers_of_devices()
+        facts: list[tuple[str, Any]] = [("to device", other.name)]
+        facts.append(("to", self.monitor.describe(ends[0].ref)))
+        if other.ended:
+            what = "a copy or a signal to a device that has ended the kernel"
+            fix = "wait there for as many copies and signals as it is sent"
+            self.monitor.report("copies", what, facts, fix)
+        if not barriers or ends[0].root in barriers:
+            return
+        if not self.races.knows_entered(other.races):
+            what = "a copy or a signal to a device that may not run the kernel yet"
+            fix = (
+                "wait for the barrier semaphore first, and let that device signal this "
+                "one's (pltpu.get_barrier_semaphore)"
+            )
+            self.monitor.report("copies", what, facts, fix)
+
+    # --- copies ---
+
+    def steps_remote_copy_start(self, op: Op) -> Steps:
+        other = self._device(op, op.operands[4])
+        there = (op.operands[1], op.operands[3])
+        target, received = yield from self._ends_there(op, other, there, None)
+        source, sent = self._end(op.operands[0]), self._end(op.operands[2])
+        program = self.monitor.program_text(self.monitor.program)
+        state, by = self.state(), self.monitor
+        through_window = self._is_block(op.operands[0])
+        where = self.schedule.current, program, state, self.races.start_copy()
+        send = Send(op, source, source, sent, through_window, *where)
+        (here, programs, _, part), lanes = state
+        arriving = ((here, programs, other.monitor.program, part), lanes)
+        where = None, program, arriving, self.races.start_copy()
+        receive = Receive(op, target, target, received, False, *where, send=send)
+        self.copies.start(send)
+        other.copies.arrive(receive)
+        with self.races.as_lane(send.lane):
+            self.races.access(source.root, "reads", source.elements)
+        with other.races.as_lane(receive.lane):
+            other.races.access(target.root, "writes", target.elements, by)
+        if self.schedule.is_early:
+            self.move(send)
+            other.move(receive)
+        yield Pause(op)
+
+    # --- signals ---
+
+    def steps_sem_signal_device(self, op: Op) -> Steps:
+        other = self._device(op, op.operands[2])
+        core = None
+        if len(op.operands) > 3:
+            given = self.env[op.operands[3]]
+            core = int(self.numbers.certain(given, "a core's number"))
+        (end,) = yield from self._ends_there(op, other, op.operands[:1], core)
+        amount = self._plain_amount(op)
+        other.signals[end.root] = op
+        with other.races.as_lane(self.races.lane):
+            other.races.signal(end.key, int(amount))
+        other._count(end.view, end.ref, amount)
+        yield Pause(op)
+
+    RULES: ClassVar = {
+        **WaitingWalker.RULES,
+        "barrier_semaphore": do_barrier_semaphore,
+    }
+    RESUMABLE: ClassVar = {
+        **WaitingWalker.RESUMABLE,
+        "remote_copy_start": steps_remote_copy_start,
+        "sem_signal_device": steps_sem_signal_device,
+        "barrier_semaphore": steps_barrier_semaphore,
+    }

@@ -1,0 +1,242 @@
+"""Tensor memory: products and copies that the tensor core does in the background.
+
+What one context starts is done in that order, each when the schedule picks it. A commit
+is the last of those before it: it arrives at its barrier when its turn comes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pallasite.interpret.clusters import ClusterWalker
+from pallasite.interpret.copies import End
+from pallasite.interpret.gpu_level import Barrier
+from pallasite.interpret.numbers import run_pure
+from pallasite.interpret.schedule import Context, Pause, Steps
+from pallasite.interpret.shadow_tiles import value_of
+from pallasite.interpret.views import entries_of
+from pallasite.ir.nodes import Block, Op, full_index
+from pallasite.ops.tensor_memory import columns_axis, mma_of
+
+KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
+
+
+@dataclass(eq=False)
+class Work:
+    """Something that the tensor core was asked for."""
+
+    op: Op
+    reads: dict[str, End]
+    writes: dict[str, End]
+    do: Callable[[], None]
+    queue: list["Work"]  # of the same context, in order
+    starter: Context | None
+    program: str | None
+    state: Any
+    moved: bool = False
+    # Of a commit: the barriers, and the phase that it was an arrival of.
+    barriers: list[Barrier] = field(default_factory=list[Barrier])
+    phases: list[int] = field(default_factory=list[int])
+
+    fix: ClassVar[str] = (
+        "wait for a barrier of it, or of tcgen05_commit_arrive after it"
+    )
+    semaphore_key: ClassVar[str] = "tensor core"
+    through_window: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        return KINDS.get(self.op.name, "commit")
+
+    @property
+    def ends(self) -> list[End]:
+        return [*self.reads.values(), *self.writes.values()]
+
+    @property
+    def is_next(self) -> bool:
+        return next((w for w in self.queue if not w.moved), self) is self
+
+
+class TensorWalker(ClusterWalker):
+    """The walker with tensor memory."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.queues: dict[Any, list[Work]] = {}
+        self.tensor_lanes: dict[Any, int] = {}
+        self._products: dict[Op, Block] = {}
+
+    def steps_warps(self, op: Op) -> Steps:
+        group = self.schedule.fork(
+            [(f"warp {n}", self.steps(r)) for n, r in enumerate(op.regions)]
+        )
+        yield from self.side_by_side(op, group)
+
+    # --- what is started ---
+
+    def _who(self) -> Any:
+        """A thread of the chip: warps go on where they were."""
+        context = self.schedule.current
+        return None if context is None else (context.core, context.name)
+
+    def _start(self, op: Op, reads: Any, writes: Any, do: Any) -> Work:
+        who, races = self._who(), self.races
+        queue = self.queues.setdefault(who, [])
+        if who not in self.tensor_lanes:
+            self.tensor_lanes[who] = races.start_copy()
+        lane = self.tensor_lanes[who]
+        if races.clocks is not None:
+            races.clocks.fork(races.lane, lane)
+        program = self.monitor.program_text(self.monitor.program)
+        where = self.schedule.current, program, self.state()
+        work = Work(op, reads, writes, do, queue, *where)
+        for end in reads.values():
+            if end.root.ref.space == "smem":
+                self._look_at_fences(end, op)
+        with races.as_lane(lane):
+            for how, ends in (("reads", reads), ("writes", writes)):
+                for end in ends.values():
+                    races.access(end.root, how, end.elements)
+        # The tensor core keeps the order of its own work.
+        flying, own = self.copies.flying, list(queue)
+        self.copies.flying = [c for c in flying if c not in own]
+        self.copies.start(work)  # type: ignore[arg-type]
+        self.copies.flying = [*flying, work]  # type: ignore[list-item]
+        queue.append(work)
+        if self.schedule.is_early:
+            self.move(work)
+        return work
+
+    def move(self, copy: Any) -> None:
+        if not isinstance(copy, Work):
+            super().move(copy)
+            return
+        saved, copy.moved = self.state(), True
+        self._set_state(copy.state)
+        self.moving = True
+        copy.do()
+        self.moving = False
+        self._set_state(saved)
+
+    # --- products and copies ---
+
+    def steps_tensor_mma(self, op: Op) -> Steps:
+        sums, lhs, rhs, adds = op.operands
+        adds = bool(value_of(self.numbers.certain(self.env[adds], "accumulate")))
+        blocks = self.peers(op) if op.attrs["axes"] else [None]
+        ends = [
+            [end if n is None else self.end_at(end, n) for n in blocks]
+            for end in (self._end(v) for v in (sums, lhs, rhs))
+        ]
+        named = list(
+            zip(("accumulator", "left operand", "right operand"), ends, strict=True)
+        )
+        texts = [
+            {f"{name}{n or ''}": end for n, end in enumerate(found)}
+            for name, found in named
+        ]
+        acc, left, right = texts
+        reads = {**left, **right, **(acc if adds else {})}
+        self._start(op, reads, acc, lambda: self._multiply_pair(op, ends, adds))
+        yield Pause(op)
+
+    def _multiply_pair(self, op: Op, ends: Sequence[Any], adds: bool) -> None:
+        all_sums, all_left, all_right = ends
+        along = columns_axis(op)
+        sides = [self._seen(self.read(end.view)) for end in all_right]
+        right = sides[0] if len(sides) == 1 else self._joined(sides, along)
+        if op not in self._products:
+            self._products[op] = mma_of(op, np.shape(value_of(right))[along])
+        block = self._products[op]
+        for sums, left in zip(all_sums, all_left, strict=True):
+            tiles = [self.read(sums.view), self._seen(self.read(left.view)), right]
+            env = dict(zip(block.params, tiles, strict=True))
+            for each in block.ops:
+                (env[each.result],) = run_pure(
+                    self.numbers, each, [env[v] for v in each.operands]
+                )
+            value = env[block.yields[0 if adds else 1]]
+            self._put(sums, value)
+
+    def _joined(self, parts: Sequence[Any], along: int) -> Any:
+        return np.concatenate([value_of(x) for x in parts], along)
+
+    def _put(self, end: End, value: Any) -> None:
+        everything = entries_of(full_index(end.ref.ref.shape), ())
+        self.write(end.view, everything, value, None)
+
+    def steps_tensor_copy(self, op: Op) -> Steps:
+        source, target = (self._end(v) for v in op.operands)
+        blocks = self.peers(op) if op.attrs["axes"] else [None]
+        pairs = [
+            (source, target)
+            if n is None
+            else (self.end_at(source, n), self.end_at(target, n))
+            for n in blocks
+        ]
+
+        def copy() -> None:
+            for from_, to in pairs:
+                self._put(to, self.read(from_.view))
+
+        reads = {f"source{n or ''}": p[0] for n, p in enumerate(pairs)}
+        writes = {f"destination{n or ''}": p[1] for n, p in enumerate(pairs)}
+        self._start(op, reads, writes, copy)
+        yield Pause(op)
+
+    # --- their ends ---
+
+    def steps_tensor_commit(self, op: Op) -> Steps:
+        if op.attrs["axes"]:
+            barriers = self.barriers_at(op.operands[0], self.peers(op))
+        else:
+            barriers = [self.barrier(op.operands[0])]
+        who = self._who()
+
+        def arrive() -> None:
+            with self.races.as_lane(self.tensor_lanes[who]):
+                for barrier in barriers:
+                    work.phases.append(barrier.phase)
+                    self._arrive(barrier, 1)
+
+        early, self.schedule.is_early = self.schedule.is_early, False
+        work = self._start(op, {}, {}, arrive)
+        self.schedule.is_early = early
+        work.barriers = barriers
+        if early:
+            self.move(work)
+        yield Pause(op)
+
+    def steps_tensor_wait(self, op: Op) -> Steps:
+        yield Pause(op)
+
+    def signalling(self, barrier: Barrier) -> list[Any]:
+        found = super().signalling(barrier)
+        for queue in self.queues.values():
+            if any(barrier in w.barriers for w in queue if not w.moved):
+                found += [w for w in queue if not w.moved][:1]
+        return found
+
+    def phase_seen(self, barrier: Barrier, phase: int) -> None:
+        """What a commit of that phase was for has ended, and somebody knows."""
+        super().phase_seen(barrier, phase)
+        for queue in self.queues.values():
+            last = -1
+            for n, work in enumerate(queue):
+                pairs = zip(work.barriers, work.phases, strict=False)
+                if any(b is barrier and p <= phase for b, p in pairs):
+                    last = n
+            for work in queue[: last + 1]:
+                self.copies.flying.remove(work)  # type: ignore[arg-type]
+            del queue[: last + 1]
+
+    RESUMABLE: ClassVar[Any] = {
+        **ClusterWalker.RESUMABLE,
+        "warps": steps_warps,
+        "tensor_mma": steps_tensor_mma,
+        "tensor_copy": steps_tensor_copy,
+        "tensor_commit": steps_tensor_commit,
+        "tensor_wait": steps_tensor_wait,
+    }

@@ -1,0 +1,75 @@
+"""`update_pages`: new keys and values written into the pages of a cache, in place."""
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.kernels import common
+from pallasite.kernels.decode import PAGES
+
+
+def update_pages(
+    pages: jax.Array,
+    new: jax.Array,
+    slots: jax.Array,
+    *,
+    implementation: common.Implementation = "pallasite",
+) -> jax.Array:
+    """`pages` with row t of `new` at slot `slots[t]`: page * page_size + offset.
+
+    The buffer of `pages` is reused where it is donated to the jitted function, so that
+    only the new rows move.
+
+    Args:
+        pages: (pages, page_size, kv_heads, width).
+        new: (tokens, kv_heads, width); converted to the dtype of the pages.
+        slots: (tokens,) different integers. A negative one is padding: its row is
+            dropped.
+    """
+    operation = "update_pages"
+    _, _, kv_heads, width = common.check_rank(operation, "pages", pages, PAGES)
+    tokens, _, _ = common.check_rank(operation, "new", new, "tokens, kv_heads, width")
+    common.check_integers(operation, slots=slots)
+    common.check_shape(operation, "new", new, (tokens, kv_heads, width))
+    common.check_shape(operation, "slots", slots, (tokens,))
+    compute = common.choose(implementation, _stored, _plain)
+    return compute(pages, new, slots.astype(jnp.int32))
+
+
+def _plain(pages, new, slots):
+    flat = pages.reshape(-1, *pages.shape[2:])
+    slots = jnp.where(slots < 0, len(flat), slots)  # past the end is dropped
+    return flat.at[slots].set(new.astype(pages.dtype), mode="drop").reshape(pages.shape)
+
+
+def _stored(pages, new, slots):
+    tokens, kv_heads, width = new.shape
+    flat = pages.reshape(-1, kv_heads, width)
+
+    def kernel(slots_ref, new_ref, flat_ref, o_ref):
+        del flat_ref  # the result's own buffer
+
+        @pl.when(slots_ref[pl.program_id(0)] >= 0)
+        def _():
+            o_ref[...] = new_ref[...].astype(o_ref.dtype)
+
+    row = (None, kv_heads, width)
+    slot = pl.BlockSpec(row, lambda t, slots_ref: (jnp.maximum(slots_ref[t], 0), 0, 0))
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(tokens,),
+            in_specs=[
+                pl.BlockSpec(row, lambda t, slots_ref: (t, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=slot,
+        ),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        name="update_pages",
+    )(slots, new, flat)
+    return out.reshape(pages.shape)

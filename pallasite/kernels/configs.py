@@ -1,0 +1,53 @@
+"""Which configuration an operation of the library takes."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pallasite.kernels import common
+from pallasite.tune import choices
+from pallasite.tune.space import Space
+
+C = TypeVar("C")  # a configuration: a frozen dataclass
+
+# What the tuner tries.
+ROWS = {"block_rows": (8, 16, 32, 64, 128, 256)}
+PRODUCT = {
+    "block_m": (64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64, 128),
+}
+
+
+def tuned(
+    kernel: str,
+    given: C | None,
+    default: C,
+    space: Mapping[str, Sequence[Any]],
+    operands: Sequence[Any],
+    **options: Any,
+) -> C:
+    """The configuration of a call: the caller's, else a tuned one, else the default.
+
+    Args:
+        kernel: what tables call the operation.
+        given: what the caller passed as `config=`.
+        default: the configuration of calls that were never tuned.
+        space: the values of its fields that the tuner tries; others stay as they are.
+        operands: arrays whose shapes and dtypes decide (None: not given).
+        options: whatever else decides the kernel's code.
+    """
+    if given is not None:
+        return given
+    values = {name: getattr(default, name) for name in space}
+    site = choices.site_of(kernel, operands, options)
+    chosen = choices.choose(site, values, Space(space))
+    return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+
+
+def tuned_rows(
+    kernel: str, given: common.RowConfig | None, *operands: Any
+) -> common.RowConfig:
+    """The configuration of an operation on rows; the first operand has them."""
+    default = common.row_config(operands[0])
+    return tuned(kernel, given, default, ROWS, operands)

@@ -1,0 +1,247 @@
+"""`linear_softmax_cross_entropy_loss`: the loss of a language model's last layer.
+
+The logits are never in memory as a whole. Forward, one product leaves three numbers
+per token and block of the vocabulary: maximum, sum of exponentials, the label's logit.
+Backward, the logits are computed again, `block_vocab` columns at a time; what is kept
+of them is their cotangent in x's dtype, for the two products of a linear layer's
+gradient.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite.errors import SpecError
+from pallasite.kernels import common, configs
+from pallasite.kernels.attention import LOWEST
+from pallasite.kernels.matmul import (
+    MatmulConfig,
+    fitted,
+    product,
+    row_blocks,
+    row_partials,
+    tiles,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropyConfig:
+    """How the loss is divided.
+
+    Attributes:
+        block_tokens, block_columns, block_hidden: blocks of the logits' product.
+        block_vocab: columns of logits that the gradient holds at a time.
+    """
+
+    block_tokens: int = 128
+    block_columns: int = 256
+    block_hidden: int = 64
+    block_vocab: int = 8192
+
+    @property
+    def blocks(self) -> MatmulConfig:
+        return MatmulConfig(self.block_tokens, self.block_columns, self.block_hidden)
+
+
+SPACE = {
+    "block_tokens": (64, 128, 256),
+    "block_columns": (128, 256),
+    "block_hidden": (64, 128),
+    "block_vocab": (4096, 8192, 16384),
+}
+
+
+def linear_softmax_cross_entropy_loss(
+    x: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    *,
+    reduction: Literal["sum", "mean", "none"] = "sum",
+    soft_cap: float | None = None,
+    implementation: common.Implementation = "pallasite",
+    config: CrossEntropyConfig | None = None,
+) -> jax.Array:
+    """`-log_softmax(x @ weights)[labels]`, without the logits in memory.
+
+    Args:
+        x: (tokens, hidden), floating point.
+        labels: (tokens,) integers. A label outside the vocabulary (-1, say) is
+            padding: its token's loss is 0, and a mean does not count it.
+        weights: (hidden, vocabulary).
+        reduction: over tokens: "sum", "mean", or "none" for a loss per token.
+        soft_cap: logits l become soft_cap * tanh(l / soft_cap).
+
+    Returns:
+        The loss, float32: a scalar, or (tokens,) without a reduction.
+    """
+    operation = "linear_softmax_cross_entropy_loss"
+    tokens, hidden = common.check_rank(operation, "x", x, "tokens, hidden")
+    _, vocabulary = common.check_rank(
+        operation, "weights", weights, "hidden, vocabulary"
+    )
+    common.check_floats(operation, x=x, weights=weights)
+    common.check_integers(operation, labels=labels)
+    common.check_shape(operation, "labels", labels, (tokens,))
+    common.check_shape(operation, "weights", weights, (hidden, vocabulary))
+    common.check_option(operation, "reduction", reduction, ["sum", "mean", "none"])
+    if x.dtype != weights.dtype:
+        raise SpecError(
+            f"{operation}: x and weights differ in dtype",
+            [("x", x.dtype), ("weights", weights.dtype)],
+            fix="convert one of them",
+        )
+    compute = common.choose(implementation, _streamed, _plain)
+    default = CrossEntropyConfig()
+    config = configs.tuned(operation, config, default, SPACE, (x, weights))
+    counted = (labels >= 0) & (labels < vocabulary)
+    losses = compute(
+        x, weights, labels.astype(jnp.int32), soft_cap=soft_cap, config=config
+    )
+    losses = jnp.where(counted, losses, 0)
+    if reduction == "none":
+        return losses
+    total = jnp.sum(losses)
+    return total if reduction == "sum" else total / jnp.maximum(jnp.sum(counted), 1)
+
+
+def _capped(logits, soft_cap: float | None):
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _plain(x, weights, labels, *, soft_cap, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    logits = _capped(jnp.dot(x, weights, preferred_element_type=wide), soft_cap)
+    found = jnp.take_along_axis(
+        logits, labels[:, None], axis=1, mode="fill", fill_value=0
+    )
+    return jax.nn.logsumexp(logits, axis=1) - found[:, 0]
+
+
+def _streamed(x, weights, labels, *, soft_cap, config):
+    log_sum_exp, found = _statistics(x, weights, labels, soft_cap, config)
+    return log_sum_exp - found
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _statistics(x, weights, labels, soft_cap, config):
+    """The log-sum-exp of each token's logits, and the logit of its label (or 0)."""
+    tokens, vocabulary = len(x), weights.shape[1]
+    blocks = fitted(config.blocks, tokens, vocabulary, x.shape[1])
+    ragged = vocabulary % blocks.block_n != 0
+
+    def finish(sums, refs):
+        label_ref, max_ref, sum_ref, found_ref = refs
+        logits = _capped(sums[0], soft_cap)
+        columns = pl.program_id(1) * blocks.block_n + lax.broadcasted_iota(
+            jnp.int32, logits.shape, 1
+        )
+        if ragged:
+            logits = jnp.where(columns < vocabulary, logits, LOWEST)
+        maximum = jnp.max(logits, axis=1, keepdims=True)
+        max_ref[...] = maximum
+        sum_ref[...] = jnp.sum(jnp.exp(logits - maximum), axis=1, keepdims=True)
+        is_label = columns == label_ref[...]
+        found_ref[...] = jnp.sum(jnp.where(is_label, logits, 0), axis=1, keepdims=True)
+
+    partial = jax.ShapeDtypeStruct(
+        (pl.cdiv(vocabulary, blocks.block_n), tokens, 1),
+        common.statistics_dtype(x.dtype),
+    )
+    maxima, sums, found = product(
+        x,
+        [weights],
+        finish,
+        [(_inside(labels, vocabulary), row_blocks)],
+        [(partial, row_partials)] * 3,
+        config=blocks,
+        name="cross_entropy",
+    )
+    maximum = jnp.max(maxima, axis=0, initial=LOWEST)
+    total = jnp.sum(sums * jnp.exp(maxima - maximum), axis=0)
+    return (maximum + jnp.log(total))[:, 0], jnp.sum(found, axis=0)[:, 0]
+
+
+def _inside(labels, vocabulary: int):
+    """Labels as a column; padding equals no column, also not one past the last."""
+    return jnp.where(labels < vocabulary, labels, -1)[:, None]
+
+
+def _statistics_fwd(x, weights, labels, soft_cap, config):
+    out = _statistics(x, weights, labels, soft_cap, config)
+    return out, (x, weights, labels, out[0])
+
+
+def _statistics_bwd(soft_cap, config, kept, cotangents):
+    x, weights, labels, log_sum_exp = kept
+    vocabulary = weights.shape[1]
+    block = min(config.block_vocab, max(vocabulary, 1))
+    rows = [
+        _inside(labels, vocabulary),
+        *(c[:, None] for c in (log_sum_exp, *cotangents)),
+    ]
+    wide = common.statistics_dtype(x.dtype)
+
+    def part(start, size):
+        """Cotangents of x and of the weights from `size` columns of the logits."""
+        columns = lax.dynamic_slice_in_dim(weights, start, size, axis=1)
+        shifted = [rows[0] - start, *rows[1:]]
+        d_logits = _logits_cotangent(x, columns, shifted, soft_cap, config)
+        d_x = lax.dot_general(
+            d_logits, columns, (((1,), (1,)), ((), ())), preferred_element_type=wide
+        )
+        d_columns = lax.dot_general(
+            x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=wide
+        )
+        return d_x, d_columns.astype(weights.dtype)
+
+    def step(n, sums):
+        d_x, d_weights = sums
+        more, columns = part(n * block, block)
+        return d_x + more, lax.dynamic_update_slice_in_dim(
+            d_weights, columns, n * block, axis=1
+        )
+
+    sums = jnp.zeros(x.shape, wide), jnp.zeros_like(weights)
+    whole, rest = divmod(vocabulary, block)
+    d_x, d_weights = lax.fori_loop(0, whole, step, sums)
+    if rest:
+        more, columns = part(whole * block, rest)
+        d_x, d_weights = d_x + more, d_weights.at[:, whole * block :].set(columns)
+    return d_x.astype(x.dtype), d_weights, None
+
+
+def _logits_cotangent(x, weights, rows, soft_cap, config):
+    """The logits' cotangent in x's dtype: from those of log-sum-exp and label logit."""
+
+    def finish(sums, refs):
+        label_ref, log_sum_exp_ref, d_log_sum_exp_ref, d_found_ref, o_ref = refs
+        logits = _capped(sums[0], soft_cap)
+        columns = pl.program_id(1) * o_ref.shape[1] + lax.broadcasted_iota(
+            jnp.int32, logits.shape, 1
+        )
+        out = jnp.exp(logits - log_sum_exp_ref[...]) * d_log_sum_exp_ref[...]
+        out = out + jnp.where(columns == label_ref[...], d_found_ref[...], 0)
+        if soft_cap is not None:
+            out = out * (1 - (logits / soft_cap) ** 2)
+        o_ref[...] = out.astype(o_ref.dtype)
+
+    result = jax.ShapeDtypeStruct((len(x), weights.shape[1]), x.dtype)
+    (out,) = product(
+        x,
+        [weights],
+        finish,
+        [(row, row_blocks) for row in rows],
+        [(result, tiles)],
+        config=config.blocks,
+        name="cross_entropy_gradient",
+    )
+    return out
+
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd)

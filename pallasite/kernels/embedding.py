@@ -1,0 +1,114 @@
+"""`embedding_bag`: rows of a table that bags of indices name, summed per bag.
+
+The rows come along the last grid axis, one per step; the sum of a bag is never in
+memory as its single rows.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.kernels import common
+
+
+def embedding_bag(
+    table: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array | None = None,
+    *,
+    reduction: Literal["sum", "mean"] = "sum",
+    implementation: common.Implementation = "pallasite",
+) -> jax.Array:
+    """`sum(weights[b, i] * table[indices[b, i]] for i)` of every bag b.
+
+    Args:
+        table: (entries, width), floating point.
+        indices: (bags, size) integers. A negative one is padding and counts nothing.
+        weights: (bags, size), floating point; by default ones.
+        reduction: "mean" divides by the number of indices that are no padding.
+
+    Returns:
+        (bags, width) in table's dtype; sums are float32.
+    """
+    operation = "embedding_bag"
+    common.check_rank(operation, "table", table, "entries, width")
+    common.check_rank(operation, "indices", indices, "bags, size")
+    common.check_integers(operation, indices=indices)
+    common.check_floats(operation, table=table, weights=weights)
+    common.check_shape(operation, "weights", weights, indices.shape)
+    common.check_option(operation, "reduction", reduction, ["sum", "mean"])
+    wide = common.statistics_dtype(table.dtype)
+    used = (indices >= 0).astype(wide)
+    weights = used if weights is None else weights.astype(wide) * used
+    if reduction == "mean":
+        count = jnp.sum(used, axis=1, keepdims=True)
+        weights = weights / jnp.maximum(count, 1)
+    compute = common.choose(implementation, _summed, _plain)
+    return compute(table, jnp.maximum(indices, 0).astype(jnp.int32), weights)
+
+
+def _plain(table, indices, weights):
+    rows = jnp.take(table, indices, axis=0, mode="clip").astype(weights.dtype)
+    return jnp.einsum("bid,bi->bd", rows, weights).astype(table.dtype)
+
+
+@jax.custom_vjp
+def _summed(table, indices, weights):
+    (entries, width), (bags, size) = table.shape, indices.shape
+    if not indices.size:
+        return jnp.zeros((bags, width), table.dtype)
+    wide = weights.dtype
+
+    def kernel(indices_ref, weight_ref, row_ref, o_ref, acc_ref):
+        step = pl.program_id(1)
+
+        @pl.when(step == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        acc_ref[...] += row_ref[...].astype(wide) * weight_ref[...]
+
+        @pl.when(step == size - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    def entry(b, i, indices_ref):
+        return jnp.minimum(indices_ref[b, i], entries - 1), 0, 0
+
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((bags, 1, width), table.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(bags, size),
+            in_specs=[
+                pl.BlockSpec((None, None, 1, 1), lambda b, i, _: (b, i, 0, 0)),
+                pl.BlockSpec((None, 1, width), entry),
+            ],
+            out_specs=pl.BlockSpec((None, 1, width), lambda b, i, _: (b, 0, 0)),
+            scratch_shapes=[pltpu.VMEM((1, width), wide)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary")
+        ),
+        name="embedding_bag",
+    )(indices, weights[:, :, None, None], table[:, None])
+    return out[:, 0]
+
+
+def _summed_fwd(table, indices, weights):
+    return _summed(table, indices, weights), (table, indices, weights)
+
+
+def _summed_bwd(kept, cotangent):
+    """The gradient of a gather is a scatter, which is XLA's."""
+    table, indices, weights = kept
+    _, pull = jax.vjp(lambda t, w: _plain(t, indices, w), table, weights)
+    d_table, d_weights = pull(cotangent)
+    return d_table, None, d_weights
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)

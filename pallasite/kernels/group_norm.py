@@ -1,0 +1,128 @@
+"""`group_norm`: channels normalised in groups, over all positions of an image.
+
+One kernel leaves each block's mean and centred sum of squares per channel; XLA joins
+them to a factor and a summand per channel, which a second kernel applies. x is read
+twice and written once, whatever its size.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite.errors import SpecError
+from pallasite.kernels import common
+
+
+def group_norm(
+    x: jax.Array,
+    groups: int,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    implementation: common.Implementation = "pallasite",
+    config: common.RowConfig | None = None,
+) -> jax.Array:
+    """`(x - mean) / sqrt(variance + epsilon) * scale + bias`, statistics per group.
+
+    Args:
+        x: (batch, ..., channels), floating point.
+        groups: divides channels; a group is channels that follow one another.
+        scale, bias: (channels,), or None for ones and zeros.
+
+    Returns:
+        Like x; statistics are float32.
+    """
+    common.check_floats("group_norm", x=x, scale=scale, bias=bias)
+    if x.ndim < 2 or groups < 1 or x.shape[-1] % groups:
+        raise SpecError(
+            "group_norm: groups do not divide the channels",
+            [("x", x.shape), ("groups", groups)],
+            fix="pass x as (batch, ..., channels) and a divisor of channels",
+        )
+    for name, weight in {"scale": scale, "bias": bias}.items():
+        common.check_shape("group_norm", name, weight, x.shape[-1:])
+    compute = common.choose(implementation, _by_blocks, _plain)
+    options = {"groups": groups, "epsilon": epsilon}
+    positions = x.reshape(x.shape[0], -1, x.shape[-1])
+    config = config or common.row_config(positions)
+    out = compute(positions, scale, bias, config=config, **options)
+    return out.reshape(x.shape)
+
+
+def _plain(x, scale, bias, *, groups, epsilon, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    grouped = x.astype(wide).reshape(*x.shape[:2], groups, -1)
+    centred = grouped - jnp.mean(grouped, axis=(1, 3), keepdims=True)
+    variance = jnp.mean(centred * centred, axis=(1, 3), keepdims=True)
+    out = (centred * lax.rsqrt(variance + epsilon)).reshape(x.shape)
+    if scale is not None:
+        out = out * scale.astype(wide)
+    if bias is not None:
+        out = out + bias.astype(wide)
+    return out.astype(x.dtype)
+
+
+def _by_blocks(x, scale, bias, *, groups, epsilon, config):
+    batch, positions, channels = x.shape
+    if not x.size:
+        return x
+    block = min(config.block_rows, positions)
+    blocks = pl.cdiv(positions, block)
+    wide = common.statistics_dtype(x.dtype)
+    rows = pl.BlockSpec((None, block, channels), lambda b, i: (b, i, 0))
+
+    def statistics(x_ref, mean_ref, squares_ref):
+        count = jnp.minimum(block, positions - pl.program_id(1) * block)
+        inside = lax.broadcasted_iota(jnp.int32, x_ref.shape, 0) < count
+        wide_x = jnp.where(inside, x_ref[...].astype(wide), 0)
+        mean = jnp.sum(wide_x, axis=0, keepdims=True) / count.astype(wide)
+        centred = jnp.where(inside, wide_x - mean, 0)
+        mean_ref[...] = mean
+        squares_ref[...] = jnp.sum(centred * centred, axis=0, keepdims=True)
+
+    partial = pl.BlockSpec((None, None, 1, channels), lambda b, i: (b, i, 0, 0))
+    means, squares = pl.pallas_call(
+        statistics,
+        out_shape=[jax.ShapeDtypeStruct((batch, blocks, 1, channels), wide)] * 2,
+        grid=(batch, blocks),
+        in_specs=[rows],
+        out_specs=[partial, partial],
+        name="group_norm_statistics",
+    )(x)
+
+    # Joined by Chan's formula: sums of squares about the common mean do not cancel.
+    shape = (batch, blocks, groups, channels // groups)
+    means, squares = means.reshape(shape), squares.reshape(shape)
+    counts = jnp.minimum(block, positions - block * jnp.arange(blocks))
+    counts = counts.astype(wide)[:, None, None]
+    number = positions * (channels // groups)
+    mean = jnp.sum(means * counts, axis=(1, 3), keepdims=True) / number
+    squares = squares + counts * (means - mean) ** 2
+    variance = jnp.sum(squares, axis=(1, 3), keepdims=True) / number
+    per_channel = (batch, 1, channels // groups * groups)
+    spread = (batch, 1, groups, channels // groups)
+    factor = jnp.broadcast_to(lax.rsqrt(variance + epsilon), spread)
+    factor = factor.reshape(per_channel)
+    mean = jnp.broadcast_to(mean, spread).reshape(per_channel)
+    if scale is not None:
+        factor = factor * scale.astype(wide)
+    summand = -mean * factor
+    if bias is not None:
+        summand = summand + bias.astype(wide)
+
+    def normalise(x_ref, factor_ref, summand_ref, o_ref):
+        out = x_ref[...].astype(wide) * factor_ref[...] + summand_ref[...]
+        o_ref[...] = out.astype(o_ref.dtype)
+
+    of_channel = pl.BlockSpec((None, 1, channels), lambda b, i: (b, 0, 0))
+    return pl.pallas_call(
+        normalise,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(batch, blocks),
+        in_specs=[rows, of_channel, of_channel],
+        out_specs=rows,
+        name="group_norm",
+    )(x, factor, summand)

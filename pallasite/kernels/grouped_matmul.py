@@ -1,0 +1,286 @@
+"""`grouped_matmul`: rows in groups, each group times a matrix of its own.
+
+A program works on a visit (`visits.py`): a block of rows and one group with rows in it.
+The gradient of the matrices is a sum over the rows of each group.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.kernels import common, configs
+from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
+from pallasite.kernels.matmul import MatmulConfig, fitted
+from pallasite.kernels.visits import visits_of_groups
+
+
+def grouped_matmul(
+    x: jax.Array,
+    y: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    gate: jax.Array | None = None,
+    activation: str = "swish",
+    implementation: common.Implementation = "pallasite",
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """`x[rows of g] @ y[g]` for every group g, as `jax.lax.ragged_dot`.
+
+    Args:
+        x: (m, k): the rows of group 0, then those of group 1, and so on.
+        y: (groups, k, n), of x's dtype.
+        group_sizes: (groups,) integers, 0 too. Rows past their sum give zeros.
+        gate: like y: the result is `activation(x[rows of g] @ gate[g]) * (...)`, both
+            products from one reading of x.
+        activation: a name of `gated_linear_unit`'s activations, for a gate.
+
+    Returns:
+        (m, n) in x's dtype; sums are float32.
+    """
+    _, k = common.check_rank("grouped_matmul", "x", x, "m, k")
+    groups, _, n = common.check_rank("grouped_matmul", "y", y, "groups, k, n")
+    common.check_floats("grouped_matmul", x=x, y=y, gate=gate)
+    common.check_integers("grouped_matmul", group_sizes=group_sizes)
+    common.check_shape("grouped_matmul", "y", y, (groups, k, n))
+    common.check_shape("grouped_matmul", "group_sizes", group_sizes, (groups,))
+    common.check_shape("grouped_matmul", "gate", gate, y.shape)
+    common.check_option("grouped_matmul", "activation", activation, [*ACTIVATIONS])
+    compute = common.choose(implementation, _grouped, _plain)
+    # Two sums take the place of one that is twice as wide.
+    default = MatmulConfig(128, 256 if gate is None else 128, 64)
+    operands, space = (x, y, gate), configs.PRODUCT
+    config = configs.tuned("grouped_matmul", config, default, space, operands)
+    group_sizes = group_sizes.astype(jnp.int32)
+    return compute(x, y, gate, group_sizes, activation=activation, config=config)
+
+
+def _plain(x, y, gate, group_sizes, *, activation, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    grouped = jnp.arange(len(x))[:, None] < jnp.sum(group_sizes)
+
+    def product(y):
+        out = lax.ragged_dot(x, y, group_sizes, preferred_element_type=wide)
+        return jnp.where(grouped, out, 0)
+
+    out = product(y)
+    if gate is not None:
+        out = ACTIVATIONS[activation](product(gate)) * out
+    return out.astype(x.dtype)
+
+
+def _grouped(x, y, gate, group_sizes, *, activation, config):
+    if gate is None:
+        return _product(x, y, group_sizes, config, False)
+    return _gated(x, y, gate, group_sizes, activation, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _gated(x, y, gate, group_sizes, activation, config):
+    return _call(x, [y, gate], group_sizes, config, activation=activation)
+
+
+def _gated_fwd(x, y, gate, group_sizes, activation, config):
+    out = _gated(x, y, gate, group_sizes, activation, config)
+    return out, (x, y, gate, group_sizes)
+
+
+def _gated_bwd(activation, config, kept, cotangent):
+    """Through both products computed again: only x and the matrices are kept."""
+    x, y, gate, group_sizes = kept
+
+    def apart(x, y, gate):
+        products = (_product(x, w, group_sizes, config, False) for w in (gate, y))
+        return gated_linear_unit(*products, activation=activation)
+
+    _, pull = jax.vjp(apart, x, y, gate)
+    return *pull(cotangent), None
+
+
+_gated.defvjp(_gated_fwd, _gated_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x, y, group_sizes, config, transposed):
+    """Rows times the matrix of their group, or times its transpose."""
+    return _call(x, [y], group_sizes, config, transposed=transposed)
+
+
+def _call(x, factors, group_sizes, config, *, transposed=False, activation=None):
+    """One product, or `activation(x @ factors[1]) * (x @ factors[0])`."""
+    (m, k), (groups, *sides) = x.shape, factors[0].shape
+    n = sides[0 if transposed else 1]
+    config = fitted(config, m, n, k)
+    visits = visits_of_groups(group_sizes, m, config.block_m)
+    steps = max(pl.cdiv(k, config.block_k), 1)
+    ragged = {"fill": 0} if steps * config.block_k != k else {}
+    wide = common.statistics_dtype(x.dtype)
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def kernel(tile_ref, group_ref, start_ref, end_ref, x_ref, *refs):
+        factor_refs, (o_ref, *sums) = refs[: len(factors)], refs[len(factors) :]
+        visit, step = pl.program_id(1), pl.program_id(2)
+        start, end = start_ref[visit], end_ref[visit]
+
+        @pl.when(step == 0)
+        def _():
+            for acc_ref in sums:
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        @pl.when((start < end) & (group_ref[visit] < groups))
+        def _():
+            for y_ref, acc_ref in zip(factor_refs, sums, strict=True):
+                acc_ref[...] += lax.dot_general(
+                    x_ref[...], y_ref[...], contract, preferred_element_type=wide
+                )
+
+        @pl.when(step == steps - 1)
+        def _():
+            rows = tile_ref[visit] * x_ref.shape[0] + lax.broadcasted_iota(
+                jnp.int32, o_ref.shape, 0
+            )
+            out = sums[0][...]
+            if activation is not None:
+                out = ACTIVATIONS[activation](sums[1][...]) * out
+            own = (rows >= start) & (rows < end)
+            pl.store(o_ref, ..., out.astype(o_ref.dtype), mask=own)
+
+    def matrix(j, v, s, tile_ref, group_ref, *_):
+        group = jnp.minimum(group_ref[v], groups - 1)
+        return (group, j, s) if transposed else (group, s, j)
+
+    block = (config.block_k, config.block_n)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=(pl.cdiv(n, config.block_n), len(visits.tile), steps),
+            in_specs=[
+                pl.BlockSpec(
+                    (config.block_m, config.block_k),
+                    lambda j, v, s, tile_ref, *_: (tile_ref[v], s),
+                    **ragged,
+                ),
+                *[
+                    pl.BlockSpec(
+                        (None, *(block[::-1] if transposed else block)),
+                        matrix,
+                        **ragged,
+                    )
+                ]
+                * len(factors),
+            ],
+            out_specs=pl.BlockSpec(
+                (config.block_m, config.block_n),
+                lambda j, v, s, tile_ref, *_: (tile_ref[v], j),
+            ),
+            scratch_shapes=[pltpu.VMEM((config.block_m, config.block_n), wide)]
+            * len(factors),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            # Visits of one block store rows of their own, so that none waits.
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k * len(factors),
+            transcendentals=0,
+            bytes_accessed=x.dtype.itemsize
+            * (x.size + m * n + sum(y.size for y in factors)),
+        ),
+        name="grouped_matmul",
+    )(*visits, x, *factors)
+
+
+def _sums_of_groups(x, y, group_sizes, groups, config):
+    """`x[rows of g].T @ y[rows of g]` for every group g: (groups, k, n)."""
+    (m, k), n = x.shape, y.shape[1]
+    # A step of the sum is a block of rows here: rows take the place of k.
+    blocks = fitted(config, k, n, m)
+    wide = common.statistics_dtype(x.dtype)
+    end = jnp.minimum(jnp.cumsum(group_sizes), m)
+    start = jnp.minimum(end - group_sizes, m)
+    rows_of_step = blocks.block_k
+    steps = max(pl.cdiv(m, rows_of_step), 1)
+    ragged = {"fill": 0} if steps * rows_of_step != m else {}
+
+    def kernel(start_ref, end_ref, x_ref, y_ref, o_ref, acc_ref):
+        group, step = pl.program_id(0), pl.program_id(3)
+        start, end = start_ref[group], end_ref[group]
+        first = start // rows_of_step
+
+        @pl.when(step == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        @pl.when(step < pl.cdiv(end, rows_of_step) - first)
+        def _():
+            rows = (first + step) * rows_of_step + lax.broadcasted_iota(
+                jnp.int32, y_ref.shape, 0
+            )
+            own = jnp.where((rows >= start) & (rows < end), y_ref[...], 0)
+            acc_ref[...] += lax.dot_general(
+                x_ref[...], own, (((0,), (0,)), ((), ())), preferred_element_type=wide
+            )
+
+        @pl.when(step == steps - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    def rows(width, column):
+        def index(g, i, j, s, start_ref, end_ref):
+            last = jnp.maximum(pl.cdiv(end_ref[g], rows_of_step) - 1, 0)
+            block = jnp.minimum(start_ref[g] // rows_of_step + s, last)
+            return block, column(i, j)
+
+        return pl.BlockSpec((rows_of_step, width), index, **ragged)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((groups, k, n), x.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(
+                groups,
+                pl.cdiv(k, blocks.block_m),
+                pl.cdiv(n, blocks.block_n),
+                steps,
+            ),
+            in_specs=[
+                rows(blocks.block_m, lambda i, j: i),
+                rows(blocks.block_n, lambda i, j: j),
+            ],
+            out_specs=pl.BlockSpec(
+                (None, blocks.block_m, blocks.block_n),
+                lambda g, i, j, s, *_: (g, i, j),
+            ),
+            scratch_shapes=[pltpu.VMEM((blocks.block_m, blocks.block_n), wide)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k,
+            transcendentals=0,
+            bytes_accessed=(x.size + y.size + groups * k * n) * x.dtype.itemsize,
+        ),
+        name="sums_of_groups",
+    )(start.astype(jnp.int32), end.astype(jnp.int32), x, y)
+
+
+def _product_fwd(x, y, group_sizes, config, transposed):
+    return _product(x, y, group_sizes, config, transposed), (x, y, group_sizes)
+
+
+def _product_bwd(config, transposed, kept, cotangent):
+    x, y, group_sizes = kept
+    d_x = _product(cotangent, y, group_sizes, config, not transposed)
+    sides = (cotangent, x) if transposed else (x, cotangent)
+    return d_x, _sums_of_groups(*sides, group_sizes, len(y), config), None
+
+
+_product.defvjp(_product_fwd, _product_bwd)

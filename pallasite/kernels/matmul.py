@@ -1,0 +1,234 @@
+"""`matmul`: a product with what is computed before and after it, in one kernel.
+
+`product` is the kernel that other operations build on: blocks of the sum come along
+the last grid axis, and `finish` makes the results of a finished block.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.kernels import common, configs
+from pallasite.kernels.glu import ACTIVATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulConfig:
+    """Blocks of a product: rows, columns, and the part of the sum in a step."""
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+
+
+def matmul(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    activation: str = "identity",
+    prologue: Callable[[jax.Array], jax.Array] | None = None,
+    out_dtype: Any = None,
+    implementation: common.Implementation = "pallasite",
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """`activation(p(x) @ y + bias) + residual`, or with a gate.
+
+    Args:
+        x: (..., k), floating point.
+        y: (k, n).
+        gate: (k, n): the result is `activation(p(x) @ gate) * (p(x) @ y + bias)
+            + residual`, both products from one reading of x.
+        bias: (n,).
+        residual: (..., n).
+        activation: a name of `gated_linear_unit`'s activations.
+        prologue: p, an elementwise function of blocks of x (a dequantisation, an
+            activation), traced into the kernel. By default x as it is.
+        out_dtype: the result's dtype; by default x's.
+
+    Returns:
+        (..., n). Sums, and everything after the product, are float32.
+    """
+    k, n = common.check_rank("matmul", "y", y, "k, n")
+    common.check_floats("matmul", x=x, y=y, gate=gate, bias=bias, residual=residual)
+    common.check_shape("matmul", "x", x, (*x.shape[:-1], k))
+    common.check_shape("matmul", "gate", gate, (k, n))
+    common.check_shape("matmul", "bias", bias, (n,))
+    common.check_shape("matmul", "residual", residual, (*x.shape[:-1], n))
+    common.check_option("matmul", "activation", activation, [*ACTIVATIONS])
+    compute = common.choose(implementation, _fused, _plain)
+    config = configs.tuned(
+        "matmul",
+        config,
+        # Two sums take the place of one that is twice as wide.
+        MatmulConfig(block_n=256 if gate is None else 128),
+        configs.PRODUCT,
+        (x, y, gate, bias, residual),
+        activation=activation,
+        has_prologue=prologue is not None,
+    )
+    return compute(
+        x,
+        y,
+        gate,
+        bias,
+        residual,
+        activation=ACTIVATIONS[activation],
+        prologue=prologue,
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        config=config,
+    )
+
+
+def _finished(sums, bias, residual, activation):
+    """What comes after the sums: of y alone, or of y and gate."""
+    total = sums[0] if bias is None else sums[0] + bias.astype(sums[0].dtype)
+    total = activation(total) if len(sums) == 1 else activation(sums[1]) * total
+    return total if residual is None else total + residual.astype(total.dtype)
+
+
+def _plain(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    left = x if prologue is None else prologue(x).astype(x.dtype)
+    factors = [y] if gate is None else [y, gate]
+    sums = [jnp.dot(left, w, preferred_element_type=wide) for w in factors]
+    return _finished(sums, bias, residual, activation).astype(out_dtype)
+
+
+def _fused(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
+    rows, n = math.prod(x.shape[:-1]), y.shape[1]
+    extras = []
+    if bias is not None:
+        extras.append((bias.reshape(1, n), column_blocks))
+    if residual is not None:
+        extras.append((residual.reshape(rows, n), tiles))
+
+    def finish(sums, refs):
+        take = iter(refs)
+        first = next(take)[...] if bias is not None else None
+        second = next(take)[...] if residual is not None else None
+        next(take)[...] = _finished(sums, first, second, activation).astype(out_dtype)
+
+    (out,) = product(
+        x.reshape(rows, x.shape[-1]),
+        [y] if gate is None else [y, gate],
+        finish,
+        extras,
+        [(jax.ShapeDtypeStruct((rows, n), out_dtype), tiles)],
+        prologue=prologue,
+        config=config,
+        name="matmul",
+    )
+    return out.reshape(*x.shape[:-1], n)
+
+
+def tiles(config: MatmulConfig) -> pl.BlockSpec:
+    """The spec of an operand (m, n) of `product`."""
+    return pl.BlockSpec((config.block_m, config.block_n), lambda i, j, k: (i, j))
+
+
+def row_blocks(config: MatmulConfig) -> pl.BlockSpec:
+    """The spec of an operand (m, 1)."""
+    return pl.BlockSpec((config.block_m, 1), lambda i, j, k: (i, 0))
+
+
+def column_blocks(config: MatmulConfig) -> pl.BlockSpec:
+    """The spec of an operand (1, n)."""
+    return pl.BlockSpec((1, config.block_n), lambda i, j, k: (0, j))
+
+
+def row_partials(config: MatmulConfig) -> pl.BlockSpec:
+    """The spec of a result (blocks along n, m, 1): a number per row of a block."""
+    return pl.BlockSpec((None, config.block_m, 1), lambda i, j, k: (j, i, 0))
+
+
+def fitted(config: MatmulConfig, m: int, n: int, k: int) -> MatmulConfig:
+    """The blocks, none much larger than the product."""
+    return MatmulConfig(
+        *(
+            min(block, pl.align_to(max(size, 1), 16))
+            for block, size in zip(dataclasses.astuple(config), (m, n, k), strict=True)
+        )
+    )
+
+
+def product(
+    x: jax.Array,
+    factors: Sequence[jax.Array],
+    finish: Callable[[list[Any], Sequence[Any]], None],
+    extras: Sequence[tuple[jax.Array, Callable[[MatmulConfig], pl.BlockSpec]]],
+    results: Sequence[tuple[Any, Callable[[MatmulConfig], pl.BlockSpec]]],
+    *,
+    config: MatmulConfig,
+    name: str,
+    prologue: Callable | None = None,
+) -> list[jax.Array]:
+    """`finish([x @ y for y in factors], (*extra_refs, *result_refs))` block by block.
+
+    x is (m, k), each factor (k, n). Each extra and result comes with a function that
+    makes its spec from the blocks.
+    """
+    (m, k), n = x.shape, factors[0].shape[1]
+    config = fitted(config, m, n, k)
+    wide = common.statistics_dtype(x.dtype)
+    count = len(factors)
+    steps = max(pl.cdiv(k, config.block_k), 1)  # a sum of nothing is stored, too
+    fill: dict[str, Any] = {"fill": 0} if steps * config.block_k != k else {}
+
+    def kernel(x_ref, *refs):
+        factor_refs, rest, sums = refs[:count], refs[count:-count], refs[-count:]
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _():
+            for acc_ref in sums:
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        left = x_ref[...]
+        if prologue is not None:
+            left = prologue(left).astype(x_ref.dtype)
+        for y_ref, acc_ref in zip(factor_refs, sums, strict=True):
+            acc_ref[...] += jnp.dot(left, y_ref[...], preferred_element_type=wide)
+
+        @pl.when(step == steps - 1)
+        def _():
+            finish([acc_ref[...] for acc_ref in sums], rest)
+
+    right = pl.BlockSpec(
+        (config.block_k, config.block_n), lambda i, j, k: (k, j), **fill
+    )
+    return pl.pallas_call(
+        kernel,
+        out_shape=[shape for shape, _ in results],
+        grid=(pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), steps),
+        in_specs=[
+            pl.BlockSpec(
+                (config.block_m, config.block_k), lambda i, j, k: (i, k), **fill
+            ),
+            *[right] * count,
+            *(spec(config) for _, spec in extras),
+        ],
+        out_specs=[spec(config) for _, spec in results],
+        scratch_shapes=[pltpu.VMEM((config.block_m, config.block_n), wide)] * count,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k * count,
+            transcendentals=0,
+            bytes_accessed=sum(
+                math.prod(a.shape) * a.dtype.itemsize
+                for a in (x, *factors, *(a for a, _ in (*extras, *results)))
+            ),
+        ),
+        name=name,
+    )(x, *factors, *(a for a, _ in extras))

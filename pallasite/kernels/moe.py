@@ -1,0 +1,141 @@
+"""A mixture of experts: which experts a token goes to, and the experts' layers.
+
+Tokens are sorted by expert and the experts' products are grouped matmuls, so that no
+token is dropped and none is padded. Sorting and joining are gathers, which are XLA's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallasite.kernels import common
+from pallasite.kernels.grouped_matmul import grouped_matmul
+from pallasite.kernels.matmul import MatmulConfig
+from pallasite.kernels.ordering import top_k as top_k_rows
+from pallasite.kernels.softmax import softmax
+
+
+class Routing(NamedTuple):
+    """Where tokens go: the `k` experts of each, and their weights in its result."""
+
+    weights: jax.Array  # (tokens, k), floating point
+    experts: jax.Array  # (tokens, k), int32
+
+
+def route(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    normalise: bool = True,
+    implementation: common.Implementation = "pallasite",
+) -> Routing:
+    """The `top_k` experts of each token, by the softmax of its logits.
+
+    Args:
+        logits: (tokens, experts), floating point.
+        normalise: weights of a token sum to 1; else they are its probabilities.
+    """
+    common.check_rank("route", "logits", logits, "tokens, experts")
+    how = {"implementation": implementation}
+    probabilities = softmax(logits, **how)
+    weights, experts = top_k_rows(probabilities, top_k, **how)
+    if normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(weights, experts)
+
+
+class Permutation(NamedTuple):
+    """Rows sorted by expert.
+
+    Attributes:
+        source: (tokens * k,): the token of each sorted row.
+        place: (tokens, k): the sorted row of each token's choices.
+        group_sizes: (experts,): rows of each expert.
+    """
+
+    source: jax.Array
+    place: jax.Array
+    group_sizes: jax.Array
+
+
+def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
+    """The order in which all rows of an expert follow one another.
+
+    Args:
+        experts: (tokens, k) integers. One outside 0 to num_experts - 1 (experts of
+            other devices) comes last, in no group.
+    """
+    tokens, k = common.check_rank("sort_by_expert", "experts", experts, "tokens, k")
+    common.check_integers("sort_by_expert", experts=experts)
+    inside = (experts >= 0) & (experts < num_experts)
+    flat = jnp.where(inside, experts, num_experts).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
+    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts]
+    return Permutation(
+        (order // max(k, 1)).astype(jnp.int32),
+        place.reshape(tokens, k).astype(jnp.int32),
+        sizes.astype(jnp.int32),
+    )
+
+
+def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
+    """Tokens (tokens, width) as sorted rows (tokens * k, width)."""
+    return jnp.take(x, permutation.source, axis=0)
+
+
+def unpermute(
+    rows: jax.Array, permutation: Permutation, weights: jax.Array
+) -> jax.Array:
+    """Sorted rows joined to tokens: the sum of each token's rows by their weights."""
+    wide = common.statistics_dtype(rows.dtype)
+    chosen = jnp.take(rows, permutation.place, axis=0)
+    total = jnp.einsum("tkd,tk->td", chosen.astype(wide), weights.astype(wide))
+    return total.astype(rows.dtype)
+
+
+def mixture_of_experts(
+    x: jax.Array,
+    routing: Routing,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: str = "swish",
+    implementation: common.Implementation = "pallasite",
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """The sum, over the experts of each token, of weight times expert(token).
+
+    An expert is `(activation(x @ gate[e]) * (x @ up[e])) @ down[e]`.
+
+    Args:
+        x: (tokens, width), floating point.
+        routing: from `route`, or of one's own.
+        gate, up: (experts, width, hidden).
+        down: (experts, hidden, width).
+
+    Returns:
+        Like x.
+    """
+    operation = "mixture_of_experts"
+    tokens, width = common.check_rank(operation, "x", x, "tokens, width")
+    experts, _, hidden = common.check_rank(
+        operation, "up", up, "experts, width, hidden"
+    )
+    for name, w in {"gate": gate, "up": up}.items():
+        common.check_shape(operation, name, w, (experts, width, hidden))
+    common.check_shape(operation, "down", down, (experts, hidden, width))
+    weights, chosen = routing
+    common.check_shape(operation, "experts", chosen, (tokens, chosen.shape[-1]))
+    common.check_shape(operation, "weights", weights, chosen.shape)
+    permutation = sort_by_expert(chosen, experts)
+    how = {"implementation": implementation, "config": config}
+    sizes = permutation.group_sizes
+    rows = permute(x, permutation)
+    hidden_rows = grouped_matmul(
+        rows, up, sizes, gate=gate, activation=activation, **how
+    )
+    rows = grouped_matmul(hidden_rows, down, sizes, **how)
+    return unpermute(rows, permutation, weights)

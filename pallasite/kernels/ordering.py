@@ -1,0 +1,123 @@
+"""Rows in order: `top_k`, the largest elements of each, and `sort`, all of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite.errors import SpecError
+from pallasite.kernels import common
+
+
+def top_k(
+    x: jax.Array,
+    k: int,
+    *,
+    implementation: common.Implementation = "pallasite",
+    config: common.RowConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest elements of each row and their positions, as `jax.lax.top_k`.
+
+    Args:
+        x: (..., width), floating point. Of equal elements the first comes first.
+
+    Returns:
+        (..., k) in x's dtype, the largest first, and (..., k) int32.
+    """
+    common.check_floats("top_k", x=x)
+    if not 0 < k <= x.shape[-1]:
+        raise SpecError(
+            "top_k: k is larger than a row, or not positive",
+            [("k", k), ("x", x.shape)],
+            fix=f"pass a k from 1 to {x.shape[-1]}",
+        )
+    compute = common.choose(implementation, _best_rows, _plain_top_k)
+    return compute(x, k=k, config=config or common.row_config(x))
+
+
+def sort(
+    x: jax.Array,
+    *,
+    descending: bool = False,
+    implementation: common.Implementation = "pallasite",
+    config: common.RowConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Each row in order, and the positions its elements had.
+
+    Args:
+        x: (..., width), floating point. Equal elements keep their order.
+
+    Returns:
+        (..., width) in x's dtype, and (..., width) int32.
+    """
+    common.check_floats("sort", x=x)
+    compute = common.choose(implementation, _sorted_rows, _plain_sort)
+    return compute(x, descending=descending, config=config or common.row_config(x))
+
+
+def _plain_top_k(x, *, k: int, config: common.RowConfig):
+    del config  # blocks are a kernel's
+    return tuple(lax.top_k(x, k))
+
+
+def _plain_sort(x, *, descending: bool, config: common.RowConfig):
+    del config  # blocks are a kernel's
+    order = jnp.argsort(x, axis=-1, descending=descending, stable=True)
+    return jnp.take_along_axis(x, order, axis=-1), order.astype(jnp.int32)
+
+
+def _best_rows(x, *, k: int, config: common.RowConfig):
+    return _ordered(x, functools.partial(lax.top_k, k=k), k, config, "top_k")
+
+
+def _sorted_rows(x, *, descending: bool, config: common.RowConfig):
+    def in_order(x):
+        place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+        key = -x if descending else x
+        key, place = lax.sort((key, place), num_keys=1, is_stable=True)
+        return -key if descending else key, place
+
+    return _ordered(x, in_order, x.shape[-1], config, "sort")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _ordered(x, function, size: int, config: common.RowConfig, name: str):
+    """`function` of blocks of whole rows: elements in order, and their positions."""
+    shape = (*x.shape[:-1], size)
+    rows = x.reshape(-1, x.shape[-1])
+
+    def kernel(x_ref, values_ref, places_ref):
+        values_ref[...], places_ref[...] = function(x_ref[...])
+
+    def blocks(width):
+        return pl.BlockSpec((config.block_rows, width), lambda i: (i, 0))
+
+    values, places = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((len(rows), size), dtype)
+            for dtype in (x.dtype, jnp.int32)
+        ],
+        grid=(pl.cdiv(len(rows), config.block_rows),),
+        in_specs=[blocks(x.shape[-1])],
+        out_specs=[blocks(size), blocks(size)],
+        name=name,
+    )(rows)
+    return values.reshape(shape), places.reshape(shape)
+
+
+def _ordered_fwd(x, *how):
+    values, places = _ordered(x, *how)
+    return (values, places), (places, x)
+
+
+def _ordered_bwd(function, size, config, name, kept, cotangents):
+    """Each cotangent goes back to the position that its element had."""
+    places, x = kept
+    d_x = jnp.zeros_like(x)
+    return (jnp.put_along_axis(d_x, places, cotangents[0], axis=-1, inplace=False),)
+
+
+_ordered.defvjp(_ordered_fwd, _ordered_bwd)

@@ -1,0 +1,307 @@
+"""Products with quantised weights: `weight_only_matmul` and `block_scaled_matmul`.
+
+Weight-only: the weights are 8 or 4 bits wide with a scale per group of rows and
+column, and are made floats in the kernel, so that what is read is the small form. For
+few rows of x that is all the time there is. Products of a group are exact sums of
+integers times x; its scale comes after them.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
+from pallasite.kernels import common
+from pallasite.kernels.matmul import MatmulConfig, fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightOnlyConfig:
+    """How a product is divided.
+
+    Attributes:
+        block_m, block_n: rows and columns of a program. A step is a group of weights.
+        splits: parts of the sum that run side by side; XLA adds their results. By
+            default enough for about 512 programs.
+    """
+
+    block_m: int = 64
+    block_n: int = 128
+    splits: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights (k, n) as integers times scales. A pytree.
+
+    Attributes:
+        values: int8 (k, n), or with 4 bits (k / 2, n): row i in the low half of a byte,
+            row i + k / 2 in the high half.
+        scales: (k / group_size, n).
+        bits: 8 or 4.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    bits: Literal[4, 8] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows * 8 // self.bits, columns
+
+    def dequantize(self) -> jax.Array:
+        """The weights in the dtype of the scales."""
+        values = (
+            jnp.concatenate(_halves(self.values)) if self.bits == 4 else self.values
+        )
+        scales = jnp.repeat(self.scales, self.shape[0] // len(self.scales), axis=0)
+        return values.astype(scales.dtype) * scales
+
+
+def quantize_weights(
+    weights: jax.Array, *, bits: Literal[4, 8] = 8, group_size: int = 128
+) -> QuantizedWeights:
+    """Weights (k, n) rounded to integers, with a scale per group of rows and column.
+
+    Args:
+        group_size: rows with a scale in common; divides k (with 4 bits: k / 2).
+    """
+    k, n = common.check_rank("quantize_weights", "weights", weights, "k, n")
+    common.check_floats("quantize_weights", weights=weights)
+    common.check_option("quantize_weights", "bits", bits, [4, 8])
+    rows = k * bits // 8
+    if rows % group_size or not rows:
+        raise SpecError(
+            "quantize_weights: groups do not divide the rows",
+            [("weights", weights.shape), ("group_size", group_size), ("bits", bits)],
+            fix=f"pass a group_size that divides {rows}",
+        )
+    most = 2 ** (bits - 1) - 1
+    groups = weights.astype(jnp.float32).reshape(-1, group_size, n)
+    scales = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), 1e-30) / most
+    values = jnp.round(groups / scales[:, None]).astype(jnp.int8).reshape(k, n)
+    if bits == 4:
+        low, high = values[: k // 2], values[k // 2 :]
+        values = (high << 4) | (low & 15)
+    return QuantizedWeights(values, scales.astype(weights.dtype), bits)
+
+
+def _halves(packed):
+    """The signed 4-bit integers in the low and in the high halves of bytes."""
+    return (packed << 4) >> 4, packed >> 4
+
+
+def weight_only_matmul(
+    x: jax.Array,
+    weights: QuantizedWeights,
+    *,
+    implementation: common.Implementation = "pallasite",
+    config: WeightOnlyConfig | None = None,
+) -> jax.Array:
+    """`x @ weights.dequantize()`.
+
+    Args:
+        x: (..., k), floating point.
+        weights: (k, n) from `quantize_weights`.
+
+    Returns:
+        (..., n) in x's dtype; sums are float32.
+    """
+    k, _ = weights.shape
+    common.check_floats("weight_only_matmul", x=x)
+    common.check_shape("weight_only_matmul", "x", x, (*x.shape[:-1], k))
+    compute = common.choose(implementation, _weight_only, _plain_weight_only)
+    return compute(x, weights, config=config or WeightOnlyConfig())
+
+
+def _plain_weight_only(x, weights, *, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    y = weights.dequantize().astype(x.dtype)
+    return jnp.dot(x, y, preferred_element_type=wide).astype(x.dtype)
+
+
+def _weight_only(x, weights, *, config):
+    (k, n), bits = weights.shape, weights.bits
+    rows = x.reshape(-1, k)
+    m, parts = len(rows), 8 // bits  # parts of k that a row of bytes holds
+    group = k // len(weights.scales)
+    steps = k // parts // group
+    blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
+    programs = max(pl.cdiv(m, blocks.block_m) * pl.cdiv(n, blocks.block_n), 1)
+    splits = 512 // programs if config.splits is None else config.splits
+    per_split = pl.cdiv(steps, max(1, min(splits, steps)))
+    splits = pl.cdiv(steps, per_split)
+    wide = common.statistics_dtype(x.dtype)
+
+    def kernel(*refs):
+        x_refs, y_ref = refs[:parts], refs[parts]
+        scale_refs, o_ref = refs[parts + 1 : -1], refs[-1]
+        step = pl.program_id(3)
+
+        @pl.when(step == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
+
+        @pl.when(pl.program_id(2) * per_split + step < steps)
+        def _():
+            integers = y_ref[...]
+            halves = (integers,) if parts == 1 else _halves(integers)
+            for x_ref, y, scale_ref in zip(x_refs, halves, scale_refs, strict=True):
+                product = jnp.dot(
+                    x_ref[...], y.astype(x.dtype), preferred_element_type=wide
+                )
+                o_ref[...] += product * scale_ref[...].astype(wide)
+
+    def step(s, t):
+        return jnp.minimum(s * per_split + t, steps - 1)
+
+    def left(part):
+        return pl.BlockSpec(
+            (blocks.block_m, group), lambda i, j, s, t: (i, part * steps + step(s, t))
+        )
+
+    def scale(part):
+        return pl.BlockSpec(
+            (None, 1, blocks.block_n),
+            lambda i, j, s, t: (part * steps + step(s, t), 0, j),
+        )
+
+    sums = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((splits, m, n), wide),
+        grid=(
+            pl.cdiv(m, blocks.block_m),
+            pl.cdiv(n, blocks.block_n),
+            splits,
+            per_split,
+        ),
+        in_specs=[
+            *(left(part) for part in range(parts)),
+            pl.BlockSpec((group, blocks.block_n), lambda i, j, s, t: (step(s, t), j)),
+            *(scale(part) for part in range(parts)),
+        ],
+        out_specs=pl.BlockSpec(
+            (None, blocks.block_m, blocks.block_n), lambda i, j, s, t: (s, i, j)
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k,
+            transcendentals=0,
+            bytes_accessed=(m * k + m * n) * x.dtype.itemsize + k * n * bits // 8,
+        ),
+        name="weight_only_matmul",
+    )(*[rows] * parts, weights.values, *[weights.scales[:, None]] * parts)
+    return jnp.sum(sums, axis=0).astype(x.dtype).reshape(*x.shape[:-1], n)
+
+
+def block_scaled_matmul(
+    x: jax.Array,
+    y: jax.Array,
+    x_scales: jax.Array,
+    y_scales: jax.Array,
+    *,
+    out_dtype=jnp.bfloat16,
+    implementation: common.Implementation = "pallasite",
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """A product of 8-bit floats (or other) with a scale per block of both sides.
+
+    Args:
+        x: (m, k), a scale per row and `block` elements of k; block is k / columns of
+            x_scales, 128 as a rule.
+        y: (k, n), a scale per block x block.
+        x_scales: (m, k / block), floating point.
+        y_scales: (k / block, n / block, the last part of a block counted).
+
+    Returns:
+        (m, n) in out_dtype: the sum over blocks of x_scales * y_scales * products.
+    """
+    operation = "block_scaled_matmul"
+    m, k = common.check_rank(operation, "x", x, "m, k")
+    _, n = common.check_rank(operation, "y", y, "k, n")
+    common.check_shape(operation, "y", y, (k, n))
+    common.check_floats(operation, x_scales=x_scales, y_scales=y_scales)
+    _, blocks = common.check_rank(operation, "x_scales", x_scales, "m, k / block")
+    if not blocks or k % blocks:
+        raise SpecError(
+            f"{operation}: the scales do not divide k",
+            [("k", k), ("x_scales", x_scales.shape)],
+            fix="pass a scale for every block of k",
+        )
+    common.check_shape(operation, "x_scales", x_scales, (m, blocks))
+    wanted = (blocks, pl.cdiv(n, k // blocks))
+    common.check_shape(operation, "y_scales", y_scales, wanted)
+    compute = common.choose(implementation, _block_scaled, _plain_block_scaled)
+    return compute(
+        x,
+        y,
+        x_scales,
+        y_scales,
+        out_dtype=jnp.dtype(out_dtype),
+        config=config or MatmulConfig(),
+    )
+
+
+def _plain_block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
+    del config  # blocks are a kernel's
+    block = x.shape[1] // x_scales.shape[1]
+    wide = x_scales.dtype
+    left = x.astype(wide) * jnp.repeat(x_scales, block, axis=1)
+    scales = jnp.repeat(jnp.repeat(y_scales, block, axis=0), block, axis=1)
+    right = y.astype(wide) * scales[:, : y.shape[1]]
+    return jnp.dot(left, right).astype(out_dtype)
+
+
+def _block_scaled(x, y, x_scales, y_scales, *, out_dtype, config):
+    (m, k), n = x.shape, y.shape[1]
+    steps = x_scales.shape[1]
+    block = k // steps
+    wide = x_scales.dtype
+    block_m = fitted(config, m, n, k).block_m
+
+    def kernel(x_ref, y_ref, x_scale_ref, y_scale_ref, o_ref, acc_ref):
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _():
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        product = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=wide)
+        acc_ref[...] += product * (x_scale_ref[...] * y_scale_ref[...])
+
+        @pl.when(step == steps - 1)
+        def _():
+            o_ref[...] = acc_ref[...].astype(out_dtype)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(pl.cdiv(m, block_m), pl.cdiv(n, block), steps),
+        in_specs=[
+            pl.BlockSpec((block_m, block), lambda i, j, s: (i, s)),
+            pl.BlockSpec((block, block), lambda i, j, s: (s, j)),
+            pl.BlockSpec((None, block_m, 1), lambda i, j, s: (s, i, 0)),
+            pl.BlockSpec((None, None, 1, 1), lambda i, j, s: (s, j, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((block_m, block), lambda i, j, s: (i, j)),
+        scratch_shapes=[pltpu.VMEM((block_m, block), wide)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * m * n * k,
+            transcendentals=0,
+            bytes_accessed=(m * k + k * n) * x.dtype.itemsize
+            + m * n * out_dtype.itemsize,
+        ),
+        name="block_scaled_matmul",
+    )(x, y, x_scales.T[:, :, None], y_scales[:, :, None, None])

@@ -1,0 +1,269 @@
+"""Recurrences along time: `linear_recurrence` and Mamba-2's `state_space_scan`.
+
+Blocks of time come along the last grid axis; the state is scratch that the next block
+finds. Within a block the first goes step by step, the second by products.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
+from pallasite.kernels import common
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrenceConfig:
+    """How a recurrence is divided: positions of a step, channels of a program."""
+
+    block_length: int = 128
+    block_channels: int = 128
+
+
+def linear_recurrence(
+    decay: jax.Array,
+    x: jax.Array,
+    initial: jax.Array | None = None,
+    *,
+    implementation: common.Implementation = "pallasite",
+    config: RecurrenceConfig | None = None,
+) -> jax.Array:
+    """`h[t] = decay[t] * h[t - 1] + x[t]`, each channel by itself (RG-LRU, S6).
+
+    Args:
+        decay, x: (batch, length, channels), floating point.
+        initial: (batch, channels): h before the first step; by default zeros.
+
+    Returns:
+        h, like x; the state is float32.
+    """
+    operation = "linear_recurrence"
+    batch, _, channels = common.check_rank(operation, "x", x, "batch, length, channels")
+    common.check_floats(operation, decay=decay, x=x, initial=initial)
+    common.check_shape(operation, "decay", decay, x.shape)
+    common.check_shape(operation, "initial", initial, (batch, channels))
+    if initial is None:
+        initial = jnp.zeros((batch, channels), common.statistics_dtype(x.dtype))
+    compute = common.choose(implementation, _stepped, _plain)
+    return compute(x, decay, initial, config=config or RecurrenceConfig())
+
+
+def _plain(x, decay, initial, *, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    first = decay[:, :1].astype(wide) * initial.astype(wide)[:, None]
+    inputs = x.astype(wide).at[:, :1].add(first)
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    _, out = lax.associative_scan(join, (decay.astype(wide), inputs), axis=1)
+    return out.astype(x.dtype)
+
+
+def _stepped(x, decay, initial, *, config):
+    wide = common.statistics_dtype(x.dtype)
+    return _recurrence(x, decay, initial.astype(wide), config).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _recurrence(x, decay, initial, config):
+    """All states, in the dtype of `initial`."""
+    batch, length, channels = x.shape
+    if not x.size:
+        return x.astype(initial.dtype)
+    block = min(config.block_length, length)
+    width = min(config.block_channels, channels)
+    wide = initial.dtype
+
+    def kernel(x_ref, decay_ref, initial_ref, o_ref, state_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            state_ref[...] = initial_ref[...]
+
+        def step(t, state):
+            row = pl.ds(t, 1)
+            state = decay_ref[row].astype(wide) * state + x_ref[row].astype(wide)
+            o_ref[row] = state
+            return state
+
+        state_ref[...] = lax.fori_loop(0, block, step, state_ref[...])
+
+    rows = pl.BlockSpec((None, block, width), lambda b, j, i: (b, i, j))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, wide),
+        grid=(batch, pl.cdiv(channels, width), pl.cdiv(length, block)),
+        in_specs=[
+            rows,
+            rows,
+            pl.BlockSpec((None, 1, width), lambda b, j, i: (b, 0, j)),
+        ],
+        out_specs=rows,
+        scratch_shapes=[pltpu.VMEM((1, width), wide)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        name="linear_recurrence",
+    )(x, decay, initial[:, None])
+
+
+def _recurrence_fwd(x, decay, initial, config):
+    states = _recurrence(x, decay, initial, config)
+    return states, (jnp.zeros((0,), x.dtype), decay, initial, states)
+
+
+def _recurrence_bwd(config, kept, cotangent):
+    """The same recurrence, from the last step to the first."""
+    like_x, decay, initial, states = kept
+    if not cotangent.size:
+        return cotangent.astype(like_x.dtype), jnp.zeros_like(decay), initial
+    later = jnp.concatenate([decay[:, 1:], jnp.zeros_like(decay[:, :1])], axis=1)
+    backwards = functools.partial(jnp.flip, axis=1)
+    d_x = backwards(
+        _recurrence(
+            backwards(cotangent), backwards(later), jnp.zeros_like(initial), config
+        )
+    )
+    before = jnp.concatenate([initial[:, None], states[:, :-1]], axis=1)
+    d_initial = d_x[:, 0] * decay[:, 0].astype(d_x.dtype)
+    return d_x.astype(like_x.dtype), (d_x * before).astype(decay.dtype), d_initial
+
+
+_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpaceConfig:
+    """How a scan is divided: positions of a chunk, whose pairs are one product."""
+
+    chunk: int = 128
+
+
+def state_space_scan(
+    x: jax.Array,
+    log_decay: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    *,
+    implementation: common.Implementation = "pallasite",
+    config: StateSpaceConfig | None = None,
+) -> jax.Array:
+    """Mamba-2's scan: `S[t] = exp(log_decay[t]) S[t - 1] + b[t] x[t]^T`, `c[t]^T S[t]`.
+
+    Args:
+        x: (batch, length, heads, width), the time step already multiplied in.
+        log_decay: (batch, length, heads), not positive.
+        b, c: (batch, length, groups, state); groups divides heads, and each serves
+            heads / groups of them in turn.
+
+    Returns:
+        Like x; the state and sums are float32.
+    """
+    operation = "state_space_scan"
+    batch, length, heads, _ = common.check_rank(
+        operation, "x", x, "batch, length, heads, width"
+    )
+    layout = "batch, length, groups, state"
+    *_, groups, state = common.check_rank(operation, "b", b, layout)
+    common.check_floats(operation, x=x, log_decay=log_decay, b=b, c=c)
+    common.check_shape(operation, "log_decay", log_decay, (batch, length, heads))
+    for name, value in {"b": b, "c": c}.items():
+        common.check_shape(operation, name, value, (batch, length, groups, state))
+    if not groups or heads % groups:
+        raise SpecError(
+            f"{operation}: groups do not divide the heads",
+            [("heads", heads), ("groups", groups)],
+            fix="repeat b and c so that they do",
+        )
+    compute = common.choose(implementation, _chunked, _plain_scan)
+    return compute(x, log_decay, b, c, config=config or StateSpaceConfig())
+
+
+def _plain_scan(x, log_decay, b, c, *, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    repeat = functools.partial(jnp.repeat, repeats=x.shape[2] // b.shape[2], axis=2)
+    by_time = [jnp.moveaxis(v.astype(wide), 1, 0) for v in (x, log_decay, b, c)]
+
+    def step(state, now):
+        x, log_decay, b, c = now
+        b, c = (repeat(v[:, None])[:, 0] for v in (b, c))
+        state = jnp.exp(log_decay)[..., None, None] * state
+        state = state + b[..., :, None] * x[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", c, state)
+
+    start = jnp.zeros((x.shape[0], x.shape[2], b.shape[3], x.shape[3]), wide)
+    _, out = lax.scan(step, start, tuple(by_time))
+    return jnp.moveaxis(out, 0, 1).astype(x.dtype)
+
+
+def _chunked(x, log_decay, b, c, *, config):
+    batch, length, heads, width = x.shape
+    groups, state = b.shape[2:]
+    if not x.size:
+        return x
+    chunk = min(config.chunk, pl.align_to(length, 8))
+    chunks = pl.cdiv(length, chunk)
+    wide = common.statistics_dtype(x.dtype)
+    # Past the end nothing is added and nothing decays.
+    past = chunks * chunk - length
+    pad = lambda v: jnp.pad(v, ((0, 0), (0, past)) + ((0, 0),) * (v.ndim - 2))
+    padded = [pad(v) if past else v for v in (x, log_decay, b, c)]
+    x, log_decay, b, c = padded
+    within = log_decay.astype(wide).reshape(batch, chunks, chunk, heads)
+    total = jnp.cumsum(within, axis=2).transpose(0, 3, 1, 2)  # decay since its start
+
+    def kernel(x_ref, b_ref, c_ref, down_ref, along_ref, o_ref, state_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            state_ref[...] = jnp.zeros_like(state_ref)
+
+        x, b, c = x_ref[...], b_ref[...], c_ref[...]
+        down, along = down_ref[...], along_ref[...]  # (chunk, 1), (1, chunk)
+        pairs = lax.dot_general(
+            c, b, (((1,), (1,)), ((), ())), preferred_element_type=wide
+        )
+        rows = lax.broadcasted_iota(jnp.int32, pairs.shape, 0)
+        columns = lax.broadcasted_iota(jnp.int32, pairs.shape, 1)
+        # Masked before the exponential, which would overflow above the diagonal.
+        decay = jnp.exp(jnp.where(rows >= columns, down - along, -jnp.inf))
+        out = jnp.dot((pairs * decay).astype(x.dtype), x, preferred_element_type=wide)
+        old = state_ref[...]
+        carried = jnp.dot(c.astype(wide), old, preferred_element_type=wide)
+        o_ref[...] = (out + jnp.exp(down) * carried).astype(o_ref.dtype)
+        last = down_ref[chunk - 1 :]
+        rest = (b.astype(wide) * jnp.exp(last - down)).astype(x.dtype)
+        state_ref[...] = jnp.exp(last) * old + lax.dot_general(
+            rest, x, (((0,), (0,)), ((), ())), preferred_element_type=wide
+        )
+
+    group = heads // groups
+    of_head = pl.BlockSpec((None, chunk, None, width), lambda n, h, i: (n, i, h, 0))
+    of_group = pl.BlockSpec(
+        (None, chunk, None, state), lambda n, h, i: (n, i, h // group, 0)
+    )
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(batch, heads, chunks),
+        in_specs=[
+            of_head,
+            of_group,
+            of_group,
+            pl.BlockSpec((None, None, None, chunk, 1), lambda n, h, i: (n, h, i, 0, 0)),
+            pl.BlockSpec((None, None, None, 1, chunk), lambda n, h, i: (n, h, i, 0, 0)),
+        ],
+        out_specs=of_head,
+        scratch_shapes=[pltpu.VMEM((state, width), wide)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        name="state_space_scan",
+    )(x, b, c, total[..., None], total[..., None, :])
+    return out[:, :length]

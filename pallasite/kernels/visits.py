@@ -1,0 +1,54 @@
+"""Work on rows in groups of any sizes, for kernels with blocks of one size.
+
+A *visit* is a block of rows and one group with rows in it. A block on the border of
+groups is visited once for each of them, and each visit stores its own rows. Which
+visits there are depends on the sizes of the groups and is computed by XLA; how many
+there can be does not: one per block and one per group.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import pallasite as pl
+
+
+class Visits(NamedTuple):
+    """Per visit: its block of rows, its group, its rows; none if it is not used."""
+
+    tile: jax.Array
+    group: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+
+def visits_of_groups(group_sizes: jax.Array, m: int, block: int) -> Visits:
+    """Visits of blocks of `m` rows, in the order of rows.
+
+    Rows past the groups are one more group, so that every row belongs to a visit.
+    """
+    used = jnp.sum(group_sizes)
+    sizes = jnp.append(group_sizes, jnp.maximum(m - used, 0))
+    end = jnp.minimum(jnp.cumsum(sizes), m)
+    start = jnp.minimum(end - sizes, m)
+    first = start // block
+    counts = jnp.where(start < end, pl.cdiv(end, block) - first, 0)
+    number = pl.cdiv(m, block) + len(group_sizes)
+    visit = jnp.arange(number)
+    group = jnp.repeat(jnp.arange(len(sizes)), counts, total_repeat_length=number)
+    before = jnp.cumsum(counts) - counts
+    tile = first[group] + visit - before[group]
+    is_used = visit < jnp.sum(counts)
+    tile = jnp.clip(tile, 0, max(pl.cdiv(m, block) - 1, 0))
+    return Visits(
+        *(
+            a.astype(jnp.int32)
+            for a in (
+                tile,
+                group,
+                jnp.where(is_used, start[group], 0),
+                jnp.where(is_used, end[group], 0),
+            )
+        )
+    )

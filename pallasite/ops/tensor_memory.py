@@ -1,0 +1,98 @@
+"""Ops of the explicit level that Blackwell GPUs have: products into tensor memory.
+
+Loads and stores of refs in `tmem` are the ordinary ones. Products and copies into
+tensor memory run in the background, those of one context in the order in which it
+started them; `tensor_commit` lets a barrier count when all so far have ended.
+`interpret/tensor_memory.py` says what they mean. `warps` is for code of single warps.
+"""
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.opdef import Attrs, TypeRuleError, Unit
+from pallasite.ir.types import BOOL, RefType, TileType, Type
+from pallasite.ops.gpu import _barrier, _nothing, _row
+
+
+def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    """Operands: sums, left side, right side, whether they are added to."""
+    sums, lhs, rhs, adds = types
+    if not isinstance(sums, RefType) or sums.space != "tmem":
+        raise TypeRuleError(f"adds to tensor memory, got {sums}")
+    for side, spaces in ((lhs, ("smem", "tmem")), (rhs, ("smem",))):
+        if not isinstance(side, RefType) or side.space not in spaces or side.rank != 2:
+            raise TypeRuleError(f"{side} is no matrix in {' or '.join(spaces)}")
+    if adds != TileType((), BOOL):
+        raise TypeRuleError(f"whether sums are added to is one bool, got {adds}")
+    (left,), (right,) = attrs["contract"]
+    blocks = 2 if attrs["axes"] else 1  # each has some columns of the right side
+    shape = (lhs.shape[1 - left], blocks * rhs.shape[1 - right])
+    if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
+        raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
+    return ()
+
+
+def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    source, target = types
+    if not isinstance(target, RefType) or target.space != "tmem":
+        raise TypeRuleError(f"{target} is not tensor memory")
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise TypeRuleError(f"copies {source} to {target}")
+    return ()
+
+
+def columns_axis(op: Op) -> int:
+    """The dimension of the right side along which its columns are."""
+    return 1 - op.attrs["contract"][1][0]
+
+
+def mma_of(op: Op, columns: int) -> Block:
+    """What a product does to sums: parameters sums, left side, whole right side."""
+    sums, lhs, rhs = (v.ref for v in op.operands[:3])
+    contract = op.attrs["contract"]
+    shape = list(rhs.shape)
+    shape[columns_axis(op)] = columns
+    params = [
+        Value(TileType(sums.shape, sums.dtype)),
+        Value(TileType(lhs.shape, lhs.dtype)),
+        Value(TileType(tuple(shape), rhs.dtype)),
+    ]
+    b = Builder(op.loc)
+    product = b.op("dot", *params[1:], contract=contract, batch=((), ()),
+                   dtype=sums.dtype, precision=None)  # fmt: skip
+    return b.block(params, (b.op("add", params[0], product), product))
+
+
+_row(
+    "tensor_mma",
+    _mma,
+    4,
+    ("contract", "axes"),
+    unit=Unit.MATRIX,
+    doc="starts adding a product to tensor memory, or overwriting it; with axes, of "
+    "two blocks of a cluster at once",
+)
+_row("tensor_copy", _copy, 2, ("axes",), doc="starts a copy into tensor memory")
+_row(
+    "tensor_commit",
+    _barrier,
+    1,
+    ("axes",),
+    doc="one arrival when the products and copies started so far have ended",
+)
+_row(
+    "tensor_wait",
+    _nothing,
+    0,
+    ("what",),
+    unit=Unit.CONTROL,
+    doc="waits until the `loads` or `stores` of tensor memory have ended",
+)
+_row(
+    "warps",
+    _nothing,
+    0,
+    (),
+    regions=None,
+    unit=Unit.CONTROL,
+    doc="runs its four regions, each by a warp of the warpgroup",
+)

@@ -1,0 +1,452 @@
+"""work: what a kernel computes and moves, counted step by step.
+
+`count(kernel)` follows every step of the grid and of loops whose length the grid
+decides: a branch counts where it is taken, a block where its window moves, and of a
+block that hangs over the edge what is inside. `cost.py` has the estimate that passes
+compare blocks by; this is what is reported.
+
+Code is walked once, with all of its executions as the rows of a table: grid indices and
+what is computed from them are columns.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.opdef import Unit, table
+from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, Shown, Wgmma, While
+from pallasite.passes.analysis.block_table import last_number
+from pallasite.passes.analysis.cost import MAIN_MEMORY, bytes_of, moved_by, operations
+from pallasite.passes.analysis.grid import analyze_pipeline
+from pallasite.passes.analysis.memory import Roots
+
+MOST_ROWS = 1 << 20  # executions of one piece of code that are followed one by one
+FLOATING, OTHER, SPECIAL = "floating", "other", "special"
+# Of operations on floats, those that move or choose and compute nothing.
+_NO_FLOP = {"select_n", "cast", "bitcast", "stop_gradient"}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one array in main memory gives to, or takes from, the steps.
+
+    Attributes:
+        array: its name.
+        mode: "in", "out", or "direct" for accesses without a window.
+        block: the shape of a block; of direct accesses, of the array.
+        dtype: the type of an element.
+        axes: the grid axes along which the window moves.
+        moves: how often a block is copied.
+        bytes: what is copied in all.
+        distinct: bytes of the array that are touched at all.
+        exact: False where a block's place is known only when the kernel runs; then
+            every step is taken to have a block of its own.
+    """
+
+    array: str
+    mode: str
+    block: tuple[int, ...]
+    dtype: str
+    axes: tuple[int, ...]
+    moves: int
+    bytes: int
+    distinct: int
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Work:
+    """Totals of one call.
+
+    Attributes:
+        products: operations of matrix products, by the type of their operands; a
+            multiplication and an addition are two.
+        arithmetic: other operations on floats, one per element.
+        other: operations on integers and booleans, comparisons and choices, one per
+            element of a tile; the arithmetic of scalars is left out.
+        transcendentals: exponentials and their like, one per element.
+        traffic: one row per window, and per array that is accessed directly.
+        exact: False where a branch or a loop's length depends on data: the longer
+            branch, and one round of the loop, are counted.
+    """
+
+    products: Mapping[str, int]
+    arithmetic: int
+    other: int
+    transcendentals: int
+    traffic: tuple[Traffic, ...]
+    exact: bool = True
+
+    @property
+    def flops(self) -> int:
+        return sum(self.products.values()) + self.arithmetic
+
+    @property
+    def bytes(self) -> int:
+        """What is copied between main memory and the chip, as the blocks are."""
+        return sum(each.bytes for each in self.traffic)
+
+    @property
+    def distinct_bytes(self) -> int:
+        """What any way to run the kernel has to copy at least."""
+        return sum(each.distinct for each in self.traffic)
+
+
+def count(kernel: Kernel, least: bool = False) -> Work:
+    """What one call of the kernel computes and moves.
+
+    Args:
+        kernel: at either level.
+        least: where only data decide, count the shorter branch and no round of a loop.
+    """
+    counter = _Counter(kernel, least)
+    total = counter.block(kernel.body, _Rows(1))
+    return Work(
+        {str(key[1]): n for key, n in total.items() if key[0] == "product"},
+        total[FLOATING,],
+        total[OTHER,],
+        total[SPECIAL,],
+        (*counter.traffic, *counter.prefetched(), *counter.direct(total)),
+        counter.exact,
+    )
+
+
+Total = Counter[tuple[object, ...]]
+
+
+class _Rows:
+    """All executions of a piece of code, a row each, and the scalars known in them."""
+
+    def __init__(
+        self,
+        count: int,
+        outer: "_Rows | None" = None,
+        index: np.ndarray | None = None,
+        columns: Mapping[Value, np.ndarray] | None = None,
+    ):
+        self.count = count
+        self._outer, self._index = outer, index  # rows of `outer` that these belong to
+        self._columns = dict(columns or {})
+
+    @property
+    def followed(self) -> bool:
+        """Whether each execution is a row; else only their number is known."""
+        return self._outer is None or self._index is not None
+
+    def get(self, value: Value) -> np.ndarray | None:
+        found = self._columns.get(value)
+        if found is None and self._outer is not None and self._index is not None:
+            outer = self._outer.get(value)
+            found = None if outer is None else outer[self._index]
+            if found is not None:
+                self._columns[value] = found
+        return found
+
+    def note(self, op: Op) -> None:
+        """Remember the result of a scalar op, if its operands are known."""
+        if not self.followed or len(op.results) != 1 or op.result.is_ref:
+            return
+        if op.result.tile.rank:
+            return
+        if op.name == "constant":
+            dtype = op.result.tile.dtype.np
+            self._columns[op.result] = np.full(self.count, op.attrs["value"], dtype)
+            return
+        row = table()[op.name]
+        if not (row.elementwise and row.meaning and op.operands):
+            return
+        operands = [self.get(v) for v in op.operands]
+        if not any(column is None for column in operands):
+            with np.errstate(all="ignore"):
+                found = np.asarray(row.meaning(*operands, **op.own_attrs))
+            self._columns[op.result] = np.broadcast_to(found, (self.count,))
+
+    def where(self, chosen: np.ndarray) -> "_Rows":
+        index = np.flatnonzero(chosen)
+        return _Rows(len(index), self, index)
+
+    def repeated(
+        self, times: np.ndarray, columns: Mapping[Value, np.ndarray]
+    ) -> "_Rows":
+        index = np.repeat(np.arange(self.count), times)
+        return _Rows(len(index), self, index, columns)
+
+    def unfollowed(self, count: int) -> "_Rows":
+        return _Rows(count, self)
+
+
+class _Counter:
+    def __init__(self, kernel: Kernel, least: bool):
+        self.kernel, self.least, self.exact = kernel, least, True
+        self.roots = Roots(kernel)
+        self.traffic: list[Traffic] = []
+
+    # --- code ---
+
+    def block(self, block: Block, rows: _Rows) -> Total:
+        total = Total()
+        if rows.count:
+            for op in block.ops:
+                total.update(self.op(op, rows))
+        return total
+
+    def op(self, op: Op, rows: _Rows) -> Total:
+        rows.note(op)
+        structured = _STRUCTURED.get(op.name)
+        if structured is not None:
+            return structured(self, op, rows)
+        total = Total()
+        for region in op.regions:
+            total.update(self.block(region, rows))
+        unit = table()[op.name].unit
+        if unit is Unit.SPECIAL:
+            total[SPECIAL,] += op.result.tile.size * rows.count
+        elif unit is Unit.ALU and (kind := _kind(op)):
+            total[kind,] += _operations(op) * rows.count
+        elif unit is Unit.MEMORY and (moved := moved_by(op)):
+            ref = next(v for v in op.operands if v.is_ref and _is_main(v))
+            total["direct", self.roots.of(ref)] += moved * rows.count
+        return total
+
+    def count_dot(self, op: Op, rows: _Rows) -> Total:
+        dot = Dot.of(op)
+        dtype = dot.lhs.value.type.dtype.name
+        done = 2 * op.result.tile.size * dot.depth * rows.count
+        return Total({("product", dtype): done})
+
+    def count_wgmma(self, op: Op, rows: _Rows) -> Total:
+        found = Wgmma.of(op)
+        depth = found.lhs.type.shape[found.contract[0]]
+        done = 2 * found.sums.tile.size * depth * rows.count
+        return Total({("product", found.lhs.type.dtype.name): done})
+
+    def count_for(self, op: Op, rows: _Rows) -> Total:
+        loop = Loop.of(op)
+        bounds = [rows.get(v) for v in loop.bounds]
+        if any(column is None for column in bounds):
+            return self.unknown_rounds([loop.body], rows)
+        first, limit, step = (np.asarray(c, dtype=np.int64) for c in bounds)
+        span = np.where(step > 0, limit - first, first - limit)
+        size = np.maximum(np.abs(step), 1)
+        rounds = np.maximum(-(-span // size), 0)
+        if rounds.sum() > MOST_ROWS:
+            return self.block(loop.body, rows.unfollowed(int(rounds.sum())))
+        number = np.concatenate([np.arange(n) for n in rounds.tolist()] or [rounds])
+        counters = np.repeat(first, rounds) + number * np.repeat(step, rounds)
+        counters = counters.astype(loop.index.type.dtype.np)
+        return self.block(loop.body, rows.repeated(rounds, {loop.index: counters}))
+
+    def count_while(self, op: Op, rows: _Rows) -> Total:
+        loop = While.of(op)
+        return self.unknown_rounds([loop.condition, loop.body], rows)
+
+    def unknown_rounds(self, code: Iterable[Block], rows: _Rows) -> Total:
+        self.exact = False
+        total = Total()
+        if not self.least:
+            for each in code:
+                total.update(self.block(each, rows.unfollowed(rows.count)))
+        return total
+
+    def count_cond(self, op: Op, rows: _Rows) -> Total:
+        cond = Cond.of(op)
+        which = rows.get(cond.which)
+        if which is None:
+            self.exact = self.exact and len(cond.branches) < 2
+            return self.any_branch([self.block(b, rows) for b in cond.branches])
+        number = np.clip(which.astype(np.int64), 0, len(cond.branches) - 1)
+        total = Total()
+        for n, branch in enumerate(cond.branches):
+            total.update(self.block(branch, rows.where(number == n)))
+        return total
+
+    def any_branch(self, totals: Sequence[Total]) -> Total:
+        """Of branches that data choose from: count by count, the most or the least."""
+        pick = min if self.least else max
+        keys = {key for total in totals for key in total}
+        return Total({key: pick(total[key] for total in totals) for key in keys})
+
+    # --- grids ---
+
+    def count_pipeline(self, op: Op, rows: _Rows) -> Total:
+        pipeline = Pipeline.of(op)
+        sizes = [self.size_of(n, rows) for n in pipeline.sizes]
+        steps = prod(sizes)
+        moves = analyze_pipeline(op).windows
+        if rows.followed and rows.count * steps <= MOST_ROWS:
+            positions = np.indices(sizes, dtype=np.int32).reshape(len(sizes), steps)
+            ids = np.tile(positions, rows.count)
+            each = np.full(rows.count, steps)
+            inner = rows.repeated(each, dict(zip(pipeline.ids, ids, strict=True)))
+        else:
+            ids, inner = None, rows.unfollowed(rows.count * steps)
+        for shown, moved in zip(pipeline.shown, moves, strict=True):
+            if shown.window.space in MAIN_MEMORY or not _is_main(shown.array):
+                continue
+            axes = tuple(sorted(a for a in moved.axes if sizes[a] != 1))
+            visits = rows.count * prod(sizes[: max(axes, default=-1) + 1])
+            found = None if ids is None else _places(shown, rows, ids, steps)
+            self.traffic.append(
+                _at_most(shown, axes, visits)
+                if found is None
+                else _counted(shown, axes, found, steps)
+            )
+        return self.block(pipeline.body, inner)
+
+    def size_of(self, size: int | Value, rows: _Rows) -> int:
+        if isinstance(size, int):
+            return size
+        column = rows.get(size)
+        if column is None or not len(column) or (column != column[0]).any():
+            self.exact = False
+            return 1
+        return int(column[0])
+
+    # --- arrays without a window ---
+
+    def prefetched(self) -> Iterable[Traffic]:
+        """Operands that start on chip are copied there once."""
+        for param in self.kernel.params:
+            if not _is_main(param) and not param.ref.is_semaphore:
+                mode = "out" if param in self.kernel.outputs else "in"
+                size = bytes_of(param.type)
+                yield _row(param, mode, param.ref.shape, (), 1, size, size)
+
+    def direct(self, total: Total) -> Iterable[Traffic]:
+        for key, moved in total.items():
+            if key[0] != "direct":
+                continue
+            (_, ref) = key
+            assert isinstance(ref, Value)
+            distinct = min(moved, bytes_of(ref.type))
+            row = _row(ref, "direct", ref.ref.shape, (), 0, moved, distinct)
+            yield row
+
+
+_STRUCTURED = {
+    "dot": _Counter.count_dot,
+    "wgmma": _Counter.count_wgmma,
+    "for": _Counter.count_for,
+    "while": _Counter.count_while,
+    "cond": _Counter.count_cond,
+    "pipeline": _Counter.count_pipeline,
+}
+
+
+def _kind(op: Op) -> str | None:
+    """What an arithmetic op counts as; None: nothing."""
+    result = op.results[0].tile
+    if result.dtype.is_float and op.name not in _NO_FLOP:
+        return FLOATING
+    compares = any(v.tile.rank for v in op.operands)
+    return OTHER if compares and op.name not in ("bitcast", "stop_gradient") else None
+
+
+def _operations(op: Op) -> int:
+    if op.name == "integer_pow":
+        power = abs(op.attrs["y"])  # by squaring
+        return op.result.tile.size * max(power.bit_length() + power.bit_count() - 2, 1)
+    return operations(op)
+
+
+def _is_main(value: Value) -> bool:
+    return value.ref.space in MAIN_MEMORY
+
+
+# --- where blocks are ---
+
+
+def _places(
+    shown: Shown, rows: _Rows, ids: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Of every step: the first element of its block, and how many it has inside the
+    array, a row per dimension. None: only the run knows."""
+    window, index_map = shown.window, shown.index_map
+    if any(dim.kind == "bounded" for dim in window.dims):
+        return None
+    each = np.full(rows.count, steps)
+    inside = rows.repeated(each, dict(zip(index_map.params, ids, strict=True)))
+    for op in index_map.ops:
+        inside.note(op)
+    numbers = [inside.get(v) for v in index_map.yields]
+    if any(column is None for column in numbers):
+        return None
+    dims = list(zip(window.dims, shown.array.ref.shape, numbers, strict=True))
+    if not dims:
+        nothing = np.zeros((0, rows.count * steps), np.int64)
+        return nothing, nothing
+    parts = [_extent(dim, n, np.asarray(c, np.int64)) for dim, n, c in dims]
+    first, size = zip(*parts, strict=True)
+    return np.stack(first), np.stack(size)
+
+
+def _extent(dim: BlockDim, n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    number = np.clip(number, 0, last_number(dim, n))
+    if dim.kind == "element":
+        start = number - dim.padding[0]
+    else:
+        start = number * (dim.size if dim.kind == "blocked" else 1)
+    length = 1 if dim.kind == "squeezed" else dim.size
+    low, high = np.clip(start, 0, n), np.clip(start + length, 0, n)
+    return start, high - low
+
+
+def _counted(
+    shown: Shown,
+    axes: tuple[int, ...],
+    places: tuple[np.ndarray, np.ndarray],
+    steps: int,
+) -> Traffic:
+    first, size = places
+    moved = np.ones(first.shape[1], bool)
+    moved[1:] = (first[:, 1:] != first[:, :-1]).any(axis=0)
+    moved[:: max(steps, 1)] = True  # a pipeline starts with nothing on chip
+    elements = size.prod(axis=0)
+    _, seen = np.unique(first, axis=1, return_index=True)
+    array = shown.array.ref
+    distinct = min(int(elements[seen].sum()), array.size)
+    copied, touched = (
+        bytes_of(array.with_shape((int(n),))) for n in (elements[moved].sum(), distinct)
+    )
+    return _window_row(shown, axes, int(moved.sum()), copied, touched, True)
+
+
+def _at_most(shown: Shown, axes: tuple[int, ...], visits: int) -> Traffic:
+    """As if every step up to the last axis it moves along had a block of its own."""
+    array = shown.array.ref
+    dims = zip(shown.window.dims, array.shape, strict=True)
+    sizes = [1 if d.kind == "squeezed" else min(d.size, n) for d, n in dims]
+    block = bytes_of(array.with_shape(sizes))
+    touched = min(block, bytes_of(array)) if visits else 0
+    return _window_row(shown, axes, visits, visits * block, touched, False)
+
+
+def _window_row(
+    shown: Shown,
+    axes: tuple[int, ...],
+    moves: int,
+    copied: int,
+    distinct: int,
+    exact: bool,
+) -> Traffic:
+    window: Window = shown.window
+    shape = window.block_shape
+    return _row(shown.array, window.mode, shape, axes, moves, copied, distinct, exact)
+
+
+def _row(
+    ref: Value,
+    mode: str,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    moves: int,
+    copied: int,
+    distinct: int,
+    exact: bool = True,
+) -> Traffic:
+    name, dtype = ref.name or "unnamed", ref.ref.dtype.name
+    return Traffic(name, mode, shape, dtype, axes, moves, copied, distinct, exact)

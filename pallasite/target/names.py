@@ -1,0 +1,51 @@
+"""Targets as they are spelled: `cpu`, `tpu:v6e`, `gpu:h200`, `gpu:sm_90a`.
+
+`named("tpu:v6e")` gives what one is: JAX's platform and the chip's row.
+"""
+
+from dataclasses import dataclass
+
+from pallasite.errors import SpecError
+from pallasite.target.chip import Chip, Gpu, Tpu
+from pallasite.target.cpu import Host, host
+from pallasite.target.table import CHIPS, GPUS, TPUS
+
+
+@dataclass(frozen=True)
+class Named:
+    """One target. `platform`: what JAX calls it ("cuda", not "gpu")."""
+
+    name: str
+    platform: str
+    chip: Chip | Host
+
+
+def named(text: str) -> Named:
+    """The target of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    kind, _, chip = text.strip().partition(":")
+    if kind == "cpu" and not chip:
+        return Named("cpu", "cpu", host())
+    if kind in ("tpu", "gpu") and chip:
+        family: dict[str, Tpu] | dict[str, Gpu] = TPUS if kind == "tpu" else GPUS
+        by_arch = {row.arch: row for row in reversed(GPUS.values())}
+        # The letter of sm_90a says that code is for this chip alone: ours is.
+        found = family.get(chip) or (kind == "gpu" and by_arch.get(chip.rstrip("a")))
+        if found:
+            return of_chip(found)
+    if text in CHIPS:
+        return of_chip(CHIPS[text])
+    raise SpecError(f"no target is called {text!r}", fix=f"one of {', '.join(known())}")
+
+
+def of_chip(chip: Chip) -> Named:
+    kind, platform = ("tpu", "tpu") if isinstance(chip, Tpu) else ("gpu", "cuda")
+    return Named(f"{kind}:{chip.name}", platform, chip)
+
+
+def known() -> list[str]:
+    """Every target, as it is spelled."""
+    return ["cpu", *(of_chip(row).name for row in CHIPS.values())]

@@ -1,0 +1,194 @@
+"""One kernel call on one target: what compiles it, and what is known of it then.
+
+`analyse(site, target)` is the one analysis; `explain.py` adds measured times to it,
+`check.py` what a TPU's compiler says.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pallasite import config
+from pallasite.backends import base
+from pallasite.errors import (
+    ChipMemoryError,
+    CompileError,
+    PallasError,
+    PerformanceWarning,
+    UnsupportedError,
+)
+from pallasite.ir.nodes import Kernel
+from pallasite.passes.analysis.grid import Axis, analyze
+from pallasite.passes.analysis.work import Work, count
+from pallasite.passes.run import run
+from pallasite.primitive import Call, Site, wants_emulation
+from pallasite.target import Chip, Named
+from pallasite.tools.hints import Facts, hints
+from pallasite.tools.pass_notes import notes
+from pallasite.tools.report import KernelReport
+from pallasite.tools.roofline import Peaks, Roofline, roofline
+
+EMULATION = "interpret"
+# Passes that give the cores of a chip their parts of the work.
+_SHARE = ("share_programs", "specialize", "launch")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A report, and what it was made from."""
+
+    site: Site
+    target: Named
+    report: KernelReport
+    facts: Facts | None = None
+    compiled: base.Compiled | None = None
+    launch: base.Launch | None = None
+
+    def with_report(self, **changes: object) -> "Analysis":
+        return replace(self, report=replace(self.report, **changes))
+
+    def with_hints(self) -> "Analysis":
+        """The report with hints from all facts there are by now."""
+        if self.facts is None or not self.report.ok:
+            return self
+        return self.with_report(hints=hints(self.facts))
+
+
+def analyse(site: Site, target: Named) -> Analysis:
+    """What a target makes of a call. Nothing is run."""
+    call = site.call
+    kernel = run(call.kernel)
+    work, bound, peaks = bound_of(site, kernel, target)
+    axes = _axes(kernel)
+    report = KernelReport(
+        call.kernel.name,
+        str(call.kernel.loc or ""),
+        target.name,
+        EMULATION,
+        inside=site.inside,
+        times=site.times,
+        axes=axes,
+        work=work,
+        bound=bound,
+    )
+    made, why, said, error = _compile(call, target)
+    report = replace(report, why=why, error=error)
+    if made is None:
+        return Analysis(site, target, report)
+    compiled, launch = made
+    scheduled = _scheduled_work(compiled.scheduled)
+    facts = Facts(
+        target.platform,
+        target.chip,
+        peaks,
+        axes,
+        work,
+        bound,
+        compiled.scheduled,
+        scheduled,
+        said,
+        shared=any(s.name in _SHARE and s.changed for s in compiled.steps),
+    )
+    report = replace(
+        report,
+        backend=compiled.backend.name,
+        passes=notes(compiled.imported, compiled.steps),
+        resources=tuple(compiled.backend.resources(compiled)),
+    )
+    return Analysis(site, target, report, facts, compiled, launch).with_hints()
+
+
+def bound_of(site: Site, kernel: Kernel, target: Named) -> tuple[Work, Roofline, Peaks]:
+    """The work of a call, the least time it takes, and what that follows from."""
+    peaks = Peaks.of(target.chip)
+    work, least = count(kernel), count(kernel, least=True)
+    return work, roofline(least, peaks, _repeated(site, least)), peaks
+
+
+def _repeated(site: Site, work: Work) -> int:
+    """Bytes of operands that are the same array as another operand."""
+    names = [param.name or "unnamed" for param in site.call.kernel.inputs]
+    again = [n for n, first in enumerate(site.sources) if first != n]
+    touched = {row.array: row.distinct for row in work.traffic if row.mode == "in"}
+    return sum(touched.get(names[n], 0) for n in again if n < len(names))
+
+
+def _axes(kernel: Kernel) -> tuple[Axis, ...]:
+    found = [op for op in kernel.body.ops if op.name == "pipeline"]
+    return analyze(kernel).axes if len(found) == 1 else ()
+
+
+def _scheduled_work(kernel: Kernel) -> Work | None:
+    found = [op for op in kernel.body.ops if op.name == "pipeline"]
+    return count(kernel) if len(found) == 1 else None
+
+
+Made = tuple[base.Compiled, base.Launch]
+
+
+def _compile(
+    call: Call, target: Named
+) -> tuple[Made | None, str, tuple[str, ...], str]:
+    """What the target's backends make of a call: the result, why that backend, what it
+    warned of, and why there is none."""
+    if wants_emulation(call):
+        return None, "the call asks for it", (), ""
+    order, why = backends_for(call, target)
+    refusals: list[tuple[str, Exception]] = []
+    for name in order:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                made = _launch(name, call, target)
+            except (
+                UnsupportedError,
+                ChipMemoryError,
+                CompileError,
+                ImportError,
+            ) as error:
+                refusals.append((name, error))
+                continue
+        texts = [str(w.message) for w in said if w.category is PerformanceWarning]
+        return made, _reason(why, refusals), tuple(texts), ""
+    error = "\n".join(str(error) for _, error in refusals)
+    return None, "no native backend takes it", (), error or "no backend for it"
+
+
+def _launch(name: str, call: Call, target: Named) -> Made:
+    backend = base.get(name)
+    chip = target.chip if isinstance(target.chip, Chip) else None
+    # A TPU's compiler then names the author's lines.
+    debug = call.debug or target.platform == "tpu"
+    options = replace(call.options, chip=chip, debug=debug)
+    compiled = base.Compiled(backend, call.kernel, options)
+    return compiled, backend.launch(compiled)
+
+
+def backends_for(call: Call, target: Named) -> tuple[Sequence[str], str]:
+    """The backends to ask, in order, and why those.
+
+    Raises:
+        UnsupportedError: the call names one that does not run on the target.
+    """
+    named = config.get("backend")
+    if call.backend is not None:
+        if target.platform not in base.get(call.backend).platforms:
+            raise UnsupportedError(
+                f"backend {call.backend!r} does not compile for {target.name}",
+                [("kernel", call.kernel.name)],
+                call.kernel.loc,
+                "leave out backend=, or name another target",
+            )
+        return [call.backend], "the call names it"
+    if named and target.platform in base.get(named).platforms:
+        return [named], "PALLASITE_BACKEND names it"
+    return base.defaults(target.platform, call.kernel), "the default"
+
+
+def _reason(why: str, refusals: Sequence[tuple[str, Exception]]) -> str:
+    """Why a backend was taken, after others had refused."""
+    said = []
+    for name, error in refusals:
+        what = error.what if isinstance(error, PallasError) else str(error)
+        said.append(f"{name} refuses: {what}")
+    return "; ".join([why, *said])

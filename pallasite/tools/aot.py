@@ -1,0 +1,72 @@
+"""`pl.aot(f, *args).compile("tpu:v6e")`: kernels compiled for chips that are not here.
+
+`check.py` does it; the same is the command `pallasite check`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pallasite.primitive import Site
+from pallasite.tools.explain import kernels_of
+
+if TYPE_CHECKING:
+    from pallasite.tools.report import Report
+
+
+@dataclass(frozen=True)
+class Aot:
+    """The kernels of a function, to be compiled for chips that need not be here."""
+
+    sites: tuple[Site, ...]
+
+    def compile(
+        self,
+        *targets: str,
+        dump: str | Path | None = None,
+        timeout: float = 600,
+        progress: Callable[[str], None] | None = None,
+    ) -> "Report":
+        """Compile all kernels for each target.
+
+        Args:
+            targets: "tpu:v6e", "gpu:h200", "cpu" and so on.
+            dump: a folder that gets the text of every stage, and libtpu's dumps.
+            timeout: seconds for libtpu to compile one kernel.
+            progress: called with a line of text whenever something happens.
+
+        Returns:
+            One report per target and kernel.
+
+        Raises:
+            SpecError: a target is not known.
+        """
+        from pallasite.target import named
+        from pallasite.tools.check import compile_sites
+        from pallasite.tools.report import Report
+
+        found = []
+        for target in [named(each) for each in targets]:
+            folder = Path(dump) / target.name.replace(":", "-") if dump else None
+            found += compile_sites(self.sites, target, folder, timeout, progress)
+        return Report(tuple(found))
+
+
+def aot(function: Callable[..., Any], *args: Any) -> Aot:
+    """The kernels of a function, to compile ahead of time for any chip.
+
+    Args:
+        function: any JAX function that calls kernels.
+        args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        An `Aot`; its `compile("tpu:v6e")` gives a report. Nothing is run.
+
+    Raises:
+        SpecError: the function calls no kernel.
+
+    Example:
+        `print(pl.aot(f, x).compile("tpu:v5e", "tpu:v6e"))`
+    """
+    return Aot(tuple(kernels_of(function, *args)))

@@ -1,0 +1,158 @@
+"""Kernels judged without the chip: what `pl.aot(f, *args).compile("tpu:v6e")` reports.
+
+Every kernel of a function goes through the passes and the backend of each target; for a
+TPU libtpu then compiles the result in a process of its own. The report says for each
+whether it compiles, or why not; what it takes; and what limits it (`report.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pallasite import config
+from pallasite.backends import base
+from pallasite.backends.base import Resource
+from pallasite.primitive import Site
+from pallasite.runtime import aot as libtpu
+from pallasite.target import Named, Tpu
+from pallasite.tools.analysis import Analysis, analyse
+from pallasite.tools.report import Estimate, KernelReport
+from pallasite.tools.tpu_words import in_words
+
+TIMEOUT = 600.0  # seconds for libtpu, per kernel
+NO_LIBTPU = "libtpu is not installed: Mosaic was made, and not compiled"
+# libtpu's names of units, and ours.
+UNITS = {
+    "MATMUL": "matrix",
+    "VALU": "vector",
+    "EUP": "special",
+    "XLU": "across lanes",
+    "VLOAD": "load",
+    "VSTORE": "store",
+}
+
+Progress = Callable[[str], None]
+
+
+def compile_sites(
+    sites: Sequence[Site],
+    target: Named,
+    folder: Path | None = None,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+) -> list[KernelReport]:
+    """What becomes of calls on one target.
+
+    Args:
+        sites: the calls.
+        target: what to compile for.
+        folder: gets the text of every stage, and libtpu's dumps.
+        timeout: seconds for libtpu to compile one kernel.
+        progress: called with a line of text whenever something happens.
+    """
+    tell, found = progress or (lambda text: None), []
+    with config.override(dump=str(folder or config.get("dump"))):
+        for number, site in enumerate(sites, 1):
+            name = site.call.kernel.name
+            tell(f"{target.name}: {number} of {len(sites)}, {name}")
+            found.append(analyse(_native(site, target), target))
+        if isinstance(target.chip, Tpu):
+            found = estimated(found, folder, timeout, tell)
+    return [each.report for each in found]
+
+
+def _native(site: Site, target: Named) -> Site:
+    """The call as if it asked for no emulation, nor for another platform's backend."""
+    call = replace(site.call, interpret=False)
+    backend = None if call.backend == "interpret" else call.backend
+    if backend is not None and target.platform not in base.get(backend).platforms:
+        backend = None
+    return replace(site, call=replace(call, backend=backend))
+
+
+def estimated(
+    found: Sequence[Analysis],
+    folder: Path | None = None,
+    timeout: float = TIMEOUT,
+    progress: Progress | None = None,
+) -> list[Analysis]:
+    """What libtpu says of kernels for one TPU, added to their reports."""
+    if not libtpu.is_usable():
+        return [each.with_report(note=NO_LIBTPU) for each in found]
+    jobs = {
+        n: libtpu.Job.of(each.report.name, each.compiled.imported, each.launch)
+        for n, each in enumerate(found)
+        if each.compiled is not None and each.launch is not None
+    }
+    if not jobs:
+        return list(found)
+    target, done = found[0].target, 0
+
+    def tell(result: libtpu.Compiled) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            state = "compiled" if result.ok else "refused"
+            progress(f"{target.name}: {done} of {len(jobs)}, {result.name} {state}")
+
+    if progress is not None:
+        progress(f"{target.name}: libtpu starts")
+    assert isinstance(target.chip, Tpu)
+    keep = None if folder is None else folder / "libtpu"
+    results = libtpu.compile_all(
+        list(jobs.values()),
+        target.chip.name,
+        cycles=True,
+        timeout=timeout,
+        units=True,
+        keep=keep,
+        progress=tell,
+    )
+    new = list(found)
+    for n, result in zip(jobs, results, strict=True):
+        new[n] = _with_result(found[n], target.chip, result)
+    return new
+
+
+def _with_result(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Analysis:
+    if not result.ok:
+        error = in_words(result.error, found.site.call.kernel)
+        return found.with_report(error=str(error), hints=())
+    estimate = _estimate(found, chip, result)
+    spills = estimate.spills
+    if found.facts is not None:
+        found = replace(found, facts=replace(found.facts, spills=spills))
+    resources = _with_vmem(found.report, estimate.vmem)
+    note = "" if result.cycles else "libtpu compiled it and has no estimate of its time"
+    found = found.with_report(estimate=estimate, resources=resources, note=note)
+    return found.with_hints()
+
+
+def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
+    code, bound, facts = result.bundles, found.report.bound, found.facts
+    if result.cycles is None:
+        return Estimate(None, None, {})
+    # libtpu's estimate lets copies overlap with each other without a limit.
+    least = bound.seconds if bound is not None else 0.0
+    seconds = max(result.cycles / chip.clock, least)
+    busy = {}
+    if code is not None:
+        cycles = seconds * chip.clock
+        busy = {
+            UNITS[k]: min(v / cycles, 1.0) for k, v in code.busy.items() if k in UNITS
+        }
+    work = facts.scheduled_work or facts.work if facts is not None else None
+    if work is not None and chip.main.bytes_per_second:
+        busy["copies"] = min(work.bytes / chip.main.bytes_per_second / seconds, 1.0)
+    spills, vmem = (code.spills, code.vmem) if code is not None else (None, None)
+    return Estimate(result.cycles, seconds, busy, spills, vmem)
+
+
+def _with_vmem(report: KernelReport, vmem: int | None) -> tuple[Resource, ...]:
+    """The compiler knows better than the backend how much it took."""
+    if vmem is None:
+        return report.resources
+    return tuple(
+        replace(used, used=vmem) if used.name == "VMEM" else used
+        for used in report.resources
+    )

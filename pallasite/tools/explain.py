@@ -1,0 +1,65 @@
+"""`pl.explain(f)(*args)`: every kernel of a function, what runs it, and how well.
+
+One report per kernel call (`report.py`): backend, grid, traffic, what the passes did,
+the chip's bound and the time taken, and what would make it faster. `timing.py` makes
+them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pallasite.errors import SpecError
+from pallasite.language.trace import user_location
+from pallasite.primitive import Site, sites_in
+
+if TYPE_CHECKING:
+    from pallasite.tools.report import Report
+
+
+def explain(
+    function: Callable[..., Any],
+    target: str | Sequence[str] | None = None,
+    measure: bool | None = None,
+) -> "Callable[..., Report]":
+    """See what runs the kernels of a function, what they cost and what limits them.
+
+    Args:
+        function: any JAX function that calls kernels, also inside `jit`, `grad`,
+            `vmap`, `scan` or `shard_map`.
+        target: "cpu", "tpu:v6e", "gpu:h200" and so on, or several; default: this
+            computer.
+        measure: run each kernel, with operands made up, and take the time; default:
+            on this computer only. For a TPU that is not here its compiler's estimate
+            is asked for instead, where libtpu is installed.
+
+    Returns:
+        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s). It gives
+        a `Report`: print it, or look at its `kernels`.
+
+    Raises:
+        SpecError: the function calls no kernel, or a target is not known.
+
+    Example:
+        `print(pl.explain(f)(x))`
+    """
+    wanted = [target] if isinstance(target, str) else target
+
+    def explained(*args: Any) -> "Report":
+        from pallasite.tools.timing import explain_sites
+
+        return explain_sites(kernels_of(function, *args), wanted, measure)
+
+    return explained
+
+
+def kernels_of(function: Callable[..., Any], *args: Any) -> list[Site]:
+    """The kernel calls of a function, of which it must have one."""
+    sites = sites_in(function, *args)
+    if not sites:
+        name = getattr(function, "__name__", repr(function))
+        raise SpecError(
+            f"'{name}' calls no kernel",
+            at=user_location(),
+            fix="give a function that calls pl.pallas_call(...)(...)",
+        )
+    return sites

@@ -1,0 +1,208 @@
+"""What an author could change to make a kernel faster.
+
+Each rule looks at the facts of a compiled kernel and gives a hint with the part of the
+time that it may save; the two largest are reported.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.roles import Dot, Pipeline
+from pallasite.passes.analysis.grid import Axis
+from pallasite.passes.analysis.work import Traffic, Work
+from pallasite.target import Chip, Gpu, Host, Tpu
+from pallasite.tools.pass_notes import shape_text
+from pallasite.tools.report import duration, percent, short
+from pallasite.tools.roofline import Peaks, Roofline
+
+MOST = 2
+LEAST_GAIN = 0.1
+STEP_SECONDS = {"cpu": 2e-8, "tpu": 2.5e-7}  # to start one step of a grid
+LEAST_SECONDS = 2e-5  # of work that is worth waking other cores for
+MANY_SPILLS = 64
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What hints are taken from."""
+
+    platform: str
+    chip: Chip | Host
+    peaks: Peaks
+    axes: tuple[Axis, ...]
+    work: Work  # as the author wrote it
+    bound: Roofline
+    scheduled: Kernel | None = None  # after the backend's passes
+    scheduled_work: Work | None = None  # where the grid is still one
+    warnings: tuple[str, ...] = ()
+    spills: int | None = None
+    shared: bool = False  # the backend divides the work among cores by itself
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        if self.scheduled is None:
+            return None
+        found = [op for op in self.scheduled.body.ops if op.name == "pipeline"]
+        return Pipeline.of(found[0]) if len(found) == 1 else None
+
+
+Hint = tuple[float, str]
+
+
+def hints(facts: Facts) -> tuple[str, ...]:
+    """The most useful ones, the best first."""
+    found = [hint for rule in RULES for hint in rule(facts)]
+    useful = [hint for hint in found if hint[0] >= LEAST_GAIN]
+    best = sorted(useful, key=lambda hint: -hint[0])[:MOST]
+    return tuple(text for _, text in best)
+
+
+def refused_tiles(facts: Facts) -> Iterator[Hint]:
+    """What the backend has warned of."""
+    for text in facts.warnings:
+        yield 0.5, " ".join(text.split())
+
+
+def idle_cores(facts: Facts) -> Iterator[Hint]:
+    cores = _cores(facts.chip)
+    programs = prod(axis.size or 1 for axis in facts.axes if axis.parallel)
+    enough = facts.shared or programs >= cores
+    if enough or facts.bound.seconds < LEAST_SECONDS:
+        return
+    unit = "threads" if facts.platform == "cpu" else "cores"
+    many = f"{programs} program{'s' * (programs != 1)} can run at once on"
+    gain = 1 - programs / cores
+    for number, axis in enumerate(facts.axes):
+        if not axis.parallel and axis.size != 1:
+            yield (
+                gain,
+                f"{many} {cores} {unit}, because i{number} is sequential "
+                f"({axis.reason}): give steps along it blocks of the result of their "
+                "own, in parts that are added up after the call",
+            )
+            return
+    yield gain, f"{many} {cores} {unit}: divide the result into more blocks"
+
+
+def copied_again(facts: Facts) -> Iterator[Hint]:
+    """Blocks that come again and again, where that takes longer than all else."""
+    work = facts.scheduled_work
+    if work is None or facts.platform != "tpu":
+        return
+    copying = work.bytes / facts.peaks.bytes
+    rest = max(facts.bound.seconds, 1e-12)
+    worst = max(work.traffic, key=lambda row: row.bytes - row.distinct, default=None)
+    if worst is None or copying <= rest or worst.bytes <= worst.distinct:
+        return
+    still = [a for a in range(max(worst.axes, default=0)) if a not in worst.axes]
+    change = "a larger block of the other operands"
+    if still:
+        change = f"larger blocks along i{still[-1]}, or a grid with i{still[-1]} last"
+    times = worst.bytes / max(worst.distinct, 1)
+    yield (
+        1 - rest / copying,
+        f"{worst.array} is copied {times:.3g} times over ({short(worst.bytes)}B), and "
+        f"copying takes {duration(copying)}: {change}, copies it less often",
+    )
+
+
+def small_steps(facts: Facts) -> Iterator[Hint]:
+    pipeline, each = facts.pipeline, STEP_SECONDS.get(facts.platform)
+    if pipeline is None or each is None:
+        return
+    steps = prod(n or 1 for n in pipeline.grid)
+    overhead = each * steps / (_cores(facts.chip) if facts.platform == "cpu" else 1)
+    if steps < 2 or overhead < 1e-6:
+        return
+    work = facts.bound.seconds / steps
+    yield (
+        overhead / (overhead + facts.bound.seconds),
+        f"the grid has {steps:,} steps with work for {duration(work)} each, and to "
+        f"start one takes {duration(each)}: larger blocks make fewer steps",
+    )
+
+
+def wide_products(facts: Facts) -> Iterator[Hint]:
+    rates = facts.peaks.products
+    if facts.bound.limit not in ("matrix", "arithmetic") or "bf16" not in rates:
+        return
+    wide, narrow = facts.peaks.product_rate("f32"), rates["bf16"]
+    if facts.work.products.get("f32") and narrow > wide:
+        yield (
+            1 - wide / narrow,
+            f"operands of products are f32: as bf16, with "
+            f"preferred_element_type=jnp.float32, they take 1/{narrow / wide:.3g}",
+        )
+
+
+def half_empty_units(facts: Facts) -> Iterator[Hint]:
+    """Products that are narrower than a TPU's matrix unit."""
+    if not isinstance(facts.chip, Tpu) or facts.scheduled is None:
+        return
+    side = facts.chip.mxu_size
+    for op in walk(facts.scheduled.body):
+        if op.name != "dot":
+            continue
+        dot = Dot.of(op)
+        columns = prod(dot.rhs.sizes(dot.rhs.free))
+        filled = min(columns, side) / side * min(dot.depth, side) / side
+        if filled < 1 and facts.bound.limit == "matrix":
+            shape = f"{dot.depth} deep and {columns} wide"
+            yield (
+                1 - filled,
+                f"a product that is {shape} fills {percent(filled)} of a matrix unit "
+                f"of {side} x {side}: larger blocks along these dimensions, if the "
+                "arrays have them",
+            )
+            return
+
+
+def over_the_edge(facts: Facts) -> Iterator[Hint]:
+    for row in facts.work.traffic:
+        if row.mode != "out" or not row.exact or not row.bytes:
+            continue
+        computed = row.moves * prod(row.block)
+        inside = row.bytes / _bytes_per_element(row)
+        if inside < computed:
+            yield (
+                (1 - inside / computed) if facts.bound.limit != "memory" else 0.0,
+                f"blocks of {row.array} {shape_text(row.block)} reach over the edge of "
+                f"the array: {percent(1 - inside / computed)} of what is computed is "
+                "dropped; a block that divides the array better has less of it",
+            )
+
+
+def spilled(facts: Facts) -> Iterator[Hint]:
+    if facts.spills is not None and facts.spills > MANY_SPILLS:
+        yield (
+            0.15,
+            f"{facts.spills} vector registers are spilled to memory: smaller tiles in "
+            "the body (a loop over parts of the block) need fewer",
+        )
+
+
+RULES: Sequence[Callable[[Facts], Iterator[Hint]]] = (
+    refused_tiles,
+    idle_cores,
+    copied_again,
+    small_steps,
+    wide_products,
+    half_empty_units,
+    over_the_edge,
+    spilled,
+)
+
+
+def _cores(chip: Chip | Host) -> int:
+    if isinstance(chip, Host):
+        return chip.threads
+    # A TPU runs the programs of a kernel on one core, one after another.
+    return chip.cores if isinstance(chip, Gpu) else 1
+
+
+def _bytes_per_element(row: Traffic) -> float:
+    from pallasite.ir.types import DTYPES
+
+    return DTYPES[row.dtype].bits / 8

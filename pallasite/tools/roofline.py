@@ -1,0 +1,120 @@
+"""The least time a chip needs for some work: its rates, and which unit is the limit.
+
+Rates are the best there are, and of main memory only what cannot have stayed in a cache
+since the last call counts: no run is faster than `Roofline.seconds`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+
+from pallasite.passes.analysis.work import Work
+from pallasite.target import Chip, Gpu, Host, Tpu, measured
+
+GPU_CLOCK = 2e9  # cycles per second: more than any of the table sustains
+GPU_LANES = 128  # of a multiprocessor
+GPU_SPECIAL = 16
+SPECIAL_FLOPS = 4  # of an exponential on a CPU, at the very least
+# Products of narrower types on a CPU against 32-bit floats: with one of the features.
+CPU_PRODUCTS = {
+    "f16": (2.0, ("fullfp16", "avx512fp16")),
+    "bf16": (4.0, ("bf16", "avx512bf16")),
+    "i8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
+    "u8": (8.0, ("dotprod", "i8mm", "avx512vnni", "avxvnni")),
+}
+CPU_TILES = {"bf16": 16.0, "f16": 16.0, "i8": 32.0, "u8": 32.0}  # AMX
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a chip does in a second at best.
+
+    Attributes:
+        products: operations of matrix products by type of operands.
+        vector: operations on 32-bit floats.
+        special: exponentials and their like.
+        bytes: to and from main memory.
+        cached: bytes that may be on the chip before a kernel starts.
+        one_unit: products, vectors and exponentials take turns.
+    """
+
+    products: Mapping[str, float]
+    vector: float
+    special: float
+    bytes: float
+    cached: int = 0
+    one_unit: bool = False
+
+    @staticmethod
+    def of(chip: Chip | Host) -> "Peaks":
+        if isinstance(chip, Host):
+            return _of_host(chip)
+        bandwidth = chip.main.bytes_per_second or inf
+        if isinstance(chip, Tpu):
+            lanes = chip.lanes * chip.sublanes * chip.clock
+            return Peaks(chip.rates, chip.vector_units * lanes, lanes, bandwidth)
+        assert isinstance(chip, Gpu), chip
+        cycles = chip.cores * GPU_CLOCK
+        rates = (2 * GPU_LANES * cycles, GPU_SPECIAL * cycles)
+        return Peaks(chip.rates, *rates, bandwidth, chip.cache.bytes)
+
+    def product_rate(self, dtype: str) -> float:
+        """A type without a rate of its own is computed in one that has."""
+        if dtype in self.products:
+            return self.products[dtype]
+        wide = self.products.get("bf16") or self.products.get("f32")
+        return wide or max(self.products.values())
+
+
+def _of_host(chip: Host) -> Peaks:
+    f32 = measured.flops_per_second() * chip.threads
+    factors = {"f32": 1.0, "f64": 0.5}
+    for name, (factor, features) in CPU_PRODUCTS.items():
+        wide = 4.0 if name in ("i8", "u8") else 1.0
+        factors[name] = factor if any(map(chip.has, features)) else wide
+    if chip.has("amx-tile"):
+        factors |= CPU_TILES
+    return Peaks(
+        {name: factor * f32 for name, factor in factors.items()},
+        f32,
+        f32 / SPECIAL_FLOPS,
+        measured.bytes_per_second(),
+        measured.cache_bytes(),
+        one_unit=True,
+    )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least seconds that each unit of a chip is busy for."""
+
+    units: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.units.values())
+
+    @property
+    def limit(self) -> str:
+        """The unit that is busy for longest."""
+        return max(self.units, key=lambda name: self.units[name])
+
+
+def roofline(work: Work, peaks: Peaks, repeated_bytes: int = 0) -> Roofline:
+    """The bound of some work.
+
+    Args:
+        work: counted with `least=True`, so that it is certain to be done.
+        peaks: the chip's.
+        repeated_bytes: of operands that are the same array as another.
+    """
+    rates = {name: peaks.product_rate(name) for name in work.products}
+    products = sum(n / rates[name] for name, n in work.products.items())
+    vector = work.arithmetic / peaks.vector
+    special = work.transcendentals / peaks.special
+    least = max(work.distinct_bytes - repeated_bytes - peaks.cached, 0)
+    memory = least / peaks.bytes
+    if peaks.one_unit:
+        return Roofline({"arithmetic": products + vector + special, "memory": memory})
+    units = {"matrix": products, "vector": vector, "special": special}
+    return Roofline({**units, "memory": memory})

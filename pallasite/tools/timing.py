@@ -1,0 +1,80 @@
+"""Reports of kernel calls with the time that they take: what `pl.explain` shows.
+
+On this computer a kernel is run and measured; for a TPU that is not here its compiler
+is asked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from pallasite import config
+from pallasite.primitive import Site
+from pallasite.target import Named, Tpu, chip_of_device, measured, named
+from pallasite.target.names import of_chip
+from pallasite.tools.analysis import Analysis, analyse, bound_of
+from pallasite.tools.check import estimated
+from pallasite.tools.measure import cannot_measure, measure
+from pallasite.tools.report import Report
+
+
+def explain_sites(
+    sites: Sequence[Site], wanted: Sequence[str] | None, measure: bool | None
+) -> Report:
+    """One report per target and call.
+
+    Args:
+        sites: the calls.
+        wanted: targets as they are spelled; none: this computer.
+        measure: see `pl.explain`.
+    """
+    targets = [named(each) for each in wanted] if wanted else [this_computer()]
+    found = [_one(site, t, measure) for t in targets for site in sites]
+    return Report(tuple(each.report for each in found))
+
+
+def this_computer() -> Named:
+    """The target of the knob, else the device that JAX uses."""
+    if config.get("target"):
+        return named(config.get("target"))
+    device = jax.devices()[0]
+    chip = chip_of_device(device.device_kind)
+    return named("cpu") if chip is None else of_chip(chip)
+
+
+def is_here(target: Named) -> bool:
+    """Whether JAX sees such a device."""
+    if target.platform == "cpu":
+        return jax.default_backend() == "cpu"
+    try:
+        devices = jax.devices(target.platform)
+    except RuntimeError:
+        return False
+    return any(chip_of_device(d.device_kind) is target.chip for d in devices)
+
+
+def _one(site: Site, target: Named, wanted: bool | None) -> Analysis:
+    found = analyse(site, target)
+    here = is_here(target)
+    if here and wanted is not False:
+        return _measured(found)
+    if isinstance(target.chip, Tpu) and wanted is None:
+        (found,) = estimated([found])
+    return found
+
+
+def _measured(found: Analysis) -> Analysis:
+    why_not = cannot_measure(found.site.call)
+    if why_not:
+        return found.with_report(note=why_not)
+    seconds = measure(found.site.call)
+    bound = found.report.bound
+    if bound is not None and seconds < bound.seconds:
+        # The chip did better than its rates: they were measured while it was busy.
+        measured.measure_again()
+        _, bound, _ = bound_of(found.site, found.site.call.kernel, found.target)
+    found = found.with_report(measured=seconds, bound=bound)
+    if found.facts is not None and bound is not None:
+        found = replace(found, facts=replace(found.facts, bound=bound))
+    return found.with_hints()

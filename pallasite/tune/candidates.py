@@ -1,0 +1,177 @@
+"""Candidates: a function with one configuration each, up to the backend's schedule.
+
+Tracing and the passes take a fraction of what compiling does, and tell a lot:
+configurations that do not fit, those of which a backend makes the same program, and
+what each takes by a static estimate. The estimate is for order; `bound` is a time that
+no program of the kind can beat, where the chip's rates are known.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, prod
+from typing import Any
+
+import jax
+
+from pallasite.backends import base
+from pallasite.errors import (
+    ChipMemoryError,
+    CompileError,
+    PallasError,
+    UnsupportedError,
+)
+from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.roles import Dot, Pipeline
+from pallasite.passes.analysis.cost import cost
+from pallasite.primitive import Call, calls_in
+from pallasite.target import Chip, Gpu, Host, Tpu
+from pallasite.tune import choices
+from pallasite.tune.table import Config, Table
+
+STEP_SECONDS = {Tpu: 2.5e-7, Gpu: 0.0, Host: 5e-7}  # to start a program, roughly
+
+
+@dataclass
+class Candidate:
+    """A function under one configuration.
+
+    Attributes:
+        config: the configuration tried.
+        table: names it for the function's kernels.
+        refused: why it cannot be the answer; "" while it can.
+        calls: the kernel calls of the function.
+        identity: equal for candidates that are the same program.
+        kernels: those kernels as their backend schedules them.
+        seconds: measured, None before that.
+    """
+
+    config: Config
+    table: Table
+    refused: str = ""
+    calls: tuple[Call, ...] = ()
+    identity: Any = None
+    kernels: tuple[Kernel, ...] = ()
+    estimate: float = inf
+    bound: float = 0.0
+    seconds: float | None = None
+    run: Callable[[], Any] | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.config.items())
+
+
+def make(
+    config: Config,
+    table: Table,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    backends: Callable[[Call], Sequence[str]],
+    chip: Chip | Host,
+) -> Candidate:
+    """Traces and schedules one candidate; what fails is in `refused`.
+
+    Args:
+        config: the values to try.
+        table: those values, for `pl.configs`.
+        function, args: what is tuned.
+        backends: names the backends of a call, the first that takes it counts; none:
+            it is emulated.
+        chip: what to schedule for.
+    """
+    candidate = Candidate(config, table)
+    try:
+        with choices.configs(table), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fresh = lambda *xs: function(*xs)
+            candidate.calls = tuple(calls_in(fresh, *args))
+            around = str(jax.make_jaxpr(fresh)(*args))  # traced once: JAX caches it
+        scheduled = [_scheduled(call, backends(call), chip) for call in candidate.calls]
+    except Exception as error:  # the function's own code runs here: anything
+        candidate.refused = _first_line(error)
+        return candidate
+    candidate.kernels = tuple(scheduled)
+    candidate.identity = (around, *(kernel.text for kernel in scheduled))
+    model = Model(chip)
+    candidate.estimate = sum(map(model.estimate, scheduled))
+    candidate.bound = sum(map(model.bound, scheduled))
+    return candidate
+
+
+def _scheduled(call: Call, backends: Sequence[str], chip: Chip | Host) -> Kernel:
+    options = replace(call.options, chip=chip if isinstance(chip, Chip) else None)
+    refusals: list[Exception] = []
+    for name in backends:
+        try:
+            return base.Compiled(base.get(name), call.kernel, options).scheduled
+        except (UnsupportedError, ChipMemoryError, CompileError) as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    return call.kernel
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, PallasError):
+        facts = ", ".join(f"{name} {value}" for name, value in error.facts)
+        return f"{error.what} ({facts})" if facts else error.what
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a kernel takes on a chip, from its scheduled form."""
+
+    chip: Chip | Host
+
+    def estimate(self, kernel: Kernel) -> float:
+        """Seconds, for comparing schedules of the same kernel."""
+        total = cost(kernel)
+        started = _programs(kernel) * STEP_SECONDS[type(self.chip)]
+        if isinstance(self.chip, Host):
+            work = total.flops * self.chip.ns_per_flop
+            work += total.transcendentals * self.chip.ns_per_transcendental
+            work += total.bytes_accessed * self.chip.ns_per_byte
+            return 1e-9 * work / self.chip.threads + started
+        computed = total.flops / self._rate(kernel)
+        moved = total.bytes_accessed / (self.chip.main.bytes_per_second or inf)
+        return max(computed, moved) + 0.1 * min(computed, moved) + started
+
+    def bound(self, kernel: Kernel) -> float:
+        """Seconds that its products and its copies to and from main memory take.
+
+        A GPU's second-level cache serves what is read again, so that there only
+        products count; a CPU's rates are not known well enough to rule anything out.
+        """
+        if isinstance(self.chip, Host):
+            return 0.0
+        computed = self._products(kernel)
+        if isinstance(self.chip, Tpu) and self.chip.main.bytes_per_second:
+            moved = cost(kernel).bytes_accessed / self.chip.main.bytes_per_second
+            return max(computed, moved)
+        return computed
+
+    def _products(self, kernel: Kernel) -> float:
+        """Seconds of products outside of loops and branches, at the peak rate."""
+        assert isinstance(self.chip, Chip)
+        found = 0.0
+        for op in kernel.body.ops:
+            if op.name != "pipeline" or None in Pipeline.of(op).grid:
+                continue
+            pipeline = Pipeline.of(op)
+            dots = [Dot.of(o) for o in pipeline.body.ops if o.name == "dot"]
+            flops = sum(2 * dot.op.result.tile.size * dot.depth for dot in dots)
+            found += prod(n or 0 for n in pipeline.grid) * flops
+        return found / max(self.chip.rates.values())
+
+    def _rate(self, kernel: Kernel) -> float:
+        assert isinstance(self.chip, Chip)
+        dots = [Dot.of(op) for op in walk(kernel.body) if op.name == "dot"]
+        names = {side.value.tile.dtype.name for dot in dots for side in dot.sides}
+        known = [rate for rate in map(self.chip.rate, names) if rate]
+        return min(known, default=max(self.chip.rates.values()))
+
+
+def _programs(kernel: Kernel) -> int:
+    grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
+    return sum(prod(n or 1 for n in grid) for grid in grids)

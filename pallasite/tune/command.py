@@ -1,0 +1,126 @@
+"""`pallasite tune`: tunes a function named on the command line, or lists what is known.
+
+The parts of `__main__.py` for it: arguments, and what they do.
+"""
+
+import argparse
+import importlib
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pallasite.errors import PallasError, SpecError
+from pallasite.tune import table as tables
+
+EXAMPLES = """examples:
+  pallasite tune gated_linear_unit 'bf16[4096,8192]' 'bf16[4096,8192]'
+  pallasite tune my_kernels.py:matmul 'f32[1024,1024]' 'f32[1024,1024]' --target v5e
+  pallasite tune            list what was tuned"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "function",
+        nargs="?",
+        help="an operation of pallasite.kernels, or FILE.py:NAME, or MODULE:NAME",
+    )
+    parser.add_argument(
+        "operands", nargs="*", help="dtype and shape of each argument: 'bf16[8,128]'"
+    )
+    parser.add_argument("--target", help="the chip; default: the one JAX uses")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds per kernel (default: 60)"
+    )
+    parser.add_argument("--workers", type=int, help="processes that compile")
+    parser.add_argument(
+        "--again", action="store_true", help="search even if the answer is known"
+    )
+    parser.add_argument("--output", help="also write what is found to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status of the command."""
+    if options.function is None:
+        return _list()
+    try:
+        return _tune(options)
+    except PallasError as error:
+        print(f"pallasite tune: {error}", file=sys.stderr)
+        return 1
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from pallasite.tune.autotune import autotune
+
+    found = autotune(
+        _function(options.function),
+        target=options.target,
+        limit=options.limit,
+        workers=options.workers,
+        again=options.again,
+    )(*map(_operand, options.operands))
+    print(found)
+    for site in found.sites:
+        for config, reason in site.refused:
+            print(f"  refused {config}: {reason.splitlines()[0]}")
+    if options.output:
+        found.save(options.output)
+    if found.interrupted:
+        print("interrupted: what was found by then is kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _list() -> int:
+    path = tables.user_path()
+    entries = tables.user_table().entries
+    print(f"{path or 'nothing is kept on disk'}: {len(entries)} configurations")
+    for entry in entries:
+        values = ", ".join(f"{name}={value}" for name, value in entry.config.items())
+        print(f"{entry.chip}  {entry.site}\n    {values}")
+    return 0
+
+
+def _function(name: str) -> Callable[..., Any]:
+    place, _, attribute = name.rpartition(":")
+    if not place:
+        place, attribute = "pallasite.kernels", name
+    if place.endswith(".py"):
+        if not Path(place).exists():
+            raise SpecError(f"no such file: {place}")
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        found = runpy.run_path(place)
+    else:
+        try:
+            found = importlib.import_module(place).__dict__
+        except ImportError as error:
+            raise SpecError(f"no such module: {place}", [("error", error)]) from None
+    if not callable(found.get(attribute)):
+        raise SpecError(
+            f"{place} has no function {attribute!r}",
+            fix="name it FILE.py:NAME or MODULE:NAME",
+        )
+    return found[attribute]
+
+
+def _operand(text: str) -> Any:
+    """ "bf16[8,128]" as JAX describes an array."""
+    import jax
+
+    from pallasite.ir.types import DTYPES
+
+    parts = re.fullmatch(r"(\w+)\[([\d, ]*)\]", text)
+    dtype = DTYPES.get(parts[1]) if parts else None
+    if parts is None or dtype is None:
+        raise SpecError(
+            f"{text!r} is not a dtype with a shape",
+            fix="write it as 'bf16[8,128]'; dtypes are " + ", ".join(DTYPES),
+        )
+    sizes = tuple(int(n) for n in parts[2].split(",") if n.strip())
+    return jax.ShapeDtypeStruct(sizes, dtype.np)

@@ -1,0 +1,79 @@
+"""Timing, interleaved: every candidate runs in every round, so that what else the
+computer does meets all of them; and comparing results with the default's."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+ROUNDS = 7
+VISIT_SECONDS = 0.01  # a candidate runs at least so long at a time
+HOPELESS = 1.5  # times the best: not measured further
+
+
+def interleaved(
+    runs: Sequence[Callable[[], Any]],
+    clock: Callable[[], float] = time.perf_counter,
+    rounds: int = ROUNDS,
+) -> list[float]:
+    """Seconds of one call of each function: the least of all rounds."""
+    best = [float("inf")] * len(runs)
+    repeats = [1] * len(runs)
+    for number in range(rounds):
+        for n, run in enumerate(runs):
+            if number > 1 and best[n] > HOPELESS * min(best):
+                continue
+            started = clock()
+            for _ in range(repeats[n]):
+                result = run()
+            jax.block_until_ready(result)
+            best[n] = min(best[n], (clock() - started) / repeats[n])
+            repeats[n] = max(1, min(1000, int(VISIT_SECONDS / max(best[n], 1e-9))))
+    return best
+
+
+def difference(found: Any, expected: Any, tolerance: float) -> str:
+    """How results differ from those expected; "" where they agree.
+
+    Args:
+        found, expected: trees of arrays.
+        tolerance: allowed of the difference's root mean square, relative to that of
+            what is expected; single elements may differ by sixteen times as much,
+            relative to the largest one. Integers must be equal.
+    """
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for number, (a, b) in enumerate(pairs):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"result {number} is {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        if not jax.dtypes.issubdtype(a.dtype, np.inexact):
+            if (a != b).any():
+                return f"result {number} differs in {(a != b).sum()} elements"
+            continue
+        wide = np.result_type(a.dtype, np.float64) if a.dtype.kind in "fc" else float
+        a, b = a.astype(wide), b.astype(wide)
+        finite = np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return f"result {number} has other infinities or NaNs"
+        a, b = a[finite], b[finite]
+        if not a.size:
+            continue
+        error = np.abs(a - b)
+        mean, largest = np.sqrt(np.mean(error**2)), error.max()
+        scale = np.sqrt(np.mean(np.abs(b) ** 2))
+        if not mean <= tolerance * scale:
+            return (
+                f"result {number} is off by {mean:.2g}, where numbers are {scale:.2g}"
+            )
+        if not largest <= 16 * tolerance * np.abs(b).max():
+            return f"an element of result {number} is off by {largest:.2g}"
+    return ""
+
+
+def tolerance_of(dtypes: Iterable[Any]) -> float:
+    """What rounding in the coarsest of these dtypes explains."""
+    floats = [d for d in dtypes if jax.dtypes.issubdtype(d, np.floating)]
+    coarsest = max((float(jax.numpy.finfo(d).eps) for d in floats), default=0.0)
+    return 4 * coarsest + 1e-5

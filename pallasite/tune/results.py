@@ -1,0 +1,87 @@
+"""What the tuner gives: `Tuned`, a function with the configurations found for it."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pallasite.errors import SpecError
+from pallasite.tune import choices
+from pallasite.tune.table import Config, Entry, Table
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one site."""
+
+    entry: Entry
+    default: Config
+    compiled: int  # candidates that were compiled; 0: it was known already
+    considered: int  # the size of its space
+    refused: tuple[tuple[str, str], ...] = ()  # configurations, and why not
+
+
+@dataclass
+class Tuned:
+    """What a tuner found. Calling it calls the function with that.
+
+    Attributes:
+        function: what was tuned.
+        sites: what was found, site by site.
+        unit: of the times in it: "s", or "cycles" on a TPU that is not here.
+        interrupted: whether Ctrl-C ended the search.
+    """
+
+    function: Callable[..., Any]
+    sites: list[Found] = field(default_factory=list)
+    unit: str = "s"
+    interrupted: bool = False
+
+    @property
+    def table(self) -> Table:
+        return self._table
+
+    def __post_init__(self) -> None:
+        self._table = Table()
+
+    def add(self, found: Found) -> None:
+        self.sites.append(found)
+        self._table = self._table.with_entry(found.entry)
+
+    @property
+    def compiled(self) -> int:
+        """How many candidates were compiled, over all sites."""
+        return sum(found.compiled for found in self.sites)
+
+    def config(self, kernel: str) -> Config:
+        """The configuration found for the first site of a kernel."""
+        for found in self.sites:
+            if found.entry.site.kernel == kernel:
+                return dict(found.entry.config)
+        known = sorted({found.entry.site.kernel for found in self.sites})
+        raise SpecError(
+            f"no site of the kernel {kernel!r} was tuned",
+            [("tuned", ", ".join(known) or "none")],
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was found to a file for `pl.configs`."""
+        self.table.save(path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with choices.configs(self.table):
+            return self.function(*args, **kwargs)
+
+    def __str__(self) -> str:
+        from pallasite.tune.progress import shown_time
+
+        lines = []
+        for found in self.sites:
+            entry = found.entry
+            values = ", ".join(f"{k}={v}" for k, v in entry.config.items())
+            new, old = (
+                shown_time(x, self.unit) for x in (entry.seconds, entry.default_seconds)
+            )
+            work = f"{found.compiled} of {found.considered} compiled"
+            lines.append(f"{entry.site}\n  {values}: {new}, default {old} ({work})")
+        return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""Spaces of configurations: values of each parameter, and which go together."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from pallasite.errors import SpecError
+
+Config = dict[str, Any]
+
+
+class Space:
+    """Every combination of values that a rule allows.
+
+    Args:
+        values: of each parameter, in an order in which neighbours are alike.
+        allows: says of a configuration whether it is one; None: all are.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Sequence[Any]],
+        allows: Callable[[Config], bool] | None = None,
+    ):
+        self.values = {name: tuple(each) for name, each in values.items()}
+        self._allows = allows
+        for name, each in self.values.items():
+            if not each:
+                raise SpecError(
+                    f"the parameter {name!r} has no values",
+                    fix="give at least one, such as its default",
+                )
+
+    @cached_property
+    def configs(self) -> list[Config]:
+        """All of them, in order."""
+        combined = itertools.product(*self.values.values())
+        made = [dict(zip(self.values, each, strict=True)) for each in combined]
+        return [
+            config for config in made if self._allows is None or self._allows(config)
+        ]
+
+    @cached_property
+    def identity(self) -> str:
+        """The same for spaces with the same configurations."""
+        text = json.dumps(self.configs, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def neighbours(self, config: Config) -> Iterator[Config]:
+        """Configurations of the space with one parameter a step up or down."""
+        for name, values in self.values.items():
+            if config[name] not in values:
+                continue
+            place = values.index(config[name])
+            for step in (-1, 1):
+                if 0 <= place + step < len(values):
+                    other = {**config, name: values[place + step]}
+                    if other in self.configs:
+                        yield other

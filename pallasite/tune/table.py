@@ -1,0 +1,240 @@
+"""Tables of tuned configurations: JSON files, exact and nearest lookup.
+
+An entry says which configuration of which kernel is fast for which operands on which
+chip, and how that was found. A table is read once for each state of its file, so that
+the same contents are the same object: `choices.py` hands tables to JAX as part of the
+key of its caches.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pallasite import config
+from pallasite.errors import SpecError
+from pallasite.runtime import cache as cache_files
+
+FORMAT = 1
+SHIPPED = config.PACKAGE / "tune" / "tables"
+USER_FILE = "configs.json"
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is configured: a kernel, called with such operands.
+
+    Attributes:
+        kernel: its name.
+        operands: dtype and shape of each array, "bfloat16[8,128]".
+        options: whatever else decides the kernel's code.
+    """
+
+    kernel: str
+    operands: tuple[str, ...]
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        options = [f"{name}={value}" for name, value in self.options]
+        return f"{self.kernel}({', '.join((*self.operands, *options))})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A configuration that was found, and how.
+
+    Attributes:
+        site: what it is for.
+        chip: the chip's name.
+        config: the values.
+        seconds, default_seconds: of the function that was tuned, with this and with
+            the default configuration (cycles on a chip that is not here).
+        kernels: names of all kernels of that function.
+        space: identifies the space that was searched.
+        complete: whether the search came to its end.
+        versions: of the package and of JAX.
+        found: when, in seconds since the epoch.
+    """
+
+    site: Site
+    chip: str
+    config: Config = field(hash=False)
+    seconds: float = math.nan
+    default_seconds: float = math.nan
+    kernels: tuple[str, ...] = ()
+    space: str = ""
+    complete: bool = True
+    versions: tuple[tuple[str, str], ...] = ()
+    found: float = 0.0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a table holds one entry for."""
+        return self.site, self.chip, self.kernels, self.versions
+
+    def to_json(self) -> dict[str, Any]:
+        known = asdict(self)
+        site = known.pop("site")
+        site["options"] = dict(site["options"])
+        return {**site, **known, "versions": dict(self.versions)}
+
+    @staticmethod
+    def from_json(row: Mapping[str, Any]) -> "Entry":
+        row = dict(row)
+        options = tuple(sorted(row.pop("options", {}).items()))
+        site = Site(row.pop("kernel"), tuple(row.pop("operands")), options)
+        kernels = tuple(row.pop("kernels", ()))
+        versions = tuple(sorted(row.pop("versions", {}).items()))
+        return Entry(site=site, kernels=kernels, versions=versions, **row)
+
+
+class Table:
+    """Entries, by kernel and chip. Equal only to itself (see the module)."""
+
+    def __init__(self, entries: Iterable[Entry] = ()):
+        self.entries = tuple(entries)
+        self._by_kernel: dict[tuple[str, str], list[Entry]] = {}
+        for entry in self.entries:
+            key = entry.site.kernel, entry.chip
+            self._by_kernel.setdefault(key, []).append(entry)
+
+    def of(self, kernel: str, chip: str) -> list[Entry]:
+        return self._by_kernel.get((kernel, chip), [])
+
+    def with_entry(self, entry: Entry) -> "Table":
+        """This table with one more entry, which replaces the one of its key."""
+        rest = [each for each in self.entries if each.key != entry.key]
+        return Table([*rest, entry])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file; others see all of it or what was there before."""
+        target = Path(path)
+        rows = [entry.to_json() for entry in self.entries]
+        text = json.dumps({"format": FORMAT, "configs": rows}, indent=1)
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix="configs-")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text + "\n")
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def load(path: str | os.PathLike[str]) -> Table:
+    """The table in a file.
+
+    Raises:
+        SpecError: there is no such file, or it is not one of ours.
+    """
+    target = Path(path)
+    try:
+        state = target.stat()
+    except OSError as error:
+        raise SpecError(
+            "there is no file of configurations", [("file", target), ("error", error)]
+        ) from None
+    return _load(target.resolve(), state.st_mtime_ns, state.st_size)
+
+
+@cache
+def _load(path: Path, modified: int, size: int) -> Table:
+    del modified, size  # that the file has changed
+    try:
+        found = json.loads(path.read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']}, not {FORMAT}")
+        return Table(map(Entry.from_json, found["configs"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(
+            "a file of configurations cannot be read",
+            [("file", path), ("error", error)],
+            fix="remove it, or write it again with pallasite tune",
+        ) from None
+
+
+def user_path() -> Path | None:
+    """The user's own file; None where nothing is kept on disk."""
+    place = cache_files.folder()
+    return place / USER_FILE if place else None
+
+
+def user_table() -> Table:
+    """What was tuned here; empty where there is nothing that can be read."""
+    path = user_path()
+    if path is None or not path.exists():
+        return EMPTY
+    try:
+        return load(path)
+    except SpecError:
+        return EMPTY
+
+
+def keep(entry: Entry) -> None:
+    """Add an entry to the user's file, if there is a place for it."""
+    path = user_path()
+    if path is None:
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    user_table().with_entry(entry).save(path)
+
+
+@cache
+def shipped() -> Table:
+    """The tables that come with the package, as one."""
+    files = sorted(SHIPPED.glob("*.json"))
+    return Table(entry for file in files for entry in load(file).entries)
+
+
+EMPTY = Table()
+
+
+def best_entry(
+    tables: Iterable[Table], site: Site, chip: str, versions: tuple
+) -> Entry | None:
+    """The entry to use for a call: of its own shapes, else of the nearest ones.
+
+    Of entries as near, the one of the first table counts; in one table that of these
+    versions, and then the last one found.
+    """
+    found: list[tuple[Any, Entry]] = []
+    for number, table in enumerate(tables):
+        for entry in table.of(site.kernel, chip):
+            far = distance(site, entry.site)
+            if far is None:
+                continue
+            other = entry.versions != versions
+            order = (far > 0, number if not far else 0, far, number, other)
+            found.append(((*order, -entry.found), entry))
+    return min(found, key=lambda pair: pair[0], default=(None, None))[1]
+
+
+def distance(a: Site, b: Site) -> float | None:
+    """How far shapes are apart: halvings and doublings. None: other dtypes or ranks."""
+    if a.options != b.options or len(a.operands) != len(b.operands):
+        return None
+    total = 0.0
+    for one, other in zip(a.operands, b.operands, strict=True):
+        (dtype, shape), (other_dtype, other_shape) = _parts(one), _parts(other)
+        if dtype != other_dtype or len(shape) != len(other_shape):
+            return None
+        for n, m in zip(shape, other_shape, strict=True):
+            total += abs(math.log2(max(n, 0.5) / max(m, 0.5)))
+    return total
+
+
+@cache
+def _parts(operand: str) -> tuple[str, tuple[int, ...]]:
+    """ "f32[2,3]" as its dtype and shape."""
+    dtype, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\]", operand).groups()  # pyright: ignore
+    return dtype, tuple(int(n) for n in sizes.split(",") if n)

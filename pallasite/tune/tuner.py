@@ -1,0 +1,377 @@
+"""The tuner: measures a function with candidates for each of its sites.
+
+The function is what is measured, so that forward and backward kernels of a training
+step, and what XLA puts around them, are tuned together. Each site (a tunable kernel at
+its shapes) is searched in turn, the others as they are best so far.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallasite import config as knobs
+from pallasite import target as targets
+from pallasite.backends import base
+from pallasite.errors import CompileError, SpecError
+from pallasite.language.spec_trees import is_shaped
+from pallasite.language.trace import user_location
+from pallasite.primitive import Call, calls_in, chip_for, wants_emulation
+from pallasite.runtime import aot
+from pallasite.target import Chip, Host, Tpu
+from pallasite.tune import candidates, choices, measure
+from pallasite.tune import table as tables
+from pallasite.tune.candidates import Candidate
+from pallasite.tune.choices import Question
+from pallasite.tune.progress import Progress
+from pallasite.tune.results import Found, Tuned
+from pallasite.tune.search import Outcome, search
+from pallasite.tune.table import Config, Entry, Site, Table
+from pallasite.tune.workers import Workers
+
+LEAST_HERTZ = 0.9e9  # no TPU has a slower clock: bounds in cycles
+GAIN = 0.98  # of the default's time: what is not below that may be noise
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `autotune`."""
+
+    limit: float
+    workers: int
+    tolerance: float | None
+    share: float
+    again: bool
+    keep: bool
+    progress: bool | None
+
+
+class Tuner:
+    """One function, tuned with one set of arguments."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        target: str | None,
+        options: Options,
+    ):
+        self.options = options
+        self.function, self.at = function, user_location()
+        leaves, self.tree = jax.tree.flatten(args)
+        self.places = [n for n, x in enumerate(leaves) if is_shaped(x)]
+        self.leaves = leaves
+        self.target = target or knobs.get("target")
+        with self._for_target():
+            self.chip: Chip | Host = chip_for(None)
+            self.chip_name = choices.chip_name()
+        self.is_here = _is_here(self.chip)
+        self.unit = "s" if self.is_here else "cycles"
+        if not self.is_here and not isinstance(self.chip, Tpu):
+            raise SpecError(
+                f"pl.autotune: there is no {self.chip_name} here to measure on",
+                at=self.at,
+                fix="run it on that chip; only TPUs have estimates without one",
+            )
+        self.shapes = [
+            jax.ShapeDtypeStruct(leaves[n].shape, leaves[n].dtype) for n in self.places
+        ]
+
+    def _for_target(self):
+        return knobs.override(target=self.target)
+
+    def _of_arrays(self, *arrays: Any) -> Any:
+        """The function, of its arguments that are arrays."""
+        leaves = list(self.leaves)
+        for place, array in zip(self.places, arrays, strict=True):
+            leaves[place] = array
+        return self.function(*self.tree.unflatten(leaves))
+
+    def tune(self) -> Tuned:
+        with self._for_target(), choices.recorded() as questions:
+            calls = calls_in(lambda *xs: self._of_arrays(*xs), *self.shapes)
+        asked = list({q.site: q for q in questions}.values())
+        if not asked:
+            name = getattr(self.function, "__name__", repr(self.function))
+            raise SpecError(
+                f"pl.autotune: '{name}' has nothing to tune",
+                at=self.at,
+                fix="call operations of pallasite.kernels without config=, or declare "
+                "your function's values with pl.tunable",
+            )
+        self.kernels = tuple(sorted(call.kernel.name for call in calls))
+        tuned = Tuned(self.function, unit=self.unit)
+        with Workers(self.options.workers, self.options.limit, _platform()) as workers:
+            for question in asked:
+                known = None if self.options.again else self._known(question)
+                if known is not None:
+                    tuned.add(Found(known, question.default, 0, _size(question)))
+                    continue
+                try:
+                    tuned.add(self._site(question, tuned.table, workers))
+                except _Interrupted as interrupted:
+                    if interrupted.found is not None:
+                        tuned.add(interrupted.found)
+                    tuned.interrupted = True
+                    break
+        return tuned
+
+    def _known(self, question: Question) -> Entry | None:
+        """What an earlier run of the same search found."""
+        for entry in reversed(
+            tables.user_table().of(question.site.kernel, self.chip_name)
+        ):
+            same = (
+                entry.site == question.site
+                and entry.kernels == self.kernels
+                and entry.versions == choices.versions()
+                and entry.space == question.space.identity
+            )
+            if same and entry.complete:
+                return entry
+        return None
+
+    def _site(self, question: Question, others: Table, workers: Workers) -> Found:
+        progress = Progress(
+            str(question.site.kernel), self.unit, shown=self.options.progress
+        )
+        outcome: Outcome | None = None
+        try:
+            made = self._candidates(question, others, progress)
+            outcome = Outcome(made[0], made, self.options.share)
+            meter = self._meter(outcome, workers, progress)
+            search(outcome, question.space, meter, width=max(2, self.options.workers))
+            interrupted = False
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            progress.close()
+        if outcome is None or outcome.default.seconds is None:
+            if interrupted:
+                raise _Interrupted(None)
+            assert outcome is not None
+            raise CompileError(
+                f"pl.autotune: the default configuration of '{question.site.kernel}' "
+                "does not run",
+                [
+                    ("configuration", outcome.default),
+                    ("reason", outcome.default.refused),
+                ],
+                self.at,
+            )
+        found = self._found(question, outcome)
+        if self.options.keep:
+            tables.keep(found.entry)
+        if interrupted:
+            raise _Interrupted(found)
+        return found
+
+    def _candidates(
+        self, question: Question, others: Table, progress: Progress
+    ) -> list[Candidate]:
+        """All of a site's candidates, the default first."""
+        rest = [c for c in question.space.configs if c != question.default]
+        made = []
+        for number, config in enumerate([question.default, *rest]):
+            progress.say(f"{number} of {len(rest) + 1} scheduled")
+            trial = others.with_entry(self._entry(question.site, config))
+            with self._for_target():
+                candidate = candidates.make(
+                    config,
+                    trial,
+                    self._of_arrays,
+                    self.shapes,
+                    self._backends_of,
+                    self.chip,
+                )
+            if not self.is_here:
+                candidate.bound *= LEAST_HERTZ
+            made.append(candidate)
+        return made
+
+    def _entry(self, site: Site, config: Config, **more: Any) -> Entry:
+        return Entry(
+            site,
+            self.chip_name,
+            config,
+            kernels=self.kernels,
+            versions=choices.versions(),
+            **more,
+        )
+
+    def _backends_of(self, call: Call) -> Sequence[str]:
+        """Backends that may schedule a call for the chip; none: it is emulated."""
+        if wants_emulation(call):
+            return ()
+        named = call.backend or knobs.get("backend")
+        if named or isinstance(self.chip, Tpu):
+            return (named or "tpu",)
+        return base.defaults(_platform(), call.kernel)
+
+    def _meter(
+        self, outcome: Outcome, workers: Workers, progress: Progress
+    ) -> Callable[[Sequence[Candidate]], None]:
+        arrays = _arrays([self.leaves[n] for n in self.places])
+        floats = [x.dtype for x in arrays]
+        floats += [
+            p.ref.dtype.np
+            for call in outcome.default.calls
+            for p in call.kernel.params
+            if not p.ref.is_semaphore
+        ]
+        allowed = self.options.tolerance
+        if allowed is None:
+            allowed = measure.tolerance_of(floats)
+        expected: list[Any] = []
+
+        def check(candidate: Candidate) -> None:
+            """Compiles and runs a candidate; compares what it gives."""
+            try:
+                # A kernel for a TPU that is not here means the same where it runs.
+                with self._for_target(), choices.configs(candidate.table):
+                    program = jax.jit(lambda *xs: self._of_arrays(*xs))
+                    compiled = program.lower(*arrays).compile()
+                result = jax.block_until_ready(compiled(*arrays))
+            except Exception as error:  # XLA's and the function's own
+                candidate.refused = f"{type(error).__name__}: {str(error)[:300]}"
+                return
+            if not expected:
+                expected.append(jax.tree.map(np.asarray, result))
+            candidate.refused = measure.difference(result, expected[0], allowed)
+            candidate.run = lambda: compiled(*arrays)
+
+        def evaluate(batch: Sequence[Candidate]) -> None:
+            progress.update(outcome, "compiling")
+            calls = [call for candidate in batch for call in candidate.calls]
+            if self.is_here and self.options.workers:
+                reasons = workers.probe(
+                    calls, lambda left: progress.update(outcome, f"{left} compiling")
+                )
+                for candidate in batch:
+                    said = [reasons[call] for call in candidate.calls]
+                    candidate.refused = next(filter(None, said), "")
+            elif not self.is_here:
+                self._estimate(batch)
+            for candidate in batch:
+                if not candidate.refused:
+                    progress.update(outcome, "checking")
+                    check(candidate)
+            running = [c for c in batch if not c.refused]
+            if self.is_here and running:
+                progress.update(outcome, "measuring")
+                # The best one so far again, so that all are measured side by side.
+                best = outcome.best
+                again = [best] if best.run is not None and best not in running else []
+                timed = [*running, *again]
+                times = measure.interleaved([c.run for c in timed if c.run is not None])
+                for candidate, seconds in zip(timed, times, strict=True):
+                    candidate.seconds = min(seconds, candidate.seconds or seconds)
+            for candidate in batch:
+                if candidate.refused:
+                    candidate.seconds = None
+                if candidate is not outcome.best and candidate is not outcome.default:
+                    candidate.run = None
+            progress.update(outcome)
+
+        return evaluate
+
+    def _estimate(self, batch: Sequence[Candidate]) -> None:
+        """Cycles that libtpu estimates, of all kernels of each candidate."""
+        tpu, jobs, owners = base.get("tpu"), [], []
+        for candidate in batch:
+            for call in candidate.calls:
+                try:
+                    compiled = base.Compiled(
+                        tpu, call.kernel, _with_chip(call, self.chip)
+                    )
+                    job = aot.Job.of(
+                        call.kernel.name, call.kernel, tpu.launch(compiled)
+                    )
+                except Exception as error:
+                    candidate.refused = f"{type(error).__name__}: {str(error)[:300]}"
+                    break
+                jobs.append(job)
+                owners.append(candidate)
+        results = self._compile(jobs)
+        for candidate, result in zip(owners, results, strict=True):
+            if candidate.refused:
+                continue
+            if not result.ok or result.cycles is None:
+                candidate.refused = result.error or "libtpu has no estimate"
+                continue
+            candidate.seconds = (candidate.seconds or 0) + result.cycles
+
+    def _compile(self, jobs: Sequence[aot.Job]) -> list[aot.Compiled]:
+        """What libtpu says of each job; one that takes too long is an error."""
+        limit = self.options.limit * max(len(jobs), 1)
+        try:
+            return aot.compile_all(jobs, self.chip_name, cycles=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            if len(jobs) > 1:  # one at a time, to find which
+                return [self._compile([job])[0] for job in jobs]
+            late = f"libtpu did not end within {limit:g} s"
+            return [aot.Compiled(jobs[0].name, False, late)]
+
+    def _found(self, question: Question, outcome: Outcome) -> Found:
+        best, default = outcome.best, outcome.default
+        assert best.seconds is not None and default.seconds is not None
+        if self.is_here and best.seconds > GAIN * default.seconds:
+            best = default
+        entry = self._entry(
+            question.site,
+            best.config,
+            seconds=best.seconds,
+            default_seconds=default.seconds,
+            space=question.space.identity,
+            complete=outcome.complete,
+            found=time.time(),
+        )
+        refused = tuple((str(c), c.refused) for c in outcome.refused)
+        return Found(
+            entry, default.config, outcome.compiled, len(outcome.candidates), refused
+        )
+
+
+class _Interrupted(Exception):
+    def __init__(self, found: Found | None):
+        super().__init__()
+        self.found = found
+
+
+def _size(question: Question) -> int:
+    return len(question.space.configs)
+
+
+def _with_chip(call: Call, chip: Chip | Host) -> base.Options:
+    return replace(call.options, chip=chip if isinstance(chip, Chip) else None)
+
+
+def _platform() -> str:
+    """The platform JAX uses, as backends name it."""
+    return jax.default_backend().replace("gpu", "cuda")
+
+
+def _is_here(chip: Chip | Host) -> bool:
+    """Whether JAX has a device of that chip."""
+    device = jax.devices()[0]
+    if isinstance(chip, Host):
+        return device.platform == "cpu"
+    return targets.chip_of_device(device.device_kind) == chip
+
+
+def _arrays(given: Sequence[Any]) -> list[Any]:
+    """The arrays to tune with: those given, made-up ones where only shapes are."""
+    made = []
+    for number, x in enumerate(given):
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            made.append(x)
+        elif jax.dtypes.issubdtype(x.dtype, np.inexact):
+            noise = jax.random.normal(jax.random.key(number), x.shape)
+            made.append(noise.astype(x.dtype))
+        else:
+            made.append(jax.numpy.zeros(x.shape, x.dtype))
+    return made

@@ -1,0 +1,86 @@
+"""Copies and signals between devices, as Mosaic text and compiled by libtpu."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.backends.base import Compiled, get
+from pallasite.errors import SpecError
+from pallasite.primitive import calls_in
+from pallasite.runtime.aot import Job, compile_all
+from tests.remote import collectives
+from tests.remote.collectives import ANYWHERE, DMA, meet, neighbours, over_mesh
+
+S, F32, DEVICES = jax.ShapeDtypeStruct, jnp.float32, 4
+BLOCK = (8, 128)
+CASES = {
+    "all_gather": (collectives.all_gather, [BLOCK]),
+    "reduce_scatter": (collectives.reduce_scatter, [(DEVICES, *BLOCK)]),
+    "all_to_all": (collectives.all_to_all, [(DEVICES, *BLOCK)]),
+    "gathered_matmul": (collectives.gathered_matmul, [BLOCK, (128, 128)]),
+}
+
+
+def compiled(function, shapes) -> Compiled:
+    shapes = [S((DEVICES, *shape), F32) for shape in shapes]
+    (call,) = calls_in(over_mesh(function, DEVICES), *shapes)
+    return Compiled(get("tpu"), call.kernel, call.options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_and_signals_name_the_device(name):
+    made = compiled(*CASES[name])
+    text = made["mosaic"]
+    assert "source_semaphore(" in text
+    assert "device_id(" in text
+    assert "tpu.sem_barrier" in text
+    config = json.loads(get("tpu").launch(made).config)["custom_call_config"]
+    assert config["has_communication"] is True
+    assert config["collective_id"] == list(CASES).index(name)
+
+
+def shift(x, axis, size, barrier, **params):
+    def kernel(x_ref, o_ref, send_sem, recv_sem):
+        _, left, right = neighbours(axis, size)
+        if barrier:
+            meet(axis, left, right)
+        pltpu.async_remote_copy(
+            x_ref, o_ref, send_sem, recv_sem, device_id=(right,)
+        ).wait()
+
+    return pl.pallas_call(
+        kernel,
+        S(x.shape, x.dtype),
+        in_specs=[ANYWHERE],
+        out_specs=ANYWHERE,
+        scratch_shapes=[DMA, DMA],
+        compiler_params=pltpu.CompilerParams(**params),
+    )(x)
+
+
+def test_the_barrier_semaphore_needs_a_collective_id_and_nothing_else_does():
+    def launch(**options):
+        made = compiled(lambda x, **mesh: shift(x, **mesh, **options), [BLOCK])
+        return get("tpu").launch(made)
+
+    launch(barrier=False)
+    with pytest.raises(SpecError, match="needs a collective_id"):
+        launch(barrier=True)
+    with pytest.raises(SpecError, match="does not use it"):
+        launch(barrier=False, collective_id=2)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e", "7x"])
+def test_collectives_compile(chip):
+    jobs = []
+    for name, case in CASES.items():
+        made = compiled(*case)
+        job = Job.of(name, made.kernel, get("tpu").launch(made))
+        jobs.append(replace(job, devices=DEVICES))
+    assert {r.name: r.error for r in compile_all(jobs, chip) if not r.ok} == {}

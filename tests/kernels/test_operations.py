@@ -1,0 +1,372 @@
+"""Every operation against its reference: values, gradients, and ways to run it.
+
+One row per operation and set of options, at small odd sizes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallasite import kernels
+
+from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An operation with its options, and operands for it.
+
+    `modes`: also emulated, checked, jitted and mapped. `sharded`: also with this
+    dimension of each operand (None: of none) spread over all devices.
+    """
+
+    operation: Callable
+    operands: tuple[Any, ...]
+    gradients: bool = True
+    modes: bool = False
+    sharded: tuple[int | None, ...] | None = None
+
+
+def normal(*shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def integers(low, high, *shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), "int32")
+
+
+def case(operation, *operands, gradients=True, modes=False, sharded=None, **options):
+    options = functools.partial(operation, **options)
+    return Case(options, operands, gradients, modes, sharded)
+
+
+TILES = kernels.MatmulConfig(32, 32, 32)
+LOSS = kernels.CrossEntropyConfig(32, 32, 32, block_vocab=48)
+
+
+def loss(x, labels, weights, **options):
+    return kernels.linear_softmax_cross_entropy_loss(x, labels, weights, **options)
+
+
+def experts(x, logits, gate, up, down, *, implementation="pallasite", **how):
+    how["implementation"] = implementation
+    routing = kernels.route(logits, 2, implementation=implementation)
+    return kernels.mixture_of_experts(x, routing, gate, up, down, **how)
+
+
+def quantized(weights, bits):
+    weights = kernels.quantize_weights(weights, bits=bits, group_size=16)
+    return weights.values, weights.scales
+
+
+def weight_only(x, values, scales, *, bits, **how):
+    weights = kernels.QuantizedWeights(values, scales, bits)
+    return kernels.weight_only_matmul(x, weights, **how)
+
+
+# Pages in no order; entries of the table that no sequence uses are out of range.
+TABLE = jnp.array([[4, 1, 9], [7, 10**6, -5], [-1, -1, -1], [3, 0, 8]], jnp.int32)
+LENGTHS = jnp.array([20, 5, 0, 17], jnp.int32)
+
+
+def ragged(*query_lengths, dtype=jnp.float32, pages_dtype=None):
+    """25 tokens of which some are in no sequence, over pages of 8 keys."""
+    pages = (10, 8, 2, 12)
+    return (
+        normal(25, 6, 12, dtype=dtype),
+        normal(*pages, dtype=pages_dtype or dtype, seed=1),
+        normal(*pages[:3], 10, dtype=pages_dtype or dtype, seed=2),
+        LENGTHS,
+        TABLE,
+        jnp.array(query_lengths, jnp.int32),
+    )
+
+
+QUANTISED = (
+    normal(4, 6, 12),
+    integers(-127, 128, 10, 8, 2, 12, seed=1).astype(jnp.int8),
+    integers(-127, 128, 10, 8, 2, 12, seed=2).astype(jnp.int8),
+    LENGTHS,
+    TABLE,
+    0.02 * jnp.ones(2),
+    jnp.array([0.01, 0.03]),
+)
+
+CASES = {
+    "ragged attention: prefill and decode": case(
+        kernels.ragged_paged_attention,
+        *ragged(7, 1, 0, 14),
+        gradients=False,
+        modes=True,
+        soft_cap=5.0,
+        config=kernels.RaggedAttentionConfig(4),
+    ),
+    "ragged attention: decode in a window": case(
+        kernels.ragged_paged_attention,
+        *ragged(1, 1, 0, 1, dtype="bfloat16", pages_dtype="float8_e4m3fn"),
+        gradients=False,
+        window=6,
+    ),
+    "latent attention": case(
+        kernels.latent_attention,
+        normal(4, 6, 12),
+        normal(4, 6, 4, seed=1),
+        normal(10, 8, 12, seed=2),
+        normal(10, 8, 4, seed=3),
+        LENGTHS,
+        TABLE,
+        scale=0.3,
+        gradients=False,
+        config=kernels.LatentAttentionConfig(block_heads=4, block_kv=4, splits=2),
+    ),
+    "int8 pages": case(
+        lambda *args, **how: kernels.paged_attention(
+            *args[:5], key_scales=args[5], value_scales=args[6], **how
+        ),
+        *QUANTISED,
+        gradients=False,
+    ),
+    "update pages": case(
+        kernels.update_pages,
+        normal(4, 8, 2, 12, dtype="bfloat16"),
+        normal(5, 2, 12, seed=1),
+        jnp.array([31, -1, 0, 17, -4], jnp.int32),
+        gradients=False,
+        modes=True,
+    ),
+    "rotary": case(
+        kernels.rotary_embedding,
+        normal(8, 5, 3, 14),
+        integers(0, 99, 8, 5),
+        modes=True,
+        sharded=(0, 0),
+    ),
+    "rotary interleaved, part of a head": case(
+        kernels.rotary_embedding,
+        normal(2, 5, 3, 14),
+        integers(0, 99, 2, 5),
+        0.3 * normal(4),
+        interleaved=True,
+    ),
+    "matmul": case(
+        kernels.matmul,
+        normal(64, 33),
+        normal(33, 40),
+        modes=True,
+        sharded=(0, None),
+        config=kernels.MatmulConfig(8, 32, 32),
+    ),
+    "matmul bias gelu residual": case(
+        lambda x, y, b, r, **how: kernels.matmul(x, y, bias=b, residual=r, **how),
+        normal(2, 21, 50),
+        normal(50, 35),
+        normal(35),
+        normal(2, 21, 35),
+        activation="gelu",
+        config=TILES,
+    ),
+    "matmul gate prologue": case(
+        lambda x, y, g, **how: kernels.matmul(x, y, gate=g, **how),
+        normal(21, 50),
+        normal(50, 35),
+        normal(50, 35, seed=1),
+        activation="swish",
+        prologue=jnp.tanh,
+        config=TILES,
+    ),
+    "matmul bf16": case(
+        kernels.matmul,
+        normal(21, 50, dtype="bfloat16"),
+        normal(50, 35, dtype="bfloat16"),
+        out_dtype=jnp.float32,
+        gradients=False,
+    ),
+    "matmul sum of nothing": case(
+        kernels.matmul, normal(3, 0), normal(0, 5), gradients=False
+    ),
+    "grouped matmul": case(
+        kernels.grouped_matmul,
+        normal(70, 37),
+        normal(4, 37, 33),
+        jnp.array([20, 0, 33, 1]),
+        modes=True,
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "grouped matmul, all empty": case(
+        kernels.grouped_matmul, normal(7, 5), normal(3, 5, 6), jnp.array([0, 0, 0])
+    ),
+    "grouped matmul bf16, columns shared": case(
+        kernels.grouped_matmul,
+        normal(40, 37, dtype="bfloat16"),
+        normal(3, 37, 64, dtype="bfloat16"),
+        jnp.array([8, 31, 1]),
+        sharded=(None, 2, None),
+        config=kernels.MatmulConfig(16, 8, 16),
+    ),
+    "grouped matmul, gated": case(
+        lambda x, y, gate, sizes, **how: kernels.grouped_matmul(
+            x, y, sizes, gate=gate, **how
+        ),
+        normal(40, 17),
+        normal(3, 17, 20),
+        normal(3, 17, 20, seed=1),
+        jnp.array([25, 0, 15]),
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "mixture of experts": case(
+        experts,
+        normal(21, 12),
+        normal(21, 5, seed=1),
+        normal(5, 12, 20),
+        normal(5, 12, 20, seed=1),
+        normal(5, 20, 12, seed=2),
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    "top k": case(kernels.top_k, normal(3, 5, 23), k=4),
+    "sort": case(kernels.sort, normal(9, 23)),
+    "sort down": case(kernels.sort, normal(9, 23), descending=True, gradients=False),
+    **{
+        f"weight-only matmul, {bits} bits": case(
+            weight_only,
+            normal(3, 7, 64),
+            *quantized(normal(64, 40), bits),
+            bits=bits,
+            config=kernels.WeightOnlyConfig(16, 32, splits=3),
+        )
+        for bits in (4, 8)
+    },
+    "weight-only matmul bf16": case(
+        weight_only,
+        normal(7, 64, dtype="bfloat16"),
+        *quantized(normal(64, 40, dtype="bfloat16"), 4),
+        bits=4,
+        gradients=False,
+        modes=True,
+    ),
+    "block-scaled matmul": case(
+        kernels.block_scaled_matmul,
+        normal(21, 64, dtype="float8_e4m3fn"),
+        normal(64, 40, dtype="float8_e4m3fn"),
+        normal(21, 4),
+        normal(4, 3),
+        out_dtype=jnp.float32,
+        gradients=False,
+        config=TILES,
+    ),
+    "group norm": case(
+        lambda x, w, b, **how: kernels.group_norm(x, 4, w, b, **how),
+        10 + normal(2, 5, 3, 12),
+        normal(12),
+        normal(12, seed=1),
+        config=kernels.RowConfig(8),
+    ),
+    "embedding bag": case(
+        kernels.embedding_bag, normal(20, 12), integers(-1, 20, 5, 3), modes=True
+    ),
+    "embedding bag, weighted mean": case(
+        kernels.embedding_bag,
+        normal(20, 12),
+        integers(-9, 20, 5, 3),
+        normal(5, 3),
+        reduction="mean",
+    ),
+    "causal convolution": case(
+        kernels.causal_conv1d,
+        normal(2, 21, 12),
+        normal(4, 12),
+        normal(12, seed=1),
+        activation="swish",
+        config=kernels.ConvConfig(8, 8),
+        modes=True,
+    ),
+    "linear recurrence": case(
+        kernels.linear_recurrence,
+        normal(2, 21, 12),
+        normal(2, 21, 12, seed=1),
+        normal(2, 12, seed=2),
+        config=kernels.RecurrenceConfig(8, 8),
+        modes=True,
+    ),
+    "state space scan": case(
+        kernels.state_space_scan,
+        normal(2, 21, 4, 10),
+        -jnp.abs(normal(2, 21, 4)),
+        normal(2, 21, 2, 6, seed=1),
+        normal(2, 21, 2, 6, seed=2),
+        config=kernels.StateSpaceConfig(8),
+        modes=True,
+    ),
+    "loss": case(
+        loss, normal(37, 20), integers(-1, 100, 37), normal(20, 100), config=LOSS
+    ),
+    "loss mean, capped": case(
+        loss,
+        normal(21, 20),
+        integers(-9, 131, 21),
+        normal(20, 101),
+        reduction="mean",
+        soft_cap=3.0,
+        config=LOSS,
+    ),
+    "loss per token": case(
+        loss,
+        normal(64, 20),
+        integers(0, 70, 64),
+        normal(20, 70),
+        reduction="none",
+        gradients=False,
+        modes=True,
+        config=kernels.CrossEntropyConfig(8, 32, 32),
+    ),
+    "loss bf16": case(
+        loss,
+        normal(9, 20, dtype="bfloat16"),
+        integers(0, 70, 9),
+        normal(20, 70, dtype="bfloat16"),
+        config=LOSS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_reference(name):
+    case = CASES[name]
+    values_agree(case.operation, *case.operands)
+    if case.gradients:
+        gradients_agree(case.operation, *case.operands)
+    if case.modes:
+        modes_agree(case.operation, *case.operands)
+    if case.sharded is not None:
+        shards_agree(case.operation, case.sharded, *case.operands)
+
+
+REFUSALS = [
+    (kernels.rotary_embedding, [normal(2, 3, 4), integers(0, 9, 2, 3)], "x has 3 dim"),
+    (
+        kernels.rotary_embedding,
+        [normal(1, 2, 3, 4), integers(0, 9, 1, 2), normal(3)],
+        "at most 2 frequencies",
+    ),
+    (kernels.matmul, [normal(3, 4), normal(5, 6)], "needs shape  (3, 5)"),
+    (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
+    (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
+    (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
+    (loss, [normal(3, 4), normal(3), normal(4, 5)], "pass them as int32"),
+    (
+        loss,
+        [normal(3, 4), integers(0, 5, 3), normal(4, 5, dtype="bfloat16")],
+        "differ in dtype",
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "operands", "message"), REFUSALS)
+def test_refusals(operation, operands, message):
+    with pytest.raises(ValueError) as error:
+        operation(*operands)
+    assert message in str(error.value)

@@ -1,0 +1,1 @@
+"""Kernels that talk to other devices."""

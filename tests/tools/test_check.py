@@ -1,0 +1,245 @@
+"""`pl.aot(f, x).compile(...)`, `pallasite check` and `pallasite explain`."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import __main__ as command_line
+from pallasite import config
+from pallasite.errors import SpecError
+from pallasite.tools import command
+from pallasite.tools.report import KernelReport
+from pallasite.tools.sources import arrays, sites_of
+from tests.runtime.test_aot import answer, stand_in
+
+S = jax.ShapeDtypeStruct
+X = S((64, 128), jnp.float32)
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+def double(x):
+    rows = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    return pl.pallas_call(
+        double_kernel,
+        out_shape=S(x.shape, x.dtype),
+        grid=x.shape[0] // 8,
+        in_specs=[rows],
+        out_specs=rows,
+    )(x)
+
+
+def judged(folder: Path, **answered) -> KernelReport:
+    """The report of `double` where libtpu answers so."""
+    line = answer("double_kernel", **answered)
+    python = stand_in(folder, "echo ready", "read a", f"echo '{line}'")
+    with config.override(libtpu_python=python):
+        return pl.aot(double, X).compile("tpu:v5e").kernels[0]
+
+
+def test_what_libtpu_says_is_in_the_report(tmp_path):
+    code = {"cycles": 100, "busy": {"VALU": 75.0, "SALU": 1.0}}
+    code |= {"spills": 3, "fills": 4, "vmem": 9000}
+    found = judged(tmp_path, cycles=1500, bundles=code)
+    assert found.ok and found.estimate.cycles == 1500
+    assert found.estimate.seconds == pytest.approx(1e-6)
+    assert found.estimate.busy["vector"] == pytest.approx(75 / 1500)
+    assert found.resources[0].used == 9000
+    text = str(found)
+    assert (
+        "1,500 cycles, 1 us" in text and "vector 5%" in text and "3 of vector" in text
+    )
+
+
+def test_an_estimate_is_not_below_the_bound(tmp_path):
+    found = judged(tmp_path, cycles=1)
+    assert found.estimate.seconds == found.bound.seconds
+
+
+@pytest.mark.parametrize(
+    ("said", "what", "fix"),
+    [
+        (
+            "E1001: CompileTimeScopedVmemOom: size 32.00M and limit 16.00M",
+            "more vector memory than it is given",
+            "use smaller blocks",
+        ),
+        (
+            "E2002: CompileTimeMosaicMisalignedBlockAndTiling: Operand of shape",
+            "a block does not consist of whole tiles",
+            "multiples of (8, 128)",
+        ),
+        (
+            "E2003: cannot statically prove that index in dimension 0 is a multiple",
+            "a dynamic index is not known to begin at a tile",
+            "pl.multiple_of(index, 8)",
+        ),
+        (
+            'Mosaic failed: unsupported shape cast at location: loc(\\"k.py\\":7:0)',
+            "a reshape mixes rows and lanes",
+            "reshape before the call",
+        ),
+        ("INTERNAL: something new", "refuses the code made of", "please report"),
+    ],
+)
+def test_an_error_of_libtpu_in_our_words(said, what, fix, tmp_path):
+    found = judged(tmp_path, ok=False, error=json.loads(f'"{said}"'))
+    assert not found.ok and what in found.error and fix in found.error
+    line = "k.py:7" if "k.py" in said else "test_check.py"
+    assert line in found.error and "libtpu" in found.error
+
+
+def test_without_libtpu_mosaic_is_made(monkeypatch):
+    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    found = pl.aot(double, X).compile("tpu:v6e").kernels[0]
+    assert found.ok and "libtpu is not installed" in found.note
+
+
+def test_a_kernel_that_asks_for_the_emulation_is_judged_all_the_same(monkeypatch):
+    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    call = pl.pallas_call(double_kernel, out_shape=X, interpret=True)
+    assert pl.aot(call, X).compile("tpu:v5e").kernels[0].backend == "tpu"
+
+
+def test_dumps_of_every_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    pl.aot(double, X).compile("tpu:v5e", "tpu:v6e", dump=tmp_path)
+    for chip in ("tpu-v5e", "tpu-v6e"):
+        names = {p.name for p in tmp_path.glob(f"{chip}/double_kernel-*/*")}
+        assert any(name.endswith("mosaic.txt") for name in names), names
+
+
+# --- files and commands ---
+
+SCRIPT = """
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+def double(x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(double_kernel, out_shape=shape)(x)
+
+
+def share_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] / x_ref[...].sum()
+
+
+def huge():
+    whole = pl.BlockSpec((8192, 8192), lambda i: (0, 0))
+    x = jnp.zeros((8192, 8192))
+    return pl.pallas_call(
+        share_kernel, out_shape=x, grid=2, in_specs=[whole], out_specs=whole
+    )(x)
+
+
+if __name__ == "__main__":
+    print(double(jnp.ones((8, 128))).sum())
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "_install", lambda: None)
+    path = tmp_path / "script.py"
+    path.write_text(
+        SCRIPT.replace("from jax.experimental import pallas", "import pallasite")
+    )
+    return path
+
+
+def test_operands_as_text():
+    assert arrays("f32[8,128], bf16[] ;i32[4]") == [
+        S((8, 128), jnp.float32),
+        S((), jnp.bfloat16),
+        S((4,), jnp.int32),
+    ]
+    assert arrays("") == []
+    with pytest.raises(SpecError, match="cannot be read from 'q7"):
+        arrays("f32[8], q7[2]")
+
+
+def test_kernels_of_a_file(script, capfd):
+    (site,) = sites_of(f"{script}::double", "f32[8,128]")
+    assert site.call.kernel.name == "double_kernel"
+    (site,) = sites_of(str(script))
+    assert site.call.kernel.inputs[0].ref.shape == (8, 128)
+    assert capfd.readouterr().out == ""  # what the script prints is no result
+
+
+@pytest.mark.parametrize(
+    ("source", "operands", "message"),
+    [
+        ("no.py", "", "no such file: no.py"),
+        ("{}::nothing", "", "has no function 'nothing'"),
+        ("{}::double", "", "double needs operands: x"),
+    ],
+)
+def test_wrong_sources(source, operands, message, script):
+    with pytest.raises(SpecError, match=message):
+        sites_of(source.format(script), operands)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = command_line.main([*arguments, "--in-child"])
+    output = capsys.readouterr()
+    return status, output.out, output.err
+
+
+def test_check_as_a_command(script, capsys, monkeypatch):
+    monkeypatch.setattr("pallasite.runtime.aot.is_usable", lambda: False)
+    given = ("check", f"{script}::double", "--args", "f32[8,128]")
+    status, out, _ = run(capsys, *given, "--target", "tpu:v5e,cpu")
+    assert status == command.OK and out.count("double_kernel") == 2
+    status, out, _ = run(capsys, *given, "--json")
+    data = json.loads(out)
+    assert data["ok"] and [k["target"] for k in data["kernels"]] == [
+        "tpu:v5e",
+        "tpu:v6e",
+    ]
+    status, out, _ = run(capsys, "check", f"{script}::huge", "--json")
+    assert status == command.REFUSED and not json.loads(out)["ok"]
+    status, out, err = run(capsys, *given, "--target", "tpu:v99", "--json")
+    assert status == command.USAGE and "no target is called 'tpu:v99'" in err
+    assert json.loads(out)["kernels"] == []
+
+
+def test_explain_as_a_command(script, capsys):
+    given = ("explain", f"{script}::double", "--args", "f32[8,128]", "--no-measure")
+    status, out, _ = run(capsys, *given)
+    assert status == command.OK and "backend   cpu" in out
+
+
+def test_a_process_that_is_ended_is_reported(script, capsys, monkeypatch):
+    ended = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
+    python = script.parent / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{ended}"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    status = command_line.main(["check", str(script), "--json"])
+    output = capsys.readouterr()
+    assert status == command.ENDED and "ended by SIGABRT" in output.err
+    assert not json.loads(output.out)["ok"]
+
+
+def test_version_and_help(capsys):
+    for arguments in (["--version"], ["check", "--help"]):
+        with pytest.raises(SystemExit) as status:
+            command_line.main(arguments)
+        assert status.value.code == 0
+    out = capsys.readouterr().out
+    assert f"pallasite {pl.__version__}" in out
+    assert "exit status:" in out and "pallasite check train.py" in out

@@ -1,0 +1,227 @@
+"""`pl.autotune` on tiny kernels: what it finds, keeps, refuses and survives."""
+
+import subprocess
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import config, kernels
+from pallasite.__main__ import main
+from pallasite.errors import CompileError, SpecError
+from pallasite.runtime import aot
+from pallasite.tune import measure, table
+
+X = jnp.arange(64.0)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path):
+    with config.override(cache_dir=str(tmp_path / "cache")):
+        yield
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Candidates take what the test says instead of being timed.
+
+    `clock.seconds(n)` is for the candidate that is the nth to be timed; `clock.batches`
+    are the numbers of those that were timed together.
+    """
+    clock = types.SimpleNamespace(seconds=lambda n: 1.0, batches=[])
+    seen = []
+
+    def interleaved(runs):
+        seen.extend(run for run in runs if run not in seen)
+        clock.batches.append([seen.index(run) for run in runs])
+        return [clock.seconds(seen.index(run)) for run in runs]
+
+    monkeypatch.setattr(measure, "interleaved", interleaved)
+    return clock
+
+
+def scaled(x, block, factor):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * factor
+
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(pl.cdiv(x.shape[0], block),),
+        in_specs=[spec],
+        out_specs=spec,
+        interpret=True,  # not scheduled: every configuration is another program
+        name="scaled",
+    )(x)
+
+
+@pl.tunable(block=(8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 64))
+def doubled(x, *, block=8):
+    return scaled(x, block, 2.0)
+
+
+@pl.tunable(fault=("none", "wrong", "raises"))
+def faulty(x, *, fault="none"):
+    if fault == "raises":
+        raise ValueError("this one cannot be traced")
+    return scaled(x, 8, 3.0 if fault == "wrong" else 2.0)
+
+
+def block_of(function, *args) -> int:
+    """The block that a call made now has."""
+    (kernel,) = pl.lower(lambda *xs: function(*xs))(*args).kernels
+    return kernel.body.ops[-1].attrs["windows"][0].dims[0].size
+
+
+def test_the_fastest_is_found_and_the_second_run_does_no_work(clock):
+    clock.seconds = lambda n: 0.5 if n == 2 else 1.0
+    found = pl.autotune(doubled, workers=0)(X)
+    (site,) = found.sites
+    assert (site.considered, site.compiled) == (12, 4)
+    assert clock.batches == [[0], [1, 2, 0], [3, 2]]  # the best again in each
+    best = found.config("doubled")["block"]
+    assert best != 8 and site.entry.seconds == 0.5 and site.entry.default_seconds == 1.0
+    np.testing.assert_allclose(found(X), 2 * X)
+
+    clock.batches.clear()
+    again = pl.autotune(doubled, workers=0)(X)
+    assert (again.compiled, clock.batches) == (0, [])
+    assert again.config("doubled") == found.config("doubled")
+    assert block_of(doubled, X) == best  # a call outside takes it, too
+    assert pl.autotune(doubled, workers=0, again=True)(X).compiled == 4
+
+
+def test_wrong_candidates_are_refused(clock):
+    clock.seconds = lambda n: 1.0 / (1 + n)
+    found = pl.autotune(faulty, workers=0)(X)
+    wrong, raised = found.sites[0].refused
+    assert wrong[0] == "fault=wrong" and "result 0 is off by" in wrong[1]
+    assert raised == ("fault=raises", "ValueError: this one cannot be traced")
+    assert found.config("faulty") == {"fault": "none"}
+
+
+def test_the_default_stays_where_nothing_is_clearly_better(clock):
+    clock.seconds = lambda n: 0.99 if n else 1.0
+    found = pl.autotune(doubled, workers=0)(X)
+    assert found.config("doubled") == {"block": 8}
+
+
+def test_an_interruption_keeps_what_was_found(clock, tmp_path):
+    def seconds(n):
+        if len(clock.batches) == 3:
+            raise KeyboardInterrupt
+        return 1.0 / (1 + n)
+
+    clock.seconds = seconds
+    found = pl.autotune(doubled, workers=0)(X)
+    assert found.interrupted
+    (entry,) = table.user_table().entries
+    assert entry == found.sites[0].entry and not entry.complete
+    assert entry.config != {"block": 8}
+    clock.seconds = lambda n: 1.0 / (1 + n)
+    found = pl.autotune(doubled, workers=0)(X)  # not complete: it searches again
+    assert found.compiled and not found.interrupted
+    found.save(tmp_path / "found.json")
+    with config.override(cache_dir=str(tmp_path / "empty")):
+        assert block_of(doubled, X) == 8
+        with pl.configs(tmp_path / "found.json"):
+            assert block_of(doubled, X) == found.config("doubled")["block"]
+
+
+def test_every_kernel_of_a_step_is_tuned_with_its_gradient(clock):
+    @pl.tunable(block=(8, 16))
+    def cubed(x, *, block=8):
+        return scaled(x, block, 2.0) ** 3
+
+    @jax.jit
+    def step(x):
+        return jax.grad(lambda x: jnp.sum(doubled(cubed(cubed(x)))))(x)
+
+    step(X)  # traced already: it is traced again
+    found = pl.autotune(step, workers=0)(X)
+    assert [f.entry.site.kernel for f in found.sites] == ["cubed", "doubled"]
+    kernels = found.sites[0].entry.kernels
+    assert len(kernels) > 3  # backward ones among them
+    np.testing.assert_allclose(found(X), step(X))
+
+
+def test_a_space_can_be_given_in_place(clock):
+    def f(x, n=1):
+        return doubled(x, block=8) * n / n
+
+    found = pl.autotune(f, space={"n": (1, 2)}, workers=0)(X)
+    assert found.config("f") == {"n": 1}
+    with pytest.raises(SpecError, match="no site of the kernel 'g'"):
+        found.config("g")
+
+
+def test_what_cannot_be_tuned_says_why():
+    with pytest.raises(SpecError, match="'f' has nothing to tune"):
+
+        def f(x):
+            return x
+
+        pl.autotune(f, workers=0)(X)
+    with pytest.raises(SpecError, match="no h200 here"):
+        pl.autotune(doubled, target="h200", workers=0)(X)
+
+    def late(x):
+        return jax.pure_callback(_fails, x, x) + doubled(x)
+
+    with pytest.raises(CompileError, match="default configuration of 'doubled'"):
+        pl.autotune(late, workers=0)(X)
+
+
+def _fails(x):
+    raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_tpu_that_is_not_here_is_tuned_by_estimates(monkeypatch, hangs: bool):
+    asked = []
+
+    def compile_all(jobs, chip, cycles, timeout):
+        if hangs and (len(jobs) > 1 or len(asked) == 2):
+            asked.append("late")
+            raise subprocess.TimeoutExpired("libtpu", timeout)
+        asked.append(chip)
+        return [
+            aot.Compiled(job.name, True, cycles=10_000 - len(asked)) for job in jobs
+        ]
+
+    monkeypatch.setattr(aot, "compile_all", compile_all)
+    x = jax.ShapeDtypeStruct((1, 512, 1, 16), jnp.float32)
+    found = pl.autotune(kernels.attention, target="v5e")(x, x, x)
+    assert found.unit == "cycles" and "cycles" in str(found)
+    assert set(asked) - {"late"} == {"v5e"}
+    # Configurations with the same code are compiled once, and refused together.
+    refused = {reason for _, reason in found.sites[0].refused}
+    assert refused == ({"libtpu did not end within 60 s"} if hangs else set())
+    (entry,) = table.user_table().of("attention", "v5e")
+    assert entry.config == found.config("attention")
+
+
+def test_command(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "interleaved", lambda runs: [1.0] * len(runs))
+    output = tmp_path / "found.json"
+    place = f"{__file__}:faulty"
+    assert main(["tune", place, "f32[64]", "--workers=0", f"--output={output}"]) == 0
+    said = capsys.readouterr().out
+    assert "faulty(float32[64])" in said and "2 of 3 compiled" in said
+    assert "refused fault=raises: ValueError" in said
+    assert len(table.load(output).entries) == 1
+    assert main(["tune"]) == 0
+    assert "1 configurations" in capsys.readouterr().out
+    for wrong, message in [
+        ("nothing", "has no function 'nothing'"),
+        ("no/file.py:f", "no such file"),
+        ("no.module:f", "no such module"),
+    ]:
+        assert main(["tune", wrong]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["tune", "softmax", "f32(8)"]) == 1
+    assert "not a dtype with a shape" in capsys.readouterr().err

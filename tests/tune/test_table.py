@@ -1,0 +1,189 @@
+"""Tables of configurations: files, exact and nearest lookup, and what kernels take."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import config, kernels
+from pallasite.errors import SpecError
+from pallasite.tune import choices, table
+from pallasite.tune.table import Entry, Site, Table
+
+NOW = choices.versions()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path):
+    with config.override(cache_dir=str(tmp_path / "cache")):
+        yield
+
+
+@pl.tunable(block=(8, 16, 32))
+def doubled(x, factor=2, *, block=8):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = factor * x_ref[...]
+
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    grid = (pl.cdiv(x.shape[0], block),)
+    return pl.pallas_call(
+        kernel, out_shape=shape, grid=grid, in_specs=[spec], out_specs=spec
+    )(x)
+
+
+def grid_of(function, *args) -> tuple[int, ...]:
+    # A function of its own: what is traced already keeps its configuration.
+    (kernel,) = pl.lower(lambda *xs: function(*xs))(*args).kernels
+    return kernel.body.ops[-1].attrs["grid"]
+
+
+def entry(size: int, block: int, **more) -> Entry:
+    site = Site("doubled", (f"float32[{size}]",))
+    return Entry(site, choices.chip_name(), {"block": block}, versions=NOW, **more)
+
+
+X = jnp.arange(64.0)
+
+
+def test_a_call_takes_the_default_a_tuned_or_the_given_configuration(tmp_path):
+    assert grid_of(doubled, X) == (8,)
+    Table([entry(64, 16)]).save(tmp_path / "found.json")
+    with pl.configs(tmp_path / "found.json"):
+        assert grid_of(doubled, X) == (4,)
+        assert grid_of(lambda x: doubled(x, block=64), X) == (1,)
+        assert grid_of(lambda x: doubled(x, 3), X) == (8,)  # another kernel
+    assert grid_of(doubled, X) == (8,)
+
+
+def test_a_jitted_function_is_traced_again_with_another_table():
+    traced = []
+
+    @jax.jit
+    def f(x):
+        traced.append(choices.choose(Site("f", ()), {"n": 0}, pl_space()))
+        return x
+
+    first, second = (
+        Table([Entry(Site("f", ()), choices.chip_name(), {"n": n})]) for n in (1, 2)
+    )
+    for tables in (first, second, first):
+        with pl.configs(tables):
+            f(1.0)
+    f(1.0)
+    assert [t["n"] for t in traced] == [1, 2, 0]
+
+
+def pl_space():
+    from pallasite.tune.space import Space
+
+    return Space({"n": (0, 1, 2)})
+
+
+def test_the_users_file_and_which_entry_counts():
+    far, near = entry(4096, 32), entry(128, 16)
+    table.keep(far)
+    assert grid_of(doubled, X) == (2,)  # the only shape known
+    table.keep(near)
+    assert grid_of(doubled, X) == (4,)  # the nearest one
+    with pl.configs(Table([entry(65536, 8)])):
+        assert grid_of(doubled, X) == (4,)  # nearer, though in a later table
+    table.keep(entry(64, 8))
+    assert grid_of(doubled, X) == (8,)
+    table.keep(entry(64, 32))  # replaces the one before
+    assert grid_of(doubled, X) == (2,)
+    assert len(table.user_table().entries) == 3
+
+
+def test_what_does_not_fit_is_not_taken():
+    with pl.configs(Table([entry(128, 64)])):
+        assert grid_of(doubled, X) == (8,)  # near, but not in the space
+    renamed = Entry(entry(64, 8).site, choices.chip_name(), {"size": 16})
+    with pl.configs(Table([renamed])):
+        assert grid_of(doubled, X) == (8,)
+    with pl.configs(Table([entry(64, 16)])):
+        assert grid_of(doubled, X.astype(jnp.int32)) == (8,)
+    elsewhere = Entry(entry(64, 8).site, "v5e", {"block": 16})
+    with pl.configs(Table([elsewhere])):
+        assert grid_of(doubled, X) == (8,)
+        with config.override(target="v5e"):
+            assert grid_of(doubled, X) == (4,)
+
+
+def test_of_two_versions_this_one_counts_and_then_the_last():
+    old = Entry(entry(64, 8).site, choices.chip_name(), {"block": 32}, found=9.0)
+    with pl.configs(Table([old, entry(64, 16, found=1.0)])):
+        assert grid_of(doubled, X) == (4,)
+    with pl.configs(Table([entry(64, 32, found=1.0), entry(64, 16, found=2.0)])):
+        assert grid_of(doubled, X) == (4,)
+
+
+def test_files_round_trip_and_say_what_is_wrong_with_them(tmp_path):
+    path = tmp_path / "found.json"
+    made = entry(64, 16, seconds=1.0, default_seconds=2.0, kernels=("a", "b"))
+    Table([made]).save(path)
+    assert table.load(path).entries == (made,)
+    assert table.load(path) is table.load(path)
+    with pytest.raises(SpecError, match="no file of configurations"):
+        table.load(tmp_path / "none.json")
+    path.write_text(json.dumps({"format": 99, "configs": []}))
+    with pytest.raises(SpecError, match="format 99"):
+        table.load(path)
+
+
+def test_a_broken_file_of_the_user_is_no_error():
+    path = table.user_path()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert grid_of(doubled, X) == (8,)
+    with config.override(cache_dir="off"):
+        table.keep(entry(64, 16))
+        assert grid_of(doubled, X) == (8,)
+
+
+def test_shipped_tables_are_of_configurations_the_library_takes():
+    for each in table.shipped().entries:
+        assert each.site.kernel in dir(kernels)
+
+
+def test_tunable_needs_arguments_with_defaults():
+    with pytest.raises(SpecError, match="'size' of 'f' does not exist"):
+        pl.tunable(size=(1, 2))(lambda_named_f())
+    with pytest.raises(SpecError, match="no values"):
+        pl.tunable(block=())(doubled)(X)
+
+
+def lambda_named_f():
+    def f(x):
+        return x
+
+    return f
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "changed"),
+    [
+        (kernels.softmax, [(64, 128)], {"block_rows": 16}),
+        (kernels.rms_norm, [(64, 128)], {"block_rows": 16}),
+        (kernels.layer_norm, [(64, 128)], {"block_rows": 16}),
+        (kernels.gated_linear_unit, [(64, 128)] * 2, {"block_rows": 16}),
+        (kernels.matmul, [(128, 128)] * 2, {"block_m": 64}),
+        (kernels.attention, [(1, 256, 1, 16)] * 3, {"block_q": 64}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_operations_of_the_library_take_configurations(function, args, changed):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in args]
+    with choices.recorded() as asked:
+        jax.make_jaxpr(function)(*shapes)
+    (question,) = asked
+    assert question.site.kernel == function.__name__
+    assert question.default.keys() == question.space.values.keys()
+    tried = {**question.default, **changed}
+    tuned = Table([Entry(question.site, choices.chip_name(), tried)])
+    before = pl.lower(function)(*shapes).kernels
+    with pl.configs(tuned):
+        assert pl.lower(function)(*shapes).kernels != before
