@@ -104,6 +104,7 @@ class TpuBackend:
             Pass("canonicalize", canonicalize),
             Pass("inner_pipelines", schedule),
             Pass("legalize", partial(legalize, native=native, backend=self.name)),
+            Pass("check_vectors", partial(sparse_core.check_vectors, chip=chip)),
         )
 
     def _blocks(self, options: Options) -> Sequence[Pass]:

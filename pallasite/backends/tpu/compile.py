@@ -36,6 +36,7 @@ KNOWN = (
     "fuse_transposed_lhs_in_matmul",
     "has_side_effects",
     "kernel_type",
+    "needs_layout_passes",
     "serialization_format",
     "use_tc_tiling_on_sc",
     "vmem_limit_bytes",
@@ -102,7 +103,8 @@ def call_config(
     body = serialise(text)
     config: dict[str, Any] = {
         "body": base64.b64encode(body or text.encode()).decode(),
-        "needs_layout_passes": True,
+        # Vectors of SparseCores are written as the hardware has them.
+        "needs_layout_passes": core_of(options) == "tc",
     }
     if body is not None:
         config["serialization_format"] = params.get("serialization_format") or 1

@@ -6,6 +6,7 @@ vector of numbers picks. Numbers, loops and branches are written as on TensorCor
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from pallasite.backends.tpu import control
@@ -13,7 +14,7 @@ from pallasite.backends.tpu.control import Control
 from pallasite.backends.tpu.views import View
 from pallasite.backends.tpu.writer import tile_text
 from pallasite.errors import UnsupportedError
-from pallasite.ir.nodes import Access, Gather, Kernel, Op, Value
+from pallasite.ir.nodes import Access, Gather, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import BOOL, I32, TileType
 from pallasite.target import TPUS, Tpu
@@ -46,6 +47,29 @@ def check_chip(kernel: Kernel, chip: Tpu | None) -> Kernel:
     return kernel
 
 
+def check_vectors(kernel: Kernel, chip: Tpu | None) -> Kernel:
+    """Refuse vectors of other lengths than a subcore has."""
+    if chip is None or chip.sparse is None:
+        return kernel
+    for op in walk(kernel.body):
+        for value in op.results:
+            if value.is_ref or not value.tile.rank:
+                continue
+            packed = max(1, 32 // max(value.tile.dtype.bits, 8))
+            lengths = {chip.sparse.lanes}
+            if not value.tile.dtype.is_bool:
+                lengths = {chip.sparse.lanes * packed}
+            if value.tile.rank != 1 or value.tile.size not in lengths:
+                raise UnsupportedError(
+                    f"backend 'tpu': a vector subcore of {chip.name} has vectors of"
+                    f" {lengths.pop()} {value.tile.dtype}",
+                    [("op", op.name), ("vector", value.tile)],
+                    op.loc or kernel.loc,
+                    "work on parts: ref[pl.ds(i, n)] in plsc.parallel_loop",
+                )
+    return kernel
+
+
 class SparseOps(Control):
     """Writes ops for a subcore."""
 
@@ -59,20 +83,24 @@ class SparseOps(Control):
 
     # --- vectors ---
 
-    def _get(self, view: View, tile: TileType) -> str:
-        indices, types = self._at(view), f"{view.type}, {tile_text(tile)}"
+    def _read_vector(self, view: View, stored: TileType) -> str:
+        indices, types = self._at(view), f"{view.type}, {tile_text(stored)}"
         text = f"tpu.vector_load {view.memref}[{indices}] {STRIDES} : {types},"
         return self.out.value(text)
 
-    def _put(self, view: View, name: str, tile: TileType) -> None:
-        indices, types = self._at(view), f"{view.type}, {tile_text(tile)}"
+    def _write_vector(self, view: View, name: str, stored: TileType) -> None:
+        indices, types = self._at(view), f"{view.type}, {tile_text(stored)}"
         self.out.line(
             f"tpu.vector_store {view.memref}[{indices}], {name} {STRIDES} : {types},"
         )
 
     def _at(self, view: View) -> str:
-        if view.has_strides:
-            self.refuse("a vector is read from places side by side", fix="load_gather")
+        self._check_vector_memory(view)
+        if view.has_strides or prod(view.sizes[:-1]) > 1:
+            self.refuse(
+                "a vector is read from, and written to, places side by side",
+                fix="plsc.load_gather or plsc.store_scatter",
+            )
         names = []
         for start in view.starts:
             if start.dynamic is None:
@@ -188,6 +216,11 @@ class SparseOps(Control):
     # --- copies of numbered rows ---
 
     def emit_indexed_copy_start(self, op: Op) -> None:
+        if op.attrs["add"] and self.view(op.operands[1]).space == "hbm":
+            self.refuse(
+                "rows of main memory are written, not added to",
+                fix="add to rows on chip (plsc.addupdate_scatter), and copy the sums",
+            )
         source, target, semaphore = self._copied(op)
         offsets = self._offsets(op.operands[3])
         attrs = " {add = true}" if op.attrs["add"] else ""

@@ -28,8 +28,8 @@ def lookup(table, numbers):
     return embedding(table, numbers)
 
 
-def sums(x, segments, zeros):
-    return segment_sum(x, segments, zeros)
+def sums(lanes: int):
+    return lambda x, segments: segment_sum(x, segments, 64, lanes)
 
 
 def vectors(lanes: int):
@@ -66,7 +66,7 @@ def cases(chip: str):
     numbers = array(256, dtype=jnp.int32)
     return {
         "embedding": (lookup, (array(512, 128), numbers)),
-        "segment sum": (sums, (array(256, 128), numbers, array(64, 128))),
+        "segment sum": (sums(lanes), (array(256, 128), numbers)),
         "vectors": (vectors(lanes), (array(4 * lanes),)),
     }
 
@@ -87,7 +87,7 @@ def test_module_verifies(name, chip):
     assert "#tpu.core_type<sc_vector_subcore>" in text
     wanted = {
         "embedding": ["offsets(%own", "tpu.wait_indirect_dma"],
-        "segment sum": ["offsets(%own", "{add = true}"],
+        "segment sum": ["tpu.vector_load_idx", "{add = true}"],
         "vectors": ["vector_load_idx", "vector_store_idx", "masked", "tpu.scan"],
     }
     assert all(part in text for part in wanted[name])
@@ -106,6 +106,12 @@ def test_chips_without_sparse_cores_are_refused():
     options = type(call.options)(call.options.compiler_params, chip=TPUS["v5e"])
     with pytest.raises(UnsupportedError, match="v5e has no SparseCores"):
         Compiled(get("tpu"), run(call.kernel), options, shared=())["mosaic"]
+
+
+def test_vectors_of_another_length_are_refused():
+    function, operands = cases("7x")["vectors"]
+    with pytest.raises(UnsupportedError, match="v6e has vectors of 8"):
+        compiled(function, operands, "v6e")["mosaic"]
 
 
 def test_what_subcores_lack_is_refused():
