@@ -25,7 +25,7 @@ USED = 0.5  # of a chip's rates, by a kernel that keeps it busy
 START_GPU, START_TPU, START_CPU = 4e-6, 2e-6, 5e-6  # seconds until a kernel runs
 SPECIAL_GPU = 16 * 1.7e9  # exponentials per second and multiprocessor
 TPU_SPECIAL = 1e12
-# By how much longer a GPU takes where programs add to sums in main memory, step by step.
+# By how much longer a GPU takes where steps add to sums in main memory.
 # Measured on an H200: attention's gradient of 128 heads, 21 ms where 7 were estimated.
 SUMS_IN_MEMORY = 3.0
 MOST_STEPS = 1 << 16  # of a loop whose length is computed, for an estimate
