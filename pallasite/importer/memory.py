@@ -440,7 +440,8 @@ def _ref_type(im: Importer, aval: Any) -> T.RefType:
     layout = None
     if hasattr(space, "arrivals"):  # of barriers
         blocks = im.threads.blocks_along(im, space.collective_axes)
-        layout = T.Layout("arrivals", (space.arrivals * blocks,))
+        orders = (1,) if space.orders_tensor_core else ()
+        layout = T.Layout("arrivals", (space.arrivals * blocks, *orders))
     elif hasattr(space, "swizzle"):  # of shared memory
         layout = T.Layout("swizzle", (space.swizzle,))
     tile = tile_type(aval.inner_aval, im.where)

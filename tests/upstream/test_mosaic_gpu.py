@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pallasite.backends.cuda import nvrtc
+
 pytest.importorskip("jax.experimental.pallas.ops")
 
 START = """
@@ -226,6 +228,22 @@ HOST_MIXED = """
     on_host(run, m.reference(a, b, out_dtype=jnp.bfloat16), a, b, atol=5e-1)
 """
 
+COMPILED_BLACKWELL = """
+    from pallasite.backends import base, cuda
+    from pallasite.target import GPUS
+
+    cuda._chip = lambda options: GPUS["b200"]
+    m = load("blackwell_matmul_mgpu")
+    side = jax.ShapeDtypeStruct((1024, 1024), jnp.float16)
+    options = dict(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=4)
+    for collective in (False, True):
+        config = m.TuningConfig(**options, collective=collective, epilogue_tile_n=32)
+        run = lambda a, b: m.matmul_kernel(a, b, config)
+        (kernel,) = pallasite.lower(run)(side, side).kernels
+        ptx = base.Compiled(base.get("cuda"), kernel, base.Options())["ptx"]
+        assert f"tcgen05.mma.cta_group::{1 + collective}.kind::f16" in ptx
+"""
+
 KERNELS = [MATMUL, ATTENTION, BACKWARD, RAGGED, TRANSPOSED_RAGGED, MIXED]
 KERNELS.append(BLACKWELL)
 
@@ -241,3 +259,8 @@ def test_upstreams_kernels_are_right(code: str, run_python: Callable[..., str]):
 @pytest.mark.parametrize("code", ON_HOST)
 def test_their_cuda_text_is_right(code: str, run_python: Callable[..., str]):
     run_python("-c", "".join(map(textwrap.dedent, (START, HOST, code))))
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC")
+def test_their_blackwell_kernel_is_compiled(run_python: Callable[..., str]):
+    run_python("-c", textwrap.dedent(START) + textwrap.dedent(COMPILED_BLACKWELL))

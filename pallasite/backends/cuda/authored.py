@@ -19,7 +19,9 @@ from pallasite.target import Gpu
 
 HOPPER = "sm_90"
 WARPGROUP_OPS = {"barrier_wait", "copy_start", "wgmma", "bulk_wait", "set_registers"}
-WARPGROUP_OPS |= {"cluster_barrier"}
+WARPGROUP_OPS |= {"cluster_barrier", "tensor_mma", "warps"}
+# The first generation of chips that has an op, where others do not.
+ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
 PROGRAMS = 2  # that share a multiprocessor
 FEWEST_REGISTERS = 24  # of a thread
 OTHER_REGISTERS = 32  # of a thread that multiplies, besides its tiles
@@ -33,13 +35,14 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     pipeline = Pipeline.of(find_pipeline(kernel))
     names = {op.name: op for op in walk(pipeline.body)}
     explicit = [names[name] for name in sorted(WARPGROUP_OPS & names.keys())]
-    if explicit and chip.arch != HOPPER:
+    needed = next((ONLY_ON[name] for name in ONLY_ON if name in names), HOPPER)
+    if explicit and chip.arch != needed:
+        op = next((names[n] for n in ONLY_ON if n in names), explicit[0])
         raise UnsupportedError(
-            f"backend 'cuda' has {explicit[0].name} on {HOPPER}, "
-            f"the chip is {chip.arch}",
+            f"backend 'cuda' has {op.name} on {needed}, the chip is {chip.arch}",
             [("kernel", kernel.name)],
-            explicit[0].loc or kernel.loc,
-            "run it on a Hopper GPU, or with interpret=pl.Checked()",
+            op.loc or kernel.loc,
+            f"run it on a GPU of {needed}, or with interpret=pl.Checked()",
         )
     if "roles" in names or not explicit:
         return kernel

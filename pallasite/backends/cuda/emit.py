@@ -14,16 +14,23 @@ from dataclasses import asdict, dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-from pallasite.backends.cuda import clusters, explicit, functions, memory, tiles
+from pallasite.backends.cuda import (
+    clusters,
+    explicit,
+    functions,
+    memory,
+    tensor_memory,
+    tiles,
+)
 from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
-from pallasite.backends.cuda.clusters import Clusters
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
+from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
@@ -48,6 +55,7 @@ MAX_THREADS = 1024
 # take up to twice as much before there are more of them.
 ELEMENTS, REDUCED_ELEMENTS, MOST_ELEMENTS = 16, 32, 64
 WARP_THREADS, USUAL_THREADS = 32, 256
+PRODUCTS = ("wgmma", "tensor_mma")  # which read swizzled memory
 TILE_WORDS = 96  # registers of a thread for tiles
 
 
@@ -94,7 +102,7 @@ def emit(kernel: Kernel, shared_bytes: int, approx_math: bool = False) -> str:
     return emitter.text()
 
 
-class Emitter(Clusters):
+class Emitter(TensorMemory):
     """Walks a kernel and writes its function."""
 
     def __init__(self, kernel: Kernel, shared_bytes: int):
@@ -126,7 +134,7 @@ class Emitter(Clusters):
         )
         if roles:
             self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
-        self.arch = "sm_90a" if roles else ""
+        self.arch = (_arch(self.program.body)) if roles else ""
         self.users = users_of(self.program.body)
         self.per_core = roles[0].attrs.get("cuda.per_core", 1) if roles else 1
 
@@ -134,6 +142,8 @@ class Emitter(Clusters):
         """Tiles whose layout an instruction fixes."""
         found = {}
         for op in walk(self.program.body):
+            if op.name == "load" and op.operands[0].ref.space == "tmem":
+                found[op.result] = rows_by_thread(*op.result.tile.shape)
             if op.name == "wgmma":
                 for value in (op.result, op.operands[1]):
                     if not value.is_ref:
@@ -244,6 +254,7 @@ class Emitter(Clusters):
                 text = f"{text} % {size}"
             self.env[value] = self.let(value.tile.dtype, text, op, "program")
         self.note_cluster(pipeline)
+        self.note_tensors(op)
         self.block(pipeline.body)
 
     def emit_alloc(self, op: Op) -> None:
@@ -251,9 +262,13 @@ class Emitter(Clusters):
         ref = op.result.ref
         if ref.space == "mbarrier":
             self.alloc_barriers(op)
+        elif ref.space == "tmem":
+            self.alloc_tensor(op)
+        elif self.is_authored and ref.space == "regs" and not ref.shape:
+            self.alloc_local(op)
         elif ref.layout is not None and ref.layout.kind == "swizzle":
             self.alloc_ring(op, ref.layout.numbers[0])
-        elif "wgmma" in self.uses.get(op.result, ()):
+        elif not self.uses.get(op.result, frozenset()).isdisjoint(PRODUCTS):
             self.alloc_ring(op, widest_swizzle(ref))
         elif self.is_better_swizzled(op.result):
             self.alloc_ring(op)
@@ -373,6 +388,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **memory.RULES,
     **explicit.RULES,
     **clusters.RULES,
+    **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,
     "alloc": Emitter.emit_alloc,
     "for": Emitter.emit_for,
@@ -449,6 +465,11 @@ def _only_multiplied(body: Block) -> set[Value]:
             if op.name == "wgmma":
                 found |= {v for v in op.operands if v in made and uses[v] == 1}
     return found
+
+
+def _arch(body: Block) -> str:
+    """The generation of chips that an author's code is for."""
+    return "sm_100a" if any(op.name == "tensor_mma" for op in walk(body)) else "sm_90a"
 
 
 def uses_of(body: Block, roots: Roots) -> dict[Value, frozenset[str]]:

@@ -36,7 +36,7 @@ from pallasite.backends.cuda.shared import (
 )
 from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
-from pallasite.ir.types import DType
+from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
 
 MAP_BYTES = 128
@@ -86,11 +86,16 @@ class Explicit(Shared):
         ref = op.result.ref
         assert ref.layout is not None
         offset, name = self.reserve(8 * ref.size, 8), self.out.fresh("barrier")
-        arrivals = ref.layout.numbers[0] * (WARPS if self.is_authored else 1)
+        arrivals = self.arrivals_of(ref) if self.is_authored else ref.layout.numbers[0]
         self.inits.append((offset, ref.size, arrivals))
         self.out.line(f"const u32 {name} = shared_address(shared) + {offset};")
         self.barriers[op.result] = name
         self.views[op.result] = self.array(ref, name, op.result)
+
+    def arrivals_of(self, ref: RefType) -> int:
+        """What a barrier of an author's counts: warps."""
+        assert ref.layout is not None
+        return ref.layout.numbers[0] * WARPS
 
     def emit_subview(self, op: Op) -> None:
         ref = op.operands[0]

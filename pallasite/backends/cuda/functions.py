@@ -7,7 +7,7 @@ that they call included. There is no #include: NVRTC has all that is needed buil
 import re
 from collections.abc import Mapping
 
-from pallasite.backends.cuda import hopper, pairs
+from pallasite.backends.cuda import blackwell, hopper, pairs
 
 HEAD = """\
 typedef signed char i8;
@@ -167,6 +167,7 @@ FUNCTIONS: dict[str, str] = {
     **hopper.MAPS,
     **hopper.COPIES,
     **hopper.CLUSTERS,
+    **blackwell.TENSORS,
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class Meetings:
             for how in ("read", "written")
         )
         accessed = NOTHING if needed else accessed
-        if op.name in COPIES:  # by the copy engine, which its waits are for
+        if op.name in COPIES or op.name == "tensor_mma":  # which its waits are for
             return needed, accessed
         found = {("read", m) for m in reads} | {("written", m) for m in writes}
         return needed, accessed | found
@@ -45,13 +45,15 @@ class Meetings:
             return self.shared(op.operands), []
         if op.name == "store":
             return [], self.shared(op.operands[:1])
+        if op.name == "tensor_mma":
+            return self.shared(op.operands[1:]), self.shared(op.operands[:1])
         if op.name in COPIES:
             return self.shared(op.operands[:1]), self.shared(op.operands[1:2])
         return [], []
 
     def shared(self, values: Sequence[Value]) -> list[Value]:
         roots = [self.roots.of(v) for v in values if v.is_ref]
-        return [root for root in roots if root.ref.space == "smem"]
+        return [root for root in roots if root.ref.space in ("smem", "tmem")]
 
     def after(self, block: Block, accessed: Accessed) -> Accessed:
         """What warps have accessed at the end of a block."""

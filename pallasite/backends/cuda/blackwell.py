@@ -1,0 +1,155 @@
+"""The instructions of Blackwell GPUs as functions of CUDA C++: tensor memory (tcgen05).
+
+Texts only; `tensor_memory.py` calls them. `GROUP` is 2 where two blocks multiply
+together, which all instructions of a kernel must then say.
+"""
+
+# How an instruction numbers types: of its kind, of sums, of sides.
+KINDS = {
+    "f16": ("f16", 1, 0),
+    "bf16": ("f16", 1, 1),
+    "f32": ("tf32", 1, 2),
+    "f8e4m3fn": ("f8f6f4", 1, 0),
+    "f8e5m2": ("f8f6f4", 1, 1),
+    "i8": ("i8", 2, 1),
+}
+SUMS = {"i8": "i32"}  # of other types: f32
+COLUMNS = 512  # of tensor memory
+LANES = 128
+
+
+def instruction(
+    rows: int, columns: int, dtype: str, turned_left: bool, turned_right: bool
+) -> int:
+    """What a product is told about its operands (PTX, "Instruction descriptor")."""
+    _, sums, side = KINDS[dtype]
+    number = sums << 4 | side << 7 | side << 10
+    number |= turned_left << 15 | turned_right << 16
+    return number | (columns >> 3) << 17 | (rows >> 4) << 24
+
+
+TENSORS: dict[str, str] = {
+    "tensor_alloc": (
+        "template <int GROUP, int COLUMNS> DEVICE void tensor_alloc(u32 to) {\n"
+        '  asm volatile("tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32'
+        ' [%0], %1;" :: "r"(to), "n"(COLUMNS), "n"(GROUP) : "memory");\n'
+        '  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;"'
+        ' :: "n"(GROUP));\n}\n'
+    ),
+    "tensor_free": (
+        "template <int GROUP, int COLUMNS> DEVICE void tensor_free(u32 at) {\n"
+        '  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;"'
+        ' :: "r"(at), "n"(COLUMNS), "n"(GROUP) : "memory");\n}\n'
+    ),
+    # Rows of SWIZZLE bytes, as `operand`; version 1 of such descriptions.
+    "tensor_operand": (
+        "template <int SWIZZLE> DEVICE u64 tensor_operand(u32 at, u32 apart) {\n"
+        "  return (u64)((at & 0x3ffff) >> 4) | (u64)(apart >> 4) << 16"
+        " | (u64)(8 * SWIZZLE >> 4) << 32 | 1ull << 46\n"
+        "    | (SWIZZLE == 128 ? 2ull : SWIZZLE == 64 ? 4ull : 6ull) << 61;\n}\n"
+    ),
+    # An arrival when all products of this thread so far have ended.
+    "tensor_commit": (
+        "template <int GROUP> DEVICE void tensor_commit(u32 barrier) {\n"
+        '  asm volatile("tcgen05.commit.cta_group::%1.mbarrier::arrive::one'
+        '.shared::cluster.b64 [%0];" :: "r"(barrier), "n"(GROUP) : "memory");\n}\n'
+    ),
+    "tensor_commit_to": (
+        "DEVICE void tensor_commit_to(u32 barrier, u32 blocks) {\n"
+        '  asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one'
+        '.shared::cluster.multicast::cluster.b64 [%0], %1;"'
+        ' :: "r"(barrier), "h"((u16)blocks) : "memory");\n}\n'
+    ),
+    "tensor_stored": (
+        "DEVICE void tensor_stored() "
+        '{ asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }\n'
+    ),
+    "tensor_loaded": (
+        "DEVICE void tensor_loaded() "
+        '{ asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }\n'
+    ),
+    # Between the tensor core and what threads know from each other.
+    "tensor_before": (
+        "DEVICE void tensor_before() "
+        '{ asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }\n'
+    ),
+    "tensor_after": (
+        "DEVICE void tensor_after() "
+        '{ asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory"); }\n'
+    ),
+    "block_address": (
+        "DEVICE u32 block_address(u32 at, u32 block) { u32 r; "
+        'asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(block)); '
+        "return r; }\n"
+    ),
+    "barrier_arrive_for": (
+        "DEVICE void barrier_arrive_for(u32 at, u32 arrivals) {\n"
+        '  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"'
+        ' :: "r"(at), "r"(arrivals) : "memory");\n}\n'
+    ),
+}
+
+
+def copy_for_first(rank: int) -> str:
+    """A copy into shared memory that a barrier of the pair's first block counts."""
+    numbers = ", ".join(f"int c{n}" for n in range(rank))
+    places = ", ".join(f"%{3 + n}" for n in range(rank))
+    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    return (
+        f"DEVICE void copy_for_first_{rank}(u32 to, const void* map, u32 barrier, "
+        f"{numbers}) {{\n"
+        f'  asm volatile("cp.async.bulk.tensor.{rank}d.cta_group::2.shared::cluster'
+        f'.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {{{places}}}], [%2];"\n'
+        f'    :: "r"(to), "l"(map), "r"(barrier), {given} : "memory");\n}}\n'
+    )
+
+
+TENSORS |= {f"copy_for_first_{rank}": copy_for_first(rank) for rank in range(1, 6)}
+
+
+def product_name(dtype: str, group: int, in_tensor_memory: bool) -> str:
+    how = "tensor" if in_tensor_memory else "shared"
+    return f"tensor_product_{KINDS[dtype][0]}_{group}_{how}"
+
+
+def product(dtype: str, group: int, in_tensor_memory: bool) -> str:
+    """A `tcgen05.mma`: adds to what is at `d`, or starts anew where `more` is 0."""
+    name, kind = product_name(dtype, group, in_tensor_memory), KINDS[dtype][0]
+    left = ("u32 a", "[%1]", "r") if in_tensor_memory else ("u64 a", "%1", "l")
+    return (
+        f"DEVICE void {name}(u32 d, {left[0]}, u64 b, u32 how, int more) {{\n"
+        '  asm volatile("{\\n.reg .pred p;\\nsetp.ne.b32 p, %4, 0;\\n"\n'
+        f'    "tcgen05.mma.cta_group::{group}.kind::{kind} [%0], {left[1]}, %2, %3, p;'
+        '\\n}"\n'
+        f'    :: "r"(d), "{left[2]}"(a), "l"(b), "r"(how), "r"(more) : "memory");\n}}\n'
+    )
+
+
+def load_name(words: int) -> str:
+    return f"tensor_load_{words}"
+
+
+def load(words: int) -> str:
+    """Each thread its lane's words of consecutive columns."""
+    places = ", ".join(f"%{n}" for n in range(words))
+    outs = ", ".join(f'"=r"(x[{n}])' for n in range(words))
+    return (
+        f"DEVICE void {load_name(words)}(u32* x, u32 at) {{\n"
+        f'  asm volatile("tcgen05.ld.sync.aligned.32x32b.x{words}.b32 {{{places}}}, '
+        f'[%{words}];\\n"\n    "tcgen05.wait::ld.sync.aligned;"\n'
+        f'    : {outs} : "r"(at) : "memory");\n}}\n'
+    )
+
+
+def store_name(words: int) -> str:
+    return f"tensor_store_{words}"
+
+
+def store(words: int) -> str:
+    places = ", ".join(f"%{n + 1}" for n in range(words))
+    given = ", ".join(f'"r"(x[{n}])' for n in range(words))
+    return (
+        f"DEVICE void {store_name(words)}(u32 at, const u32* x) {{\n"
+        f'  asm volatile("tcgen05.st.sync.aligned.32x32b.x{words}.b32 [%0], '
+        f'{{{places}}};"\n    :: "r"(at), {given} : "memory");\n}}\n'
+    )

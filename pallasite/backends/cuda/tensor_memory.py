@@ -1,0 +1,344 @@
+"""Tensor memory: products of Blackwell's tensor cores, and the warps that start them.
+
+Tensor memory has 128 lanes, one per row, and columns of 32 bits. A warp accesses its 32
+lanes, so a tile that is loaded has a row per thread (`rows_by_thread`). A ref is a base
+and, in its view, the first lane and column. One thread starts products; in `warps`, one
+of the warp. Barriers that order the tensor core count what the author
+counts, not warps, because a commit arrives once.
+"""
+
+from math import gcd
+
+from pallasite.backends.cuda import blackwell
+from pallasite.backends.cuda.clusters import Clusters
+from pallasite.backends.cuda.explicit import MAP_BYTES, WARPS
+from pallasite.backends.cuda.layouts import Digit, Lane, Spread
+from pallasite.backends.cuda.memory import View, text_of
+from pallasite.backends.cuda.shared import Ring
+from pallasite.ir.nodes import Access, Op, Value, walk
+from pallasite.ir.types import RefType
+
+LEAST_COLUMNS = 32  # that can be allocated
+MOST_WORDS = 64  # of a thread, moved by one instruction
+PAIR = 2  # blocks that multiply together
+
+
+def rows_by_thread(rows: int, columns: int) -> Spread:
+    """A row per thread of a warpgroup."""
+    return Spread((rows, columns), (Lane(1, rows, 0, 1),), (Digit(columns, 1, 1),))
+
+
+def orders_tensor_core(barrier: Value) -> bool:
+    layout = barrier.ref.layout
+    return layout is not None and len(layout.numbers) > 1
+
+
+class TensorMemory(Clusters):
+    """Emits what tensor cores and single warps do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.columns = 0  # of tensor memory that are allocated
+        self.group = 1  # blocks that multiply together
+        self.warp: int | None = None  # whose code is written
+        self.locals: dict[Value, str] = {}  # variables of each thread
+
+    def note_tensors(self, op: Op) -> None:
+        """Whether two blocks multiply together is a property of the whole kernel."""
+        pairs = {bool(o.attrs["axes"]) for o in walk(op.regions[-1])
+                 if o.name in ("tensor_mma", "tensor_commit")}  # fmt: skip
+        if len(pairs) > 1:
+            self.refuse(op, "products of one block and of two in one kernel")
+        self.group = PAIR if True in pairs else 1
+
+    # --- memory ---
+
+    def alloc_tensor(self, op: Op) -> None:
+        ref = op.result.ref
+        if ref.rank != 2 or ref.shape[0] != blackwell.LANES or ref.dtype.bytes != 4:
+            lanes = blackwell.LANES
+            self.refuse(op, f"tensor memory is {lanes} rows of 32-bit elements here")
+        first = f"(tensors + {self.columns})"
+        self.views[op.result] = self.array(ref, first, op.result)
+        self.columns += ref.shape[1]
+        if self.columns > blackwell.COLUMNS:
+            most = blackwell.COLUMNS
+            self.refuse(op, f"{self.columns} columns of tensor memory, of {most}")
+
+    @property
+    def held_columns(self) -> int:
+        """Columns are allocated by powers of two."""
+        return max(LEAST_COLUMNS, 1 << (self.columns - 1).bit_length())
+
+    def make_barriers(self) -> None:
+        super().make_barriers()
+        if not self.columns:
+            return
+        self.tensor_slot = self.reserve(4, 4)
+        how = f"{self.group}, {self.held_columns}"
+        at = f"shared_address(shared) + {self.tensor_slot}"
+        self.out.line(f"if (threadIdx.x / 32 == 0) tensor_alloc<{how}>({at});")
+        self.out.line("tensor_before();")
+
+    def emit_roles(self, op: Op) -> None:
+        before = len(self.out.lines)
+        super().emit_roles(op)
+        if not self.columns:
+            return
+        made = self.out.lines[before:]
+        met = next(n for n, line in enumerate(made) if line.strip() in MEETINGS)
+        indent = "  " * self.out.depth
+        slot = f"*(volatile u32*)(shared + {self.tensor_slot})"
+        made[met + 1 : met + 1] = [
+            f"{indent}tensor_after();",
+            f"{indent}const u32 tensors = {slot};",
+        ]
+        self.out.lines[before:] = made
+        self.out.line("tensor_before();")
+        self.out.line("blocks_meet();" if self.group == PAIR else "__syncthreads();")
+        self.out.line("tensor_after();")
+        how = f"{self.group}, {self.held_columns}"
+        self.out.line(f"if (threadIdx.x / 32 == 0) tensor_free<{how}>(tensors);")
+
+    def lane_and_column(self, op: Op, view: View) -> str:
+        """The address of a part of tensor memory."""
+        row, column = view.starts
+        if row != 0 or any(dim.step != 1 for dim in view.dims):
+            self.refuse(op, "a part of tensor memory that has not all of its rows")
+        return f"{view.pointer} + {text_of(column)}"
+
+    def emit_load(self, op: Op) -> None:
+        ref = op.operands[0]
+        if ref in self.locals:
+            self.env[op.result] = self.let(ref.ref.dtype, self.locals[ref], op)
+        elif ref.ref.space == "tmem":
+            self.move_tensor(op, self.spread(op.result, op))
+        else:
+            super().emit_load(op)
+
+    def emit_store(self, op: Op) -> None:
+        ref = op.operands[0]
+        if ref in self.locals:
+            self.out.line(f"{self.locals[ref]} = {self.env[op.operands[1]].name};")
+        elif ref.ref.space == "tmem":
+            self.move_tensor(op, None)
+        else:
+            super().emit_store(op)
+
+    def move_tensor(self, op: Op, loaded: Spread | None) -> None:
+        """A load into a spread, or a store."""
+        self.meet_before(op)
+        access = Access.of(op)
+        view = self.picked(access)
+        if access.mask is not None or len(view.dims) != 2:
+            self.refuse(op, "tensor memory is loaded and stored as whole rows")
+        rows, columns = (dim.size for dim in view.dims)
+        by_thread = rows_by_thread(rows, columns)
+        if self.threads != blackwell.LANES or rows != blackwell.LANES:
+            self.refuse(op, f"one warpgroup accesses {blackwell.LANES} rows")
+        if loaded is not None:
+            tile = self.declare(op.result.tile.dtype, by_thread, op, "x")
+            self.env[op.result] = tile
+        else:
+            assert access.value is not None
+            tile = self.get(access.value, by_thread, op)
+            if tile.spread is None or tile.is_computed:
+                kept = self.declare(tile.dtype, by_thread, op)
+                self.copy(kept, tile)
+                tile = kept
+        at = f"{self.lane_and_column(op, view)} + (thread / 32 % 4 * 32 << 16)"
+        words = gcd(columns, MOST_WORDS)
+        make = blackwell.store if loaded is None else blackwell.load
+        name = (blackwell.store_name if loaded is None else blackwell.load_name)(words)
+        self.instructions[name] = make(words)
+        for first in range(0, columns, words):
+            there, here = f"{at} + {first}", f"(u32*)({tile.name} + {first})"
+            args = f"{there}, {here}" if loaded is None else f"{here}, {there}"
+            self.out.line(f"{name}({args});")
+
+    def emit_tensor_wait(self, op: Op) -> None:
+        word = "loaded" if op.attrs["what"] == "loads" else "stored"
+        self.out.line(f"tensor_{word}();")
+        self.out.line("tensor_before();")
+
+    # --- products ---
+
+    def emit_tensor_mma(self, op: Op) -> None:
+        sums, lhs, rhs, adds = op.operands
+        (left,), (right,) = op.attrs["contract"]
+        dtype = rhs.ref.dtype.name
+        self.check_tensor_product(op)
+        if self.warp is None:
+            self.meet_before(op)
+            self.out.line("tensor_after();")
+        right_ring = self.rings[rhs]
+        rows, columns = sums.ref.shape
+        group = self.group
+        how = blackwell.instruction(rows * group, columns, dtype, left == 0, right == 0)
+        in_tensor_memory = lhs.ref.space == "tmem"
+        name = blackwell.product_name(dtype, group, in_tensor_memory)
+        self.instructions[name] = blackwell.product(dtype, group, in_tensor_memory)
+        step = 32 // right_ring.dtype.bytes
+        steps = right_ring.shape[right] // step
+        to = self.lane_and_column(op, self.views[sums])
+        with self.out.block(self.once.rstrip() or "if (true)"):
+            b = self.tensor_descriptor(right_ring, right)
+            if in_tensor_memory:
+                a = self.lane_and_column(op, self.views[lhs])
+            else:
+                a = self.tensor_descriptor(self.rings[lhs], left)
+            more = self.env[adds].name
+            for k in range(steps):
+                if in_tensor_memory:
+                    from_ = f"{a} + {k * 8}"  # 32 bytes are 8 columns
+                else:
+                    offset = self.step_offset(self.rings[lhs], left, k, step)
+                    from_ = f"{a} + {offset >> 4}"
+                with_ = f"{b} + {self.step_offset(right_ring, right, k, step) >> 4}"
+                flag = more if k == 0 else "1"
+                self.out.line(f"{name}({to}, {from_}, {with_}, {how}u, {flag});")
+
+    def tensor_descriptor(self, ring: Ring, contract: int) -> str:
+        name = self.out.fresh("o")
+        apart = ring.panel_bytes if contract == 0 else 16
+        call = f"tensor_operand<{ring.swizzle}>({ring.address}, {apart})"
+        self.out.line(f"const u64 {name} = {call};")
+        return name
+
+    def check_tensor_product(self, op: Op) -> None:
+        sums, lhs, rhs, _ = op.operands
+        dtype, columns = rhs.ref.dtype.name, sums.ref.shape[1]
+        known = dtype in blackwell.KINDS and lhs.ref.dtype == rhs.ref.dtype
+        if not known or sums.ref.dtype.name != blackwell.SUMS.get(dtype, "f32"):
+            self.refuse(op, "the matrix instruction has no such types")
+        if sums.ref.shape[0] != blackwell.LANES:
+            self.refuse(op, f"{sums.ref.shape[0]} rows, not {blackwell.LANES}")
+        if columns % (16 * self.group) or columns > 256:
+            self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
+        if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
+            self.refuse(op, f"a left side of {lhs.ref.dtype} in tensor memory")
+        for side, contract in zip((lhs, rhs), op.attrs["contract"], strict=True):
+            if side.ref.space == "tmem":
+                continue
+            ring = self.rings.get(side)
+            if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
+                self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
+            if contract[0] == 0 and side.ref.dtype.bytes != 2:
+                self.refuse(op, f"{side.ref.dtype} operands are stored along k")
+            if ring.shape[contract[0]] * ring.dtype.bytes % 32:
+                self.refuse(op, f"a sum over {ring.shape[contract[0]]} elements")
+
+    def emit_tensor_commit(self, op: Op) -> None:
+        at, axes = self.barriers[op.operands[0]], op.attrs["axes"]
+        if axes:
+            pattern = sum(1 << n for n in self.peers(axes))
+            blocks = f"{pattern} << ({self.first_peer(axes)})"
+            self.out.line(f"{self.once}tensor_commit_to({at}, {blocks});")
+        else:
+            self.out.line(f"{self.once}tensor_commit<{self.group}>({at});")
+
+    # --- barriers ---
+
+    def arrivals_of(self, ref: RefType) -> int:
+        assert ref.layout is not None
+        return ref.layout.numbers[0] * (1 if len(ref.layout.numbers) > 1 else WARPS)
+
+    def emit_barrier_expect(self, op: Op) -> None:
+        barrier, bytes_ = op.operands[0], op.attrs["bytes"]
+        at = self.barriers[barrier]
+        if orders_tensor_core(barrier):
+            self.out.line("tensor_before();")
+            self.sync()
+            word = (
+                f"barrier_expect({at}, {bytes_})" if bytes_ else f"barrier_arrive({at})"
+            )
+            self.out.line(f"{self.once}{word};")
+        elif self.warp is not None:  # for all four warps
+            self.out.line("__syncwarp();")
+            word = f"barrier_expect_for({at}, {bytes_}, {WARPS});"
+            if not bytes_:
+                word = f"barrier_arrive_for({at}, {WARPS});"
+            self.out.line(f"{self.once}{word}")
+        else:
+            super().emit_barrier_expect(op)
+
+    def emit_barrier_wait(self, op: Op) -> None:
+        super().emit_barrier_wait(op)
+        if orders_tensor_core(op.operands[0]):
+            self.out.line("tensor_after();")
+
+    def emit_cluster_arrive(self, op: Op) -> None:
+        if not orders_tensor_core(op.operands[0]):
+            super().emit_cluster_arrive(op)
+            return
+        axes, at = op.attrs["axes"], self.barriers[op.operands[0]]
+        further = self.peers(axes)
+        self.out.line("tensor_before();")
+        self.sync()
+        for lane, step in enumerate(
+            further[: 1 if op.attrs["to"] == "first" else None]
+        ):
+            block = f"{self.first_peer(axes)} + {step}"
+            own = "thread % 32" if self.warp is not None else "thread"
+            self.out.line(f"if ({own} == {lane}) arrive_at({at}, {block});")
+
+    def emit_cluster_copy(self, op: Op) -> None:
+        if op.attrs["to"] != "first" or self.arch != "sm_100a":
+            super().emit_cluster_copy(op)
+            return
+        source, target, barrier = op.operands
+        self.meet_before(op)
+        there = f"block_address({self.barriers[barrier]}, "
+        there += f"{self.first_peer(op.attrs['axes'])})"
+        for at, number, places in self.boxes(op, self.views[source], target):
+            where = f"maps + {number * MAP_BYTES}, {there}"
+            call = f"copy_for_first_{len(places)}({at}, {where}, {', '.join(places)});"
+            self.out.line(self.once + call)
+
+    # --- single warps ---
+
+    def emit_warps(self, op: Op) -> None:
+        self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32 % 4, 0);")
+        for number, region in enumerate(op.regions):
+            if not region.ops:
+                continue
+            with self.out.block(f"if (warp == {number})"):
+                self.warp = number
+                self.block(region)
+                self.warp = None
+
+    @property
+    def once(self) -> str:
+        return super().once if self.warp is None else "if (thread % 32 == 0) "
+
+    def sync(self) -> None:
+        if self.warp is None:
+            super().sync()
+        else:
+            self.out.line("__syncwarp();")
+
+    def meet_before(self, op: Op) -> None:
+        if self.warp is None:
+            super().meet_before(op)
+
+    def alloc_local(self, op: Op) -> None:
+        """A number that each thread has for itself."""
+        name = self.out.fresh("own")
+        self.out.line(f"{self.type(op.result.ref.dtype, op)} {name};")
+        self.locals[op.result] = name
+
+
+MEETINGS = ("__syncthreads();", "blocks_meet();")
+RULES = {
+    "load": TensorMemory.emit_load,
+    "store": TensorMemory.emit_store,
+    "roles": TensorMemory.emit_roles,
+    "warps": TensorMemory.emit_warps,
+    "barrier_expect": TensorMemory.emit_barrier_expect,
+    "barrier_wait": TensorMemory.emit_barrier_wait,
+    "cluster_arrive": TensorMemory.emit_cluster_arrive,
+    "cluster_copy": TensorMemory.emit_cluster_copy,
+    "tensor_mma": TensorMemory.emit_tensor_mma,
+    "tensor_commit": TensorMemory.emit_tensor_commit,
+    "tensor_wait": TensorMemory.emit_tensor_wait,
+}
