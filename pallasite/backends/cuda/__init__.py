@@ -16,6 +16,7 @@ from pallasite.backends.base import (
     Options,
     Stage,
     scheduled_kernel,
+    stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role
@@ -116,6 +117,9 @@ class CudaBackend:
         )
 
     def launch(self, compiled: Compiled) -> Launch:
+        return stored_launch(compiled, partial(self._launch, compiled))
+
+    def _launch(self, compiled: Compiled) -> Launch:
         launched = emit.Launched.of(compiled["cuda"])
         return Launch(
             TARGET,
