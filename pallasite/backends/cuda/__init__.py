@@ -24,6 +24,7 @@ from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
+from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
 from pallasite.passes.canonicalize import canonicalize
@@ -83,6 +84,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("sink_loads", sink_loads),
+        Pass("streams", partial(streams, chip=chip)),
     )
 
 
