@@ -994,6 +994,8 @@ def compile_rows() -> list[dict[str, Any]]:
                 "PALLASITE_CACHE_DIR": f"{folder}/pallasite",
                 "JAX_COMPILATION_CACHE_DIR": f"{folder}/jax",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "PYTHONPYCACHEPREFIX": f"{folder}/modules",  # as after installation
+                "PYTHONDONTWRITEBYTECODE": "",
             }
             command = [sys.executable, "-W", "ignore", __file__, "--first-call", style]
             for state in ("cold", "warm"):

@@ -3,18 +3,24 @@
 A backend lists the ops it has natively, its passes (Kernel to Kernel, applied after the
 shared ones by the one runner in `passes/run.py`) and its stages: each a function of the
 text before it, the first of the scheduled kernel's. `Compiled` runs them as they are
-asked for; `launch` says how XLA calls the result. Backends import no JAX, nothing of
-the language and no other backend; `runtime/ffi.py` turns a Launch into a call.
+asked for; `launch` says how XLA calls the result, which is kept on disk where it is
+data. Backends import no JAX, nothing of the language and no other backend;
+`runtime/ffi.py` turns a Launch into a call.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from pallasite import config
 from pallasite.errors import UnknownBackendError
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.runtime import cache, sources
 from pallasite.runtime.forms import Form
 from pallasite.target import Chip
 
@@ -142,7 +148,7 @@ class Compiled(Mapping[str, Any]):
         from pallasite.passes.run import SHARED, Dump
 
         self.backend, self.imported, self.options = backend, imported, options
-        self._shared = SHARED if shared is None else shared
+        self.shared = SHARED if shared is None else shared
         self.steps: list[Step] = []  # every pass that ran, with its time
         self._dump = Dump.of(imported)
         self._stages = {stage.name: stage for stage in backend.stages(options)}
@@ -151,7 +157,7 @@ class Compiled(Mapping[str, Any]):
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel after the passes every backend shares."""
-        return self._run(self.imported, self._shared)
+        return self._run(self.imported, self.shared)
 
     @cached_property
     def scheduled(self) -> Kernel:
@@ -190,6 +196,28 @@ class Compiled(Mapping[str, Any]):
     def texts(self) -> dict[str, str]:
         """The text of every stage that has one."""
         return {n: self[n] for n in self if isinstance(self[n], str)}
+
+
+# Below the package's folder: what a launch depends on, besides the backend's folder.
+_SOURCES = ("target", "ir", "ops", "passes", "runtime/forms.py", "backends/base.py")
+
+
+def stored_launch(compiled: Compiled, make: Callable[[], Launch]) -> Launch:
+    """A launch that is data, from disk where it was made before: then no passes run."""
+    if config.get("verify") or config.get("dump"):
+        return make()  # its passes are to be seen
+    backend = compiled.backend
+    code = sources.hash_of(*_SOURCES, f"backends/{backend.name}")
+    passes = [p.name for p in compiled.shared]
+    parts = ["launch", backend.name, backend.version(), np.__version__, code, *passes]
+    key = "\n".join([*parts, repr(compiled.options), compiled.imported.text])
+    found = cache.load(key)
+    if found is not None:
+        return pickle.loads(found)
+    launch = make()
+    if launch.read_log is None:
+        cache.store(key, pickle.dumps(launch))
+    return launch
 
 
 _MODULES = {

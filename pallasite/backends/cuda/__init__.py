@@ -18,6 +18,7 @@ from pallasite.backends.base import (
     Resource,
     Stage,
     scheduled_kernel,
+    stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role, share_core
@@ -25,6 +26,7 @@ from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
+from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
 from pallasite.passes.canonicalize import canonicalize
@@ -85,6 +87,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
         Pass("sink_loads", sink_loads),
+        Pass("streams", partial(streams, chip=chip)),
     )
 
 
@@ -119,6 +122,9 @@ class CudaBackend:
         )
 
     def launch(self, compiled: Compiled) -> Launch:
+        return stored_launch(compiled, partial(self._launch, compiled))
+
+    def _launch(self, compiled: Compiled) -> Launch:
         launched = emit.Launched.of(compiled["cuda"])
         return Launch(
             TARGET,

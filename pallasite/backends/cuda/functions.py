@@ -133,17 +133,34 @@ FUNCTIONS: dict[str, str] = {
     ),
     # Computes nothing; the compiler does not know that.
     "changed": 'DEVICE void changed(u32& x) { asm volatile("" : "+r"(x)); }\n',
-    # Between registers and global memory, B bytes at once.
-    "get": (
+    "Bytes": (
         "template <int B> struct Bytes;\n"
         "template <> struct Bytes<16> { typedef uint4 T; };\n"
         "template <> struct Bytes<8> { typedef uint2 T; };\n"
         "template <> struct Bytes<4> { typedef u32 T; };\n"
         "template <> struct Bytes<2> { typedef u16 T; };\n"
         "template <> struct Bytes<1> { typedef u8 T; };\n"
+    ),
+    # Between registers and global memory, B bytes at once.
+    "get": (
         "template <int B, class X, class Y> DEVICE void get(X* to, const Y* from) {\n"
         "  typedef typename Bytes<B>::T T;\n"
         "  *reinterpret_cast<T*>(to) = *reinterpret_cast<const T*>(from);\n"
+        "}\n"
+    ),
+    # The same for what is accessed once (`streams.py`).
+    "get_once": (
+        "template <int B, class X, class Y> "
+        "DEVICE void get_once(X* to, const Y* from) {\n"
+        "  typedef typename Bytes<B>::T T;\n"
+        "  *reinterpret_cast<T*>(to) = __ldcg(reinterpret_cast<const T*>(from));\n"
+        "}\n"
+    ),
+    "put_once": (
+        "template <int B, class X, class Y> "
+        "DEVICE void put_once(X* to, const Y* from) {\n"
+        "  typedef typename Bytes<B>::T T;\n"
+        "  __stcs(reinterpret_cast<T*>(to), *reinterpret_cast<const T*>(from));\n"
         "}\n"
     ),
     # The number of an element in swizzled memory: panels of ROWS rows of SWIZZLE bytes.

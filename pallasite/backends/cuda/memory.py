@@ -13,6 +13,7 @@ from math import gcd, prod
 
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.layouts import Spread
+from pallasite.backends.cuda.streams import ONCE
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.backends.cuda.tiles import Tiles
 from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
@@ -416,7 +417,8 @@ class Memory(Tiles):
         count = self.vector(place, mask is not None)
         self.env[op.result] = result
         if count > 1:
-            self.load_vectors(place, pointer, result, count)
+            get = "get_once" if op.attrs.get(ONCE) else "get"
+            self.load_vectors(place, pointer, result, count, get)
             return
         outside = self.outside(place.view)
 
@@ -437,14 +439,14 @@ class Memory(Tiles):
         self.put(result, element)
 
     def load_vectors(
-        self, place: Place, pointer: str, result: Tile, count: int
+        self, place: Place, pointer: str, result: Tile, count: int, get: str
     ) -> None:
         """Several elements at once; none of them, where they are outside."""
         words = 2 if result.is_packed else 1
         offset, test = self.address(place, f"i * {count}")
         source = f"{pointer} + {offset}" if offset else pointer
         to = f"{result.name} + i * {count // words}"
-        move = f"get<{count * place.view.dtype.bytes}>({to}, {source});"
+        move = f"{get}<{count * place.view.dtype.bytes}>({to}, {source});"
         if test:
             spare = self.outside(place.view)
             spare = f"(u32){spare} | (u32){spare} << 16" if words == 2 else spare
@@ -478,7 +480,8 @@ class Memory(Tiles):
         if count > 1:
             first = f"{value.name} + i * {count // (2 if value.is_packed else 1)}"
             to = f"{pointer} + {offset}" if offset else pointer
-            move = f"get<{count * place.view.dtype.bytes}>({to}, {first});"
+            put = "put_once" if op.attrs.get(ONCE) else "get"
+            move = f"{put}<{count * place.view.dtype.bytes}>({to}, {first});"
         else:
             move = f"{pointer}[{offset or 0}] = {value.held(i)};"
         tests = [t for t in (test, mask.held(i) if mask else "") if t]

@@ -19,6 +19,7 @@ from pallasite.backends.base import (
     Resource,
     Stage,
     scheduled_kernel,
+    stored_launch,
 )
 from pallasite.backends.triton import emit
 from pallasite.backends.triton.launch import STAGES, WARPS, schedule_launch
@@ -83,6 +84,9 @@ class TritonBackend:
         return (Stage("ttir", make_ttir),)
 
     def launch(self, compiled: Compiled) -> Launch:
+        return stored_launch(compiled, partial(self._launch, compiled))
+
+    def _launch(self, compiled: Compiled) -> Launch:
         scheduled, options = compiled.scheduled, compiled.options
         chosen = find_pipeline(scheduled).attrs
         config = {

@@ -46,6 +46,9 @@ inline void meet(int id, int threads, bool waits = true) {
 }
 }  // namespace host
 
+template <class T> T __ldcg(const T* from) { return *from; }
+template <class T> void __stcs(T* to, T x) { *to = x; }
+
 static void __syncthreads() { host::meet(0, host::contexts.size()); }
 static void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
 template <class T> T exchange(T x, int from) {

@@ -188,6 +188,39 @@ def test_operands_are_repacked_for_products(name, tmp_path, small_chip, monkeypa
     assert kernels.error(got, want) < 1e-5
 
 
+def scaled_rows(x, weights, block=(1, 1024)):
+    def kernel(x_ref, w_ref, o_ref):
+        x = x_ref[...]
+        o_ref[...] = (x - x.max(axis=-1, keepdims=True)) * w_ref[...]
+
+    spec = pl.BlockSpec(block, lambda i: (i, 0))
+    whole = pl.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=kernels.shape(x),
+        grid=(pl.cdiv(x.shape[0], block[0]),),
+        in_specs=[spec, whole],
+        out_specs=spec,
+    )(x, weights)
+
+
+@pytest.mark.parametrize("cache", [64, 1 << 20])
+def test_arrays_larger_than_the_cache_go_past_it(cache, tmp_path, monkeypatch):
+    """But not the weights, which every program reads."""
+    memories = {**GPUS["h100"].memories, "l2": Memory(cache)}
+    chip = replace(GPUS["h100"], memories=memories)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    x, weights = kernels.normal(9, 1024), kernels.normal(1, 1024, seed=1)
+    (kernel,) = pl.lower(scaled_rows)(x, weights).kernels
+    once = [line for line in host.scheduled_text(kernel).splitlines() if "once" in line]
+    assert [line.split()[0] == "store" for line in once] == [False, True] * (cache < 99)
+    text = host.cuda_text(kernel)
+    assert ("get_once<16>" in text) == ("put_once<16>" in text) == (cache < 99)
+    (got,) = host.run(kernel, [np.asarray(x), np.asarray(weights)], tmp_path)
+    want = (x - x.max(axis=-1, keepdims=True)) * weights
+    assert kernels.error(got, want) < 1e-6
+
+
 def test_one_stage_is_enough(tmp_path, monkeypatch):
     """Where shared memory has room for no more."""
     memories = {**GPUS["h100"].memories, "shared": Memory(60 << 10)}

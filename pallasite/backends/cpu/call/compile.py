@@ -9,7 +9,6 @@ because XLA never forgets a handler.
 
 import ctypes
 import hashlib
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pallasite import config, target
+from pallasite import target
 from pallasite.backends.cpu.call import kept_memory
 from pallasite.backends.cpu.ops.debugging import PRINT, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
+from pallasite.runtime import sources
 
 _lock = threading.Lock()
 _objects: dict[str, bytes] = {}
@@ -35,7 +35,9 @@ def identity(kernel_text: str) -> str:
     """A text that two kernels share only if they have the same object code."""
     host = target.host()
     chosen = repr(replace(host, features=frozenset())) + repr(sorted(host.features))
-    return "\n".join([version(), _features(), chosen, _sources(), kernel_text])
+    return "\n".join(
+        [version(), _features(), chosen, sources.hash_of(*_SOURCES), kernel_text]
+    )
 
 
 def short_name(identity: str) -> str:
@@ -90,18 +92,7 @@ def version() -> str:
 
 def source_files() -> list[Path]:
     """All files of the package that machine code depends on."""
-    folders = (config.PACKAGE / name for name in _SOURCES)
-    return sorted(file for folder in folders for file in folder.rglob("*.py"))
-
-
-@cache
-def _sources() -> str:
-    """A hash of the code that writes kernels; where it cannot be read, a new one."""
-    try:
-        contents = [file.read_bytes() for file in source_files()]
-    except OSError:
-        contents = []
-    return hashlib.sha256(b"".join(contents) or secrets.token_bytes()).hexdigest()
+    return sources.files_in(*_SOURCES)
 
 
 def _optimized(llvm_text: str, machine: Any = None) -> Any:

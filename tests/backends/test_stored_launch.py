@@ -1,0 +1,85 @@
+"""Launches of GPU kernels are kept on disk: what was made before needs no passes."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallasite as pl
+from pallasite import config
+from pallasite.backends import base
+from pallasite.backends.cuda import nvrtc
+from pallasite.primitive import kernels_in
+from pallasite.target import GPUS
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no file owners")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path):
+    folder = str(tmp_path / "cache")
+    with config.override(cache_dir=folder, verify=False, dump=""):
+        yield
+
+
+def row_sums(columns=256, print_too=False):
+    def kernel(x_ref, o_ref):
+        total = x_ref[...].sum(axis=-1, keepdims=True)
+        if print_too:
+            pl.debug_print("total {}", total[0, 0])
+        o_ref[...] = x_ref[...] - total
+
+    x = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+    (found,) = kernels_in(pl.pallas_call(kernel, out_shape=x), x)
+    return found
+
+
+def compiled(backend, kernel, chip="h200", **options):
+    if backend == "cuda" and not nvrtc.is_available():
+        pytest.skip("NVRTC is not installed")
+    how = base.Options(chip=GPUS[chip], **options)
+    return base.Compiled(base.get(backend), kernel, how)
+
+
+def launched(made):
+    return made.backend.launch(made)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_kernel_made_before_needs_no_passes(backend):
+    first, again = (compiled(backend, row_sums()) for _ in range(2))
+    want = launched(first)
+    assert first.steps
+    assert launched(again) == want
+    assert not again.steps
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_another_kernel_chip_or_option_is_made(backend):
+    launched(compiled(backend, row_sums()))
+    others = [
+        compiled(backend, row_sums(columns=512)),
+        compiled(backend, row_sums(), chip="a100"),
+        compiled(backend, row_sums(), compiler_params={"num_warps": 2}),
+    ]
+    for other in others:
+        launched(other)
+        assert other.steps
+
+
+def test_a_kernel_whose_prints_are_read_here_is_made_again():
+    first, again = (compiled("triton", row_sums(print_too=True)) for _ in range(2))
+    assert launched(first).read_log is not None
+    assert launched(again).read_log is not None
+    assert again.steps
+
+
+@pytest.mark.parametrize("knob", ["verify", "dump"])
+def test_passes_that_are_to_be_seen_run(knob, tmp_path):
+    launched(compiled("triton", row_sums()))
+    wanted = {"verify": True, "dump": str(tmp_path / "texts")}[knob]
+    with config.override(**{knob: wanted}):
+        again = compiled("triton", row_sums())
+        launched(again)
+    assert again.steps
