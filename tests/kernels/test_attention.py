@@ -95,6 +95,17 @@ def test_any_shape(data):
     values_agree(functools.partial(kernels.attention, config=SMALL, mask=mask), *args)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_gradient_on_a_gpu_is_divided_among_queries_and_keys(kv_heads, monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    shapes = [(2, 4096, heads, 128) for heads in (4, kv_heads, kv_heads)]
+    operands = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    run = functools.partial(attention, mask=masks.Causal())
+    kernels = pl.explain_grad(run)(*operands).kernels
+    products = [sum(op.name == "dot" for op in walk(k.body)) for k in kernels]
+    assert products == [0, 3, 4]
+
+
 def test_a_query_that_may_look_at_nothing_gives_zeros():
     q, k, v = operands(1, 20, 20, 1, 1, 16, 16)
     mask = masks.Prefix(0)
