@@ -344,5 +344,8 @@ def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sin
             shrink = jnp.exp(maximum - with_sink)
             total = total * shrink + jnp.exp(sink_ref[...] - with_sink)
             maximum, acc = with_sink, acc * shrink
-        o_ref[...] = (acc / jnp.where(total == 0, 1, total)).astype(o_ref.dtype)
+        # A row that may look at nothing has no weights: it is divided by 1. As a sum
+        # that scales with the others it leaves the gradient one of plain sums.
+        divisor = total + jnp.exp(LOWEST - maximum)
+        o_ref[...] = (acc / divisor).astype(o_ref.dtype)
         log_sum_exp_ref[...] = maximum + jnp.log(total)

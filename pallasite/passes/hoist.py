@@ -13,7 +13,9 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, clone, map_ops, substitute
 from pallasite.ir.roles import Cond, Loop
+from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
+from pallasite.passes.analysis.guards import parts_of
 from pallasite.passes.analysis.memory import Roots, root_among
 
 Producers = Mapping[Value, Op]
@@ -132,18 +134,41 @@ class _HoistedLoop:
                 return
 
     def is_step(self, op: Op, number: int) -> bool:
-        """A `cond` with one non-empty branch, taken when the index is `number`."""
+        """A `cond` with one non-empty branch, taken when the index is `number`, and
+        where further conditions hold that are the same in all steps."""
+        tests = self.tests(op)
+        own = [test for test in tests if self.is_at(test, number)]
+        rest = [test for test in tests if test not in own]
+        return len(own) == 1 and not set(rest) & self.inside()
+
+    def tests(self, op: Op) -> list[Value]:
+        """What must hold for the code of a `cond` with one non-empty branch to run."""
         if op.name != "cond" or len(op.regions) != 2:
-            return False
+            return []
         which, (otherwise, _) = Cond.of(op).which, Cond.of(op).branches
         cast = self.producers.get(which) if not otherwise.ops else None
         if cast is None or cast.name != "cast":
+            return []
+        parts = parts_of(cast.operands[0], True, self.producers)
+        return [p.value for p in parts] if all(p.truth for p in parts) else []
+
+    def is_at(self, test: Value, number: int) -> bool:
+        op = self.producers.get(test)
+        if op is None or op.name != "eq" or self.index not in op.operands:
             return False
-        test = self.producers.get(cast.operands[0])
-        if test is None or test.name != "eq" or self.index not in test.operands:
-            return False
-        x, y = test.operands
+        x, y = op.operands
         return self.number(y if x is self.index else x) == number
+
+    def other_tests(self, op: Op, b: Builder) -> Value | None:
+        """Whether the conditions on other indices hold, computed outside the loop."""
+        inside = self.inside()
+        rest = [test for test in self.tests(op) if test not in inside]
+        if not rest:
+            return None
+        both = rest[0]
+        for test in rest[1:]:
+            both = b.and_(both, test)
+        return b.cast(both, I32)
 
     def move_reset(self, op: Op) -> None:
         """Make what the first step sets the initial value of the loop."""
@@ -162,9 +187,16 @@ class _HoistedLoop:
         others = [o for o in self.body.ops if o is not op]
         if any(_uses(v, others, self.body.yields) for v in otherwise.yields):
             return
-        self.builder.ops += reset.ops
         inits = list(self.loop.inits)
-        for param, value in zip(otherwise.yields, reset.yields, strict=True):
+        which, values = self.other_tests(op, self.builder), reset.yields
+        if which is None:
+            self.builder.ops += reset.ops
+        else:
+            kept = Block(
+                (), (), tuple(inits[carries.index(v)] for v in otherwise.yields)
+            )
+            values = self.builder.emit("cond", which, regions=(kept, reset))
+        for param, value in zip(otherwise.yields, values, strict=True):
             inits[carries.index(param)] = value
         mapping = dict(zip(op.results, otherwise.yields, strict=True))
         block = Block(self.body.params, tuple(others), self.body.yields)
@@ -205,12 +237,17 @@ class _HoistedLoop:
         free = [v for v in dict.fromkeys(used) if v not in defined]
         if not all(map(plan.can, free)):
             return None
+        which = self.other_tests(op, self.builder)
         kept = tuple(o for o in self.body.ops if o is not op)
         self.replace_body(Block(self.body.params, kept, self.body.yields))
 
         def emit(builder: Builder) -> None:
             mapping = {v: plan.value(v, builder) for v in free}
-            builder.ops += clone(Block((), branch.ops), mapping).ops
+            ops = clone(Block((), branch.ops), mapping).ops
+            if which is None:
+                builder.ops += ops
+            else:
+                builder.emit("cond", which, regions=(Block(), Block((), ops)))
 
         return emit
 

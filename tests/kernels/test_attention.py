@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pallasite as pl
 from pallasite import kernels
+from pallasite.ir.nodes import walk
 from pallasite.kernels import masks
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
@@ -93,6 +95,17 @@ def test_any_shape(data):
         st.sampled_from([None, masks.Causal(), masks.Window(5, None), masks.Prefix(1)])
     )
     values_agree(functools.partial(kernels.attention, config=SMALL, mask=mask), *args)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_the_gradient_on_a_gpu_is_divided_among_queries_and_keys(kv_heads, monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    shapes = [(2, 4096, heads, 128) for heads in (4, kv_heads, kv_heads)]
+    given = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    run = functools.partial(kernels.attention, mask=masks.Causal())
+    made = pl.explain_grad(run)(*given).kernels
+    products = [sum(op.name == "dot" for op in walk(k.body)) for k in made]
+    assert products == [0, 3, 4]
 
 
 def test_a_query_that_may_look_at_nothing_gives_zeros():

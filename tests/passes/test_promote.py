@@ -168,6 +168,65 @@ def test_last_step_goes_behind_the_loop():
     assert after.strip().startswith("store %ob[:, :] = %acc")
 
 
+NESTED = """
+kernel @k(%x: ref<f32[6,8,8] any>, %o: ref<f32[8,8] any>) outputs 1 {
+  %acc: ref<f32[8,8] vmem> = alloc {type=ref<f32[8,8] vmem>}
+  pipeline %x, %o {grid=(2, 3), semantics=("arbitrary", "arbitrary"),
+      windows=(in[squeezed 1, 8, 8], out[8, 8])}
+    map (%i: i32, %j: i32) {
+      %three: i32 = constant {value=3}
+      %z: i32 = constant {value=0}
+      %row: i32 = mul %i, %three
+      %at: i32 = add %row, %j
+      yield %at, %z, %z
+    }
+    map (%i1: i32, %j1: i32) {
+      %z1: i32 = constant {value=0}
+      yield %z1, %z1
+    }
+    body (%p: i32, %q: i32, %xb: ref<f32[8,8] block>, %ob: ref<f32[8,8] block>) {
+      %c: i32 = constant {value=0}
+      %c1: i32 = constant {value=1}
+      %c2: i32 = constant {value=2}
+      %first: bool = eq %p, %c
+      %second: bool = eq %q, %c
+      %both: bool = and %first, %second
+      %n: i32 = cast %both {dtype=i32}
+      cond %n
+        branch () {}
+        branch () {
+          %zero: f32[8,8] = constant {value=0.0}
+          store %acc[:, :] = %zero
+        }
+      %a: f32[8,8] = load %acc[:, :]
+      %v: f32[8,8] = load %xb[:, :]
+      %s: f32[8,8] = add %a, %v
+      store %acc[:, :] = %s
+      %third: bool = eq %p, %c1
+      %fourth: bool = eq %q, %c2
+      %ends: bool = and %third, %fourth
+      %m: i32 = cast %ends {dtype=i32}
+      cond %m
+        branch () {}
+        branch () {
+          %t: f32[8,8] = load %acc[:, :]
+          store %ob[:, :] = %t
+        }
+    }
+}
+"""
+
+
+def test_the_first_and_the_last_of_all_steps_leave_both_loops():
+    text = promoted(NESTED)
+    *loops, after = text.rsplit("    }\n", 2)
+    assert "cond" not in text and "store" not in "".join(loops)
+    assert after.strip().startswith("store %ob[:, :] = %acc")
+    x = np.arange(6 * 64, dtype="f4").reshape(6, 8, 8)
+    (got,) = Walker(promote(parse_kernel(NESTED)), NumpyNumbers()).run([x])
+    np.testing.assert_array_equal(got, x.sum(0))
+
+
 def test_all_that_the_last_step_does_goes_after_the_loop():
     again = """
       %again: i32 = cast %last {dtype=i32}

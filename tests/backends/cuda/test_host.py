@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import kernels as library
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends import cuda
+from pallasite.kernels import masks
 from pallasite.primitive import calls_in
 from pallasite.target import GPUS
 from pallasite.target.chip import Memory
@@ -323,14 +325,15 @@ def test_plain_attention(name, tmp_path, small_chip):
     assert kernels.error(got, want) < 2e-2
 
 
-def gradients(function, operands, seed, folder: Path) -> list[np.ndarray]:
+def gradients(function, operands, seeds, folder: Path) -> list[np.ndarray]:
     """Cotangents of the operands, by the kernels that a large GPU would run."""
     (call,) = calls_in(function, *operands)
     machine = replace(Machine.of(GPUS["h200"]), start=0.0)  # as if there were more work
     keeping = keeping_plan(call.kernel, (True,) * 3, machine)
     assert keeping is not None
     made = keeping.backward
-    arrays = dict(zip(made.primals, operands, strict=True)) | {made.seeds[0]: seed}
+    arrays = dict(zip(made.primals, operands, strict=True))
+    arrays |= {made.seeds[n]: seed for n, seed in enumerate(seeds)}
     for number, step in enumerate((keeping.forward, *made.steps)):
         here = folder / str(number)
         here.mkdir()
@@ -353,8 +356,23 @@ def test_gradient_of_attention(style, causal, width, block, tmp_path, small_chip
         kernels.normal(2, 256, width, dtype=bf16, seed=n) for n in range(4)
     )
     run = partial(kernels.attention, style=style, causal=causal, block=block)
-    got = gradients(run, operands, seed, tmp_path)
+    got = gradients(run, operands, (seed,), tmp_path)
     reference = partial(kernels.attention_reference, causal=causal)
+    want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
+
+
+def test_gradient_of_grouped_heads(tmp_path, small_chip):
+    """The keys' kernel sums over queries and over the heads of a group."""
+    shapes = [(1, 256, heads, 64) for heads in (2, 1, 1, 2)]
+    *operands, seed = (
+        kernels.normal(*shape, dtype=bf16, seed=n) for n, shape in enumerate(shapes)
+    )
+    run = partial(library.attention, mask=masks.Causal())
+    lse = np.zeros((1, 2, 256, 1), np.float32)  # a result that is not asked for
+    got = gradients(run, operands, (seed, lse), tmp_path)
+    reference = partial(run, implementation="reference")
     want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
