@@ -23,11 +23,14 @@ from pallasite.language.gpu import NDLoopInfo as NDLoopInfo
 from pallasite.language.gpu import OOBFillMode as OOBFillMode
 from pallasite.language.gpu import SwizzleTransform as SwizzleTransform
 from pallasite.language.gpu import TilingTransform as TilingTransform
+from pallasite.language.gpu import TraceScope as TraceScope
 from pallasite.language.gpu import WarpMesh as WarpMesh
 from pallasite.language.gpu import async_copy_smem_to_tmem as async_copy_smem_to_tmem
 from pallasite.language.gpu import async_load_tmem as async_load_tmem
+from pallasite.language.gpu import async_prefetch as async_prefetch
 from pallasite.language.gpu import async_store_tmem as async_store_tmem
 from pallasite.language.gpu import barrier_arrive as barrier_arrive
+from pallasite.language.gpu import barrier_arrive_and_wait as barrier_arrive_and_wait
 from pallasite.language.gpu import barrier_wait as barrier_wait
 from pallasite.language.gpu import broadcasted_iota as broadcasted_iota
 from pallasite.language.gpu import commit_smem as commit_smem
@@ -39,6 +42,10 @@ from pallasite.language.gpu import copy_gmem_to_smem as copy_gmem_to_smem
 from pallasite.language.gpu import copy_smem_to_gmem as copy_smem_to_gmem
 from pallasite.language.gpu import dynamic_scheduling_loop as dynamic_scheduling_loop
 from pallasite.language.gpu import find_swizzle as find_swizzle
+from pallasite.language.gpu import (
+    griddepcontrol_launch_dependents as griddepcontrol_launch_dependents,
+)
+from pallasite.language.gpu import griddepcontrol_wait as griddepcontrol_wait
 from pallasite.language.gpu import layout_cast as layout_cast
 from pallasite.language.gpu import load as load
 from pallasite.language.gpu import nd_loop as nd_loop
@@ -94,26 +101,38 @@ class Layout(enum.Enum):
         return self, axes
 
 
+_ANYWHERE = "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere"
+_OTHER_MEMORY = (
+    "let blocks and devices exchange values through main memory, between two kernels"
+)
+_CHECKED = "interpret=pl.Checked() runs kernels on any machine, and checks them"
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "InterpretGPUParams Mesh "
-        "PeerMemRef PipelinePipeline RefType RefUnion Replicated "
-        "SemaphoreSignal SemaphoreType ShapeDtypeStruct TMEMLayout Tiling "
-        "TraceScope Transform TryClusterCancelResult alloc_semaphore "
-        "as_torch_kernel async_copy_scales_to_tmem "
-        "async_copy_sparse_metadata_to_tmem async_prefetch "
-        "async_store_smem barrier_arrive_and_wait "
-        "barrier_test cluster_ref "
-        "force_gpu_interpret_mode format_tcgen05_sparse_metadata "
-        "griddepcontrol_launch_dependents griddepcontrol_wait im2col_ref "
-        "inline_mgpu max min mma multicast_ref multimem_load_reduce "
-        "multimem_store print_layout prod query_cluster_cancel remote_ref "
-        "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
-        "semaphore_wait set_gpu_interpret_mode sum "
-        "try_cluster_cancel wait_gmem_to_smem "
+        "Mesh PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
+        "Tiling Transform as_torch_kernel barrier_test im2col_ref inline_mgpu max min "
+        "mma print_layout prod sum transform_ref wait_gmem_to_smem "
         "GPUCompilerParams GPUMesh GPUMemorySpace",
-        "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere",
+        _ANYWHERE,
+    )
+    | missing.hints(
+        "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "
+        "cluster_ref multicast_ref multimem_load_reduce multimem_store remote_ref "
+        "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
+        "semaphore_wait",
+        _OTHER_MEMORY,
+    )
+    | missing.hints(
+        "async_copy_scales_to_tmem async_copy_sparse_metadata_to_tmem "
+        "format_tcgen05_sparse_metadata",
+        "scale and fill operands before tcgen05_mma, which multiplies them as they are",
+    )
+    | missing.hints(
+        "TryClusterCancelResult query_cluster_cancel try_cluster_cancel",
+        "plgpu.dynamic_scheduling_loop covers the grid",
+    )
+    | missing.hints(
+        "InterpretGPUParams force_gpu_interpret_mode set_gpu_interpret_mode", _CHECKED
     ),
     decorators=("inline_mgpu",),
 )

@@ -77,9 +77,9 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
         import pallasite
         pallasite.install()
         from jax.experimental.pallas import mosaic_gpu as plgpu
-        from jax.experimental.pallas.mosaic_gpu import tcgen05_mma
+        from jax.experimental.pallas.mosaic_gpu import remote_ref
         try:
-            tcgen05_mma(1, 2)
+            remote_ref(1, 2)
         except NotImplementedError as error:
             print(error)
         try:
@@ -88,7 +88,7 @@ def test_missing_submodule_and_name_say_so(run_python: Callable[..., str]):
             print(error)
     """
     out = run_python("-c", textwrap.dedent(code))
-    assert "pallasite.mosaic_gpu.tcgen05_mma is not available in Pallasite" in out
+    assert "pallasite.mosaic_gpu.remote_ref is not available in Pallasite" in out
     assert "is not part of Pallasite" in out
 
 

@@ -171,6 +171,7 @@ def emit_pipeline(
     in_specs: Any = (),
     out_specs: Any = (),
     max_concurrent_steps: int = 1,
+    delay_release: int = 0,
     init_carry: Any = None,
 ) -> Callable[..., Any]:
     """A loop over blocks in shared memory, copied while others are worked on.
@@ -180,6 +181,7 @@ def emit_pipeline(
         grid: the steps, last axis fastest.
         in_specs, out_specs: one `plgpu.BlockSpec` per array.
         max_concurrent_steps: slots per operand.
+        delay_release: of all `in_specs` that say less, as earlier versions spell it.
         init_carry: given to the first step; each step returns the next one's.
 
     Returns:
@@ -198,7 +200,7 @@ def emit_pipeline(
             )
         memory = [s.memory(steps.slots) for s in (*ins, *outs)]
         barriers = gpu.Barrier(num_arrivals=max(1, len(ins)), num_barriers=steps.slots)
-        delay = max((s.delay for s in ins), default=0)
+        delay = max((delay_release, *(s.delay for s in ins))) if ins else 0
 
         def scoped(full: Any, *slots: Any) -> Any:
             def fetch(step: Any, slot: Any) -> None:

@@ -280,6 +280,12 @@ def barrier_wait(barrier: Any) -> None:
     barrier_wait_p.bind(*flat, tree=tree)
 
 
+def barrier_arrive_and_wait(barrier: Any) -> None:
+    """Arrive, and wait for the end of the phase."""
+    barrier_arrive(barrier)
+    barrier_wait(barrier)
+
+
 def copy_gmem_to_smem(
     src: Any,
     dst: Any,
@@ -504,6 +510,21 @@ def set_max_registers(n: int, *, action: str) -> None:
     set_max_registers_p.bind(count=int(n), more=action == "increase")
 
 
+def async_prefetch(
+    ref: Any, *, collective_axes: Any = None, leader_tracked: Any = None
+) -> None:
+    """What will be copied may be brought nearer already; changes no result."""
+    del ref, collective_axes, leader_tracked
+
+
+def griddepcontrol_wait() -> None:
+    """Kernels before this one have ended when it starts."""
+
+
+def griddepcontrol_launch_dependents() -> None:
+    """Kernels after this one start when it has ended."""
+
+
 def layout_cast(x: Any, new_layout: Any) -> Any:
     """The same value; layouts change no result."""
     del new_layout
@@ -660,6 +681,13 @@ def planar_snake(
     return (column, row) if minor_dim == 0 else (row, column)
 
 
+class TraceScope(enum.Enum):
+    """Whose events upstream's profiler records; there is none here."""
+
+    WARP = "warp"
+    WARPGROUP = "warpgroup"
+
+
 class LoweringSemantics(enum.Enum):
     """How upstream's compiler sees code; nothing here depends on it."""
 
@@ -678,4 +706,8 @@ class CompilerParams:
     reduction_scratch_bytes: int | None = None
     profile_space: int = 0
     profile_dir: str = ""
+    profile_trace_scope: TraceScope = TraceScope.WARPGROUP
+    profile_bounds_check: bool = False
     lowering_semantics: LoweringSemantics = LoweringSemantics.Lane
+    skip_device_barrier: bool = False
+    is_multi_process: bool = False

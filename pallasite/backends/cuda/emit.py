@@ -55,6 +55,7 @@ MAX_THREADS = 1024
 # take up to twice as much before there are more of them.
 ELEMENTS, REDUCED_ELEMENTS, MOST_ELEMENTS = 16, 32, 64
 WARP_THREADS, USUAL_THREADS = 32, 256
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
 PRODUCTS = ("wgmma", "tensor_mma")  # which read swizzled memory
 TILE_WORDS = 96  # registers of a thread for tiles
 
@@ -134,7 +135,8 @@ class Emitter(TensorMemory):
         )
         if roles:
             self.threads = sum(roles[0].attrs["cuda.warpgroups"]) * WARPGROUP
-        self.arch = (_arch(self.program.body)) if roles else ""
+        self.arch = _arch(self.program.body) if roles else ""
+        self.instructions_wait = self.arch != BLACKWELL
         self.users = users_of(self.program.body)
         self.per_core = roles[0].attrs.get("cuda.per_core", 1) if roles else 1
 
@@ -469,7 +471,8 @@ def _only_multiplied(body: Block) -> set[Value]:
 
 def _arch(body: Block) -> str:
     """The generation of chips that an author's code is for."""
-    return "sm_100a" if any(op.name == "tensor_mma" for op in walk(body)) else "sm_90a"
+    is_new = any(op.name == "tensor_mma" for op in walk(body))
+    return BLACKWELL if is_new else HOPPER
 
 
 def uses_of(body: Block, roots: Roots) -> dict[Value, frozenset[str]]:

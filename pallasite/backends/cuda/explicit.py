@@ -169,6 +169,8 @@ class Explicit(Shared):
         else:
             super().sync()
 
+    instructions_wait = True  # chips after Hopper wait for products by barriers only
+
     meeting = 1  # the number of the barrier at which the threads of the role meet
 
     # --- copies ---
@@ -640,7 +642,8 @@ class Explicit(Shared):
         self.emit_elementwise(op)
 
     def emit_wgmma_wait(self, op: Op) -> None:
-        self.out.line(f"products_left<{op.attrs['pending']}>();")
+        if self.instructions_wait:
+            self.out.line(f"products_left<{op.attrs['pending']}>();")
         for old, new in zip(op.operands, op.results, strict=True):
             tile = self.env[old]
             self.out.line(f"settled({tile.name});")

@@ -35,6 +35,9 @@ SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
 # Of a thread, for tiles, where so many programs share a multiprocessor; and stages.
 SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
+PRODUCT_REGISTERS = 26  # of a thread, for one instruction besides the sums
+# Three programs leave a thread so few registers that all tiles of a step must fit.
+STEP_REGISTERS = {3: 110}
 STAGING_BYTES = 2 * 64 * SWIZZLE  # of a warpgroup, for tiles on their way out
 TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
@@ -441,7 +444,10 @@ class Plan:
         whole = self.chip.shared.bytes
         for count, most in SHARED_REGISTERS.items() if self.warpgroups == 1 else ():
             part = (whole + RESERVED_BYTES) // count - RESERVED_BYTES
-            if self.registers <= most and self.has_stages(part, SHARED_STAGES):
+            step = STEP_REGISTERS.get(count, self.registers_of_a_step)
+            fits = self.registers <= most and self.registers_of_a_step <= step
+            fits = fits and self.starts_with_enough(count)
+            if fits and self.has_stages(part, SHARED_STAGES):
                 self.per_core = count
                 return
         if not self.has_stages(whole, least=1):
@@ -451,6 +457,16 @@ class Plan:
                 f"its operands take {needed} bytes of shared memory, of {whole}",
                 "use smaller blocks",
             )
+
+    def starts_with_enough(self, programs: int) -> bool:
+        """Whether threads of so many programs have the registers of one product.
+
+        ptxas wants them from the start, whatever a role is given later.
+        """
+        threads = programs * WARPGROUP * (self.warpgroups + 1)  # one of them copies
+        registers = self.chip.registers // threads // 8 * 8
+        sums = max(p.result.tile.size for p in self.products) // self.threads
+        return sums + PRODUCT_REGISTERS <= registers
 
     @property
     def registers(self) -> int:
