@@ -12,7 +12,7 @@ from typing import Any
 from pallasite.backends.tpu import control
 from pallasite.backends.tpu.control import Control
 from pallasite.backends.tpu.views import View
-from pallasite.backends.tpu.writer import tile_text
+from pallasite.backends.tpu.writer import array, tile_text
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, Gather, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
@@ -82,6 +82,10 @@ class SparseOps(Control):
         return super()._written(op) if rule is None else rule(self, op)
 
     # --- vectors ---
+
+    def counted(self, tile: TileType, dim: int) -> str:
+        dims = array("i32", [dim])
+        return self.out.value(f"tpu.iota {{dimensions = {dims}}} : {tile_text(tile)}")
 
     def _read_vector(self, view: View, stored: TileType) -> str:
         indices, types = self._at(view), f"{view.type}, {tile_text(stored)}"
