@@ -502,3 +502,16 @@ def test_numbers_are_exact():
     assert number(1e300, F64) == "1e+300"
     assert number(1 << 40, I64) == "1099511627776ll"
     assert np.isfinite(float(number(1e-45, F32)[:-1]))
+
+
+@pytest.mark.parametrize(("columns", "programs"), [(96, 3), (112, 2), (128, 2)])
+def test_programs_that_share_a_multiprocessor_start_with_enough_registers(
+    columns: int, programs: int
+):
+    """ptxas refuses a product whose sums do not fit what all threads start with."""
+    x = jax.ShapeDtypeStruct((768, 512), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((512, 6 * columns), jnp.bfloat16)
+    run = partial(kernels.matmul, block=(64, columns, 64))
+    (call,) = calls_in(run, x, y)
+    text = base.Compiled(BACKEND, call.kernel, base.Options(), shared=())["cuda"]
+    assert f"__launch_bounds__(256, {programs})" in text
