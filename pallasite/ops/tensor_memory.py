@@ -40,9 +40,15 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
+def contracted(op: Op) -> tuple[int, int]:
+    """The dimensions of the left and of the right side that a product sums over."""
+    (left,), (right,) = op.attrs["contract"]
+    return left, right
+
+
 def columns_axis(op: Op) -> int:
     """The dimension of the right side along which its columns are."""
-    return 1 - op.attrs["contract"][1][0]
+    return 1 - contracted(op)[1]
 
 
 def mma_of(op: Op, columns: int) -> Block:

@@ -17,6 +17,7 @@ from pallasite.backends.cuda.memory import View, text_of
 from pallasite.backends.cuda.shared import Ring
 from pallasite.ir.nodes import Access, Op, Value, walk
 from pallasite.ir.types import RefType
+from pallasite.ops.tensor_memory import contracted
 
 LEAST_COLUMNS = 32  # that can be allocated
 MOST_WORDS = 64  # of a thread, moved by one instruction
@@ -165,7 +166,7 @@ class TensorMemory(Clusters):
 
     def emit_tensor_mma(self, op: Op) -> None:
         sums, lhs, rhs, adds = op.operands
-        (left,), (right,) = op.attrs["contract"]
+        left, right = contracted(op)
         dtype = rhs.ref.dtype.name
         self.check_tensor_product(op)
         if self.warp is None:
@@ -217,16 +218,16 @@ class TensorMemory(Clusters):
             self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
         if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
             self.refuse(op, f"a left side of {lhs.ref.dtype} in tensor memory")
-        for side, contract in zip((lhs, rhs), op.attrs["contract"], strict=True):
+        for side, along in zip((lhs, rhs), contracted(op), strict=True):
             if side.ref.space == "tmem":
                 continue
             ring = self.rings.get(side)
             if ring is None or not (ring.has_whole_rows and ring.has_whole_panels):
                 self.refuse(op, f"{side.type} is not swizzled, or a part of its panels")
-            if contract[0] == 0 and side.ref.dtype.bytes != 2:
+            if along == 0 and side.ref.dtype.bytes != 2:
                 self.refuse(op, f"{side.ref.dtype} operands are stored along k")
-            if ring.shape[contract[0]] * ring.dtype.bytes % 32:
-                self.refuse(op, f"a sum over {ring.shape[contract[0]]} elements")
+            if ring.shape[along] * ring.dtype.bytes % 32:
+                self.refuse(op, f"a sum over {ring.shape[along]} elements")
 
     def emit_tensor_commit(self, op: Op) -> None:
         at, axes = self.barriers[op.operands[0]], op.attrs["axes"]
