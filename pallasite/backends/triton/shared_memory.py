@@ -9,9 +9,9 @@ Triton 3.9's own compiler:
 - In a loop, every load that operands of a product are computed from, at whatever
   distance: Triton loads it ahead, into a buffer per stage, or one less where it goes
   through registers before it is multiplied (a mask, a conversion, a bias).
-- While they run: transposes for no product, reductions across warps, and in kernels
-  with products, loads and stores of tiles that products compute, since the registers of
-  a product are no rows of memory.
+- While they run: transposes for no product and, of tiles that products compute,
+  reductions of columns, stores, and loads that meet them, since the registers of a
+  product are no rows of memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -112,9 +112,11 @@ class SharedMemory(LiveTiles):
         """What an op takes while it runs."""
         if op.name == "transpose" and not self.feeds_dot(op):
             return self.turned_bytes(op)
-        if op.name == "reduce" and op.operands[0].tile.rank - 1 not in op.attrs["axes"]:
+        if op.name == "reduce" and op.operands[0] in self.from_products:
+            # The warps of a product have different rows.
+            across = op.operands[0].tile.rank - 1 not in op.attrs["axes"]
             elements = sum(prod(physical(v.tile.shape)) for v in op.results)
-            return self.warps * 4 * elements
+            return self.warps * 4 * elements if across else 0
         if op.name == "load" and op.result not in self.held:
             return tile_bytes(op.result) if self.meets_product(op) else 0
         if op.name in ("store", "atomic_rmw"):

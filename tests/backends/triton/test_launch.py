@@ -364,6 +364,16 @@ def test_stages_fit_into_shared_memory(name):
     assert_fits(scheduled_trial(name))
 
 
+def test_sums_over_rows_without_products_take_no_shared_memory():
+    """As in the gradient of a norm's weights."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...].sum(axis=0, keepdims=True)
+
+    call = pl.pallas_call(kernel, out_shape=shape(1, 8192, dtype=jnp.float32))
+    assert warps_and_stages(call, shape(4, 8192, dtype=jnp.float32))[0] == 16
+
+
 def test_loads_that_are_converted_before_a_product_are_loaded_ahead_too():
     """A left side of f32, rounded in the kernel: three buffers of it for four stages
     (Triton 3.9: 327680 bytes with four stages, more than there is)."""
