@@ -344,7 +344,9 @@ def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
             has_side_effect=job["has_side_effect"],
         )
         operands = [array(o, sharding=sharding) for o in job["operands"]]
-        jax.jit(lambda *xs: call(*xs)).lower(*operands).compile()
+        # Where there are no operands, results say which device it is for.
+        run = jax.jit(lambda *xs: call(*xs), out_shardings=sharding)
+        run.lower(*operands).compile()
 
     return compile_call
 
