@@ -401,6 +401,7 @@ def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
             "dimension_semantics does not have one entry per grid axis",
             [("dimension_semantics", names), ("grid axes", grid_rank)],
             at,
+            "one of 'parallel' and 'arbitrary' per axis of the grid",
         )
     for name in names:
         if name not in SEMANTICS:
@@ -408,5 +409,6 @@ def semantics_of(given: Any, grid_rank: int, at: Any) -> tuple[str, ...]:
                 f"unknown dimension semantics {name!r}",
                 [("known", ", ".join(SEMANTICS))],
                 at,
+                "'arbitrary' is always right",
             )
     return names

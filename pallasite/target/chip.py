@@ -77,7 +77,7 @@ class Tpu(Chip):
         # Before 7x arrays of 16 bits keep eight rows, two of them in each word.
         if bits == 16 and self.generation < 7:
             return self.sublanes
-        return self.sublanes * (32 // bits)
+        return self.sublanes * max(32 // bits, 1)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pallasite import config
 from pallasite.backends import base
 from pallasite.errors import (
-    ChipMemoryError,
-    CompileError,
+    InternalError,
     PallasError,
     PerformanceWarning,
     UnsupportedError,
@@ -140,18 +139,27 @@ def _compile(
             warnings.simplefilter("always")
             try:
                 made = _launch(name, call, target)
-            except (
-                UnsupportedError,
-                ChipMemoryError,
-                CompileError,
-                ImportError,
-            ) as error:
+            except (PallasError, ImportError) as error:
                 refusals.append((name, error))
+                continue
+            except Exception as error:
+                # One kernel must not keep the others from being looked at.
+                refusals.append((name, _broken(name, call, error)))
                 continue
         texts = [str(w.message) for w in said if w.category is PerformanceWarning]
         return made, _reason(why, refusals), tuple(texts), ""
     error = "\n".join(str(error) for _, error in refusals)
     return None, "no native backend takes it", (), error or "no backend for it"
+
+
+def _broken(name: str, call: Call, error: Exception) -> InternalError:
+    text = f"{type(error).__name__}: {error}"
+    return InternalError(
+        f"backend {name!r} failed on the kernel",
+        [("kernel", call.kernel.name), ("error", text)],
+        call.kernel.loc,
+        "this is a bug in Pallasite; please report the kernel",
+    )
 
 
 def _launch(name: str, call: Call, target: Named) -> Made:

@@ -135,7 +135,9 @@ def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
     # libtpu's estimate lets copies overlap with each other without a limit.
     least = bound.seconds if bound is not None else 0.0
     seconds = max(result.cycles / chip.clock, least)
-    busy = {}
+    busy: dict[str, float] = {}
+    if not seconds:  # an empty grid
+        return Estimate(result.cycles, seconds, busy)
     if code is not None:
         cycles = seconds * chip.clock
         busy = {

@@ -42,14 +42,19 @@ WORDS = (
         "begin slices of copies at multiples of the tile, or pl.multiple_of(index, 8)",
     ),
     _Words(
-        r"divisible by 512 bytes",
-        "a copy has rows that are no multiples of 512 bytes",
+        r"divisible by 512 bytes|Slice sizes along tiled dimensions",
+        "a copy takes parts of tiles",
         "copy whole rows of 128 lanes",
     ),
     _Words(
         r"shape cast|tpu\.reshape|vector\.shape_cast",
         "a reshape mixes rows and lanes in a way that the chip has no instruction for",
         "keep the last dimension, or reshape before the call",
+    ),
+    _Words(
+        r"Iteration bounds are too large",
+        "the grid has more steps than a TPU counts",
+        "larger blocks, or several calls",
     ),
     _Words(
         r"did not end within",

@@ -1,13 +1,14 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
-Reading order: what the chip lacks is made of what it has by passes, in this order:
-`prints.py`, `bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in
-main memory used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py`
-(an operand and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
-`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
-Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
-`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
-the result, with or without a TPU: see `runtime/aot.py`.
+Reading order: what no core has is refused by `limits.py`. What the chip lacks is made
+of what it has by passes, in this order: `prints.py`, `bitcasts.py`, `carried_types.py`
+(element types), `resident.py` (arrays in main memory used directly), `fit_windows.py`
+(blocks that miss the tiles), `aliased.py` (an operand and a result that are one
+memory), `cores.py` (two cores), `vmem.py` (room), `schedule.py` (inner pipelines become
+loops), `gathers.py`, `repeats.py`, `dots.py`. Then `emit.py` (module, grid and
+windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
+`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
+see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class TpuBackend:
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
+        from pallasite.backends.tpu.limits import check_limits
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
@@ -66,7 +68,10 @@ class TpuBackend:
         chip = options.chip if isinstance(options.chip, Tpu) else None
         if core_of(options) != "tc":
             return self._sparse_passes(chip)
+        asked = options.compiler_params.get("vmem_limit_bytes")
+        limits = partial(check_limits, chip=chip, vmem_limit=asked)
         return (
+            Pass("check_limits", limits),
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
@@ -81,7 +86,7 @@ class TpuBackend:
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
             Pass("share_cores", partial(share_between_cores, chip=chip)),
-            Pass("check_vmem", partial(check_vmem, chip=chip)),
+            Pass("check_vmem", partial(check_vmem, chip=chip, limit=asked)),
             Pass("inner_pipelines", schedule),
             Pass("gathers", loop_over_gathers),
             Pass("repeats", join_repeats),

@@ -522,8 +522,22 @@ class Memory(Shifting):
         The target is only written, and what it has outside its array is dropped.
         """
         source, target, semaphore = (self.view(v) for v in op.operands[:3])
+        self._check_copied_lanes(source)
+        self._check_copied_lanes(target)
         views = (source, replace(target, fill=None), semaphore)
         return [self.as_memref(view) for view in views]
+
+    def _check_copied_lanes(self, view: View) -> None:
+        """A copy moves whole tiles: of a row, multiples of 128 lanes or all of it."""
+        if len(view.shape) < 2 or view.space not in ("any", "hbm", "vmem"):
+            return
+        lanes, size = view.shape[-1], view.sizes[-1]
+        if size != lanes and size % LANES:
+            self.refuse(
+                f"a copy takes {size} of {lanes} lanes, which are no whole tiles",
+                fix=f"copy a multiple of {LANES} lanes, and slice what is loaded",
+                ref=f"{view.element}{list(view.shape)} in {view.space}",
+            )
 
     def emit_copy_start(self, op: Op) -> None:
         source, target, semaphore = self._copied(op)

@@ -414,6 +414,7 @@ class Tiles(Elementwise):
         return self.convert(name, result.with_shape(shape), op.attrs["dtype"])
 
     def _check_dot(self, dot: Dot) -> None:
+        self.tile_type(dot.op.result)
         if len(dot.lhs.contract) != 1 or len(dot.lhs.batch) > 1:
             self.refuse(
                 "the matrix unit contracts one dimension and takes one batch dimension",

@@ -22,8 +22,13 @@ MOST = 0.95  # of a core's vector memory, for one kernel
 SPARE = 1.25  # what is counted here, and what the compiler adds
 
 
-def check_vmem(kernel: Kernel, chip: Tpu | None) -> Kernel:
+def check_vmem(kernel: Kernel, chip: Tpu | None, limit: int | None = None) -> Kernel:
     """Refuse a kernel whose windows and scratch are more than a core has.
+
+    Args:
+        kernel: what to look at; it stays as it is.
+        chip: None: any of the table may run it.
+        limit: the bytes that the author allows it, if they are fewer.
 
     Raises:
         ChipMemoryError: names each window with its bytes.
@@ -32,20 +37,25 @@ def check_vmem(kernel: Kernel, chip: Tpu | None) -> Kernel:
     most = max(chips, key=lambda each: each.vmem.bytes)
     parts = list(_named(kernel))
     needed, available = sum(size for _, size in parts), most.vmem.bytes
+    room, fix = "vector memory", "use smaller blocks"
+    where = f"a core of {most.name}"
+    where += "" if chip else ", which has most of all TPUs"
+    if limit is not None and limit < available:
+        available, room = limit, "vector memory by vmem_limit_bytes"
+        where, fix = "what vmem_limit_bytes allows", f"{fix}, or a larger limit"
     if needed <= available:
         return kernel
     largest = sorted(parts, key=lambda part: -part[1])[:6]
     raise ChipMemoryError(
-        f"the blocks of a program do not fit a core of {most.name}"
-        + ("" if chip else ", which has most of all TPUs"),
+        f"the blocks of a program do not fit {where}",
         [
             ("kernel", kernel.name),
             ("needed", f"{needed} bytes"),
-            ("available", f"{available} bytes of vector memory"),
+            ("available", f"{available} bytes of {room}"),
             *((name, f"{size} bytes") for name, size in largest),
         ],
         kernel.loc,
-        "use smaller blocks",
+        fix,
     )
 
 

@@ -1,0 +1,114 @@
+"""Draws the pictures of docs/tpu.md, as SVG.
+
+`python docs/make_pictures.py` writes them to docs/pictures/; a test fails if they are
+out of date.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("pictures")
+INK, PALE, BUSY, MOVED, WRONG = "#37474f", "#eceff1", "#26a69a", "#5c6bc0", "#ef6c00"
+
+
+def box(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
+        f'fill="{fill}" stroke="{INK}"/>'
+    )
+
+
+def label(x: float, y: float, text: str, anchor: str = "start", fill: str = INK) -> str:
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{fill}">{text}</text>'
+    )
+
+
+def picture(width: int, height: int, shapes: Iterable[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">'
+    )
+    ground = f'<rect width="{width}" height="{height}" fill="white"/>'
+    return "\n".join([head, ground, *shapes, "</svg>"]) + "\n"
+
+
+def steps() -> str:
+    """Four steps of a grid: copies in, the body, copies out."""
+    rows = ("copy in", "body", "copy out")
+    left, top, width, height = 80, 30, 90, 34
+    shapes = [label(left, 20, "time: one column is one pass of the loop over the grid")]
+    for n, name in enumerate(rows):
+        y = top + n * (height + 8)
+        shapes.append(label(10, y + 22, name))
+        columns = (left + column * width for column in range(6))
+        shapes += [box(x, y, width - 6, height, PALE) for x in columns]
+        fill = BUSY if name == "body" else MOVED
+        for step in range(4):
+            x = left + (step + n) * width
+            shapes.append(box(x, y, width - 6, height, fill))
+            text = f"step {step}"
+            shapes.append(label(x + 42, y + 22, text, "middle", "white"))
+    bottom = top + 3 * (height + 8) + 18
+    text = (
+        "The longest row decides: copies (bytes / bandwidth) or the body (its units)."
+    )
+    shapes.append(label(left, bottom, text))
+    return picture(640, bottom + 14, shapes)
+
+
+def tiles() -> str:
+    """An array in tiles of 8 x 128, a block of whole ones and one that misses them."""
+    left, top, width, height = 20, 40, 96, 30
+    shapes = [label(left, 20, "an array of 32 x 512 in tiles of 8 rows x 128 lanes")]
+    for row in range(4):
+        for column in range(4):
+            x, y = left + column * width, top + row * height
+            shapes.append(box(x, y, width, height, PALE))
+    shapes.append(box(left, top, 2 * width, 2 * height, BUSY))
+    shapes.append(label(left + width, top + 34, "(16, 256)", "middle", "white"))
+    x, y = left + 2 * width, top + 2 * height
+    shapes.append(box(x, y, width, height / 2, WRONG))
+    shapes.append(label(x + width / 2, y + 13, "(4, 128)", "middle", "white"))
+    right = left + 4 * width + 20
+    shapes.append(label(right, top + 34, "whole tiles: copied as they are"))
+    shapes.append(label(right, y + 13, "half a tile: the array is cut"))
+    shapes.append(label(right, y + 30, "apart before the call"))
+    return picture(660, top + 4 * height + 20, shapes)
+
+
+def units() -> str:
+    """One core: memories, and the units that work on them."""
+    shapes = [
+        box(20, 40, 130, 120, PALE),
+        label(85, 65, "main memory", "middle"),
+        label(85, 85, "operands, results", "middle"),
+        box(250, 40, 150, 70, PALE),
+        label(325, 65, "VMEM", "middle"),
+        label(325, 85, "blocks, scratch", "middle"),
+        box(250, 120, 150, 40, PALE),
+        label(325, 145, "SMEM: scalars", "middle"),
+        label(200, 70, "copies", "middle", MOVED),
+        f'<path d="M150 78 H250 M150 140 H250" stroke="{MOVED}" stroke-width="3"/>',
+        f'<path d="M400 75 H470" stroke="{INK}" stroke-width="3"/>',
+    ]
+    names = ("matrix", "vector", "special", "across lanes", "load, store")
+    for n, name in enumerate(names):
+        y = 20 + 32 * n
+        shapes += [
+            box(470, y, 130, 26, BUSY),
+            label(535, y + 18, name, "middle", "white"),
+        ]
+    shapes.append(label(20, 20, "one core; a report names how busy each unit is"))
+    return picture(620, 190, shapes)
+
+
+def pictures() -> dict[str, str]:
+    """Every picture, by its file's name."""
+    return {"steps.svg": steps(), "tiles.svg": tiles(), "units.svg": units()}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pictures().items():
+        (FOLDER / name).write_text(text)
