@@ -39,12 +39,16 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
 
 
 def in_float32(plain: Callable) -> Callable:
-    """`plain` on operands widened to float32; results have the dtypes of `plain`'s."""
+    """`plain` on operands widened to float32; results have the dtypes of `plain`'s.
+
+    Products are of float32 in full, which they are not on every chip by default.
+    """
 
     def widened(*operands, **options):
         given = functools.partial(plain, **options)
         dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(given, *operands))
-        out = given(*map(_widen, operands))
+        with jax.default_matmul_precision("highest"):
+            out = given(*map(_widen, operands))
         return jax.tree.map(lambda x, dtype: x.astype(dtype), out, dtypes)
 
     return widened

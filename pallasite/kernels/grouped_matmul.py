@@ -114,6 +114,8 @@ def _call(x, factors, group_sizes, config, *, transposed=False, activation=None)
     """One product, or `activation(x @ factors[1]) * (x @ factors[0])`."""
     (m, k), (groups, *sides) = x.shape, factors[0].shape
     n = sides[0 if transposed else 1]
+    if not x.size or not factors[0].size:
+        return jnp.zeros((m, n), x.dtype)
     config = fitted(config, m, n, k)
     visits = visits_of_groups(group_sizes, m, config.block_m)
     steps = max(pl.cdiv(k, config.block_k), 1)
@@ -199,6 +201,8 @@ def _call(x, factors, group_sizes, config, *, transposed=False, activation=None)
 def _sums_of_groups(x, y, group_sizes, groups, config):
     """`x[rows of g].T @ y[rows of g]` for every group g: (groups, k, n)."""
     (m, k), n = x.shape, y.shape[1]
+    if not x.size or not y.size:
+        return jnp.zeros((groups, k, n), x.dtype)
     # A step of the sum is a block of rows here: rows take the place of k.
     blocks = fitted(config, k, n, m)
     wide = common.statistics_dtype(x.dtype)

@@ -109,10 +109,12 @@ def _streamed(
 ):
     batch, heads, latent = query.shape
     pages, size, rotary = rotary_pages.shape
+    if not table.size or not latent_pages.size:
+        return jnp.zeros(query.shape, query.dtype)
     rows = min(config.block_heads, heads)
     block = size if size % config.block_kv else min(config.block_kv, size)
     blocks = size // block  # of a page
-    steps = max(table.shape[1] * blocks, 1)
+    steps = table.shape[1] * blocks
     splits = max(1, min(config.splits, steps))
     per_split = pl.cdiv(steps, splits)
     wide = common.statistics_dtype(query.dtype)

@@ -104,7 +104,13 @@ def _plain(x, y, gate, bias, residual, *, activation, prologue, out_dtype, confi
     return _finished(sums, bias, residual, activation).astype(out_dtype)
 
 
-def _fused(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
+def _fused(x, y, gate, bias, residual, **how):
+    if not x.size or not y.size:  # no products: nothing for a kernel to do
+        return _plain(x, y, gate, bias, residual, **how)
+    return _by_blocks(x, y, gate, bias, residual, **how)
+
+
+def _by_blocks(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
     rows, n = math.prod(x.shape[:-1]), y.shape[1]
     extras = []
     if bias is not None:

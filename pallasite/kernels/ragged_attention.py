@@ -157,6 +157,8 @@ def _streamed(
     pages, size, kv_heads, value_width = value_pages.shape
     group = heads // kv_heads
     sequences, steps = page_table.shape
+    if not query.size or not page_table.size:
+        return jnp.zeros((tokens, heads, value_width), query.dtype)
     rows = tokens * group
     block = min(config.block_q, max(tokens, 1)) * group
     wide = common.statistics_dtype(query.dtype)
@@ -220,7 +222,7 @@ def _streamed(
         out_shape=jax.ShapeDtypeStruct((kv_heads, rows, value_width), query.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars) + 1,
-            grid=(kv_heads, len(visits.tile), max(steps, 1)),
+            grid=(kv_heads, len(visits.tile), steps),
             in_specs=[
                 pl.BlockSpec((None, block, width), rows_of_visit),
                 pl.BlockSpec((block, 1), lambda *at: rows_of_visit(*at)[1:]),

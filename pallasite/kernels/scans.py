@@ -16,10 +16,13 @@ from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common
 
+# Positions whose operands are loaded together, before the first is used.
+STEP = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceConfig:
-    """How a recurrence is divided: positions of a step, channels of a program."""
+    """How a recurrence is divided: positions and channels of a block."""
 
     block_length: int = 128
     block_channels: int = 128
@@ -77,7 +80,7 @@ def _recurrence(x, decay, initial, config):
     batch, length, channels = x.shape
     if not x.size:
         return x.astype(initial.dtype)
-    block = min(config.block_length, length)
+    block = pl.align_to(min(config.block_length, length), STEP)
     width = min(config.block_channels, channels)
     wide = initial.dtype
 
@@ -87,12 +90,15 @@ def _recurrence(x, decay, initial, config):
             state_ref[...] = initial_ref[...]
 
         def step(t, state):
-            row = pl.ds(t, 1)
-            state = decay_ref[row].astype(wide) * state + x_ref[row].astype(wide)
-            o_ref[row] = state
+            rows = [pl.ds(t * STEP + i, 1) for i in range(STEP)]
+            decays = [decay_ref[row].astype(wide) for row in rows]
+            inputs = [x_ref[row].astype(wide) for row in rows]
+            for row, decay, value in zip(rows, decays, inputs, strict=True):
+                state = decay * state + value
+                o_ref[row] = state
             return state
 
-        state_ref[...] = lax.fori_loop(0, block, step, state_ref[...])
+        state_ref[...] = lax.fori_loop(0, block // STEP, step, state_ref[...])
 
     rows = pl.BlockSpec((None, block, width), lambda b, j, i: (b, i, j))
     return pl.pallas_call(
@@ -235,7 +241,7 @@ def _chunked(x, log_decay, b, c, *, config):
         decay = jnp.exp(jnp.where(rows >= columns, down - along, -jnp.inf))
         out = jnp.dot((pairs * decay).astype(x.dtype), x, preferred_element_type=wide)
         old = state_ref[...]
-        carried = jnp.dot(c.astype(wide), old, preferred_element_type=wide)
+        carried = jnp.dot(c, old.astype(c.dtype), preferred_element_type=wide)
         o_ref[...] = (out + jnp.exp(down) * carried).astype(o_ref.dtype)
         last = down_ref[chunk - 1 :]
         rest = (b.astype(wide) * jnp.exp(last - down)).astype(x.dtype)

@@ -198,7 +198,14 @@ CASES = {
         config=kernels.MatmulConfig(16, 16, 16),
     ),
     "grouped matmul, all empty": case(
-        kernels.grouped_matmul, normal(7, 5), normal(3, 5, 6), jnp.array([0, 0, 0])
+        kernels.grouped_matmul,
+        normal(7, 5),
+        normal(3, 5, 6),
+        jnp.array([0, 0, 0]),
+        gradients=False,
+    ),
+    "grouped matmul of no rows": case(
+        kernels.grouped_matmul, normal(0, 5), normal(3, 5, 6), jnp.array([0, 0, 0])
     ),
     "grouped matmul bf16, columns shared": case(
         kernels.grouped_matmul,
@@ -321,6 +328,7 @@ CASES = {
         reduction="none",
         gradients=False,
         modes=True,
+        sharded=(0, 0, None),
         config=kernels.CrossEntropyConfig(8, 32, 32),
     ),
     "loss bf16": case(
