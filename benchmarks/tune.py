@@ -70,7 +70,7 @@ def problems(small: bool):
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="problems; default: all")
     parser.add_argument("--target", help="a chip that need not be here, such as v5e")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per kernel")
@@ -79,10 +79,11 @@ def main(argv: list[str] | None = None) -> None:
     chosen = problems(small)
     with tempfile.TemporaryDirectory() as folder, config.override(cache_dir=folder):
         for name in options.names or chosen:
-            compare(name, *chosen[name], options)
+            function, operands = chosen[name]
+            compare(name, function, operands, options)
 
 
-def compare(name: str, function, operands, options) -> None:
+def compare(name: str, function, operands: list[Shape], options) -> None:
     known = {"target": options.target, "limit": options.limit}
     lines = []
     for title, how in {
