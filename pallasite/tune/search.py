@@ -9,7 +9,7 @@ time is left out: neither is compiled.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log
+from math import log
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Outcome:
     budget: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.budget = max(LEAST, ceil(self.share * len(self.candidates)))
+        self.budget = max(LEAST, int(self.share * len(self.candidates)))
 
     @property
     def best(self) -> Candidate:
