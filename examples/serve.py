@@ -23,16 +23,32 @@ import train
 
 from pallasite import kernels
 
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model, and how it is served; lengths are the longest ones."""
+
+    model: train.Model
+    requests: int
+    prompts: int
+    answers: int
+    sequences: int
+    budget: int
+    page: int
+
+
 SIZES = {
-    "toy": dict(
-        model=train.Model(32, 1, 2, 1, 64, dtype=jnp.float32),
-        requests=200, prompts=12, answers=8, sequences=16, budget=32, page=8,
+    "toy": Size(
+        train.Model(32, 1, 2, 1, 64, dtype=jnp.float32),
+        *(200, 12, 8),
+        *(16, 32, 8),
     ),
-    "real": dict(
-        model=train.Model(1024, 8, 16, 4, 3072),
-        requests=400, prompts=512, answers=128, sequences=64, budget=256, page=16,
+    "real": Size(
+        train.Model(1024, 8, 16, 4, 3072),
+        *(400, 512, 128),
+        *(64, 256, 16),
     ),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass
@@ -220,16 +236,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="toy")
     parser.add_argument("--check", type=int, default=10, help="requests to compare")
     options = parser.parse_args(argv)
-    size = dict(SIZES[options.size])
-    model = size.pop("model")
-    count, prompts, answers = (size.pop(n) for n in ("requests", "prompts", "answers"))
-    params = train.init(model, jax.random.key(0))
-    server = functools.partial(Server, params, model, longest=prompts + answers, **size)
+    size = SIZES[options.size]
+    model, count = size.model, size.requests
+    server = functools.partial(
+        Server,
+        train.init(model, jax.random.key(0)),
+        model,
+        sequences=size.sequences,
+        budget=size.budget,
+        page=size.page,
+        longest=size.prompts + size.answers,
+    )
     answered = {}
     for name, implementation in {"kernels": "pallasite", "plain jnp": "xla"}.items():
-        server(implementation=implementation).serve(made_requests(2, prompts, 2))
+        server(implementation=implementation).serve(made_requests(2, size.prompts, 2))
         served = server(implementation=implementation)
-        requests = made_requests(count, prompts, answers)
+        requests = made_requests(count, size.prompts, size.answers)
         started = time.perf_counter()
         served.serve(requests)
         seconds = time.perf_counter() - started

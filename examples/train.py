@@ -127,7 +127,7 @@ def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    def attend(layer, query, key, value):
+    def attend(layer, query, key, value) -> Any:
         del layer
         return kernels.attention(query, key, value, mask=masks.Causal(), **how)
 

@@ -201,7 +201,7 @@ def kind(mask: Mask | None) -> str:
         return "Everything"
     if isinstance(mask, _Both):
         joined = "|" if isinstance(mask, _Either) else "&"
-        return joined.join((kind(mask.left), kind(mask.right)))
+        return joined.join((kind(mask.left), kind(mask.right)))  # pyright: ignore
     return type(mask).__name__
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pallasite.tune.results import Tuned
-from pallasite.tune.tunable import tunable
+from pallasite.tune.tunable import declared
 
 
 def autotune(
@@ -56,7 +56,7 @@ def autotune(
         `step = pl.autotune(step)(params, batch)`
     """
     if space is not None:
-        function = tunable(**space)(function)
+        function = declared(function, space)
 
     def tune(*args: Any) -> Tuned:
         from pallasite.tune.tuner import Options, Tuner

@@ -48,7 +48,7 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
         a, b = np.asarray(a), np.asarray(b)
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"result {number} is {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
-        if not jax.dtypes.issubdtype(a.dtype, np.inexact):
+        if not jax.numpy.issubdtype(a.dtype, np.inexact):
             if (a != b).any():
                 return f"result {number} differs in {(a != b).sum()} elements"
             continue
@@ -74,6 +74,6 @@ def difference(found: Any, expected: Any, tolerance: float) -> str:
 
 def tolerance_of(dtypes: Iterable[Any]) -> float:
     """What rounding in the coarsest of these dtypes explains."""
-    floats = [d for d in dtypes if jax.dtypes.issubdtype(d, np.floating)]
+    floats = [d for d in dtypes if jax.numpy.issubdtype(d, np.floating)]
     coarsest = max((float(jax.numpy.finfo(d).eps) for d in floats), default=0.0)
     return 4 * coarsest + 1e-5

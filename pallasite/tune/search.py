@@ -9,7 +9,7 @@ time is left out: neither is compiled.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log
+from math import log
 
 import numpy as np
 
@@ -41,7 +41,7 @@ class Outcome:
     budget: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.budget = max(LEAST, ceil(self.share * len(self.candidates)))
+        self.budget = max(LEAST, int(self.share * len(self.candidates)))
 
     @property
     def best(self) -> Candidate:
@@ -116,7 +116,7 @@ def _predicted(candidates: Sequence[Candidate], space: Space) -> dict[int, float
     """
     usable = [c for c in candidates if not c.refused and c.estimate > 0]
     done = [c for c in usable if c.seconds]
-    scale = [log(c.seconds / c.estimate) for c in done if c.seconds]
+    scale = np.array([log(c.seconds / c.estimate) for c in done if c.seconds])
     rows = np.array([_places(c, space) for c in done])
     weights = np.linalg.solve(
         rows.T @ rows + RIDGE * np.eye(rows.shape[1]), rows.T @ (scale - np.mean(scale))

@@ -11,7 +11,7 @@ from pallasite.errors import SpecError
 from pallasite.language.spec_trees import is_shaped
 from pallasite.language.trace import user_location
 from pallasite.tune import choices
-from pallasite.tune.space import Space
+from pallasite.tune.space import Config, Space
 
 
 def tunable(
@@ -41,24 +41,32 @@ def tunable(
         ```
     """
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        default = _defaults(function, values)
-        title = name or function.__name__
+    return functools.partial(declared, values=values, name=name, allows=allows)
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.keys() & default.keys():
-                return function(*args, **kwargs)
-            rule = None
-            if allows is not None:
-                rule = lambda config: allows(*args, **kwargs, **config)
-            site = _site(title, args, kwargs)
-            config = choices.choose(site, default, Space(values, rule))
-            return function(*args, **kwargs, **config)
 
-        return call
+def declared(
+    function: Callable[..., Any],
+    values: Mapping[str, Sequence[Any]],
+    name: str | None = None,
+    allows: Callable[..., bool] | None = None,
+) -> Callable[..., Any]:
+    """The function as `tunable` makes it."""
+    default = _defaults(function, values)
+    title = name or function.__name__
 
-    return declare
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() & default.keys():
+            return function(*args, **kwargs)
+
+        def rule(config: Config) -> bool:
+            return allows is None or allows(*args, **kwargs, **config)
+
+        site = _site(title, args, kwargs)
+        config = choices.choose(site, default, Space(values, rule))
+        return function(*args, **kwargs, **config)
+
+    return call
 
 
 def _defaults(function: Callable[..., Any], values: Mapping[str, Any]):

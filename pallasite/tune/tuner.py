@@ -369,7 +369,7 @@ def _arrays(given: Sequence[Any]) -> list[Any]:
     for number, x in enumerate(given):
         if not isinstance(x, jax.ShapeDtypeStruct):
             made.append(x)
-        elif jax.dtypes.issubdtype(x.dtype, np.inexact):
+        elif jax.numpy.issubdtype(x.dtype, np.inexact):
             noise = jax.random.normal(jax.random.key(number), x.shape)
             made.append(noise.astype(x.dtype))
         else:

@@ -93,7 +93,9 @@ class Workers:
             stop.set()
             for child in self._idle:
                 if child is not None:
-                    child.end()
+                    child.process.kill()  # which ends what its thread waits for
+            for thread in threads:
+                thread.join()
             raise
         return {call: self._known[call] for call in asked}
 
@@ -102,6 +104,7 @@ class Workers:
             child = self._idle[place]
             if child is None:
                 child = self._idle[place] = _Child(self.command, self.platform)
+                child.wait_until_ready()
             answer = child.ask(call, self.limit)
         except _Gone as gone:
             child = self._idle[place]
@@ -136,7 +139,9 @@ class _Child:
             },
             start_new_session=True,  # Ctrl-C is the parent's
         )
-        self._answer(START_SECONDS, "did not start")
+
+    def wait_until_ready(self) -> None:
+        self._answer(START_SECONDS, "its process did not start")
 
     def ask(self, call: Call, limit: float) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -231,7 +236,7 @@ def _made_up(shape: tuple[int, ...], dtype: Any) -> Any:
     import jax
     import numpy as np
 
-    if not jax.dtypes.issubdtype(dtype, np.inexact):
+    if not jax.numpy.issubdtype(dtype, np.inexact):
         return jax.numpy.zeros(shape, dtype)
     return jax.random.normal(jax.random.key(0), shape).astype(dtype)
 
