@@ -5,6 +5,7 @@ is given its device's number, so that it needs no mesh and the evaluator runs it
 """
 
 import inspect
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -622,7 +623,8 @@ def test_a_deadlock_on_a_mesh_is_reported_in_seconds(mode):
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.block_until_ready(call(np.zeros((DEVICES, 8), np.float32)))
     assert "a deadlock: everything that runs waits" in str(raised.value)
-    assert "x = 3  waits for a copy to o_ref (output), f32[8]" in str(raised.value)
+    waits = r"x = 3 +waits for a copy to o_ref \(output\), f32\[8\], which was not"
+    assert re.search(waits, str(raised.value))
     assert time.perf_counter() - started < 60
     # What was reported does not keep the devices from the next call.
     x = np.ones((DEVICES, 8), np.float32)
