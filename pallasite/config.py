@@ -88,13 +88,26 @@ _overrides: ContextVar[dict[str, Any] | None] = ContextVar(
 )
 
 
+_kept: dict[str, Any] = {}
+
+
 def get(name: str) -> Any:
-    """The value of a knob: override, else environment, else default."""
+    """The value of a knob: override, else what was kept, else environment, else
+    default."""
     knob, overrides = KNOBS[name], _overrides.get() or {}
-    if name in overrides:
-        return overrides[name]
+    for values in (overrides, _kept):
+        if name in values:
+            return values[name]
     text = os.environ.get(knob.env)
     return knob.default if text is None else knob.parse(text)
+
+
+def keep(name: str, value: Any) -> None:
+    """Set a knob for the rest of the process; None takes that back."""
+    assert name in KNOBS
+    _kept.pop(name, None)
+    if value is not None:
+        _kept[name] = value
 
 
 @contextlib.contextmanager

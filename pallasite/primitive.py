@@ -8,7 +8,7 @@ exact about grids, windows and scratch. `batch.py` has the vmap rule's part on I
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -40,6 +40,28 @@ from pallasite.target import Chip, Host, chip, chip_of_device, host
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What the evaluator does where a machine may choose (`pltpu.InterpretParams`).
+
+    Attributes:
+        zeros: unwritten memory holds zeros, not NaN or the least integer.
+        reads_outside: an element read past the end of a ref is like unwritten memory;
+            otherwise an index past the end is clamped.
+        skips_floats: floating-point values are not computed: all are infinity.
+        cores: programs along parallel axes are divided among that many.
+        seed: of a random order of programs along parallel axes.
+        recorder: called with the ids of each program and the number of its core.
+    """
+
+    zeros: bool = False
+    reads_outside: bool = False
+    skips_floats: bool = False
+    cores: int = 1
+    seed: int | None = None
+    recorder: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
 class Checked:
     """Checked mode: `pallas_call(..., interpret=pl.Checked())`.
 
@@ -64,6 +86,7 @@ class Checked:
             runs cores one after another, "late" moves it when it is waited for and runs
             the last core first, a number is the seed of a random order. The first one's
             results are those of the call.
+        machine: what `pltpu.InterpretParams` sets besides.
     """
 
     bounds: bool = True
@@ -75,6 +98,28 @@ class Checked:
     nan: bool = False
     inf: bool = False
     orders: tuple[str | int, ...] = ("early", "late", 0)
+    machine: Machine = Machine()
+
+
+def interpreted(params: Any) -> Checked:
+    """The evaluator as a `pltpu.InterpretParams` asks for it."""
+    late = params.random_seed if params.random_seed is not None else "late"
+    return Checked(
+        bounds=params.out_of_bounds_reads == "raise",
+        uninitialised=False,
+        races=params.detect_races,
+        unwritten=False,
+        promises=False,
+        orders=("early" if params.dma_execution_mode == "eager" else late,),
+        machine=Machine(
+            zeros=params.uninitialized_memory == "zero",
+            reads_outside=params.out_of_bounds_reads != "raise",
+            skips_floats=params.skip_floating_point_ops,
+            cores=params.num_cores_or_threads,
+            seed=params.random_seed,
+            recorder=params.grid_point_recorder,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +158,11 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
         forced = config.get("interpret")
         if forced == "checked":
             return Checked()
-        return bool(forced) and forced != "0"
+        if isinstance(forced, str):
+            return bool(forced) and forced != "0"
+        given = forced
+    if hasattr(given, "dma_execution_mode"):  # ours, or upstream's own
+        return interpreted(given)
     if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
         return True
     raise SpecError(

@@ -2,7 +2,6 @@
 
 import contextlib
 import enum
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from pallasite.calls.emit_pipeline import (
 )
 from pallasite.calls.mesh import TensorCoreMesh as TensorCoreMesh
 from pallasite.calls.mesh import create_tensorcore_mesh as create_tensorcore_mesh
+from pallasite.errors import SpecError, UnsupportedError
 from pallasite.importer.seeded_random import prng_random_bits as prng_random_bits
 from pallasite.importer.seeded_random import prng_seed as prng_seed
 from pallasite.importer.seeded_random import stateful_bernoulli as stateful_bernoulli
@@ -137,21 +137,70 @@ TPUCompilerParams = CompilerParams
 
 @dataclass(frozen=True)
 class InterpretParams:
-    """Upstream's interpreter settings; here they all mean `interpret=True`."""
+    """`interpret=pltpu.InterpretParams(...)`: one evaluator runs all devices and cores.
+
+    Copies and semaphores behave as on a chip. What is wrong is reported as in checked
+    mode, with the lines: copies that are not waited for, semaphores left over and
+    deadlocks always, the others as said here. `interpret=pl.Checked()` looks for more.
+
+    Args:
+        dma_execution_mode: "eager": a copy's data moves when it starts; "on_wait": when
+            it is waited for.
+        detect_races: report two accesses that nothing orders.
+        out_of_bounds_reads: "raise": report an index past the end of a ref;
+            "uninitialized": what is read there is as in unwritten memory.
+        skip_floating_point_ops: every floating-point result is infinity.
+        uninitialized_memory: unwritten memory holds "nan" (the least number of integer
+            types) or "zero".
+        num_cores_or_threads: cores that programs along parallel axes are divided among.
+            Cores of a mesh run side by side, as many as the mesh has.
+        random_seed: of a random order of parallel programs, and of copies "on_wait".
+        grid_point_recorder: called with the ids of each program and its core's number.
+        allow_hbm_allocation_in_run_scoped, vector_clock_size, logging_mode: accepted;
+            nothing depends on them.
+        buffer_bounds: "logical": a ref ends where its shape says.
+    """
 
     dma_execution_mode: str = "on_wait"
     detect_races: bool = False
+    out_of_bounds_reads: str = "raise"
     skip_floating_point_ops: bool = False
     uninitialized_memory: str = "nan"
-    num_cores_per_device: int = 1
+    num_cores_or_threads: int = 1
     random_seed: int | None = None
     grid_point_recorder: Any = None
-    out_of_bounds_reads: str = "raise"
     allow_hbm_allocation_in_run_scoped: bool = False
     vector_clock_size: int | None = None
     logging_mode: Any = None
+    buffer_bounds: str = "logical"
+
+    def __post_init__(self) -> None:
+        for name, known in _INTERPRET_CHOICES.items():
+            if getattr(self, name) not in known:
+                got = [("got", repr(getattr(self, name))), ("known", ", ".join(known))]
+                raise SpecError(f"InterpretParams has no such {name}", got)
+        if self.num_cores_or_threads < 1:
+            raise SpecError(
+                "InterpretParams needs at least one core",
+                [("num_cores_or_threads", self.num_cores_or_threads)],
+            )
+        if self.buffer_bounds == "padded":
+            raise UnsupportedError(
+                "InterpretParams(buffer_bounds='padded') is not available",
+                fix="a ref ends where its shape says: buffer_bounds='logical'",
+            )
+
+    @property
+    def num_cores_per_device(self) -> int:
+        return self.num_cores_or_threads
 
 
+_INTERPRET_CHOICES = {
+    "dma_execution_mode": ("eager", "on_wait"),
+    "out_of_bounds_reads": ("raise", "uninitialized"),
+    "uninitialized_memory": ("nan", "zero"),
+    "buffer_bounds": ("logical", "padded"),
+}
 TPUInterpretParams = InterpretParams
 
 
@@ -208,15 +257,15 @@ def is_tpu_device() -> bool:
 
 
 def force_tpu_interpret_mode(params: Any = None) -> contextlib.AbstractContextManager:
-    """Emulate every call of a `with` block, as `interpret=True` does for one."""
-    del params
-    return config.override(interpret="1")
+    """Emulate every call of a `with` block, as `interpret=True` does for one, or run it
+    as the `InterpretParams` say."""
+    return config.override(interpret=params or "1")
 
 
 def set_tpu_interpret_mode(params: Any = None) -> None:
-    """Emulate every call from now on, as `interpret=True` does for one."""
-    del params
-    os.environ[config.KNOBS["interpret"].env] = "1"
+    """Emulate every call from now on, as `interpret=True` does for one, or run it as
+    the `InterpretParams` say. `params=False` ends that."""
+    config.keep("interpret", None if params is False else params or "1")
 
 
 def reset_tpu_interpret_mode_state() -> None:

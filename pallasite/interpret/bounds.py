@@ -61,6 +61,31 @@ class Indices:
             plain.append((entry, operand))
         return plain, unsure
 
+    def inside(self, access: Access, entries: Sequence[Entry]) -> np.ndarray | None:
+        """Which elements of an access without a mask exist; None: all of them.
+
+        Gathered dimensions come first, then those of spans, as in the access.
+        """
+        gathered = next(
+            (np.shape(value_of(x)) for e, x in entries if isinstance(e, Gather)), ()
+        )
+        spans, rank = [e.size for e, _ in entries if isinstance(e, Span)], len(gathered)
+        shape, axis = (*gathered, *spans), rank
+        found = np.ones(shape, bool)
+        for n, (entry, operand) in zip(access.ref.ref.shape, entries, strict=True):
+            if isinstance(entry, Gather):
+                places = value_of(operand)
+                places = places.reshape(places.shape + (1,) * (len(shape) - rank))
+            elif isinstance(entry, Span):
+                start = entry.start if operand is None else int(value_of(operand))
+                places = start + np.arange(entry.size) * entry.stride
+                places = places.reshape((-1,) + (1,) * (len(shape) - axis - 1))
+                axis += 1
+            else:
+                places = entry.start if operand is None else value_of(operand)
+            found &= (places >= 0) & (places < n)
+        return None if found.all() else found
+
     def _gather(
         self, access: Access, d: int, operand: Array, on: Array | None, reads: bool
     ) -> Array:

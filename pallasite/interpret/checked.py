@@ -18,6 +18,7 @@ from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import Copy
 from pallasite.interpret.devices import talks_to_devices
+from pallasite.interpret.machine import core_of, placed_programs
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
@@ -268,10 +269,29 @@ class CheckedWalker(TensorWalker):
                 at = None if last is None else last.loc
                 self.monitor.report("copies", what, facts, fix, at)
 
+    def grid_programs(self, op: Op) -> list[list[Array]]:
+        programs, machine = super().grid_programs(op), self.monitor.options.machine
+        if op not in self.kernel.body.ops:
+            return programs
+        sizes = [int(value_of(n)) for n in self.grid_sizes(op)]
+        return placed_programs(programs, op, sizes, machine)
+
     def before_program(self, op: Op, ids: list[Array]) -> None:
+        if op in self.kernel.body.ops:
+            self._record(op, ids)
         self.monitor.enter_program(op, ids)
         if len(self.monitor.programs) == 1:
             self.races.enter_program(ids)
+
+    def _record(self, op: Op, ids: list[Array]) -> None:
+        machine, context = self.monitor.options.machine, self.schedule.current
+        if machine.recorder is None:
+            return
+        sizes = [int(value_of(n)) for n in self.grid_sizes(op)]
+        core = context.core if context is not None else None
+        if core is None:
+            core = core_of(op, ids, sizes, machine.cores)
+        machine.recorder(tuple(np.int32(i) for i in ids), np.int32(core))
 
     def after_program(self, op: Op, ids: list[Array]) -> None:
         if self.copies.flying:
@@ -294,10 +314,28 @@ class CheckedWalker(TensorWalker):
         return view, entries
 
     def do_load(self, op: Op) -> tuple[Array]:
+        if self.monitor.options.machine.reads_outside:
+            value = self._load_partly_outside(op)
+            if value is not None:
+                return (value,)
         (value,) = super().do_load(op)
         if self._unsure is not None:
             value = self._from_unsure_places(value)
         return (self._read_here(value),)
+
+    def _load_partly_outside(self, op: Op) -> Array | None:
+        """A load some of whose elements do not exist: those are as if not written."""
+        access = self.access(op)
+        if access.mask is not None:
+            return None
+        inside = self.index.inside(access, super()._entries(access)[1])
+        if inside is None:
+            return None
+        view, entries = self._entries(access)
+        blank = self.numbers.uninitialised(access.ref.ref.with_shape(inside.shape))
+        if not inside.any():
+            return blank
+        return self.read(view, entries, inside, blank)
 
     def _from_unsure_places(self, value: Array) -> Array:
         """What undefined gather indices name: gathered dimensions come first."""

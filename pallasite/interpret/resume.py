@@ -158,7 +158,7 @@ class ResumableWalker(Walker):
     # --- the grid, cores and roles ---
 
     def steps_pipeline(self, op: Op) -> Steps:
-        programs = list(self.numbers.programs(self.grid_sizes(op)))
+        programs = self.grid_programs(op)
         axes = core_axes(self.kernel, op)
         if cluster_axes(self.kernel, op):
             yield from self._clusters(op, programs)
@@ -180,6 +180,16 @@ class ResumableWalker(Walker):
             self._give_own_memory(context)
         self.cores = group
         yield Join(op, group)
+
+    def grid_programs(self, op: Op) -> list[list[Array]]:
+        """The ids of all programs, in the order in which they run."""
+        return list(self.numbers.programs(self.grid_sizes(op)))
+
+    def do_pipeline(self, op: Op) -> None:
+        for ids in self.grid_programs(op):
+            self.before_program(op, ids)
+            self.block(Pipeline.of(op).body, [*ids, *self.window_refs(op, ids)])
+            self.after_program(op, ids)
 
     def _programs(self, op: Op, programs: Sequence[list[Array]]) -> Steps:
         for ids in programs:
@@ -268,6 +278,7 @@ class ResumableWalker(Walker):
     def go_to(self, context: Context) -> None:
         self.env = context.env
 
+    RULES: ClassVar = {**Walker.RULES, "pipeline": do_pipeline}
     RESUMABLE: ClassVar[Mapping[str, StepsRule]] = {
         "for": steps_for,
         "while": steps_while,

@@ -32,6 +32,8 @@ class CheckedNumbers(NumpyNumbers):
         self.monitor, self.prints = monitor, prints
         options = monitor.options
         self.watched = [k for k in ("nan", "inf") if getattr(options, k)]
+        self.zeros = options.machine.zeros
+        self.skips_floats = options.machine.skips_floats
 
     # --- tiles ---
 
@@ -42,6 +44,8 @@ class CheckedNumbers(NumpyNumbers):
         attrs: Mapping[str, Any],
         result: TileType,
     ) -> Array:
+        if self.skips_floats and result.dtype.is_float:
+            return _infinity(result)
         if Partly not in map(type, operands):
             value = super().elementwise(row, operands, attrs, result)
         else:
@@ -53,6 +57,8 @@ class CheckedNumbers(NumpyNumbers):
         return value
 
     def tile_op(self, op: Op, operands: Sequence[Array]) -> Sequence[Array]:
+        if self.skips_floats and all(v.tile.dtype.is_float for v in op.results):
+            return [_infinity(v.tile) for v in op.results]
         if Partly not in map(type, operands):
             results = super().tile_op(op, operands)
         else:
@@ -95,6 +101,8 @@ class CheckedNumbers(NumpyNumbers):
 
     def uninitialised(self, type: RefType) -> Array:
         data = super().uninitialised(type)
+        if self.zeros:
+            data = np.zeros_like(data)
         if type.is_semaphore:
             return data
         return Partly(data, np.ones(type.shape, np.int32))
@@ -113,6 +121,8 @@ class CheckedNumbers(NumpyNumbers):
         value = super().take(data, picks, value_of(mask), value_of(other))
         if plain and mask is None:
             return value
+        if missing is not None and self.zeros:
+            value = np.where(missing, np.zeros((), data.dtype), value)
         found = np.zeros(region.shape, np.int32)
         if codes is not None:
             found = region.take(codes, 0)
@@ -238,6 +248,10 @@ class CheckedNumbers(NumpyNumbers):
     def debug_check(self, ok: Array, message: str, op: Op) -> None:
         if not self.certain(ok, "a debug_check"):
             self.monitor.report("check", f"debug_check failed: {message}")
+
+
+def _infinity(tile: TileType) -> np.ndarray:
+    return np.full(tile.shape, np.inf).astype(tile.dtype.np)
 
 
 def _defined_and(test: Callable, x: Array) -> np.ndarray:

@@ -358,7 +358,19 @@ def test_interpret_mode_for_a_block_of_calls():
         o_ref[...] = x_ref[...] + 1
 
     call = lambda x: pl.pallas_call(kernel, out_shape=S((4, 8), f32))(x)
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+    with pltpu.force_tpu_interpret_mode():
         emulated = jax.jit(call).lower(X).as_text()
     assert "custom_call" not in emulated
     assert "custom_call" in jax.jit(lambda x: call(x)).lower(X).as_text()
+    seen = []
+    params = pltpu.InterpretParams(
+        grid_point_recorder=lambda ids, core: seen.append(ids)
+    )
+    with pltpu.force_tpu_interpret_mode(params):
+        np.testing.assert_array_equal(call(X), X + 1)
+    assert seen == [()]
+    pltpu.set_tpu_interpret_mode(params)
+    np.testing.assert_array_equal(call(X), X + 1)
+    pltpu.set_tpu_interpret_mode(False)
+    np.testing.assert_array_equal(call(X), X + 1)
+    assert len(seen) == 2
