@@ -94,7 +94,7 @@ def splash_attention() -> Case:
     )
 
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq")
-    sizes = {f"block_{name}": 512 for name in (*names, "kv_dq")}
+    sizes: dict[str, Any] = {f"block_{name}": 512 for name in (*names, "kv_dq")}
     run = library.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * HEADS),
         head_shards=1,

@@ -9,7 +9,7 @@ import ast
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -288,9 +288,15 @@ RULES = [
 ]
 
 
+@cache
+def package_sources() -> list[Source]:
+    """The files of the package, parsed once."""
+    return [Source(PACKAGE, path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_package_keeps_rule(rule: Callable[[Source], Iterator[str]]):
-    sources = [Source(PACKAGE, path) for path in sorted(PACKAGE.rglob("*.py"))]
+    sources = package_sources()
     breaches = [breach for source in sources for breach in rule(source)]
     assert not breaches, "\n" + "\n".join(breaches)
 
@@ -324,7 +330,7 @@ def circles(imports: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_circles_between_modules_are_named():
-    sources = [Source(PACKAGE, path) for path in sorted(PACKAGE.rglob("*.py"))]
+    sources = package_sources()
     name = lambda parts: ".".join(parts).removesuffix(".__init__")
     imports = {name(source.parts): set[str]() for source in sources}
     for source in sources:

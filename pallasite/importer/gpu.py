@@ -8,7 +8,7 @@ the roles. Which phase a warpgroup waits for next, it keeps in a bit per barrier
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -71,7 +71,7 @@ class Threads:
         return tuple(a for a in axes if im.grid.sizes[a] != 1)
 
     def blocks_along(self, im: Importer, names: Sequence[str]) -> int:
-        return prod(im.grid.sizes[a] for a in self.axes_of(im, names))
+        return prod(_size(im, a) for a in self.axes_of(im, names))
 
     def parity(self, barriers: Value) -> Value:
         """The parities that the warpgroup or warp waits for, one bit per barrier."""
@@ -261,11 +261,16 @@ def _bytes(ref: Value) -> int:
     return ref.ref.size * ref.ref.dtype.bits // 8
 
 
+def _size(im: Importer, axis: int) -> int:
+    """Of an axis of a cluster, which is always known."""
+    return cast(int, im.grid.sizes[axis])
+
+
 def _place(im: Importer, axes: Sequence[int]) -> tuple[int, Value]:
     """How many blocks there are along axes of the cluster, and which one this is."""
     b, blocks, place = im.builder, 1, None
     for axis in axes:
-        size, number = im.grid.sizes[axis], im.grid.ids[axis]
+        size, number = _size(im, axis), im.grid.ids[axis]
         place = number if place is None else b.add(b.mul(place, b.index(size)), number)
         blocks *= size
     assert place is not None

@@ -435,7 +435,7 @@ def allocate(im: Importer, aval: Any) -> Value:
 
 
 def _ref_type(im: Importer, aval: Any) -> T.RefType:
-    space = getattr(aval, "memory_space", None)
+    space: Any = getattr(aval, "memory_space", None)
     name = getattr(space, "value", None) or "vmem"
     layout = None
     if hasattr(space, "arrivals"):  # of barriers
@@ -499,17 +499,19 @@ def _copy_rows(im: Importer, eqn: Any) -> bool:
             transforms.append(_without_rows(last))
         views.append(view(im, im.value(ref), transforms))
     _expect_semaphore(im, views[2])
-    action, attrs = eqn.params["action"], {"indexed": indexed}
+    action = eqn.params["action"]
+    attrs: dict[str, Any] = {"indexed": indexed}
     if action != "wait":
         attrs["add"] = action == "add"
     name = "indexed_copy_wait" if action == "wait" else "indexed_copy_start"
+    assert rows is not None
     im.builder.emit(name, *views, rows, **attrs)
     return True
 
 
 def _row_numbers(im: Importer, transforms: Sequence[Any]) -> Value | None:
     """What picks rows in the last step of a view: an array first in its index."""
-    last = transforms[-1] if transforms else None
+    last: Any = transforms[-1] if transforms else None
     if type(last).__name__ != "NDIndexer" or not last.indices:
         return None
     first = last.indices[0]

@@ -72,13 +72,14 @@ class Indices:
         spans, rank = [e.size for e, _ in entries if isinstance(e, Span)], len(gathered)
         shape, axis = (*gathered, *spans), rank
         found = np.ones(shape, bool)
+        places: Any
         for n, (entry, operand) in zip(access.ref.ref.shape, entries, strict=True):
             if isinstance(entry, Gather):
                 places = value_of(operand)
                 places = places.reshape(places.shape + (1,) * (len(shape) - rank))
             elif isinstance(entry, Span):
-                start = entry.start if operand is None else int(value_of(operand))
-                places = start + np.arange(entry.size) * entry.stride
+                start: Any = entry.start if operand is None else value_of(operand)
+                places = int(start) + np.arange(entry.size) * entry.stride
                 places = places.reshape((-1,) + (1,) * (len(shape) - axis - 1))
                 axis += 1
             else:

@@ -5,6 +5,7 @@ The gradient of the matrices is a sum over the rows of each group.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def _gated_bwd(activation, config, kept, cotangent):
     x, y, gate, group_sizes = kept
 
     def apart(x, y, gate):
-        products = (_product(x, w, group_sizes, config, False) for w in (gate, y))
+        products: Any = [_product(x, w, group_sizes, config, False) for w in (gate, y)]
         return gated_linear_unit(*products, activation=activation)
 
     _, pull = jax.vjp(apart, x, y, gate)

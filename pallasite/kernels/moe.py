@@ -4,7 +4,7 @@ Tokens are sorted by expert and the experts' products are grouped matmuls, so th
 token is dropped and none is padded. Sorting and joining are gathers, which are XLA's.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def route(
         normalise: weights of a token sum to 1; else they are its probabilities.
     """
     common.check_rank("route", "logits", logits, "tokens, experts")
-    how = {"implementation": implementation}
+    how: Any = {"implementation": implementation}
     probabilities = softmax(logits, **how)
     weights, experts = top_k_rows(probabilities, top_k, **how)
     if normalise:

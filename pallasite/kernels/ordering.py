@@ -1,6 +1,7 @@
 """Rows in order: `top_k`, the largest elements of each, and `sort`, all of them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,8 @@ def _ordered(x, function, size: int, config: common.RowConfig, name: str):
 
 
 def _ordered_fwd(x, *how):
-    values, places = _ordered(x, *how)
+    made: Any = _ordered(x, *how)
+    values, places = made
     return (values, places), (places, x)
 
 

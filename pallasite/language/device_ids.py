@@ -7,7 +7,7 @@ order, last axis fastest: what XLA calls logical ids.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def _by_name(device_id: Mapping[Any, Any]) -> Place:
     found: dict[str, Any] = {}
     cores: list[Any] = []
     for key, number in device_id.items():
-        names = key if isinstance(key, tuple) else (key,)
+        names = cast(Any, key if isinstance(key, tuple) else (key,))
         if not set(names) <= set(device_axes):
             if len(names) > 1:
                 raise _refusal(f"{names} are not axes of the devices' mesh", device_id)
@@ -78,7 +78,7 @@ def _by_name(device_id: Mapping[Any, Any]) -> Place:
             continue
         inner = 1
         for name in reversed(names):
-            size = mesh.shape[name]
+            size = cast(Any, mesh).shape[name]
             part = number if len(names) == 1 else number // inner % size
             found[name], inner = part, inner * size
     if len(cores) > 1:

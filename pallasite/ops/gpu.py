@@ -27,7 +27,7 @@ from pallasite.ir.types import INDEX, RefType, TileType, Type
 from pallasite.ops.elementwise import tiles
 
 
-def _barrier(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+def barrier_rule(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     barrier = types[0]
     if not isinstance(barrier, RefType) or barrier.space != "mbarrier":
         raise TypeRuleError(f"{barrier} is not an mbarrier")
@@ -82,7 +82,7 @@ def product_of(op: Op) -> Block:
     return b.block((sums, *sides), (b.op("add", sums, product),))
 
 
-def _nothing(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+def nothing(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
@@ -92,10 +92,10 @@ def _cluster_copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
         raise TypeRuleError(f"{target} is not in shared memory")
     if source.shape != target.shape or source.dtype != target.dtype:
         raise TypeRuleError(f"copies {source} to {target}")
-    return _barrier((barrier,), attrs)
+    return barrier_rule((barrier,), attrs)
 
 
-def _row(
+def gpu_row(
     name: str, rule: TypeRule, arity: int | None, attrs: tuple[str, ...], **kw: Any
 ) -> OpDef:
     kw = {"unit": Unit.MEMORY, **kw}
@@ -104,22 +104,24 @@ def _row(
     return register(row)
 
 
-_row(
+gpu_row(
     "barrier_expect",
-    _barrier,
+    barrier_rule,
     1,
     ("bytes",),
     doc="arrives, and lets the phase wait for that many bytes of copies too",
 )
-_row("barrier_arrive", _barrier, 1, (), doc="one arrival, of each warp that runs it")
-_row(
+gpu_row(
+    "barrier_arrive", barrier_rule, 1, (), doc="one arrival, of each warp that runs it"
+)
+gpu_row(
     "barrier_wait",
-    _barrier,
+    barrier_rule,
     2,
     (),
     doc="waits until the phase of that parity is complete",
 )
-_row(
+gpu_row(
     "wgmma",
     _wgmma,
     3,
@@ -127,7 +129,7 @@ _row(
     unit=Unit.MATRIX,
     doc="starts adding a product, by a warpgroup; the result is pending",
 )
-_row(
+gpu_row(
     "wgmma_wait",
     _tiles,
     None,
@@ -135,30 +137,30 @@ _row(
     unit=Unit.CONTROL,
     doc="waits until at most `pending` products are in flight; gives the same tiles",
 )
-_row(
+gpu_row(
     "named_barrier",
-    _nothing,
+    nothing,
     0,
     ("id", "threads", "arrive_only"),
     doc="warps meet, or say that they were here",
 )
-_row(
+gpu_row(
     "fence_async",
-    _nothing,
+    nothing,
     0,
     (),
     doc="stores to shared memory so far are seen by copies and products after it",
 )
-_row("cluster_barrier", _nothing, 0, (), doc="the blocks of a cluster meet")
-_row(
+gpu_row("cluster_barrier", nothing, 0, (), doc="the blocks of a cluster meet")
+gpu_row(
     "cluster_arrive",
-    _barrier,
+    barrier_rule,
     1,
     ("axes", "to"),
     doc="one arrival at that barrier of `all` blocks along axes of the cluster, or of "
     "the `first`",
 )
-_row(
+gpu_row(
     "cluster_copy",
     _cluster_copy,
     3,
@@ -166,10 +168,10 @@ _row(
     doc="a copy that barriers count: to shared memory at that place in `all` blocks "
     "along axes of the cluster, or here, counted by the `first` block",
 )
-_row(
-    "bulk_commit", _nothing, 0, (), doc="the stores started since the last are a group"
+gpu_row(
+    "bulk_commit", nothing, 0, (), doc="the stores started since the last are a group"
 )
-_row(
+gpu_row(
     "bulk_wait",
     _bulk_wait,
     0,
@@ -178,7 +180,7 @@ _row(
     doc="waits until at most `pending` groups of stores are in flight, or with `read` "
     "until the others have read their sources",
 )
-_row(
+gpu_row(
     "set_registers",
     _registers,
     0,

@@ -6,11 +6,13 @@ started them; `tensor_commit` lets a barrier count when all so far have ended.
 `interpret/tensor_memory.py` says what they mean. `warps` is for code of single warps.
 """
 
+from typing import cast
+
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.opdef import Attrs, TypeRuleError, Unit
 from pallasite.ir.types import BOOL, RefType, TileType, Type
-from pallasite.ops.gpu import _barrier, _nothing, _row
+from pallasite.ops.gpu import barrier_rule, gpu_row, nothing
 
 
 def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
@@ -23,10 +25,10 @@ def _mma(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
             raise TypeRuleError(f"{side} is no matrix in {' or '.join(spaces)}")
     if adds != TileType((), BOOL):
         raise TypeRuleError(f"whether sums are added to is one bool, got {adds}")
-    (left,), (right,) = attrs["contract"]
+    (left,), (right,) = cast(tuple[tuple[int], tuple[int]], attrs["contract"])
     blocks = 2 if attrs["axes"] else 1  # each has some columns of the right side
-    shape = (lhs.shape[1 - left], blocks * rhs.shape[1 - right])
-    if lhs.shape[left] != rhs.shape[right] or sums.shape != shape:
+    rows, columns = lhs.shape[1 - left], blocks * rhs.shape[1 - right]
+    if lhs.shape[left] != rhs.shape[right] or sums.shape != (rows, columns):
         raise TypeRuleError(f"{lhs} times {rhs} does not fit {sums}")
     return ()
 
@@ -68,7 +70,7 @@ def mma_of(op: Op, columns: int) -> Block:
     return b.block(params, (b.op("add", params[0], product), product))
 
 
-_row(
+gpu_row(
     "tensor_mma",
     _mma,
     4,
@@ -77,25 +79,25 @@ _row(
     doc="starts adding a product to tensor memory, or overwriting it; with axes, of "
     "two blocks of a cluster at once",
 )
-_row("tensor_copy", _copy, 2, ("axes",), doc="starts a copy into tensor memory")
-_row(
+gpu_row("tensor_copy", _copy, 2, ("axes",), doc="starts a copy into tensor memory")
+gpu_row(
     "tensor_commit",
-    _barrier,
+    barrier_rule,
     1,
     ("axes",),
     doc="one arrival when the products and copies started so far have ended",
 )
-_row(
+gpu_row(
     "tensor_wait",
-    _nothing,
+    nothing,
     0,
     ("what",),
     unit=Unit.CONTROL,
     doc="waits until the `loads` or `stores` of tensor memory have ended",
 )
-_row(
+gpu_row(
     "warps",
-    _nothing,
+    nothing,
     0,
     (),
     regions=None,

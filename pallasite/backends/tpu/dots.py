@@ -37,7 +37,8 @@ def _rewritten(op: Op, b: Rewriter, has_bytes: bool) -> Value | None:
     merged = any(
         len(s.free) > 1 or len(s.contract) != 1 or len(s.batch) > 1 for s in sides
     )
-    bytes_ = not _multiplies(*(s.value.tile.dtype for s in sides), has_bytes)
+    left, right = (s.value.tile.dtype for s in sides)
+    bytes_ = not _multiplies(left, right, has_bytes)
     if not (merged or bytes_) or not op.result.tile.size or not dot.depth:
         return None
     lhs, rhs = (_matrix(b, side) for side in sides) if merged else op.operands
