@@ -40,6 +40,7 @@ class Machine:
     on_chip: int | None = None  # bytes for the blocks of a program; None: any number
     must_fit: bool = False  # on chip; else larger blocks stay in main memory
     base_two: bool = False  # its exponentials have base two
+    cuts_rows: bool = False  # tiles are to fit into its registers
 
     @staticmethod
     def of(chip: Chip | Host) -> "Machine":
@@ -59,7 +60,9 @@ class Machine:
             special = USED * chip.cores * SPECIAL_GPU
             shared = chip.shared.bytes
             rates = (flops, special, moved, START_GPU)
-            return Machine(chip.name, chip.cores, *rates, shared, base_two=True)
+            return Machine(
+                chip.name, chip.cores, *rates, shared, base_two=True, cuts_rows=True
+            )
         vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
         # One core runs the programs of a kernel, one after another.
         return Machine(chip.name, 1, flops, TPU_SPECIAL, moved, START_TPU, vmem, True)
