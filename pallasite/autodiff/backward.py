@@ -45,6 +45,7 @@ from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 from pallasite.passes.exact_quotients import exact_quotients
 from pallasite.passes.fold_exp2 import fold_exp2
+from pallasite.passes.gpu_blocks import fewer_rows
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
@@ -289,6 +290,8 @@ def _plan(
     written: Sequence[Value] = (),
 ) -> BackwardPlan:
     """See `plan`; `written`: results that the stages write, too."""
+    if machine.cuts_rows:
+        kernel = fewer_rows(kernel)
     program = _with_exact_limits(step_blocks(program_of(kernel)))
     if machine.base_two:
         program = _in_base_two(program)

@@ -45,6 +45,7 @@ class Machine:
     must_fit: bool = False  # on chip; else larger blocks stay in main memory
     base_two: bool = False  # its exponentials have base two
     sums_in_memory: float = 1.0  # how much longer programs take that add to such sums
+    cuts_rows: bool = False  # tiles are to fit into its registers
 
     @staticmethod
     def of(chip: Chip | Host) -> "Machine":
@@ -63,16 +64,15 @@ class Machine:
         if isinstance(chip, Gpu):
             special = USED * chip.cores * SPECIAL_GPU
             shared = chip.shared.bytes
+            rates = (flops, special, moved, START_GPU)
             return Machine(
                 chip.name,
                 chip.cores,
-                flops,
-                special,
-                moved,
-                START_GPU,
+                *rates,
                 shared,
                 base_two=True,
                 sums_in_memory=SUMS_IN_MEMORY,
+                cuts_rows=True,
             )
         vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
         # One core runs the programs of a kernel, one after another.

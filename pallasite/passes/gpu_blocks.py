@@ -327,28 +327,53 @@ def _reasons(blocks: Blocks, value: Value) -> Iterator[tuple[str, str]]:
 
 def _without_products(blocks: Blocks, chip: Gpu, tuned: bool) -> Kernel:
     """Tiles that are not larger than what a program has registers for, nor tiny."""
-    sizes: dict[LoopDim, int] = {}
-
-    def elements(sizes: Sizes) -> int:
-        return max((_physical(blocks.shape(v, sizes)) for v in blocks.tiles), default=0)
-
-    # Rows first: elements that are next to each other stay together.
     rows = [d for d in blocks.free if not is_last(blocks, d)]
     lines = [d for d in blocks.free if is_last(blocks, d)]
-    own = elements(sizes)
+    own = _largest(blocks, {})
     if tuned:
         return blocks.kernel
+    sizes: Sizes = {}
     if own > 2 * TILE_ELEMENTS:
-        for dims, least in ((rows, 1), (lines, LEAST_ROW)):
-            for dim in dims:
-                for n in blocks.parts(dim, least):
-                    if elements(sizes) > TILE_ELEMENTS:
-                        sizes[dim] = n
+        # Rows first: elements that are next to each other stay together.
+        sizes = _cut(blocks, ((rows, 1), (lines, LEAST_ROW)))
     elif 0 < own < TINY_TILE:
         for dim in (*lines, *rows):
             for n in blocks.multiples(dim, SMALL_TILE):
                 new = {**sizes, dim: n}
                 enough = blocks.programs(new) >= PROGRAMS_PER_CORE * chip.cores
-                if enough and elements(new) <= SMALL_TILE:
+                if enough and _largest(blocks, new) <= SMALL_TILE:
                     sizes = new
     return blocks.rewritten(sizes) if sizes else blocks.kernel
+
+
+def fewer_rows(kernel: Kernel) -> Kernel:
+    """Code without products that has more rows than registers, on fewer at a time.
+
+    For what is made of a kernel, in which rows may be added up: then no pass can cut
+    them any more.
+    """
+    blocks = blocks_of(kernel)
+    if blocks is None or blocks.dots or _largest(blocks, {}) <= 2 * TILE_ELEMENTS:
+        return kernel
+    rows = [d for d in blocks.free if not is_last(blocks, d)]
+    sizes = _cut(blocks, ((rows, 1),))
+    try:
+        return blocks.rewritten(sizes) if sizes else kernel
+    except CannotReblock:
+        return kernel  # one dimension can be divided, but not after another
+
+
+def _largest(blocks: Blocks, sizes: Sizes) -> int:
+    """Elements of the largest tile."""
+    return max((_physical(blocks.shape(v, sizes)) for v in blocks.tiles), default=0)
+
+
+def _cut(blocks: Blocks, dims: Iterable[tuple[list[LoopDim], int]]) -> Sizes:
+    """Sizes of dimensions in the order to cut them, each with the least it may have."""
+    sizes: dict[LoopDim, int] = {}
+    for group, least in dims:
+        for dim in group:
+            for n in blocks.parts(dim, least):
+                if _largest(blocks, sizes) > TILE_ELEMENTS:
+                    sizes[dim] = n
+    return sizes

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import config
 from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
@@ -559,3 +560,47 @@ def test_cross_entropy_over_blocks_of_classes(monkeypatch):
     # dx over blocks of rows, dw over blocks of classes.
     steps = plan_of(run, args, MANY_CORES).steps
     assert [len(step.results) for step in steps][1:] == [1, 1]
+
+
+def weighted_norm(rows):
+    def kernel(x_ref, w_ref, o_ref):
+        x = x_ref[...]
+        mean = jnp.square(x).mean(axis=-1, keepdims=True)
+        o_ref[...] = x * lax.rsqrt(mean + 1e-6) * w_ref[...]
+
+    def call(x, w):
+        block = pl.BlockSpec((rows, x.shape[1]), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(x.shape[0] // rows,),
+            in_specs=[block, pl.BlockSpec(w.shape, lambda i: (0, 0))],
+            out_specs=block,
+        )(x, w)
+
+    return call
+
+
+def test_rows_that_a_gradient_adds_up_are_cut_before():
+    """Each row has a share in the cotangent of the weights; on a GPU, four rows of this
+    size do not fit into a program's registers."""
+    x, w = (jax.ShapeDtypeStruct((n, 8192), jnp.float32) for n in (64, 1))
+    (kernel,) = kernels_in(weighted_norm(4), x, w)
+    (step,) = full_plan(kernel, machine=Machine.of(chip("h200"))).steps
+    tiles = {v.type.shape for op in walk(step.kernel.body) for v in op.results}
+    assert (1, 8192) in tiles and (4, 8192) not in tiles
+
+
+def test_gradient_of_rows_that_are_cut():
+    rng = np.random.default_rng(0)
+    x, w, c = (rng.standard_normal((n, 8192)).astype(np.float32) for n in (8, 1, 8))
+
+    def reference(x, w):
+        mean = jnp.square(x).mean(axis=-1, keepdims=True)
+        return x * lax.rsqrt(mean + 1e-6) * w
+
+    want = jax.vjp(reference, x, w)[1](c)
+    with config.override(target="h200"):
+        got = jax.vjp(weighted_norm(4), x, w)[1](c)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)
