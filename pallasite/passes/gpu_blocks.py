@@ -275,11 +275,12 @@ class _WithProducts:
             ChipMemoryError: what a product needs at once is surely more than there is.
         """
         blocks, available = self.blocks, self.chip.shared.bytes
-        smallest = {d: n[-1] for d, n in self._deep.items() if n[-1] != d.size}
+        smallest = dict[LoopDim, int]()
         for dim in filter(self._is_side, blocks.free):
             parts = blocks.parts(dim, self.tiles.least_side)
             if parts:
                 smallest[dim] = parts[-1]
+        smallest |= {d: n[-1] for d, n in self._deep.items() if n[-1] != d.size}
         for dot in blocks.dots:
             value = dot.rhs.value
             shape = blocks.shape(value, smallest)
@@ -297,7 +298,14 @@ class _WithProducts:
                     dot.op.loc or blocks.kernel.loc,
                     "smaller blocks along the dimensions that are kept whole",
                 )
-        return blocks.rewritten(smallest)
+        made, taken = blocks.kernel, dict[LoopDim, int]()
+        for dim, size in smallest.items():
+            try:
+                made = blocks.rewritten({**taken, dim: size})
+                taken[dim] = size
+            except CannotReblock:
+                continue  # a dimension can be divided, but not after another
+        return made
 
 
 def _is_loaded(value: Value, made: Mapping[Value, Op]) -> bool:

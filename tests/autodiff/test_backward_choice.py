@@ -15,6 +15,7 @@ from pallasite import tpu as pltpu
 from pallasite.autodiff import backward
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.autodiff.explain_grad import full_plan
+from pallasite.backends import base
 from pallasite.ir.nodes import walk
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.types import BF16
@@ -197,6 +198,15 @@ def test_a_gpu_gets_kernels_over_queries_and_over_keys(style, is_causal):
     assert {str(p.ref.dtype) for p in results} == {"bf16"}
     assert made.choices[0].estimate.programs == (2048, 2048, 2048)
     assert made.choices[1].estimate.programs == (64,)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_blocks_of_exact_products_are_cut_as_far_as_they_can_be(dtype):
+    """Not all dimensions of these kernels can be divided after one another."""
+    run = functools.partial(along_the_grid, is_causal=False, bq=128, bk=128)
+    for step in plan_of(run, heads(2, 1024, 128, dtype), chip("h200")).steps:
+        options = base.Options(chip=chip("h200"))
+        assert base.Compiled(base.get("triton"), step.kernel, options)["scheduled"]
 
 
 @pytest.mark.parametrize("count", [128, 512])
