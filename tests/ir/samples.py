@@ -81,6 +81,10 @@ def swizzled(b: Builder, *shape: int) -> Value:
     return b.op("alloc", type=RefType(shape, BF16, "smem", Layout("swizzle", (128,))))
 
 
+def tensor(b: Builder, *shape: int, dtype: DType = F32) -> Value:
+    return b.op("alloc", type=RefType(shape, dtype, "tmem"))
+
+
 def tile(b: Builder, *shape: int, dtype: DType = F32) -> Value:
     return number(b, dtype, *(shape or TILE))
 
@@ -309,6 +313,33 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "bulk_commit": lambda b, x: b.emit("bulk_commit"),
     "bulk_wait": lambda b, x: b.emit("bulk_wait", pending=1, read=True),
     "set_registers": lambda b, x: b.emit("set_registers", count=40, more=False),
+    "cluster_barrier": lambda b, x: b.emit("cluster_barrier"),
+    "cluster_arrive": lambda b, x: b.emit(
+        "cluster_arrive", mbarrier(b), axes=(-1,), to="all"
+    ),
+    "cluster_copy": lambda b, x: b.emit(
+        "cluster_copy",
+        swizzled(b, *TILE),
+        swizzled(b, *TILE),
+        mbarrier(b),
+        axes=(-2, -1),
+        to="first",
+    ),
+    "tensor_mma": lambda b, x: b.emit(
+        "tensor_mma",
+        tensor(b, 128, 64),
+        swizzled(b, 128, 64),
+        swizzled(b, 64, 64),
+        b.constant(True, scalar(BOOL)),
+        contract=((1,), (0,)),
+        axes=(),
+    ),
+    "tensor_copy": lambda b, x: b.emit(
+        "tensor_copy", swizzled(b, *TILE), tensor(b, *TILE, dtype=BF16), axes=()
+    ),
+    "tensor_commit": lambda b, x: b.emit("tensor_commit", mbarrier(b), axes=(-1,)),
+    "tensor_wait": lambda b, x: b.emit("tensor_wait", what="loads"),
+    "warps": lambda b, x: b.emit("warps", regions=(Block(),) * 4),
     "wgmma": lambda b, x: b.op(
         "wgmma",
         tile(b, 64, 8),
