@@ -99,8 +99,7 @@ def kernel(
                 name=name or name_of(fn),
                 axis_names=(*grid_names, *cluster_names),
                 compiler_params={
-                    "dimension_semantics": ("parallel",) * len(grid)
-                    + ("cluster",) * len(cluster),
+                    "dimension_semantics": ("parallel",) * len(axes),
                     "approx_math": bool(getattr(compiler_params, "approx_math", False)),
                 },
                 interpret=_mode(interpret),

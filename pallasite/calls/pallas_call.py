@@ -559,6 +559,9 @@ def _bind(request: Request, flat: Sequence[Any], tree: Any) -> Bound:
     scratch, scratch_tree = _scratch(spec, request)
     given = request.compiler_params.get("dimension_semantics")
     semantics = pipeline_op.semantics_of(given, len(spec.grid), at)
+    if request.threads and request.threads[3]:  # the axes of a cluster are the last
+        clusters = len(request.threads[3])
+        semantics = (*semantics[:-clusters], *("cluster",) * clusters)
     return Bound(
         prefetch, tuple(inputs), tuple(outputs), scratch, scratch_tree, semantics
     )
