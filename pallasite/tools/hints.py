@@ -11,7 +11,7 @@ from math import prod
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import Axis
-from pallasite.passes.analysis.work import Traffic, Work
+from pallasite.passes.analysis.work import Work
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tools.pass_notes import shape_text
 from pallasite.tools.report import duration, percent, short
@@ -160,17 +160,15 @@ def half_empty_units(facts: Facts) -> Iterator[Hint]:
 
 
 def over_the_edge(facts: Facts) -> Iterator[Hint]:
+    if facts.bound.limit == "memory":
+        return  # what is dropped is not copied
     for row in facts.work.traffic:
-        if row.mode != "out" or not row.exact or not row.bytes:
-            continue
-        computed = row.moves * prod(row.block)
-        inside = row.bytes / _bytes_per_element(row)
-        if inside < computed:
+        if row.mode == "out" and row.exact and row.inside < 1:
             yield (
-                (1 - inside / computed) if facts.bound.limit != "memory" else 0.0,
+                1 - row.inside,
                 f"blocks of {row.array} {shape_text(row.block)} reach over the edge of "
-                f"the array: {percent(1 - inside / computed)} of what is computed is "
-                "dropped; a block that divides the array better has less of it",
+                f"the array: {percent(1 - row.inside)} of what is computed is dropped; "
+                "a block that divides the array better has less of it",
             )
 
 
@@ -200,9 +198,3 @@ def _cores(chip: Chip | Host) -> int:
         return chip.threads
     # A TPU runs the programs of a kernel on one core, one after another.
     return chip.cores if isinstance(chip, Gpu) else 1
-
-
-def _bytes_per_element(row: Traffic) -> float:
-    from pallasite.ir.types import DTYPES
-
-    return DTYPES[row.dtype].bits / 8

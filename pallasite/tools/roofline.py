@@ -108,10 +108,12 @@ def roofline(work: Work, peaks: Peaks, repeated_bytes: int = 0) -> Roofline:
         peaks: the chip's.
         repeated_bytes: of operands that are the same array as another.
     """
+    # What a block has outside its array need not be computed.
+    needed = min((row.inside for row in work.traffic), default=1.0)
     rates = {name: peaks.product_rate(name) for name in work.products}
-    products = sum(n / rates[name] for name, n in work.products.items())
-    vector = work.arithmetic / peaks.vector
-    special = work.transcendentals / peaks.special
+    products = needed * sum(n / rates[name] for name, n in work.products.items())
+    vector = needed * work.arithmetic / peaks.vector
+    special = needed * work.transcendentals / peaks.special
     least = max(work.distinct_bytes - repeated_bytes - peaks.cached, 0)
     memory = least / peaks.bytes
     if peaks.one_unit:

@@ -159,6 +159,15 @@ def test_what_is_repeated_counts_once_for_the_bound():
     assert once.bound.units["memory"] == pytest.approx(seconds)
 
 
+def test_what_is_outside_the_array_is_not_in_the_bound():
+    whole = Traffic("o_ref", "out", (128,), "f32", (0,), 2, 4 * 256, 4 * 256)
+    edge = Traffic("o_ref", "out", (128,), "f32", (0,), 2, 4 * 130, 4 * 130)
+    counts = {"arithmetic": 1 << 30}
+    peaks = Peaks.of(TPUS["v5e"])
+    bounds = [roofline(work_of(t, **counts), peaks) for t in (whole, edge)]
+    assert bounds[1].seconds == pytest.approx(bounds[0].seconds * 130 / 256)
+
+
 # --- hints ---
 
 

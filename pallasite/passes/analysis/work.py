@@ -19,6 +19,7 @@ import numpy as np
 from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, Shown, Wgmma, While
+from pallasite.ir.types import DTYPES
 from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.cost import MAIN_MEMORY, bytes_of, moved_by, operations
 from pallasite.passes.analysis.grid import analyze_pipeline
@@ -56,6 +57,12 @@ class Traffic:
     bytes: int
     distinct: int
     exact: bool = True
+
+    @property
+    def inside(self) -> float:
+        """Of the elements of all blocks, the part that is inside the array."""
+        shown = self.moves * prod(self.block) * DTYPES[self.dtype].bits / 8
+        return min(self.bytes / shown, 1.0) if shown else 1.0
 
 
 @dataclass(frozen=True)
