@@ -51,6 +51,7 @@ class Machine:
         cores: programs along parallel axes are divided among that many.
         seed: of a random order of programs along parallel axes.
         recorder: called with the ids of each program and the number of its core.
+        warns_of_races: a race is a warning, and the run goes on.
     """
 
     zeros: bool = False
@@ -59,6 +60,7 @@ class Machine:
     cores: int = 1
     seed: int | None = None
     recorder: Callable[..., Any] | None = None
+    warns_of_races: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def interpreted(params: Any) -> Checked:
             cores=params.num_cores_or_threads,
             seed=params.random_seed,
             recorder=params.grid_point_recorder,
+            warns_of_races=getattr(params, "on_race", "raise") == "warn",
         ),
     )
 

@@ -50,6 +50,10 @@ from pallasite.language.remote import core_barrier as core_barrier
 from pallasite.language.remote import get_barrier_semaphore as get_barrier_semaphore
 from pallasite.language.remote import make_async_remote_copy as make_async_remote_copy
 from pallasite.language.specs import PrefetchScalarGridSpec as PrefetchScalarGridSpec
+from pallasite.language.sub_byte import join_bits as join_bits
+from pallasite.language.sub_byte import pack_fp6 as pack_fp6
+from pallasite.language.sub_byte import split_bits as split_bits
+from pallasite.language.sub_byte import unpack_fp6 as unpack_fp6
 from pallasite.language.tpu_info import ChipVersion as ChipVersion
 from pallasite.language.tpu_info import SparseCoreInfo as SparseCoreInfo
 from pallasite.language.tpu_info import TpuInfo as TpuInfo
@@ -66,6 +70,7 @@ HOST = MemorySpace.HOST
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
+LoweringException = UnsupportedError  # what a backend cannot run
 
 
 class CoreType(enum.Enum):
@@ -77,6 +82,17 @@ class CoreType(enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+class SideEffectType(enum.Enum):
+    """What XLA must not do with a call: `CompilerParams(has_side_effects=...)`."""
+
+    PURE = "pure"
+    DATAFLOW_SIDE_EFFECTING = "dataflow_side_effecting"  # join it with an equal one
+    SIDE_EFFECTING = "side_effecting"  # nor drop it
+
+    def __bool__(self) -> bool:
+        return self is not SideEffectType.PURE
 
 
 class Tiling(enum.Enum):
@@ -130,6 +146,9 @@ class CompilerParams:
     use_tc_tiling_on_sc: bool | None = None
     kernel_type: Any = None
     shape_invariant_numerics: bool | None = None
+    fuse_transposed_lhs_in_matmul: bool | None = None
+    allow_collective_id_without_custom_barrier: bool | None = None
+    opt_level: int | None = None
 
 
 TPUCompilerParams = CompilerParams
@@ -147,6 +166,7 @@ class InterpretParams:
         dma_execution_mode: "eager": a copy's data moves when it starts; "on_wait": when
             it is waited for.
         detect_races: report two accesses that nothing orders.
+        on_race: "raise", or "warn" and go on.
         out_of_bounds_reads: "raise": report an index past the end of a ref;
             "uninitialized": what is read there is as in unwritten memory.
         skip_floating_point_ops: every floating-point result is infinity.
@@ -163,6 +183,7 @@ class InterpretParams:
 
     dma_execution_mode: str = "on_wait"
     detect_races: bool = False
+    on_race: str = "raise"
     out_of_bounds_reads: str = "raise"
     skip_floating_point_ops: bool = False
     uninitialized_memory: str = "nan"
@@ -197,6 +218,7 @@ class InterpretParams:
 
 _INTERPRET_CHOICES = {
     "dma_execution_mode": ("eager", "on_wait"),
+    "on_race": ("raise", "warn"),
     "out_of_bounds_reads": ("raise", "uninitialized"),
     "uninitialized_memory": ("nan", "zero"),
     "buffer_bounds": ("logical", "padded"),
@@ -272,6 +294,12 @@ def reset_tpu_interpret_mode_state() -> None:
     """The emulation keeps nothing between calls: there is nothing to reset."""
 
 
+def has_memory_space(ref: Any, memory_space: Any) -> jax.Array:
+    """Whether a ref in `pl.ANY` is in a memory space: there it is main memory."""
+    del ref
+    return jnp.asarray(memory_space is HBM)
+
+
 def with_memory_space_constraint(x: Any, memory_space: Any) -> Any:
     """A hint where an operand should live; results do not depend on it."""
     del memory_space
@@ -285,17 +313,18 @@ def run_on_first_core(core_axis_name: str) -> Any:
     return when(jax.lax.axis_index(core_axis_name) == 0)
 
 
-_TPU_ONLY = "write it with jnp or lax operations, which run everywhere"
-
 __getattr__ = missing.names(
     "pallasite.tpu",
     {
         **missing.hints(
-            "ACC LoweringException SideEffectType conv core dma_semaphore "
-            "emit_pipeline_with_async_prefetch has_memory_space join_bits "
-            "matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo matmul_push_rhs "
-            " pack_fp6 split_bits unpack_fp6",
-            _TPU_ONLY,
+            "ACC matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo "
+            "matmul_push_rhs",
+            "write jnp.dot: backends schedule matrix units themselves",
         ),
+        "conv": "write it as a sum of jnp.dot over the places of the filter",
+        "core": "that is upstream's own code; the names of pltpu are all here",
+        "dma_semaphore": "pltpu.SemaphoreType.DMA is the type of such a semaphore",
+        "emit_pipeline_with_async_prefetch": "write pltpu.emit_pipeline, and start the "
+        "copies for later with pltpu.async_copy",
     },
 )

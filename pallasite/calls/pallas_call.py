@@ -333,6 +333,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
 # Fields of a CompilerParams: of `tpu`, `triton` and `mosaic_gpu`, now or in some JAX.
 PARAMETERS = frozenset(
     {
+        "allow_collective_id_without_custom_barrier",
         "allow_input_fusion",
         "approx_math",
         "collective_id",
@@ -349,6 +350,7 @@ PARAMETERS = frozenset(
         "needs_layout_passes",
         "num_stages",
         "num_warps",
+        "opt_level",
         "profile_dir",
         "profile_space",
         "reduction_scratch_bytes",

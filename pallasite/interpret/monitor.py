@@ -4,6 +4,7 @@ The Monitor follows the current op and program, numbers the origins of undefined
 elements, names refs as the author does, and raises CheckError.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -186,7 +187,11 @@ class Monitor:
             order = self.order if isinstance(self.order, str) else random
             where = [*where, ("order", order)]
         facts = [("kernel", self.kernel.name), *facts, *where]
-        raise CheckError(what, facts, at or self.kernel.loc, fix, kind)
+        found = CheckError(what, facts, at or self.kernel.loc, fix, kind)
+        if kind == "races" and self.options.machine.warns_of_races:
+            warnings.warn(str(found), RuntimeWarning, stacklevel=2)
+            return
+        raise found
 
     def report_undefined(self, code: int, what: str, **more: Any) -> None:
         """An undefined value matters: say what it does and where it came from."""

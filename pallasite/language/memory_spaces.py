@@ -33,7 +33,6 @@ class MemorySpace(enum.Enum):
     SEMAPHORE = "sem"
     DMA_SEMAPHORE = "dma_sem"
     BARRIER_SEMAPHORE = "barrier_sem"
-    DEVICE_BARRIER = "device_barrier"  # the one of `pltpu.get_barrier_semaphore`
 
     def __call__(self, shape: Any, dtype: Any = None) -> "MemoryRef":
         sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape

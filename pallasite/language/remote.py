@@ -1,5 +1,6 @@
 """What a kernel says to other devices and cores: remote copies and barriers."""
 
+import enum
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 from pallasite.errors import UnsupportedError
 from pallasite.language.device_ids import DeviceIdType, place_of
 from pallasite.language.helpers import when
-from pallasite.language.memory_spaces import MemorySpace
+from pallasite.language.memory_spaces import MemoryRef
 from pallasite.language.refs import (
     AsyncCopyDescriptor,
     allocate,
@@ -18,6 +19,13 @@ from pallasite.language.refs import (
     semaphore_wait,
 )
 from pallasite.language.trace import user_location
+
+
+class DeviceBarrier(enum.Enum):
+    """The space of the semaphore of `get_barrier_semaphore`, where authors allocate
+    nothing."""
+
+    ONE = "device_barrier"
 
 
 class RemoteCopyDescriptor(AsyncCopyDescriptor):
@@ -119,7 +127,7 @@ def get_barrier_semaphore(tag: Any = None) -> Any:
             "pltpu.CompilerParams(collective_id=...) names the kernel's semaphore",
         )
     # JAX knows of a ref inside a kernel only by its own primitives.
-    return allocate(MemorySpace.DEVICE_BARRIER((), np.int32))
+    return allocate(MemoryRef((), np.int32, DeviceBarrier.ONE))
 
 
 def core_barrier(sem: Any, *, core_axis_name: str) -> None:

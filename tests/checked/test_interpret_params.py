@@ -141,6 +141,10 @@ def test_races_are_reported_where_that_is_asked_for():
     with pytest.raises(CheckError, match="may run at the same time") as raised:
         run(racing, params, X, out=S((1, 8), F32), **call)
     assert raised.value.kind == "races"
+    params = pltpu.InterpretParams(detect_races=True, on_race="warn")
+    with pytest.warns(RuntimeWarning, match="may run at the same time"):
+        got = run(racing, params, X, out=S((1, 8), F32), **call)
+    np.testing.assert_array_equal(got, X[3:])
 
 
 def test_a_field_is_one_of_its_values():

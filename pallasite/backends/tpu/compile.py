@@ -30,6 +30,7 @@ PASSED_ON = (
 )
 KNOWN = (
     *PASSED_ON,
+    "allow_collective_id_without_custom_barrier",
     "allow_input_fusion",
     "dimension_semantics",
     "flags",

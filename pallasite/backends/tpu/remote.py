@@ -35,6 +35,8 @@ def check_collective_id(kernel: Kernel, params: Mapping[str, Any]) -> None:
             "compiler_params=pltpu.CompilerParams(collective_id=0), another number "
             "for each kernel that synchronises in another way",
         )
+    if params.get("allow_collective_id_without_custom_barrier"):
+        return
     if has_id and not barriers:
         raise SpecError(
             "a collective_id is the number of a kernel's barrier semaphore, and this "

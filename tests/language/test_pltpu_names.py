@@ -1,0 +1,95 @@
+"""Every name of upstream's `pltpu` is here, or refused by name: none is missing."""
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.missing import Missing
+
+REFUSED = {
+    "ACC", "conv", "core", "dma_semaphore", "emit_pipeline_with_async_prefetch",
+    "matmul_acc_lhs", "matmul_lhs_fifo", "matmul_pop", "matmul_pop_fifo",
+    "matmul_push_rhs",
+}  # fmt: skip
+
+
+def upstream_names() -> set[str]:
+    module = importlib.import_module("jax.experimental.pallas.tpu")
+    return {name for name in dir(module) if not name.startswith("_")}
+
+
+def test_no_name_is_missing():
+    names = upstream_names()
+    assert not {name for name in names if not hasattr(pltpu, name)}
+    refused = {n for n in names if isinstance(getattr(pltpu, n), Missing)}
+    assert refused == REFUSED & names
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_name_says_what_to_do_instead(name):
+    with pytest.raises(UnsupportedError, match=f"pallasite.tpu.{name}") as raised:
+        getattr(pltpu, name)()
+    assert "fix" in str(raised.value)
+
+
+def test_fields_of_upstream_settings_are_here():
+    module = importlib.import_module("jax.experimental.pallas.tpu")
+    for name in ("InterpretParams", "CompilerParams"):
+        theirs = set(getattr(module, name).__dataclass_fields__)
+        ours = set(getattr(pltpu, name).__dataclass_fields__)
+        assert not theirs - ours, (name, theirs - ours)
+
+
+# --- bytes made of two and four bits ---
+
+
+@pytest.mark.parametrize("mode", [True, pl.Checked()], ids=["emulated", "checked"])
+def test_bytes_are_split_and_joined_again(mode):
+    def kernel(x_ref, o_ref):
+        two, four = pltpu.pack_fp6(x_ref[...])
+        o_ref[0] = pltpu.unpack_fp6(two, four)
+        o_ref[1] = pltpu.join_bits(four_bits=four)
+        low, high = pltpu.split_bits(x_ref[...], (2, 4))
+        o_ref[2] = pltpu.join_bits(two_bits=low)
+        o_ref[3] = high.astype(jnp.int8)
+
+    x = np.arange(-128, 128).astype(np.int8)
+    out = jax.ShapeDtypeStruct((4, 256), jnp.int8)
+    got = np.asarray(pl.pallas_call(kernel, out, interpret=mode)(x))
+    np.testing.assert_array_equal(got[0], x & 63)
+    np.testing.assert_array_equal(got[1], x & 15)
+    np.testing.assert_array_equal(got[2], x & 3)
+    four = (x >> 2) & 15
+    np.testing.assert_array_equal(got[3], np.where(four > 7, four - 16, four))
+
+
+def test_only_bytes_are_split():
+    with pytest.raises(KernelTypeError, match="takes bytes"):
+        pltpu.split_bits(jnp.zeros(4, jnp.int32), (4,))
+    with pytest.raises(KernelTypeError, match="8 in all"):
+        pltpu.split_bits(jnp.zeros(4, jnp.int8), (4, 4, 2))
+    with pytest.raises(KernelTypeError, match="at least one"):
+        pltpu.join_bits()
+
+
+def test_a_ref_anywhere_is_in_main_memory():
+    def kernel(x_ref, o_ref):
+        @pl.when(pltpu.has_memory_space(x_ref, pltpu.HBM))
+        def _():
+            pltpu.sync_copy(x_ref, o_ref)
+
+    x = jnp.arange(8.0)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    call = pl.pallas_call(kernel, x, in_specs=[anywhere], interpret=True)
+    np.testing.assert_array_equal(call(x), x)
+
+
+def test_side_effects_are_those_of_upstream():
+    assert not pltpu.SideEffectType.PURE
+    assert pltpu.SideEffectType.SIDE_EFFECTING
