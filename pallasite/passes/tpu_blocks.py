@@ -32,6 +32,7 @@ SERIAL = 0.5  # of the shorter of products and vector code that a lone step cann
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
+MOST_UNROLLED = 16_000  # of those, in the body of a loop
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
 SPECIAL_RATE = 1e12
 COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
@@ -66,7 +67,7 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
 
 def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
     """Loops with products in rounds as large as code may be."""
-    return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_CODE)
+    return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_UNROLLED)
 
 
 def _grown(best: "_Estimate", limit: float) -> "_Estimate":
@@ -402,7 +403,7 @@ class _Estimate:
     def _rounds(self) -> float:
         """Of loops with products, how many a program does that nothing overlaps."""
         most = max((times for _, times in self._dots), default=1)
-        together = min(MOST_ROUNDS, MOST_CODE // max(self.code, 1))
+        together = min(MOST_ROUNDS, MOST_UNROLLED // max(self.code, 1))
         return most / max(together, 1) if most > 1 else 0
 
     def _rate(self, dot: Dot) -> float:
@@ -429,8 +430,11 @@ class _Estimate:
     @cached_property
     def vmem(self) -> int:
         """Bytes of on-chip memory, tiles in between among them."""
-        tiles = (self._bytes(v.tile) for v in self._computed_tiles())
-        return self.named_vmem + COPIES * self.programs * max(tiles, default=0)
+        largest = max((self._bytes(v.tile) for v in self._computed_tiles()), default=0)
+        loops = (op for op in walk(self.blocks.body) if op.name == "for")
+        carried = (sum(self._bytes(v.tile) for v in op.results) for op in loops)
+        tiles = largest + max(carried, default=0)
+        return self.named_vmem + COPIES * self.programs * tiles
 
     def _computed_tiles(self) -> Iterator[Value]:
         for op in walk(self.blocks.body):

@@ -110,11 +110,14 @@ def _named(kernel: Kernel) -> Iterator[tuple[str, int]]:
 def _tiles(kernel: Kernel) -> int:
     """What the compiler may need for tiles in between."""
 
-    def size(op: Op) -> int:
+    def sizes(op: Op) -> list[int]:
         tiles = [v.tile for v in op.results if not v.is_ref]
-        return max((_bytes(t.shape, t.dtype) for t in tiles), default=0)
+        return [_bytes(t.shape, t.dtype) for t in tiles]
 
-    return COPIES * max((size(op) for op in walk(kernel.body)), default=0)
+    ops = list(walk(kernel.body))
+    largest = max((max(sizes(op), default=0) for op in ops), default=0)
+    carried = max((sum(sizes(op)) for op in ops if op.name == "for"), default=0)
+    return COPIES * (largest + carried)
 
 
 def _bytes(shape: tuple[int, ...], dtype: DType) -> int:
