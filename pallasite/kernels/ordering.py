@@ -1,6 +1,7 @@
 """Rows in order: `top_k`, the largest elements of each, and `sort`, all of them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +110,8 @@ def _ordered(x, function, size: int, config: common.RowConfig, name: str):
 
 
 def _ordered_fwd(x, *how):
-    values, places = _ordered(x, *how)
-    return (values, places), (places, x)
+    out: Any = _ordered(x, *how)
+    return out, (out[1], x)
 
 
 def _ordered_bwd(function, size, config, name, kept, cotangents):
