@@ -252,12 +252,12 @@ def quantised_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     return found
 
 
-def _weight_only(bits: Any, x: Any, values: Any, scales: Any, dense: Any) -> jax.Array:
+def _weight_only(bits: int, x: Any, values: Any, scales: Any, dense: Any) -> jax.Array:
     del dense  # the rival's
     return kernels.weight_only_matmul(x, kernels.QuantizedWeights(values, scales, bits))
 
 
-def _weight_only_operands(rows: int, side: int, bits: Any, dtype: Any) -> list[Any]:
+def _weight_only_operands(rows: int, side: int, bits: int, dtype: Any) -> list[Any]:
     weights = kernels.quantize_weights(
         normal(side, side, dtype=dtype), bits=bits, group_size=128
     )
@@ -426,7 +426,7 @@ def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
     parser.add_argument("--grad", action="store_true", help="gradients")
     parser.add_argument("--save", type=Path, help="a JSON file for the numbers")

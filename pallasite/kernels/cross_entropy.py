@@ -9,7 +9,7 @@ gradient.
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,7 @@ def _plain(x, weights, labels, *, soft_cap, config):
 
 
 def _streamed(x, weights, labels, *, soft_cap, config):
-    out: Any = _statistics(x, weights, labels, soft_cap, config)
-    log_sum_exp, found = out
+    log_sum_exp, found = _statistics(x, weights, labels, soft_cap, config)
     return log_sum_exp - found
 
 
@@ -165,7 +164,7 @@ def _inside(labels, vocabulary: int):
 
 
 def _statistics_fwd(x, weights, labels, soft_cap, config):
-    out: Any = _statistics(x, weights, labels, soft_cap, config)
+    out = _statistics(x, weights, labels, soft_cap, config)
     return out, (x, weights, labels, out[0])
 
 

@@ -5,7 +5,6 @@ The gradient of the matrices is a sum over the rows of each group.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +92,8 @@ def _gated_bwd(activation, config, kept, cotangent):
     x, y, gate, group_sizes = kept
 
     def apart(x, y, gate):
-        left: Any = _product(x, gate, group_sizes, config, False)
-        right: Any = _product(x, y, group_sizes, config, False)
-        return gated_linear_unit(left, right, activation=activation)
+        products = (_product(x, w, group_sizes, config, False) for w in (gate, y))
+        return gated_linear_unit(*products, activation=activation)
 
     _, pull = jax.vjp(apart, x, y, gate)
     return *pull(cotangent), None

@@ -4,7 +4,6 @@ Tokens are sorted by expert and the experts' products are grouped matmuls, so th
 token is dropped and none is padded. Sorting and joining are gathers, which are XLA's.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -38,8 +37,9 @@ def route(
         normalise: weights of a token sum to 1; else they are its probabilities.
     """
     common.check_rank("route", "logits", logits, "tokens, experts")
-    probabilities = softmax(logits, implementation=implementation)
-    weights, experts = top_k_rows(probabilities, top_k, implementation=implementation)
+    how = {"implementation": implementation}
+    probabilities = softmax(logits, **how)
+    weights, experts = top_k_rows(probabilities, top_k, **how)
     if normalise:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return Routing(weights, experts)
@@ -131,11 +131,11 @@ def mixture_of_experts(
     common.check_shape(operation, "experts", chosen, (tokens, chosen.shape[-1]))
     common.check_shape(operation, "weights", weights, chosen.shape)
     permutation = sort_by_expert(chosen, experts)
-    product = functools.partial(
-        grouped_matmul, implementation=implementation, config=config
-    )
+    how = {"implementation": implementation, "config": config}
     sizes = permutation.group_sizes
     rows = permute(x, permutation)
-    rows = product(rows, up, sizes, gate=gate, activation=activation)
-    rows = product(rows, down, sizes)
+    hidden_rows = grouped_matmul(
+        rows, up, sizes, gate=gate, activation=activation, **how
+    )
+    rows = grouped_matmul(hidden_rows, down, sizes, **how)
     return unpermute(rows, permutation, weights)

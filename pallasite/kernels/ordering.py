@@ -1,7 +1,6 @@
 """Rows in order: `top_k`, the largest elements of each, and `sort`, all of them."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +109,8 @@ def _ordered(x, function, size: int, config: common.RowConfig, name: str):
 
 
 def _ordered_fwd(x, *how):
-    out: Any = _ordered(x, *how)
-    return out, (out[1], x)
+    values, places = _ordered(x, *how)
+    return (values, places), (places, x)
 
 
 def _ordered_bwd(function, size, config, name, kept, cotangents):

@@ -6,7 +6,6 @@ finds. Within a block the first goes step by step, the second by products.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +71,7 @@ def _plain(x, decay, initial, *, config):
 
 def _stepped(x, decay, initial, *, config):
     wide = common.statistics_dtype(x.dtype)
-    states: Any = _recurrence(x, decay, initial.astype(wide), config)
-    return states.astype(x.dtype)
+    return _recurrence(x, decay, initial.astype(wide), config).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
