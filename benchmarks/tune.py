@@ -25,6 +25,7 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite.kernels import masks
 from pallasite.tune.progress import shown_time
+from pallasite.tune.table import user_table
 
 SIZES = (64, 128, 256)
 
@@ -68,6 +69,7 @@ def problems(target: str | None):
     return {
         "matmul": (matmul, [Shape((size, size), dtype)] * 2),
         "attention": (attention, [heads] * 3),
+        "rms_norm": (kernels.rms_norm, [Shape((2 * size, size), dtype)]),
     }
 
 
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="problems; default: all")
     parser.add_argument("--target", help="a chip that need not be here, such as v5e")
+    parser.add_argument("--output", help="a file for what is found (see pl.configs)")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per kernel")
     options = parser.parse_args(argv)
     chosen = problems(options.target)
@@ -82,6 +85,8 @@ def main(argv: list[str] | None = None) -> None:
         for name in options.names or chosen:
             function, operands = chosen[name]
             compare(name, function, operands, options)
+        if options.output:
+            user_table().save(options.output)
 
 
 def compare(name: str, function, operands: list[Shape], options) -> None:

@@ -30,23 +30,18 @@ class Tuned:
         sites: what was found, site by site.
         unit: of the times in it: "s", or "cycles" on a TPU that is not here.
         interrupted: whether Ctrl-C ended the search.
+        table: what was found, for `pl.configs`.
     """
 
     function: Callable[..., Any]
     sites: list[Found] = field(default_factory=list)
     unit: str = "s"
     interrupted: bool = False
-
-    @property
-    def table(self) -> Table:
-        return self._table
-
-    def __post_init__(self) -> None:
-        self._table = Table()
+    table: Table = field(default_factory=Table)
 
     def add(self, found: Found) -> None:
         self.sites.append(found)
-        self._table = self._table.with_entry(found.entry)
+        self.table = self.table.with_entry(found.entry)
 
     @property
     def compiled(self) -> int:

@@ -5,7 +5,6 @@ step, and what XLA puts around them, are tuned together. Each site (a tunable ke
 its shapes) is searched in turn, the others as they are best so far.
 """
 
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -296,7 +295,9 @@ class Tuner:
                     break
                 jobs.append(job)
                 owners.append(candidate)
-        results = self._compile(jobs)
+        results = aot.compile_all(
+            jobs, self.chip_name, cycles=True, timeout=self.options.limit
+        )
         for candidate, result in zip(owners, results, strict=True):
             if candidate.refused:
                 continue
@@ -304,17 +305,6 @@ class Tuner:
                 candidate.refused = result.error or "libtpu has no estimate"
                 continue
             candidate.seconds = (candidate.seconds or 0) + result.cycles
-
-    def _compile(self, jobs: Sequence[aot.Job]) -> list[aot.Compiled]:
-        """What libtpu says of each job; one that takes too long is an error."""
-        limit = self.options.limit * max(len(jobs), 1)
-        try:
-            return aot.compile_all(jobs, self.chip_name, cycles=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            if len(jobs) > 1:  # one at a time, to find which
-                return [self._compile([job])[0] for job in jobs]
-            late = f"libtpu did not end within {limit:g} s"
-            return [aot.Compiled(jobs[0].name, False, late)]
 
     def _found(self, question: Question, outcome: Outcome) -> Found:
         best, default = outcome.best, outcome.default
