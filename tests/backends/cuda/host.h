@@ -46,7 +46,6 @@ inline void meet(int id, int threads, bool waits = true) {
 }
 }  // namespace host
 
-template <class T> T __ldcg(const T* from) { return *from; }
 template <class T> void __stcs(T* to, T x) { *to = x; }
 
 static void __syncthreads() { host::meet(0, host::contexts.size()); }

@@ -48,6 +48,7 @@ OWN = {
         for n, kind in enumerate(("bf16", "f16"))
     },
     "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
+    "read_once": "template <class T> DEVICE T read_once(const T* p) { return *p; }\n",
     "negated": "DEVICE int negated(int x) { return (int)(0 - (u32)x); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),
