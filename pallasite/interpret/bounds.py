@@ -77,12 +77,12 @@ class Indices:
                 places = value_of(operand)
                 places = places.reshape(places.shape + (1,) * (len(shape) - rank))
             elif isinstance(entry, Span):
-                start = entry.start if operand is None else int(value_of(operand))
-                places = start + np.arange(entry.size) * entry.stride
+                first = entry.start if operand is None else int(value_of(operand))
+                places = (first or 0) + np.arange(entry.size) * entry.stride
                 places = places.reshape((-1,) + (1,) * (len(shape) - axis - 1))
                 axis += 1
             else:
-                places = entry.start if operand is None else value_of(operand)
+                places = (entry.start or 0) if operand is None else value_of(operand)
             found &= (places >= 0) & (places < n)
         return None if found.all() else found
 
