@@ -72,18 +72,17 @@ class Indices:
         spans, rank = [e.size for e, _ in entries if isinstance(e, Span)], len(gathered)
         shape, axis = (*gathered, *spans), rank
         found = np.ones(shape, bool)
-        places: Any
         for n, (entry, operand) in zip(access.ref.ref.shape, entries, strict=True):
             if isinstance(entry, Gather):
                 places = value_of(operand)
                 places = places.reshape(places.shape + (1,) * (len(shape) - rank))
             elif isinstance(entry, Span):
-                start: Any = entry.start if operand is None else value_of(operand)
-                places = int(start) + np.arange(entry.size) * entry.stride
+                first = entry.start if operand is None else int(value_of(operand))
+                places = (first or 0) + np.arange(entry.size) * entry.stride
                 places = places.reshape((-1,) + (1,) * (len(shape) - axis - 1))
                 axis += 1
             else:
-                places = entry.start if operand is None else value_of(operand)
+                places = (entry.start or 0) if operand is None else value_of(operand)
             found &= (places >= 0) & (places < n)
         return None if found.all() else found
 

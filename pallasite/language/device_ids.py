@@ -7,7 +7,7 @@ order, last axis fastest: what XLA calls logical ids.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,19 +66,19 @@ def first_given(*choices: Any) -> Any:
 
 def _by_name(device_id: Mapping[Any, Any]) -> Place:
     mesh = jaxcompat.device_mesh()
-    device_axes = () if mesh is None else mesh.axis_names
+    device_axes: dict[str, int] = {} if mesh is None else dict(mesh.shape)
     found: dict[str, Any] = {}
     cores: list[Any] = []
     for key, number in device_id.items():
-        names = cast(Any, key if isinstance(key, tuple) else (key,))
+        names: tuple[Any, ...] = key if isinstance(key, tuple) else (key,)
         if not set(names) <= set(device_axes):
-            if len(names) > 1:
+            if len(names) != 1:
                 raise _refusal(f"{names} are not axes of the devices' mesh", device_id)
             cores.append(_core(names[0], number, device_id))
             continue
         inner = 1
         for name in reversed(names):
-            size = cast(Any, mesh).shape[name]
+            size = device_axes[name]
             part = number if len(names) == 1 else number // inner % size
             found[name], inner = part, inner * size
     if len(cores) > 1:

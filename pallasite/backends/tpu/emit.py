@@ -230,6 +230,11 @@ class _Module:
         semantics = plan.pipeline.semantics if plan.pipeline else ()
         if len(semantics) != len(plan.steps):
             semantics = ("arbitrary",) * len(plan.steps)
+        # A mesh of one core runs on one core of a chip that has two.
+        semantics = [
+            "arbitrary" if size == 1 else word
+            for word, size in zip(semantics, plan.steps, strict=True)
+        ]
         rows = [
             ("dimension_semantics", f"[{', '.join(map(self._semantics, semantics))}]"),
             ("scalar_prefetch", f"{len(plan.prefetched)} : i64"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
@@ -14,7 +15,7 @@ from pallasite.errors import SpecError
 from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
 from tests.remote import collectives
-from tests.remote.collectives import ANYWHERE, DMA, meet, neighbours, over_mesh
+from tests.remote.collectives import ANYWHERE, DMA, REGULAR, meet, neighbours, over_mesh
 
 S, F32, DEVICES = jax.ShapeDtypeStruct, jnp.float32, 4
 BLOCK = (8, 128)
@@ -84,3 +85,36 @@ def test_collectives_compile(chip):
         job = Job.of(name, made.kernel, get("tpu").launch(made))
         jobs.append(replace(job, devices=DEVICES))
     assert {r.name: r.error for r in compile_all(jobs, chip) if not r.ok} == {}
+
+
+# --- cores of one chip ---
+
+
+def on_cores(count: int) -> Compiled:
+    mesh = pltpu.create_tensorcore_mesh("core", num_cores=count)
+
+    def kernel(x_ref, o_ref, buffer, semaphore):
+        core = lax.axis_index("core")
+        pltpu.sync_copy(x_ref.at[core], buffer)
+        pltpu.core_barrier(semaphore, core_axis_name="core")
+        pltpu.sync_copy(buffer, o_ref.at[core])
+
+    like = S((count, *BLOCK), F32)
+    scratch = [pltpu.VMEM(BLOCK, F32), REGULAR]
+    call = pl.kernel(kernel, like, mesh=mesh, scratch_shapes=scratch)
+    (found,) = calls_in(call, like)
+    return Compiled(get("tpu"), found.kernel, found.options)
+
+
+def test_cores_are_signalled_by_number():
+    text = on_cores(2)["mosaic"]
+    assert "dimension_semantics<core_parallel>" in text
+    assert "core_id" in text
+    assert "core_parallel" not in on_cores(1)["mosaic"]
+
+
+@pytest.mark.tpu
+def test_meshes_of_one_and_two_cores_compile():
+    made = [on_cores(count) for count in (1, 2)]
+    jobs = [Job.of("k", m.kernel, get("tpu").launch(m)) for m in made]
+    assert [r.error for r in compile_all(jobs, "v5p")] == ["", ""]
