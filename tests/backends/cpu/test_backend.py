@@ -32,6 +32,10 @@ MISSING = {"arg_reduce", "block_view", "stop_gradient", "custom"}
 MISSING |= {"roles", "barrier", "sem_signal_core", "inline_asm"}
 MISSING |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma", "wgmma_wait"}
 MISSING |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait", "set_registers"}
+MISSING |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
+MISSING |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
+MISSING |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
+MISSING |= {"indexed_copy_start", "indexed_copy_wait"}
 
 
 def normal(*shape: int) -> np.ndarray:
