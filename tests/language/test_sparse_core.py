@@ -1,5 +1,7 @@
 """SparseCore kernels in emulation: copies by row numbers, and what vectors do."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from pallasite import tpu_sc as plsc
 from pallasite.errors import KernelTypeError, SpecError
 
 LANES = 8
-MESH = dict(core_axis_name="core", subcore_axis_name="subcore")
+MESH: dict[str, Any] = {"core_axis_name": "core", "subcore_axis_name": "subcore"}
 
 
 def mesh(cores: int = 2, subcores: int = 4) -> plsc.VectorSubcoreMesh:
