@@ -324,7 +324,8 @@ def debug_effect() -> Any:
 def mosaic_bindings() -> Any:
     """jaxlib's MLIR bindings with the TPU dialect; None where it ships none.
 
-    Attributes: Module, MLIRError, PassManager, and `context()`, which makes a context.
+    Attributes: Attribute, Module, MLIRError, PassManager, and `context()`, which makes
+    a context.
     """
     try:
         from jaxlib.mlir import ir, passmanager
@@ -341,6 +342,7 @@ def mosaic_bindings() -> Any:
         return made
 
     return SimpleNamespace(
+        Attribute=ir.Attribute,
         Module=ir.Module,
         MLIRError=ir.MLIRError,
         PassManager=passmanager.PassManager,

@@ -22,13 +22,13 @@ OPTIMISED_EVERY = 40  # batches
 HOSTS = (None, target.AVX2, target.SSE)
 # Batches per family and type width; families with little code have more.
 PARTS = {
-    "elementwise": (20, 8),
-    "tiles": (35, 12),
-    "memory": (60, 20),
-    "control": (65, 20),
-    "grids": (50, 16),
-    "products": (20, 6),
-    "edges": (20, 8),
+    "elementwise": (10, 4),
+    "tiles": (18, 6),
+    "memory": (32, 10),
+    "control": (34, 10),
+    "grids": (26, 8),
+    "products": (10, 4),
+    "edges": (10, 4),
 }
 THREADS = 3
 
@@ -71,7 +71,7 @@ def test_machine_code_agrees_with_numpy(family: str, wide: bool):
     assert seen >= most_of(count * BATCH)
 
 
-def test_more_than_two_thousand_kernels():
+def test_more_than_a_thousand_kernels():
     assert set(PARTS) == {*FAMILIES, "edges"}
     counts = [count for counts in PARTS.values() for count in counts]
-    assert sum(most_of(BATCH * count) for count in counts) >= 2000
+    assert sum(most_of(BATCH * count) for count in counts) >= 1000

@@ -6,6 +6,7 @@ as its own version of the dialect.
 """
 
 import base64
+import functools
 import io
 import json
 from collections.abc import Mapping
@@ -83,6 +84,22 @@ def _parsed(text: str) -> Any:
             [("mlir", str(error)), ("module", text)],
         ) from error
     return module
+
+
+@functools.cache
+def knows_attribute(text: str) -> bool:
+    """Whether this jaxlib's TPU dialect has an attribute; not without bindings."""
+    from pallasite import jaxcompat
+
+    mlir = jaxcompat.mosaic_bindings()
+    if mlir is None:
+        return False
+    try:
+        with mlir.context():
+            mlir.Attribute.parse(text)
+    except mlir.MLIRError:
+        return False
+    return True
 
 
 def call_config(

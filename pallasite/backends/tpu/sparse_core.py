@@ -16,7 +16,7 @@ from pallasite.backends.tpu.writer import array, tile_text
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, Gather, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
-from pallasite.ir.types import BOOL, I32, TileType
+from pallasite.ir.types import BOOL, I32, DType, TileType
 from pallasite.target import TPUS, Tpu
 
 SCALAR, VECTOR = "sc_scalar_subcore", "sc_vector_subcore"
@@ -277,15 +277,25 @@ class SparseOps(Control):
             name = self._flipped(name, tile)
         every = self.out.number(True, tile.with_dtype(BOOL))
         flags, vector = tile_text(tile.with_dtype(BOOL)), tile_text(tile)
+        kind = reduction_kind(kind, tile.dtype)
         name = self.out.value(
-            f'"tpu.scan"({name}, {every}) <{{kind = #tpu.reduction_kind<{kind}>}}>'
-            f" : ({vector}, {flags}) -> {vector}"
+            f'"tpu.scan"({name}, {every}) {{dimension = {tile.rank - 1} : i64, '
+            f"kind = #tpu.reduction_kind<{kind}>}} : ({vector}, {flags}) -> {vector}"
         )
         return self._flipped(name, tile) if signed else name
 
     def _flipped(self, name: str, tile: TileType) -> str:
         sign = self.out.number(-(2**31), tile)
         return self.arith("arith.xori", name, sign, tile=tile)
+
+
+def reduction_kind(kind: str, dtype: DType) -> str:
+    """The name that the dialect has for it: later ones tell floats from integers."""
+    from pallasite.backends.tpu.compile import knows_attribute
+
+    if kind == "sum" or not knows_attribute("#tpu.reduction_kind<maxf>"):
+        return kind
+    return kind + ("f" if dtype.is_float else "ui")
 
 
 MEMORY = {"subview", "reshape_view", "sem_signal", "sem_wait", "sem_read"}
