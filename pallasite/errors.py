@@ -5,7 +5,7 @@ class also inherits the built-in a JAX user expects, so that libraries can catch
 both where JAX itself raises either.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Facts = Iterable[tuple[str, Any]]
@@ -111,6 +111,12 @@ class CheckError(PallasError, RuntimeError):
     ):
         super().__init__(what, facts, at, fix)
         self.kind = kind
+
+
+def failed_check(message: str, values: Sequence[Any]) -> str:
+    """What a failing debug_check says; values are for the fields of its message."""
+    shown = message.format(*values) if values else message
+    return f"debug_check failed: {shown}"
 
 
 class VerifyError(PallasError):

@@ -502,3 +502,54 @@ def module_of_one_device(
             axis_context=context,
         )
     return mlir.module_to_bytecode(module)
+
+
+def errors_in_check(
+    params: dict[str, Any], values: Sequence[Any]
+) -> Iterator[tuple[Any, str, tuple[Sequence[Any], dict[str, Any]]]]:
+    """What the primitive of `checkify.check` checks: of each error whether it
+    happened, the format of its message, and the arguments of that."""
+    error = jax.tree.unflatten(params["err_tree"], values)
+    for effect, happened in error._pred.items():
+        messages = list(error._metadata.values())
+        if len(messages) != 1 or effect.error_type.__name__ != "FailedCheckError":
+            yield happened, effect.error_type.__name__, ((), {})
+            continue
+        found = jax.tree.unflatten(messages[0], error._payload[effect])
+        yield happened, found.fmt_string, (found.args, found.kwargs)
+
+
+def register_checkify(primitive: Any, rule: Any) -> None:
+    """Give a primitive its rule: `rule(error, kinds, *operands, **params)`."""
+    from jax._src import checkify
+
+    names = {"FailedCheckError": "check", "NaNError": "nan"}
+    names |= {"DivisionByZeroError": "div", "OOBError": "index"}
+
+    def run(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
+        kinds = {names[e.__name__] for e in enabled if e.__name__ in names}
+        return rule(error, frozenset(kinds), *operands, **params)
+
+    checkify.error_checks[primitive] = run
+
+
+def with_error(error: Any, happened: Any, found: Any) -> Any:
+    """An error value of checkify, and one more that may have happened."""
+    from jax._src import checkify
+
+    return checkify.assert_func(error, happened, found)
+
+
+def current_traceback() -> Any:
+    """Where the equation that is traced now comes from, as checkify keeps it."""
+    from jax._src import source_info_util
+
+    return source_info_util.current().traceback
+
+
+def error_effect(kind: type, leaves: Sequence[Any]) -> Any:
+    """How checkify tells errors of a class with such values apart from others."""
+    from jax._src import checkify
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    return checkify.ErrorEffect(kind, tuple(shapes))

@@ -308,3 +308,41 @@ def test_explicit_shardings_are_in_the_types():
         out = jaxcompat.out_aval_like([aval], (2, count), np.float32, (None, "d"))
         assert jaxcompat.explicit_spec(out) == ((), ("d",))
     assert jaxcompat.explicit_spec(jax.typeof(jnp.ones((2, 3)))) == ((), ())
+
+
+def test_checks_of_checkify_are_taken_apart():
+    from jax.experimental import checkify
+
+    def function(x):
+        checkify.check(x > 0, "{} is not {what}", x, what=x + 1)
+
+    (eqn,) = [
+        e for e in jax.make_jaxpr(function)(1.0).eqns if e.primitive.name == "check"
+    ]
+    values = [f"value {n}" for n in range(len(eqn.invars))]
+    ((failed, message, fields),) = jaxcompat.errors_in_check(eqn.params, values)
+    assert message == "{} is not {what}" and failed in values
+    assert fields[0][0] in values and set(fields[1]) == {"what"}
+
+
+def test_rules_of_checkify_are_called():
+    from jax.experimental import checkify
+
+    identity, seen = jaxcompat.Primitive("canary"), []
+    identity.def_impl(lambda x: x)
+    identity.def_abstract_eval(lambda x: x)
+
+    class Failure(next(iter(checkify.user_checks))):
+        def get_effect_type(self):
+            return jaxcompat.error_effect(type(self), list(self.args))
+
+    def rule(error, kinds, x):
+        seen.append(kinds)
+        found = Failure(jaxcompat.current_traceback(), "x is {}", x)
+        return jaxcompat.with_error(error, x > 1, found), x
+
+    jaxcompat.register_checkify(identity, rule)
+    checked = checkify.checkify(identity.bind, errors=checkify.float_checks)
+    assert checked(jnp.float32(1))[0].get() is None
+    assert checked(jnp.float32(2))[0].get().startswith("x is 2.0")
+    assert seen == [{"nan", "div"}] * 2

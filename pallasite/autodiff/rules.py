@@ -31,6 +31,7 @@ from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.partition import pull_back_rule
+from pallasite.passes.report_checks import without_checks
 from pallasite.passes.shard import shard
 from pallasite.primitive import Call, call_p, wants_emulation
 from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
@@ -91,7 +92,12 @@ def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any
     """The call itself, and beside it a call of its tangent kernel."""
     found = _keeping(call, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
-    return results, _push(call, primals, tangents, kept)
+    # The call itself has checked what its derivatives compute again.
+    unchecked = replace(call, kernel=_without_checks(call.kernel))
+    return results, _push(unchecked, primals, tangents, kept)
+
+
+_without_checks = functools.lru_cache(maxsize=1024)(without_checks)
 
 
 def _keeping(

@@ -17,6 +17,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.autodiff import first_derivative
+from pallasite.calls import checkify
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.ir import types as T
 from pallasite.ir.levels import level_of
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 ref_transforms.register()
 first_derivative.register()
+checkify.register()
 
 
 # Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch,

@@ -17,6 +17,7 @@ from jax import lax
 from pallasite import jaxcompat
 from pallasite.emulation import tiles
 from pallasite.emulation.elementwise import FUNCTIONS
+from pallasite.errors import CheckError, failed_check
 from pallasite.interpret import Pick, Walker
 from pallasite.interpret.numbers import Picks, picked_shape, run_rule
 from pallasite.ir.nodes import Kernel, Op
@@ -283,16 +284,16 @@ class JaxNumbers:
     ) -> None:
         jax.debug.print(fmt.rstrip("\n"), *values)
 
-    def debug_check(self, ok: Array, message: str, op: Op) -> None:
+    def debug_check(
+        self, ok: Array, message: str, values: Sequence[Array], op: Op
+    ) -> None:
         where = f" at {op.loc}" if op.loc else ""
 
-        def fail(good: np.ndarray) -> None:
+        def fail(good: np.ndarray, *values: np.ndarray) -> None:
             if not good:
-                from pallasite.errors import CheckError
+                raise CheckError(failed_check(message, values) + where)
 
-                raise CheckError(f"debug_check failed: {message}{where}")
-
-        jax.debug.callback(fail, ok)
+        jax.debug.callback(fail, ok, *values)
 
 
 def _poison(type: RefType) -> Any:

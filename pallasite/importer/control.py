@@ -380,7 +380,15 @@ def _callback(im: Importer, eqn: Any, *values: Value) -> None:
 
 @RULES.rule("check")
 def _checkify_check(im: Importer, eqn: Any, *values: Value) -> None:
-    raise im.unsupported(eqn, "checkify does not see into kernels; use pl.debug_check")
+    """`checkify.check` inside a kernel: of each kind of error in it, one check."""
+    for failed, message, fields in jaxcompat.errors_in_check(eqn.params, values):
+        fmt, names = positional_fields(message)
+        args, kwargs = fields
+        shown = [args[n] if isinstance(n, int) else kwargs[n] for n in names]
+        ok = im.builder.not_(failed)
+        if not all(isinstance(value, Value) for value in shown):
+            shown = []  # a whole tree of values in one field
+        im.builder.emit("debug_check", ok, *shown, message=fmt if shown else message)
 
 
 @RULES.rule("pallasite_debug_check")

@@ -136,7 +136,9 @@ class Numbers(Protocol):
         self, fmt: str, values: Sequence[Array], when: Array | None
     ) -> None: ...
 
-    def debug_check(self, ok: Array, message: str, op: Op) -> None: ...
+    def debug_check(
+        self, ok: Array, message: str, values: Sequence[Array], op: Op
+    ) -> None: ...
 
 
 def run_pure(numbers: Numbers, op: Op, operands: Sequence[Array]) -> Sequence[Array]:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallasite.errors import CheckError
+from pallasite.errors import CheckError, failed_check
 from pallasite.interpret import numpy_tiles
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Gathered, region_of
@@ -212,9 +212,11 @@ class NumpyNumbers:
     def debug_print(self, fmt: str, values: Sequence[Array], when: Any = None) -> None:
         print(fmt.rstrip("\n").format(*values))
 
-    def debug_check(self, ok: Array, message: str, op: Op) -> None:
+    def debug_check(
+        self, ok: Array, message: str, values: Sequence[Array], op: Op
+    ) -> None:
         if not self.truth(ok):
-            raise CheckError(f"debug_check failed: {message}", at=op.loc, kind="check")
+            raise CheckError(failed_check(message, values), at=op.loc, kind="check")
 
 
 _COMBINE: dict[str, Callable[[Array, Array], Array]] = {

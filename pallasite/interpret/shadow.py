@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pallasite.errors import failed_check
 from pallasite.interpret import shadow_tiles
 from pallasite.interpret.monitor import EDGE, MASKED, Monitor
 from pallasite.interpret.numbers import Picks
@@ -245,9 +246,12 @@ class CheckedNumbers(NumpyNumbers):
         if self.prints:
             super().debug_print(fmt, [value_of(v) for v in values], when)
 
-    def debug_check(self, ok: Array, message: str, op: Op) -> None:
+    def debug_check(
+        self, ok: Array, message: str, values: Sequence[Array], op: Op
+    ) -> None:
         if not self.certain(ok, "a debug_check"):
-            self.monitor.report("check", f"debug_check failed: {message}")
+            text = failed_check(message, [value_of(v) for v in values])
+            self.monitor.report("check", text)
 
 
 def _infinity(tile: TileType) -> np.ndarray:

@@ -397,7 +397,8 @@ class Walker:
         self.numbers.debug_print(op.attrs["format"], values, self.predicate)
 
     def do_debug_check(self, op: Op) -> None:
-        self.numbers.debug_check(self.env[op.operands[0]], op.attrs["message"], op)
+        ok, *values = [self.env[v] for v in op.operands]
+        self.numbers.debug_check(ok, op.attrs["message"], values, op)
 
     def do_delay(self, op: Op) -> None:
         return None

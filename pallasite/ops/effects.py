@@ -433,7 +433,13 @@ _row(
     **_explicit,
 )
 _row("debug_print", _nothing, None, ("format",), **_control)
-_row("debug_check", _nothing, 1, ("message",), doc="fails if the bool is false")
+_row(
+    "debug_check",
+    _nothing,
+    None,
+    ("message",),
+    doc="fails if the bool is false; other operands go into the message's fields",
+)
 _row("delay", _nothing, 1, (), **_control)
 _row(
     "assume_multiple", _first, 1, ("multiple",), Effect.PURE, doc="a promise, not code"

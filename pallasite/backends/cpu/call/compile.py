@@ -18,7 +18,7 @@ from typing import Any
 
 from pallasite import target
 from pallasite.backends.cpu.call import kept_memory
-from pallasite.backends.cpu.ops.debugging import PRINT, printer
+from pallasite.backends.cpu.ops.debugging import FILL, PRINT, filler, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
 from pallasite.runtime import sources
@@ -132,8 +132,8 @@ def _link(key: str, object_code: bytes) -> tuple[int, Any]:
 
 def import_python(library: Any) -> None:
     """Register the symbols of this process that machine code uses."""
-    address = ctypes.cast(printer(), ctypes.c_void_p).value
-    library.import_symbol(PRINT, address)
+    for name, function in ((PRINT, printer()), (FILL, filler())):
+        library.import_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
     library.import_symbol(kept_memory.SLOT, ctypes.addressof(kept_memory.slot))
 
 
