@@ -18,7 +18,8 @@ from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import value_of
 from pallasite.interpret.views import entries_of
 from pallasite.ir.nodes import Block, Op, full_index
-from pallasite.ops.tensor_memory import columns_axis, mma_of
+from pallasite.ir.roles import TensorMma
+from pallasite.ops.tensor_memory import mma_of
 
 KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
 
@@ -123,12 +124,12 @@ class TensorWalker(ClusterWalker):
     # --- products and copies ---
 
     def steps_tensor_mma(self, op: Op) -> Steps:
-        sums, lhs, rhs, adds = op.operands
-        adds = bool(value_of(self.numbers.certain(self.env[adds], "accumulate")))
+        mma = TensorMma.of(op)
+        adds = bool(value_of(self.numbers.certain(self.env[mma.adds], "accumulate")))
         blocks = self.peers(op) if op.attrs["axes"] else [None]
         ends = [
             [end if n is None else self.end_at(end, n) for n in blocks]
-            for end in (self._end(v) for v in (sums, lhs, rhs))
+            for end in (self._end(v) for v in (mma.sums, mma.lhs, mma.rhs))
         ]
         named = list(
             zip(("accumulator", "left operand", "right operand"), ends, strict=True)
@@ -144,7 +145,7 @@ class TensorWalker(ClusterWalker):
 
     def _multiply_pair(self, op: Op, ends: Sequence[Any], adds: bool) -> None:
         all_sums, all_left, all_right = ends
-        along = columns_axis(op)
+        along = TensorMma.of(op).columns_dim
         sides = [self._seen(self.read(end.view)) for end in all_right]
         right = sides[0] if len(sides) == 1 else self._joined(sides, along)
         if op not in self._products:

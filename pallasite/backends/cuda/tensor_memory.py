@@ -16,8 +16,8 @@ from pallasite.backends.cuda.layouts import Digit, Lane, Spread
 from pallasite.backends.cuda.memory import View, text_of
 from pallasite.backends.cuda.shared import Ring
 from pallasite.ir.nodes import Access, Op, Value, walk
+from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import RefType
-from pallasite.ops.tensor_memory import contracted
 
 LEAST_COLUMNS = 32  # that can be allocated
 MOST_WORDS = 64  # of a thread, moved by one instruction
@@ -165,8 +165,9 @@ class TensorMemory(Clusters):
     # --- products ---
 
     def emit_tensor_mma(self, op: Op) -> None:
-        sums, lhs, rhs, adds = op.operands
-        left, right = contracted(op)
+        mma = TensorMma.of(op)
+        sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
+        left, right = mma.contract
         dtype = rhs.ref.dtype.name
         self.check_tensor_product(op)
         if self.warp is None:
@@ -188,7 +189,7 @@ class TensorMemory(Clusters):
                 a = self.lane_and_column(op, self.views[lhs])
             else:
                 a = self.tensor_descriptor(self.rings[lhs], left)
-            more = self.env[adds].name
+            more = self.env[mma.adds].name
             for k in range(steps):
                 if in_tensor_memory:
                     from_ = f"{a} + {k * 8}"  # 32 bytes are 8 columns
@@ -207,7 +208,8 @@ class TensorMemory(Clusters):
         return name
 
     def check_tensor_product(self, op: Op) -> None:
-        sums, lhs, rhs, _ = op.operands
+        mma = TensorMma.of(op)
+        sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
         dtype, columns = rhs.ref.dtype.name, sums.ref.shape[1]
         known = dtype in blackwell.KINDS and lhs.ref.dtype == rhs.ref.dtype
         if not known or sums.ref.dtype.name != blackwell.SUMS.get(dtype, "f32"):
@@ -218,7 +220,7 @@ class TensorMemory(Clusters):
             self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
         if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
             self.refuse(op, f"a left side of {lhs.ref.dtype} in tensor memory")
-        for side, along in zip((lhs, rhs), contracted(op), strict=True):
+        for side, along in zip((lhs, rhs), mma.contract, strict=True):
             if side.ref.space == "tmem":
                 continue
             ring = self.rings.get(side)
