@@ -22,7 +22,7 @@ from pallasite.ir.rewrite import Rewriter, map_ops, substitute, users_of
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.cost import cost
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.runtime.forms import Form
 from pallasite.target import Gpu
 
@@ -118,8 +118,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
     """Of all operands that need it and that only products read."""
     made = {v: op for op in walk(kernel.body) for v in op.results}
     roots, users = Roots(kernel), users_of(kernel.body)
-    aliased = (kernel.inputs[i] for i, _ in kernel.aliases)
-    changed = {*roots.written(kernel.body), *aliased}
+    constant = constant_inputs(kernel)
     contracted: dict[Value, set[int]] = {}  # operand -> its loads' dims summed over
     for op in walk(kernel.body):
         for side in Dot.of(op).sides if op.name == "dot" else ():
@@ -132,7 +131,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
     found = []
     for operand, param in enumerate(kernel.inputs):
         dims = contracted.get(param)
-        if not dims or param in changed or not _is_multiplied(param, users):
+        if not dims or param not in constant or not _is_multiplied(param, users):
             continue
         width = param.ref.dtype.bytes
         turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE
