@@ -240,8 +240,6 @@ def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
 
 # --- primitives ---
 
-_EMPTY: set[Any] = set()
-
 
 def _effect_primitive(name: str) -> jaxcompat.Primitive:
     primitive = kernel_primitive(name, multiple_results=True)
