@@ -221,7 +221,7 @@ class TensorWalker(ClusterWalker):
         return found
 
     def phase_seen(self, barrier: Barrier, phase: int) -> None:
-        """What a commit of that phase was for has ended, and somebody knows."""
+        """What a commit of that phase waited for is no longer in flight."""
         super().phase_seen(barrier, phase)
         for queue in self.queues.values():
             last = -1

@@ -1,7 +1,7 @@
 """Windows stand still in the steps that ignore them.
 
 A step of a grid whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves
-its windows: blocks are fetched that nobody reads. Where a block is used under one guard
+its windows: it fetches blocks that nothing reads. Where a block is used under one guard
 only and `analysis/guards.py` can solve that for an axis that moves the window, the
 index map sees that axis kept within the steps that the guard lets through: before the
 first and after the last of them the same block stays. For backends that fetch a block

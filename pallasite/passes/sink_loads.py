@@ -1,6 +1,6 @@
 """sink_loads: what is needed only after a reduction is loaded after it.
 
-In: a kernel after `promote`. Out: the same, with loads of arrays that nobody writes,
+In: a kernel after `promote`. Out: the same, with loads of arrays that nothing writes,
 and conversions of what they load, moved down to just before their first use where a
 reduction is between. A tile that waits in registers while others are reduced keeps
 programs from running side by side; the weights of a norm are such tiles, and the cache

@@ -100,7 +100,7 @@ def _repacked(kernel: Kernel, packings: Sequence[Packing]) -> Kernel:
 def _pays(
     kernel: Kernel, packings: Sequence[Packing], chip: Gpu, times: float = 1.0
 ) -> bool:
-    """Whether the products take so many times as long as making the arrays."""
+    """Whether the products take `times` as long as making the arrays, or longer."""
     params = [kernel.inputs[p.operand].ref for p in packings]
     moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
     rates = [chip.rate(ref.dtype.name) for ref in params]
