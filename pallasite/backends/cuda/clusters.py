@@ -91,10 +91,8 @@ class Clusters(Explicit):
         if op.attrs["to"] == "first":
             self.refuse(op, "a copy that another block's barrier counts")
         self.meet_before(op)
-        axes, pattern = (
-            op.attrs["axes"],
-            sum(1 << n for n in self.peers(op.attrs["axes"])),
-        )
+        axes = op.attrs["axes"]
+        pattern = sum(1 << n for n in self.peers(axes))
         to = f"{pattern} << ({self.first_peer(axes)})"
         for at, number, places in self.boxes(op, self.views[source], target):
             where = f"maps + {number * MAP_BYTES}, {self.barriers[barrier]}, {to}"

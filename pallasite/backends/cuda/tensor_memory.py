@@ -81,20 +81,17 @@ class TensorMemory(Clusters):
         self.out.line(f"if (threadIdx.x / 32 == 0) tensor_alloc<{how}>({at});")
         self.out.line("tensor_before();")
 
+    def start_together(self) -> None:
+        super().start_together()
+        if self.columns:
+            slot = f"*(volatile u32*)(shared + {self.tensor_slot})"
+            self.out.line("tensor_after();")
+            self.out.line(f"const u32 tensors = {slot};")
+
     def emit_roles(self, op: Op) -> None:
-        before = len(self.out.lines)
         super().emit_roles(op)
         if not self.columns:
             return
-        made = self.out.lines[before:]
-        met = next(n for n, line in enumerate(made) if line.strip() in MEETINGS)
-        indent = "  " * self.out.depth
-        slot = f"*(volatile u32*)(shared + {self.tensor_slot})"
-        made[met + 1 : met + 1] = [
-            f"{indent}tensor_after();",
-            f"{indent}const u32 tensors = {slot};",
-        ]
-        self.out.lines[before:] = made
         self.out.line("tensor_before();")
         self.out.line("blocks_meet();" if self.group == PAIR else "__syncthreads();")
         self.out.line("tensor_after();")
@@ -276,11 +273,11 @@ class TensorMemory(Clusters):
             return
         axes, at = op.attrs["axes"], self.barriers[op.operands[0]]
         further = self.peers(axes)
+        if op.attrs["to"] == "first":
+            further = further[:1]
         self.out.line("tensor_before();")
         self.sync()
-        for lane, step in enumerate(
-            further[: 1 if op.attrs["to"] == "first" else None]
-        ):
+        for lane, step in enumerate(further):
             block = f"{self.first_peer(axes)} + {step}"
             own = "thread % 32" if self.warp is not None else "thread"
             self.out.line(f"if ({own} == {lane}) arrive_at({at}, {block});")
@@ -331,7 +328,6 @@ class TensorMemory(Clusters):
         self.locals[op.result] = name
 
 
-MEETINGS = ("__syncthreads();", "blocks_meet();")
 RULES = {
     "load": TensorMemory.emit_load,
     "store": TensorMemory.emit_store,
