@@ -2,7 +2,7 @@
 
 The function is what is measured, so that forward and backward kernels of a training
 step, and what XLA puts around them, are tuned together. Each site (a tunable kernel at
-its shapes) is searched in turn, the others as they are best so far.
+its shapes) is searched in turn, with the best so far for the others.
 """
 
 import time

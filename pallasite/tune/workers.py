@@ -227,7 +227,7 @@ def _tried(call: Call) -> str:
         jax.block_until_ready(jax.jit(lambda *xs: bind_call(call, xs))(*operands))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return ""  # the parent has that memory; it may do with it
+            return ""  # memory that the parent holds: there it may run
         return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
 

@@ -2,12 +2,12 @@
 
 In: a kernel after `promote`. Out: the same kernel on other arrays: an operand of 8-bit
 or f32 elements that is not stored along k has its last two dimensions exchanged, one
-whose rows are no multiples of 16 bytes has longer rows. The note `REPACKED` on the grid
-says how each is made of its operand; XLA does that before the call, in one pass over
-the operand (`runtime/forms.py`). It is done only where the products take longer than
-such passes, and where nothing but products reads the operand.
+whose rows are not multiples of 16 bytes gets longer rows. The note `REPACKED` on the
+grid says how each is made of its operand; XLA does that before the call, in one pass
+over the operand (`runtime/forms.py`). It is done only where the products take longer
+than such passes, and where nothing but products reads the operand.
 
-Rows that are no multiples of a cache line can be copied, but each row of a box is then
+Rows that are not multiples of a cache line can be copied, but each row of a box is then
 in two lines: a product of such operands, with blocks of 128 x 128, takes half as long
 again. They get longer rows, too, where the products take much longer than that.
 """
