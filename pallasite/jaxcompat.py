@@ -304,16 +304,6 @@ def plain_avals(avals: Sequence[Any]) -> list[Any]:
     return [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
 
 
-def side_effect() -> Any:
-    """An effect that XLA lowers and control flow allows: keeps a call from being
-    dropped or reordered (harvested from a public call that has it)."""
-    call = jax.ffi.ffi_call(
-        "pallasite_probe", jax.ShapeDtypeStruct((), np.float32), has_side_effect=True
-    )
-    (effect,) = jax.make_jaxpr(lambda: call())().effects
-    return effect
-
-
 def debug_effect() -> Any:
     """The effect of a print: kept in order, allowed in loops and branches."""
     from jax._src import debugging

@@ -54,6 +54,7 @@ PUBLIC = {
     "triton",
 }
 USES_PUBLIC = {"kernels", "tune"}
+SHARED_BY_BACKENDS = {"__init__", "base", "strided_views"}
 WITHOUT_JAX = {"ir", "ops", "passes", "runtime", "backends", "interpret"}
 WITH_JAX = {("runtime", "ffi"), ("runtime", "aot")}
 
@@ -167,7 +168,7 @@ def _backend(parts: tuple[str, ...]) -> str | None:
     if parts[0] != "backends":
         return None
     name = parts[1] if len(parts) > 1 else "__init__"
-    return "base" if name == "__init__" else name
+    return "base" if name in SHARED_BY_BACKENDS else name
 
 
 def private_jax_in_one_file(source: Source) -> Iterator[str]:

@@ -18,7 +18,6 @@ from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
-from pallasite.passes.place_windows import note_grid
 from pallasite.target import Chip, Gpu, Host, Tpu
 
 USED = 0.5  # of a chip's rates, by a kernel that keeps it busy
@@ -135,18 +134,7 @@ def _blocks(pipeline: Pipeline) -> int:
 def with_most_steps(kernel: Kernel) -> Kernel:
     """Loops whose length the grid indices decide, as long as they get."""
     facts = Facts()
-    pipeline = Pipeline.of(find_pipeline(kernel))
-    note_grid(facts, pipeline.ids, pipeline.grid)
-
-    def note(block: Block) -> None:
-        for op in block.ops:
-            facts.note_op(op)
-            if op.name == "for":
-                facts.note_counter(Loop.of(op))
-            for region in op.regions:
-                note(region)
-
-    note(pipeline.body)
+    facts.note_block(kernel.body)
 
     def rewrite(op: Op, b: Rewriter) -> list[Value] | None:
         if op.name != "for" or b.producer(op.operands[1], "constant") is not None:

@@ -2,8 +2,8 @@
 
 Cotangents are summed up in f32. Storing a block in the operand's own type moves half
 the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
-stored once, whole, is no sum and is stored so; one that the steps of a program add to
-is kept in scratch instead, and stored by the last of them.
+stored once, as a whole, is no sum: it is stored in that type. One that the steps of a
+program add to is kept in scratch instead, and stored by the last of them.
 """
 
 from collections.abc import Mapping, Sequence

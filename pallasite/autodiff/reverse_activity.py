@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Cond, Loop, While
 from pallasite.ir.types import TileType
-from pallasite.passes.analysis.intervals import Fact, Facts
+from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS, Roots, read_refs, written_refs
 
 WRITES = ("store", "atomic_rmw", "atomic_cas", "copy_start")
@@ -111,19 +111,8 @@ def used_values(block: Block) -> list[Value]:
 
 
 def facts_of(block: Block, sizes: Sequence[int | None]) -> Facts:
-    """Facts of the integers of a program; `sizes` bound its first parameters."""
+    """Facts of the integers of a program, whose parameters are grid indices."""
     facts = Facts()
-    for index, size in zip(block.params, sizes, strict=True):
-        if size is not None:
-            facts.note(index, Fact(0, max(size - 1, 0)))
-    _note(facts, block)
+    facts.note_grid(block.params, sizes)
+    facts.note_block(block)
     return facts
-
-
-def _note(facts: Facts, block: Block) -> None:
-    for op in block.ops:
-        facts.note_op(op)
-        if op.name == "for":
-            facts.note_counter(Loop.of(op))
-        for region in op.regions:
-            _note(facts, region)

@@ -112,9 +112,9 @@ class BufferedRef(BufferedRefBase):
     Attributes:
         window_ref: slots for blocks, first dimension first (those of one-dimensional
             blocks follow each other in one dimension); None: the ref itself.
-        copy_in_slot, wait_in_slot, copy_out_slot, wait_out_slot: how many blocks
-            have begun to come, come, begun to go and gone. The slot of a block is that
-            number modulo the number of slots.
+        copy_in_slot, wait_in_slot, copy_out_slot, wait_out_slot: how many copies in
+            have started and ended, and how many copies out. The slot of a block is
+            that number modulo the number of slots.
         sem_recvs, sem_sends: a DMA semaphore per slot, for each direction.
     """
 

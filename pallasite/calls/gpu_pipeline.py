@@ -34,7 +34,7 @@ class BlockSpec:
         memory_space: shared memory.
         transforms: how a chip lays the block out; changes no result.
         delay_release: for how many more steps a product may read the slot; the slot is
-            filled again after all but so many products have ended.
+            filled again when at most that many products are in flight.
         collective_axes: axes of the cluster whose blocks share what they load, in
             `emit_pipeline_warp_specialized`.
     """

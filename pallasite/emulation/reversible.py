@@ -30,7 +30,7 @@ from pallasite.importer import custom_rules
 from pallasite.interpret import Walker
 from pallasite.interpret.numbers import Picks
 from pallasite.ir.nodes import Block, Kernel, Op
-from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.roles import Loop
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import Fact, Facts
 from pallasite.passes.canonicalize import canonicalize
@@ -201,14 +201,9 @@ def most_trips(kernel: Kernel) -> dict[Op, int]:
 
 def _visit(block: Block, facts: Facts, found: dict[Op, int]) -> None:
     for op in block.ops:
-        if op.name == "pipeline":
-            pipeline = Pipeline.of(op)
-            for index, size in zip(pipeline.ids, pipeline.grid, strict=True):
-                if size:
-                    facts.note(index, Fact(0, size - 1))
-        elif op.name == "for":
+        facts.note_regions(op)
+        if op.name == "for":
             loop = Loop.of(op)
-            facts.note_counter(loop)
             trips = facts.most_steps(loop)
             if trips is not None and trips <= _MOST_TRIPS:
                 found[op] = trips

@@ -1,11 +1,10 @@
 """Checked mode: the evaluator over numpy with shadow memory (`interpret=pl.Checked()`).
 
 `run_checked` runs a kernel one program after another and raises CheckError at the first
-bug. The walker is the same that defines the language;
-here it is watched: `bounds.py` looks at indices, `shadow.py` at undefined values,
-`races.py` at programs that may run at once, `copies.py` at async copies. Cores, roles
-and copies run side by side (`resume.py`, `waits.py`, `gpu_level.py`) in several orders
-(`schedule.py`).
+bug. The walker is the one that defines the language, but watched: `bounds.py` looks at
+indices, `shadow.py` at undefined values, `races.py` at programs that may run at once,
+`copies.py` at async copies. Cores, roles and copies run side by side (`resume.py`,
+`waits.py`, `gpu_level.py`) in several orders (`schedule.py`).
 """
 
 import contextlib

@@ -45,7 +45,7 @@ class ClusterWalker(GpuWalker):
     """The walker with what blocks of a cluster do to each other."""
 
     def peers(self, op: Op) -> list[int]:
-        """Blocks that are where this one is, but along the axes of an op."""
+        """The blocks that differ from this one along the axes of an op only."""
         context = self.schedule.current
         assert context is not None
         axes = op.attrs["axes"]

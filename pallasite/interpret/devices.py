@@ -133,7 +133,7 @@ class DeviceWalker(WaitingWalker):
         ]
 
     def _look_at_device(self, other: "DeviceWalker", ends: Sequence[End]) -> None:
-        """Whether another device runs the kernel at the moment, and surely so."""
+        """Report a device that has ended the kernel, or is not known to run it yet."""
         barriers = self.barriers_of_devices()
         facts: list[tuple[str, Any]] = [("to device", other.name)]
         facts.append(("to", self.monitor.describe(ends[0].ref)))

@@ -17,8 +17,9 @@ from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.schedule import Context, Pause, Steps
 from pallasite.interpret.shadow_tiles import value_of
 from pallasite.interpret.views import entries_of
-from pallasite.ir.nodes import Block, Op, full_index
-from pallasite.ops.tensor_memory import columns_axis, mma_of
+from pallasite.ir.nodes import Block, Op, Value, full_index
+from pallasite.ir.roles import TensorMma
+from pallasite.ops.tensor_memory import mma_of
 
 KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
 
@@ -57,6 +58,11 @@ class Work:
     @property
     def is_next(self) -> bool:
         return next((w for w in self.queue if not w.moved), self) is self
+
+
+def _named(name: str, ends: Sequence[End]) -> dict[str, End]:
+    """Each under the name that reports have for it."""
+    return {f"{name}{n or ''}": end for n, end in enumerate(ends)}
 
 
 class TensorWalker(ClusterWalker):
@@ -123,28 +129,26 @@ class TensorWalker(ClusterWalker):
     # --- products and copies ---
 
     def steps_tensor_mma(self, op: Op) -> Steps:
-        sums, lhs, rhs, adds = op.operands
-        adds = bool(value_of(self.numbers.certain(self.env[adds], "accumulate")))
-        blocks = self.peers(op) if op.attrs["axes"] else [None]
-        ends = [
-            [end if n is None else self.end_at(end, n) for n in blocks]
-            for end in (self._end(v) for v in (sums, lhs, rhs))
-        ]
-        named = list(
-            zip(("accumulator", "left operand", "right operand"), ends, strict=True)
-        )
-        texts = [
-            {f"{name}{n or ''}": end for n, end in enumerate(found)}
-            for name, found in named
-        ]
-        acc, left, right = texts
-        reads = {**left, **right, **(acc if adds else {})}
-        self._start(op, reads, acc, lambda: self._multiply_pair(op, ends, adds))
+        mma = TensorMma.of(op)
+        adds = bool(value_of(self.numbers.certain(self.env[mma.adds], "accumulate")))
+        ends = [self._in_blocks(op, v) for v in (mma.sums, mma.lhs, mma.rhs)]
+        sums = _named("accumulator", ends[0])
+        reads = _named("left operand", ends[1]) | _named("right operand", ends[2])
+        if adds:
+            reads |= sums
+        self._start(op, reads, sums, lambda: self._multiply(op, ends, adds))
         yield Pause(op)
 
-    def _multiply_pair(self, op: Op, ends: Sequence[Any], adds: bool) -> None:
+    def _in_blocks(self, op: Op, ref: Value) -> list[End]:
+        """A ref of this block, or the same one of each block that takes part."""
+        own = self._end(ref)
+        if not op.attrs["axes"]:
+            return [own]
+        return [self.end_at(own, block) for block in self.peers(op)]
+
+    def _multiply(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
         all_sums, all_left, all_right = ends
-        along = columns_axis(op)
+        along = TensorMma.of(op).columns_dim
         sides = [self._seen(self.read(end.view)) for end in all_right]
         right = sides[0] if len(sides) == 1 else self._joined(sides, along)
         if op not in self._products:
@@ -168,22 +172,14 @@ class TensorWalker(ClusterWalker):
         self.write(end.view, everything, value, None)
 
     def steps_tensor_copy(self, op: Op) -> Steps:
-        source, target = (self._end(v) for v in op.operands)
-        blocks = self.peers(op) if op.attrs["axes"] else [None]
-        pairs = [
-            (source, target)
-            if n is None
-            else (self.end_at(source, n), self.end_at(target, n))
-            for n in blocks
-        ]
+        sources, targets = (self._in_blocks(op, v) for v in op.operands)
 
         def copy() -> None:
-            for from_, to in pairs:
-                self._put(to, self.read(from_.view))
+            for source, target in zip(sources, targets, strict=True):
+                self._put(target, self.read(source.view))
 
-        reads = {f"source{n or ''}": p[0] for n, p in enumerate(pairs)}
-        writes = {f"destination{n or ''}": p[1] for n, p in enumerate(pairs)}
-        self._start(op, reads, writes, copy)
+        named = _named("source", sources), _named("destination", targets)
+        self._start(op, *named, copy)
         yield Pause(op)
 
     # --- their ends ---
@@ -220,7 +216,7 @@ class TensorWalker(ClusterWalker):
         return found
 
     def phase_seen(self, barrier: Barrier, phase: int) -> None:
-        """What a commit of that phase was for has ended, and somebody knows."""
+        """What a commit of that phase waited for is no longer in flight."""
         super().phase_seen(barrier, phase)
         for queue in self.queues.values():
             last = -1

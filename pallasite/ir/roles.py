@@ -236,6 +236,28 @@ class Wgmma:
         return Wgmma(sums, lhs, rhs, (left, right))
 
 
+@dataclass(frozen=True, eq=False)
+class TensorMma:
+    """A tensor_mma taken apart: as a wgmma, and whether the sums are added to."""
+
+    sums: Value
+    lhs: Value
+    rhs: Value
+    adds: Value
+    contract: tuple[int, int]
+
+    @staticmethod
+    def of(op: Op) -> "TensorMma":
+        sums, lhs, rhs, adds = op.operands
+        (left,), (right,) = op.attrs["contract"]
+        return TensorMma(sums, lhs, rhs, adds, (left, right))
+
+    @property
+    def columns_dim(self) -> int:
+        """The dimension of the right side that is not summed over."""
+        return 1 - self.contract[1]
+
+
 @dataclass(frozen=True)
 class Roles:
     """What notes on a `roles` op say of each of them.

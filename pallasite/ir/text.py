@@ -65,13 +65,6 @@ def print_op(
     return "\n".join(printer.lines)
 
 
-def value_names(kernel: Kernel) -> dict[Value, str]:
-    """The name, with its `%`, that each value has in the kernel's text."""
-    printer = _Printer(False)
-    printer.kernel(kernel)
-    return printer.names
-
-
 def region_labels(op_name: str, count: int) -> Sequence[str]:
     """What the regions of an op are called in the text (for the reader's eye only)."""
     if op_name == "pipeline":

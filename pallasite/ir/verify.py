@@ -1,6 +1,6 @@
 """What a legal kernel is: `verify(kernel)` raises VerifyError at the first breach.
 
-Run on what the frontend imports and, with PALLASITE_VERIFY, after each pass. Most rules
+Run on what the importer makes and, with PALLASITE_VERIFY, after each pass. Most rules
 come from the op table (arity, attributes, dtypes, type rule); the rest, what a type
 rule cannot see (scopes, windows, constants), is here, one small function per rule.
 """

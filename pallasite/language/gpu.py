@@ -41,7 +41,7 @@ class BarrierSpace:
 
 @dataclass(frozen=True)
 class SwizzledSpace:
-    """Shared memory whose rows are swizzled, by so many bytes."""
+    """Shared memory swizzled in rows of `swizzle` bytes."""
 
     swizzle: int
     value: str = "smem"
@@ -227,7 +227,7 @@ def swizzle_of(transforms: Sequence[Any]) -> int | None:
 
 
 def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
-    """The largest swizzle, in bytes, that fits rows of so many bits."""
+    """The largest swizzle, in bytes, that divides a row of `minor_dim_bits`."""
     for swizzle in (128, 64, 32, 16):
         if minor_dim_bits % (swizzle * 8) == 0:
             return swizzle
@@ -239,8 +239,6 @@ def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
 
 
 # --- primitives ---
-
-_EMPTY: set[Any] = set()
 
 
 def _effect_primitive(name: str) -> jaxcompat.Primitive:

@@ -11,6 +11,7 @@ from typing import cast
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value
 from pallasite.ir.opdef import Attrs, TypeRuleError, Unit
+from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import BOOL, RefType, TileType, Type
 from pallasite.ops.gpu import barrier_rule, gpu_row, nothing
 
@@ -42,30 +43,19 @@ def _copy(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return ()
 
 
-def contracted(op: Op) -> tuple[int, int]:
-    """The dimensions of the left and of the right side that a product sums over."""
-    (left,), (right,) = op.attrs["contract"]
-    return left, right
-
-
-def columns_axis(op: Op) -> int:
-    """The dimension of the right side along which its columns are."""
-    return 1 - contracted(op)[1]
-
-
 def mma_of(op: Op, columns: int) -> Block:
     """What a product does to sums: parameters sums, left side, whole right side."""
-    sums, lhs, rhs = (v.ref for v in op.operands[:3])
-    contract = op.attrs["contract"]
+    mma = TensorMma.of(op)
+    sums, lhs, rhs = mma.sums.ref, mma.lhs.ref, mma.rhs.ref
     shape = list(rhs.shape)
-    shape[columns_axis(op)] = columns
+    shape[mma.columns_dim] = columns
     params = [
         Value(TileType(sums.shape, sums.dtype)),
         Value(TileType(lhs.shape, lhs.dtype)),
         Value(TileType(tuple(shape), rhs.dtype)),
     ]
     b = Builder(op.loc)
-    product = b.op("dot", *params[1:], contract=contract, batch=((), ()),
+    product = b.op("dot", *params[1:], contract=op.attrs["contract"], batch=((), ()),
                    dtype=sums.dtype, precision=None)  # fmt: skip
     return b.block(params, (b.op("add", params[0], product), product))
 

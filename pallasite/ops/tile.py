@@ -12,7 +12,7 @@ from pallasite.ir.opdef import (
     Unit,
     register,
 )
-from pallasite.ir.types import BOOL, I32, DType, TileType, Type
+from pallasite.ir.types import I32, DType, TileType, Type
 from pallasite.ops import decompose_gather, decompose_sort, decompose_tile
 from pallasite.ops.elementwise import tiles
 
@@ -279,6 +279,3 @@ _row(
     ("dimension_numbers", "kind", "mode", "type"),
     doc="XLA scatter into a value; kind: set, add, mul, min or max",
 )
-
-INDEX_DTYPE = I32
-MASK_DTYPE = BOOL

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value
-from pallasite.ir.rewrite import inline, is_removable, substitute, with_regions
-from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.rewrite import inline, is_removable, substitute
+from pallasite.ir.roles import Loop
 from pallasite.ir.types import I32
 from pallasite.passes.analysis.guards import Bounds, Guard, Part, Solver, guard_of
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.analysis.memory import Roots, root_among
+from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.place_windows import note_grid
+from pallasite.passes.facts_walk import FactsWalk
 
 
 def guard_bounds(kernel: Kernel) -> Kernel:
@@ -30,35 +30,13 @@ def guard_bounds(kernel: Kernel) -> Kernel:
     return canonicalize(kernel.with_(body=body))  # of conditions that are not asked now
 
 
-class _Walk:
-    """Walks a kernel with what is known of its integers so far."""
-
+class _Walk(FactsWalk):
     def __init__(self, kernel: Kernel):
-        shared = {kernel.inputs[i] for i, _ in kernel.aliases}
-        written = Roots(kernel).written(kernel.body)
-        self.readable = frozenset(set(kernel.inputs) - shared - set(written))
-        self.facts = Facts()
-        self.producers: dict[Value, Op] = {}
+        super().__init__()
+        self.readable = constant_inputs(kernel)
 
-    def block(self, block: Block) -> Block:
-        ops = [new for op in block.ops for new in self.op(op)]
-        if [id(op) for op in ops] == [id(op) for op in block.ops]:
-            return block
-        return Block(block.params, tuple(ops), block.yields)
-
-    def op(self, op: Op) -> list[Op]:
-        if op.name == "pipeline":
-            pipeline = Pipeline.of(op)
-            for ids in (pipeline.ids, *(each.params for each in pipeline.maps)):
-                note_grid(self.facts, ids, pipeline.grid)
-        elif op.name == "for":
-            self.facts.note_counter(Loop.of(op))
-        op = with_regions(op, [self.block(region) for region in op.regions])
-        new = self.loop(Loop.of(op)) if op.name == "for" else [op]
-        for each in new:
-            self.facts.note_op(each)
-            self.producers.update(dict.fromkeys(each.results, each))
-        return new
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        return self.loop(Loop.of(op)) if op.name == "for" else (op,)
 
     def loop(self, loop: Loop) -> list[Op]:
         guards = _guards(loop, self.producers)

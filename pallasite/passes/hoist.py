@@ -16,16 +16,14 @@ from pallasite.ir.roles import Cond, Loop
 from pallasite.ir.types import I32
 from pallasite.passes.analysis.affine import fold_scalar
 from pallasite.passes.analysis.guards import parts_of
-from pallasite.passes.analysis.memory import Roots, root_among
+from pallasite.passes.analysis.memory import constant_inputs, root_among
 
 Producers = Mapping[Value, Op]
 
 
 def hoist(kernel: Kernel) -> Kernel:
     """Apply to every loop, inner ones first."""
-    shared = {kernel.inputs[i] for i, _ in kernel.aliases}
-    written = Roots(kernel).written(kernel.body)
-    readable = frozenset(set(kernel.inputs) - shared - set(written))
+    readable = constant_inputs(kernel)
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "for":

@@ -1,7 +1,7 @@
 """Windows stand still in the steps that ignore them.
 
 A step of a grid whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves
-its windows: blocks are fetched that nobody reads. Where a block is used under one guard
+its windows: it fetches blocks that nothing reads. Where a block is used under one guard
 only and `analysis/guards.py` can solve that for an axis that moves the window, the
 index map sees that axis kept within the steps that the guard lets through: before the
 first and after the last of them the same block stays. For backends that fetch a block
@@ -16,16 +16,13 @@ from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.guards import Bounds, Guard, Solver, guard_of
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import constant_inputs
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.place_windows import note_grid
 
 
 def idle_windows(kernel: Kernel) -> Kernel:
     """Keep the windows of every pipeline where they are in steps that ignore them."""
-    shared = {kernel.inputs[i] for i, _ in kernel.aliases}
-    written = Roots(kernel).written(kernel.body)
-    readable = frozenset(set(kernel.inputs) - shared - set(written))
+    readable = constant_inputs(kernel)
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:
         if op.name != "pipeline":
@@ -47,7 +44,7 @@ class _Standstill:
         self.whole, self.readable = pipeline, readable
         self.inside = {v: op for op in pipeline.body.ops for v in op.results}
         self.facts = Facts()
-        note_grid(self.facts, pipeline.ids, pipeline.grid)
+        self.facts.note_grid(pipeline.ids, pipeline.grid)
         for op in pipeline.body.ops:
             self.facts.note_op(op)
 
@@ -87,7 +84,7 @@ class _Standstill:
 
     def within(self, index_map: Block, axis: int, guard: Guard) -> Block:
         b = Builder(guard.op.loc, watch=self.facts.note_op)
-        note_grid(self.facts, index_map.params, self.whole.grid)
+        self.facts.note_grid(index_map.params, self.whole.grid)
         solver = self.solver(index_map, axis, b)
         bounds = Bounds()
         for part in guard.parts:

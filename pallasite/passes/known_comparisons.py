@@ -5,14 +5,12 @@ several, asks what is known of grid indices: it becomes a constant, and `canonic
 takes the branch away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value
-from pallasite.ir.rewrite import with_regions
-from pallasite.ir.roles import Loop, Pipeline
-from pallasite.passes.analysis.intervals import Fact, Facts
-from pallasite.passes.place_windows import note_grid
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.facts_walk import FactsWalk
 
 
 def known_comparisons(kernel: Kernel) -> Kernel:
@@ -47,34 +45,15 @@ _OUTCOMES: dict[str, Callable[[Fact, Fact], bool | None]] = {
 }
 
 
-class _Walk:
-    """Walks a kernel with what is known of its integers so far."""
-
-    def __init__(self) -> None:
-        self.facts = Facts()
-
-    def block(self, block: Block) -> Block:
-        ops = [self.op(op) for op in block.ops]
-        if all(new is old for new, old in zip(ops, block.ops, strict=True)):
-            return block
-        return Block(block.params, tuple(ops), block.yields)
-
-    def op(self, op: Op) -> Op:
-        if op.name == "pipeline":
-            pipeline = Pipeline.of(op)
-            for ids in (pipeline.ids, *(each.params for each in pipeline.maps)):
-                note_grid(self.facts, ids, pipeline.grid)
-        elif op.name == "for":
-            self.facts.note_counter(Loop.of(op))
-        op = with_regions(op, [self.block(region) for region in op.regions])
+class _Walk(FactsWalk):
+    def rewritten(self, op: Op) -> Sequence[Op]:
         outcome = self.outcome(op)
-        if outcome is not None:
-            b = Builder(op.loc)
-            b.like(outcome, op.result)
-            (constant,) = b.ops
-            op = constant.with_(results=op.results)
-        self.facts.note_op(op)
-        return op
+        if outcome is None:
+            return (op,)
+        b = Builder(op.loc)
+        b.like(outcome, op.result)
+        (constant,) = b.ops
+        return (constant.with_(results=op.results),)
 
     def outcome(self, op: Op) -> bool | None:
         rule = _OUTCOMES.get(op.name)

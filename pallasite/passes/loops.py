@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value
+from pallasite.ir.nodes import Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, inline, map_ops
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.types import INDEX
@@ -150,8 +150,3 @@ class _Nest:
             window=shown.window,
         )
         return view
-
-
-def program_block(kernel: Kernel) -> Block:
-    """The code of one program, in a kernel that went through `to_loops`."""
-    return Pipeline.of(find_pipeline(kernel)).body

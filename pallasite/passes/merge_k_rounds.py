@@ -60,9 +60,7 @@ class _Rounds:
         limits = [n for n in map(self._integer, loop.bounds) if n is not None]
         known = len(limits) == 3 and limits[2] > 0
         self.rounds = range(*limits) if known else range(0)
-        self.counters: dict[
-            Value, int
-        ] = {}  # carried numbers and their increment per round
+        self.counters = dict[Value, int]()  # carried numbers: what a round adds
         self.totals: set[Op] = set()
         self.products: set[Op] = set()
         for param, end in zip(self.params, self.body.yields, strict=True):

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Loc, Op, Value, Window
-from pallasite.ir.rewrite import with_regions
-from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map, last_number
 from pallasite.passes.analysis.intervals import HIGHEST, Fact, Facts
+from pallasite.passes.facts_walk import FactsWalk
 
 Grid = Sequence[int | None]
 
@@ -25,36 +25,17 @@ def place_windows(kernel: Kernel) -> Kernel:
     return kernel if body is kernel.body else kernel.with_(body=body)
 
 
-class _Placing:
-    """Walks a kernel with what is known of its integers so far."""
-
-    def __init__(self) -> None:
-        self.facts = Facts()
-
-    def block(self, block: Block) -> Block:
-        ops = [self.op(op) for op in block.ops]
-        if all(new is old for new, old in zip(ops, block.ops, strict=True)):
-            return block
-        return Block(block.params, tuple(ops), block.yields)
-
-    def op(self, op: Op) -> Op:
-        self.facts.note_op(op)
-        if op.name == "pipeline":
-            return self.pipeline(op)
-        if op.name == "for":
-            self.facts.note_counter(Loop.of(op))
-        return with_regions(op, [self.block(region) for region in op.regions])
-
-    def pipeline(self, op: Op) -> Op:
-        pipeline = Pipeline.of(op)
-        grid, new = pipeline.grid, []
+class _Placing(FactsWalk):
+    def regions(self, op: Op) -> Sequence[Block]:
+        if op.name != "pipeline":
+            return super().regions(op)
+        pipeline, maps = Pipeline.of(op), []
         for array, window, index_map, _ in pipeline.shown:
             shape = array.ref.shape
-            found = number_facts(index_map, window, shape, grid, self.facts)
+            found = number_facts(index_map, window, shape, pipeline.grid, self.facts)
             limits = number_limits(window, shape)
-            new.append(_clamped(index_map, found, limits, op.loc))
-        note_grid(self.facts, pipeline.ids, grid)
-        return with_regions(op, [*new, self.block(pipeline.body)])
+            maps.append(_clamped(index_map, found, limits, op.loc))
+        return [*maps, self.block(pipeline.body)]
 
 
 def _clamped(
@@ -97,9 +78,8 @@ def number_facts(
     the values from outside the map.
     """
     facts = facts or Facts()
-    note_grid(facts, index_map.params, grid)
-    for op in index_map.ops:
-        facts.note_op(op)
+    facts.note_grid(index_map.params, grid)
+    facts.note_block(index_map)
     found = [facts.of(v) for v in index_map.yields]
     steps = all_steps(grid)
     if steps is None or all(map(_names_a_block, found, number_limits(window, shape))):
@@ -110,11 +90,6 @@ def number_facts(
 
 def _names_a_block(found: Fact, last: int) -> bool:
     return found.within(0, last)
-
-
-def note_grid(facts: Facts, ids: Sequence[Value], grid: Grid) -> None:
-    for value, n in zip(ids, grid, strict=True):
-        facts.note(value, Fact(0, HIGHEST if n is None else max(n - 1, 0)))
 
 
 def unclamped(

@@ -62,7 +62,7 @@ def grow(kernel: Kernel, place: Place, factor: int, selects: bool = False) -> Ke
 
 
 def may_cut(found: LoopDims, dim: LoopDim, parts: int) -> bool:
-    """Whether `cut` would divide a dimension into so many parts."""
+    """Whether `cut` can divide a dimension into a number of parts."""
     try:
         _Cut(found, dim, parts)
     except CannotReblock:

@@ -1,6 +1,6 @@
 """sink_loads: what is needed only after a reduction is loaded after it.
 
-In: a kernel after `promote`. Out: the same, with loads of arrays that nobody writes,
+In: a kernel after `promote`. Out: the same, with loads of arrays that nothing writes,
 and conversions of what they load, moved down to just before their first use where a
 reduction is between. A tile that waits in registers while others are reduced keeps
 programs from running side by side; the weights of a norm are such tiles, and the cache
@@ -10,7 +10,7 @@ Operands of products stay, and so does what loops load: it is loaded steps ahead
 
 from pallasite.ir.nodes import Access, Block, Kernel, Op, Value
 from pallasite.ir.rewrite import with_regions
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import Roots, constant_inputs
 
 PRODUCTS = ("dot", "transpose")
 REDUCTIONS = ("reduce", "arg_reduce", "scan")
@@ -18,16 +18,13 @@ REDUCTIONS = ("reduce", "arg_reduce", "scan")
 
 def sink_loads(kernel: Kernel) -> Kernel:
     """Move loads down to their first use, over reductions."""
-    roots = Roots(kernel)
-    aliased = (kernel.inputs[i] for i, _ in kernel.aliases)
-    kept = set(kernel.inputs) - {*roots.written(kernel.body), *aliased}
-    body = _Sinking(roots, kept).block(kernel.body)
+    body = _Sinking(kernel).block(kernel.body)
     return kernel if body is kernel.body else kernel.with_(body=body)
 
 
 class _Sinking:
-    def __init__(self, roots: Roots, kept: set[Value]):
-        self.roots, self.kept = roots, kept
+    def __init__(self, kernel: Kernel):
+        self.roots, self.constant = Roots(kernel), constant_inputs(kernel)
 
     def block(self, block: Block) -> Block:
         ops = list(map(self.inside, block.ops))
@@ -54,7 +51,8 @@ class _Sinking:
             return False
         if op.name == "cast":
             return True
-        return Access.of(op).mask is None and self.roots.of(op.operands[0]) in self.kept
+        access = Access.of(op)
+        return access.mask is None and self.roots.of(access.ref) in self.constant
 
 
 def _first_use(op: Op, placed: list[Op]) -> int | None:

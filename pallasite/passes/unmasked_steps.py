@@ -11,19 +11,19 @@ their own instead: for backends that keep work in flight from step to step, whic
 branch would interrupt.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, substitute, with_regions
+from pallasite.ir.rewrite import clone, substitute
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import I32, TileType, scalar
 from pallasite.passes.analysis.guards import OPPOSITE, Bounds, Part, Solver, parts_of
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.place_windows import note_grid
+from pallasite.passes.facts_walk import FactsWalk
 
 FEW = 3  # steps of a loop that is not worth taking apart
 
@@ -43,30 +43,19 @@ def unmasked_steps(kernel: Kernel, least: int, needed: str | None = "dot") -> Ke
     return canonicalize(kernel.with_(body=body))  # of masks that nothing uses now
 
 
-class _Walk:
-    """Walks a kernel with what is known of its integers so far."""
-
+class _Walk(FactsWalk):
     def __init__(self, least: int, needed: str | None):
-        self.least, self.needed, self.facts = least, needed, Facts()
-        self.makers: dict[Value, Op] = {}
+        super().__init__()
+        self.least, self.needed = least, needed
 
     def block(self, block: Block) -> Block:
-        ops = [self.op(op) for op in block.ops]
-        if any(new is not old for new, old in zip(ops, block.ops, strict=True)):
-            block = Block(block.params, tuple(ops), block.yields)
-        return self.versions(block)
+        return self.versions(super().block(block))
 
-    def op(self, op: Op) -> Op:
-        self.facts.note_op(op)
-        self.makers.update(dict.fromkeys(op.results, op))
-        if op.name == "for":
-            self.facts.note_counter(Loop.of(op))
-        elif op.name == "pipeline":
-            pipeline = Pipeline.of(op)
-            note_grid(self.facts, pipeline.ids, pipeline.grid)
-            body = self.block(pipeline.body)
-            return with_regions(op, [*pipeline.maps, body])
-        return with_regions(op, [self.block(region) for region in op.regions])
+    def regions(self, op: Op) -> Sequence[Block]:
+        if op.name != "pipeline":
+            return super().regions(op)
+        pipeline = Pipeline.of(op)
+        return [*pipeline.maps, self.block(pipeline.body)]
 
     def versions(self, block: Block) -> Block:
         """The block with its step twice, if a mask in it may be all true."""
@@ -81,7 +70,7 @@ class _Walk:
         results = [v for v in own if v in used or v in block.yields]
         if any(v.is_ref for v in results):
             return block
-        test = _Test(self.facts, self.makers, own)
+        test = _Test(self.facts, self.producers, own)
         chosen: dict[Value, Value] = {}
         for op in step:
             if op.name == "select_n" and op.operands[0].type.size >= self.least:
@@ -115,29 +104,13 @@ def unmasked_loops(kernel: Kernel, least: int, needed: str | None = "dot") -> Ke
     return canonicalize(kernel.with_(body=body))
 
 
-class _LoopWalk:
-    """Walks a kernel with what is known of its integers so far."""
-
+class _LoopWalk(FactsWalk):
     def __init__(self, least: int, needed: str | None):
-        self.least, self.needed, self.facts = least, needed, Facts()
-        self.makers: dict[Value, Op] = {}
+        super().__init__()
+        self.least, self.needed = least, needed
 
-    def block(self, block: Block) -> Block:
-        ops = [new for op in block.ops for new in self.op(op)]
-        if [id(op) for op in ops] == [id(op) for op in block.ops]:
-            return block
-        return Block(block.params, tuple(ops), block.yields)
-
-    def op(self, op: Op) -> list[Op]:
-        self.facts.note_op(op)
-        self.makers.update(dict.fromkeys(op.results, op))
-        if op.name == "pipeline":
-            pipeline = Pipeline.of(op)
-            note_grid(self.facts, pipeline.ids, pipeline.grid)
-        elif op.name == "for":
-            self.facts.note_counter(Loop.of(op))
-        op = with_regions(op, [self.block(region) for region in op.regions])
-        return self.loop(Loop.of(op)) if op.name == "for" else [op]
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        return self.loop(Loop.of(op)) if op.name == "for" else (op,)
 
     def loop(self, loop: Loop) -> list[Op]:
         """The loop, or up to three in its place: of masks, of none, of masks."""
@@ -149,7 +122,7 @@ class _LoopWalk:
         most = self.facts.of(loop.limit).high - self.facts.of(loop.first).low
         if not is_innermost or self.facts.of(loop.step).number != 1 or most < FEW:
             return [loop.op]
-        test, chosen = _Test(self.facts, self.makers, {}), dict[Value, Value]()
+        test, chosen = _Test(self.facts, self.producers, {}), dict[Value, Value]()
         for op in loop.body.ops:
             if op.name == "select_n" and op.operands[0].type.size >= self.least:
                 chosen |= test.case(op, chosen)

@@ -1,8 +1,9 @@
 """From a backend's Launch to a custom call in the program XLA compiles.
 
-The one file below the frontend that touches JAX. `lower_launch` is the body of the
-primitive's lowering rule: it registers the handler of a CPU kernel with XLA and emits
-the custom call with the launch's configuration, aliases and scratch results.
+One of the two files below `language` that import JAX (`aot.py` is the other).
+`lower_launch` is the body of the primitive's lowering rule: it registers the handler of
+a CPU kernel with XLA and emits the custom call with the launch's configuration, aliases
+and scratch results.
 """
 
 import ctypes

@@ -16,9 +16,9 @@ class Form:
     """An array as a custom call takes it.
 
     Its elements are cast, its last two dimensions may be exchanged; then it is padded,
-    and dimensions are cut into blocks: (rows,
-    lanes) cut into blocks of (r, l) are (rows / r, lanes / l, r, l). Block numbers come
-    before the last two dimensions, so that blocks of any size are whole in them.
+    and dimensions are cut into blocks: (rows, lanes) cut into blocks of (r, l) are
+    (rows / r, lanes / l, r, l). Block numbers come before the last two dimensions, so
+    that blocks of any size are whole in them.
 
     Attributes:
         shape: of the array itself.

@@ -99,7 +99,7 @@ def make(
 
 
 def _scheduled(call: Call, backends: Sequence[str], chip: Chip | Host) -> Kernel:
-    options = replace(call.options, chip=chip if isinstance(chip, Chip) else None)
+    options = options_for(call, chip)
     refusals: list[Exception] = []
     for name in backends:
         try:
@@ -109,6 +109,11 @@ def _scheduled(call: Call, backends: Sequence[str], chip: Chip | Host) -> Kernel
     if refusals:
         raise refusals[0]
     return call.kernel
+
+
+def options_for(call: Call, chip: Chip | Host) -> base.Options:
+    """The options of a call on a chip."""
+    return replace(call.options, chip=chip if isinstance(chip, Chip) else None)
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 ROUNDS = 7
-VISIT_SECONDS = 0.01  # a candidate runs at least so long at a time
+VISIT_SECONDS = 0.01  # that a candidate runs in a round, at least
 HOPELESS = 1.5  # times the best: not measured further
 
 

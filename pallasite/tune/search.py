@@ -17,7 +17,7 @@ from pallasite.tune.candidates import Candidate
 from pallasite.tune.space import Space
 
 RIDGE = 0.01  # how much a correction must explain to be believed
-LEAST = 4  # candidates that are always compiled, if there are so many
+LEAST = 4  # candidates that are always compiled, if there are that many
 SHARE = 0.25  # of all that is compiled at most
 
 

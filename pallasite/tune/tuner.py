@@ -2,12 +2,12 @@
 
 The function is what is measured, so that forward and backward kernels of a training
 step, and what XLA puts around them, are tuned together. Each site (a tunable kernel at
-its shapes) is searched in turn, the others as they are best so far.
+its shapes) is searched in turn, with the best so far for the others.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ class Tuner:
         self.places = [n for n, x in enumerate(leaves) if is_shaped(x)]
         self.leaves = leaves
         self.target = target or knobs.get("target")
-        with self._for_target():
+        with self.for_target():
             self.chip: Chip | Host = chip_for(None)
             self.chip_name = choices.chip_name()
         self.is_here = _is_here(self.chip)
@@ -80,10 +80,10 @@ class Tuner:
             jax.ShapeDtypeStruct(leaves[n].shape, leaves[n].dtype) for n in self.places
         ]
 
-    def _for_target(self):
+    def for_target(self):
         return knobs.override(target=self.target)
 
-    def _of_arrays(self, *arrays: Any) -> Any:
+    def of_arrays(self, *arrays: Any) -> Any:
         """The function, of its arguments that are arrays."""
         leaves = list(self.leaves)
         for place, array in zip(self.places, arrays, strict=True):
@@ -91,8 +91,8 @@ class Tuner:
         return self.function(*self.tree.unflatten(leaves))
 
     def tune(self) -> Tuned:
-        with self._for_target(), choices.recorded() as questions:
-            calls = calls_in(lambda *xs: self._of_arrays(*xs), *self.shapes)
+        with self.for_target(), choices.recorded() as questions:
+            calls = calls_in(lambda *xs: self.of_arrays(*xs), *self.shapes)
         asked = list({q.site: q for q in questions}.values())
         if not asked:
             name = getattr(self.function, "__name__", repr(self.function))
@@ -142,7 +142,7 @@ class Tuner:
         try:
             made = self._candidates(question, others, progress)
             outcome = Outcome(made[0], made, self.options.share)
-            meter = self._meter(outcome, workers, progress)
+            meter = _Meter(self, outcome, workers, progress)
             search(outcome, question.space, meter, width=max(2, self.options.workers))
             interrupted = False
         except KeyboardInterrupt:
@@ -178,11 +178,11 @@ class Tuner:
         for number, config in enumerate([question.default, *rest]):
             progress.say(f"{number} of {len(rest) + 1} scheduled")
             trial = others.with_entry(self._entry(question.site, config))
-            with self._for_target():
+            with self.for_target():
                 candidate = candidates.make(
                     config,
                     trial,
-                    self._of_arrays,
+                    self.of_arrays,
                     self.shapes,
                     self._backends_of,
                     self.chip,
@@ -211,87 +211,17 @@ class Tuner:
             return (named or "tpu",)
         return base.defaults(_platform(), call.kernel)
 
-    def _meter(
-        self, outcome: Outcome, workers: Workers, progress: Progress
-    ) -> Callable[[Sequence[Candidate]], None]:
-        arrays = _arrays([self.leaves[n] for n in self.places])
-        floats = [x.dtype for x in arrays]
-        floats += [
-            p.ref.dtype.np
-            for call in outcome.default.calls
-            for p in call.kernel.params
-            if not p.ref.is_semaphore
-        ]
-        allowed = self.options.tolerance
-        if allowed is None:
-            allowed = measure.tolerance_of(floats)
-        expected: list[Any] = []
-
-        def check(candidate: Candidate) -> None:
-            """Compiles and runs a candidate; compares what it gives."""
-            try:
-                # A kernel for a TPU that is not here means the same where it runs.
-                with self._for_target(), choices.configs(candidate.table):
-                    program = jax.jit(lambda *xs: self._of_arrays(*xs))
-                    compiled = program.lower(*arrays).compile()
-                result = jax.block_until_ready(compiled(*arrays))
-            except Exception as error:  # XLA's and the function's own
-                candidate.refused = f"{type(error).__name__}: {str(error)[:300]}"
-                return
-            if not expected:
-                expected.append(jax.tree.map(np.asarray, result))
-            candidate.refused = measure.difference(result, expected[0], allowed)
-            candidate.run = lambda: compiled(*arrays)
-
-        def evaluate(batch: Sequence[Candidate]) -> None:
-            progress.update(outcome, "compiling")
-            calls = [call for candidate in batch for call in candidate.calls]
-            if self.is_here and self.options.workers:
-                reasons = workers.probe(
-                    calls, lambda left: progress.update(outcome, f"{left} compiling")
-                )
-                for candidate in batch:
-                    said = [reasons[call] for call in candidate.calls]
-                    candidate.refused = next(filter(None, said), "")
-            elif not self.is_here:
-                self._estimate(batch)
-            for candidate in batch:
-                if not candidate.refused:
-                    progress.update(outcome, "checking")
-                    check(candidate)
-            running = [c for c in batch if not c.refused]
-            if self.is_here and running:
-                progress.update(outcome, "measuring")
-                # The best one so far again, so that all are measured side by side.
-                best = outcome.best
-                again = [best] if best.run is not None and best not in running else []
-                timed = [*running, *again]
-                times = measure.interleaved([c.run for c in timed if c.run is not None])
-                for candidate, seconds in zip(timed, times, strict=True):
-                    candidate.seconds = min(seconds, candidate.seconds or seconds)
-            for candidate in batch:
-                if candidate.refused:
-                    candidate.seconds = None
-                if candidate is not outcome.best and candidate is not outcome.default:
-                    candidate.run = None
-            progress.update(outcome)
-
-        return evaluate
-
-    def _estimate(self, batch: Sequence[Candidate]) -> None:
+    def estimate(self, batch: Sequence[Candidate]) -> None:
         """Cycles that libtpu estimates, of all kernels of each candidate."""
         tpu, jobs, owners = base.get("tpu"), [], []
         for candidate in batch:
             for call in candidate.calls:
                 try:
-                    compiled = base.Compiled(
-                        tpu, call.kernel, _with_chip(call, self.chip)
-                    )
-                    job = aot.Job.of(
-                        call.kernel.name, call.kernel, tpu.launch(compiled)
-                    )
+                    options = candidates.options_for(call, self.chip)
+                    launch = tpu.launch(base.Compiled(tpu, call.kernel, options))
+                    job = aot.Job.of(call.kernel.name, call.kernel, launch)
                 except Exception as error:
-                    candidate.refused = f"{type(error).__name__}: {str(error)[:300]}"
+                    candidate.refused = _short(error)
                     break
                 jobs.append(job)
                 owners.append(candidate)
@@ -326,6 +256,86 @@ class Tuner:
         )
 
 
+class _Meter:
+    """Sets `seconds` or `refused` of candidates, batch by batch."""
+
+    def __init__(
+        self, tuner: Tuner, outcome: Outcome, workers: Workers, progress: Progress
+    ):
+        self.tuner, self.outcome = tuner, outcome
+        self.workers, self.progress = workers, progress
+        self.arrays = _arrays([tuner.leaves[n] for n in tuner.places])
+        self.expected: Any = None  # what the first candidate that runs gives
+        allowed = tuner.options.tolerance
+        if allowed is None:
+            params = [p for call in outcome.default.calls for p in call.kernel.params]
+            used = [p.ref.dtype.np for p in params if not p.ref.is_semaphore]
+            allowed = measure.tolerance_of([*(x.dtype for x in self.arrays), *used])
+        self.allowed = allowed
+
+    def __call__(self, batch: Sequence[Candidate]) -> None:
+        self.progress.update(self.outcome, "compiling")
+        if not self.tuner.is_here:
+            self.tuner.estimate(batch)
+        elif self.tuner.options.workers:
+            self.probe(batch)
+        for candidate in batch:
+            if not candidate.refused:
+                self.progress.update(self.outcome, "checking")
+                self.check(candidate)
+        running = [c for c in batch if not c.refused]
+        if self.tuner.is_here and running:
+            self.progress.update(self.outcome, "measuring")
+            self.time_all(running)
+        for candidate in batch:
+            if candidate.refused:
+                candidate.seconds = None
+        kept = self.outcome.best, self.outcome.default
+        for candidate in batch:
+            if all(candidate is not each for each in kept):
+                candidate.run = None  # and with it the compiled program
+        self.progress.update(self.outcome)
+
+    def probe(self, batch: Sequence[Candidate]) -> None:
+        """Compiles and runs the kernels in other processes."""
+        reasons = self.workers.probe(
+            [call for candidate in batch for call in candidate.calls],
+            lambda left: self.progress.update(self.outcome, f"{left} compiling"),
+        )
+        for candidate in batch:
+            said = [reasons[call] for call in candidate.calls]
+            candidate.refused = next(filter(None, said), "")
+
+    def check(self, candidate: Candidate) -> None:
+        """Compiles and runs the function; compares what it gives."""
+        try:
+            # A kernel for a TPU that is not here means the same where it runs.
+            with self.tuner.for_target(), choices.configs(candidate.table):
+                program = jax.jit(lambda *xs: self.tuner.of_arrays(*xs))
+                compiled = program.lower(*self.arrays).compile()
+            result = jax.block_until_ready(compiled(*self.arrays))
+        except Exception as error:  # XLA's and the function's own
+            candidate.refused = _short(error)
+            return
+        if self.expected is None:
+            self.expected = jax.tree.map(np.asarray, result)
+        candidate.refused = measure.difference(result, self.expected, self.allowed)
+        candidate.run = lambda: compiled(*self.arrays)
+
+    def time_all(self, running: Sequence[Candidate]) -> None:
+        """Measures candidates side by side, and the best one so far again."""
+        best = self.outcome.best
+        again = [best] if best.run is not None and best not in running else []
+        timed = [*running, *again]
+        times = measure.interleaved([c.run for c in timed if c.run is not None])
+        for candidate, seconds in zip(timed, times, strict=True):
+            candidate.seconds = min(seconds, candidate.seconds or seconds)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
 class _Interrupted(Exception):
     def __init__(self, found: Found | None):
         super().__init__()
@@ -334,10 +344,6 @@ class _Interrupted(Exception):
 
 def _size(question: Question) -> int:
     return len(question.space.configs)
-
-
-def _with_chip(call: Call, chip: Chip | Host) -> base.Options:
-    return replace(call.options, chip=chip if isinstance(chip, Chip) else None)
 
 
 def _platform() -> str:

@@ -1,9 +1,9 @@
 """Kernels compiled and run once in processes of their own, with a time limit.
 
 A kernel that ends its process, does not come back from the compiler or does not end
-when it runs is found here, where it harms nobody. What was compiled stays in the cache
-on disk (`runtime/cache.py`), where this process finds it. Operands are made up: floats
-at random, integers zero.
+when it runs ends a child, not the process that tunes. What was compiled stays in the
+cache on disk (`runtime/cache.py`), where this process finds it. Operands are made up:
+floats at random, integers zero.
 
 As a command (`python -m pallasite.tune.workers`) it is the child: it reads pickled
 calls, each after its length, and answers each with a line of JSON.
@@ -227,7 +227,7 @@ def _tried(call: Call) -> str:
         jax.block_until_ready(jax.jit(lambda *xs: bind_call(call, xs))(*operands))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return ""  # the parent has that memory; it may do with it
+            return ""  # memory that the parent holds: there it may run
         return f"{type(error).__name__}: {str(error)[:300]}"
     return ""
 

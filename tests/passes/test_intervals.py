@@ -2,7 +2,6 @@
 
 import pytest
 
-from pallasite.ir.nodes import Block
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import DTYPES, I32, U32
 from pallasite.passes.analysis.intervals import Fact, Facts
@@ -11,18 +10,8 @@ from tests.passes.texts import program, value_named
 
 def facts_of(pipeline: Pipeline) -> Facts:
     facts = Facts()
-    for index, size in zip(pipeline.ids, pipeline.grid, strict=True):
-        facts.note(index, Fact(0, (size or 1) - 1))
-
-    def note(block: Block) -> None:
-        for op in block.ops:
-            facts.note_op(op)
-            if op.name == "for":
-                facts.note_counter(Loop.of(op))
-            for region in op.regions:
-                note(region)
-
-    note(pipeline.body)
+    facts.note_grid(pipeline.ids, pipeline.grid)
+    facts.note_block(pipeline.body)
     return facts
 
 

@@ -121,7 +121,7 @@ def _check_size(kernel: Kernel, arena_bytes: int) -> None:
 
 
 def _pointer_params(kernel: Kernel, sharing: Sharing | None) -> list[tuple[str, str]]:
-    """One parameter per operand and result; `noalias` if nobody else writes there."""
+    """One parameter per operand and result; `noalias` if nothing else writes there."""
     aliased = {place for pair in _aliases(kernel) for place in pair}
     if sharing and sharing.has_atomics:
         aliased = set(range(len(kernel.params)))

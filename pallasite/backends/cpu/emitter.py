@@ -168,7 +168,7 @@ class Emitter:
         return [meaning for meaning in found if isinstance(meaning, Tile)]
 
     def last_use(self, value: Value) -> int:
-        """The position in its block after which nobody evaluates a value."""
+        """The position in its block after which nothing evaluates a value."""
         return self.plan.until.get(value, -1)
 
     def define(self, value: Value, meaning: Meaning) -> None:
@@ -222,7 +222,7 @@ class Emitter:
         return self.temporary(type.shape, dtype or type.dtype, until)
 
     def _end_of(self, value: Value) -> int:
-        """The position after which nobody needs a value of this block."""
+        """The position after which nothing needs a value of this block."""
         return max(self.last_use(value), self.scope.position)
 
     def force(self, tile: Tile) -> Buffer:

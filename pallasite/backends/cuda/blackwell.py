@@ -130,7 +130,7 @@ def load_name(words: int) -> str:
 
 
 def load(words: int) -> str:
-    """Each thread its lane's words of consecutive columns."""
+    """A load of consecutive columns: each thread gets the words of its lane."""
     places = ", ".join(f"%{n}" for n in range(words))
     outs = ", ".join(f'"=r"(x[{n}])' for n in range(words))
     return (

@@ -51,7 +51,7 @@ class Clusters(Explicit):
             )
 
     def first_peer(self, axes: Sequence[int]) -> str:
-        """The place of the first block that is where this one is but along axes."""
+        """The place of the first block that differs from this one along `axes` only."""
         rest = [
             f"{place} * {step}"
             for axis, (_, step, place) in self.cluster.items()
@@ -60,7 +60,7 @@ class Clusters(Explicit):
         return " + ".join(rest) or "0"
 
     def peers(self, axes: Sequence[int]) -> list[int]:
-        """How much further than the first those blocks are."""
+        """Of the blocks that differ along `axes` only: steps from the first to each."""
         steps = [
             [n * step for n in range(size)]
             for axis, (size, step, _) in self.cluster.items()
@@ -91,10 +91,8 @@ class Clusters(Explicit):
         if op.attrs["to"] == "first":
             self.refuse(op, "a copy that another block's barrier counts")
         self.meet_before(op)
-        axes, pattern = (
-            op.attrs["axes"],
-            sum(1 << n for n in self.peers(op.attrs["axes"])),
-        )
+        axes = op.attrs["axes"]
+        pattern = sum(1 << n for n in self.peers(axes))
         to = f"{pattern} << ({self.first_peer(axes)})"
         for at, number, places in self.boxes(op, self.views[source], target):
             where = f"maps + {number * MAP_BYTES}, {self.barriers[barrier]}, {to}"

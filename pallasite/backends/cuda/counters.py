@@ -1,8 +1,9 @@
 """counters: numbers that a loop counts in are computed from its index.
 
-In: loops that carry an integer which each step adds a fixed number to (JAX's own loops
-with a known number of steps do). Out: the same loops, where it is a multiple of the
-index, so that it is known which step an access belongs to.
+In: loops that carry an integer to which each step adds a fixed number, such as an
+offset that the author keeps (`canonicalize` knows only those that equal the index).
+Out: the same loops, where it is computed from the index, so that it is known which step
+an access belongs to.
 """
 
 from collections.abc import Mapping, Sequence

@@ -185,7 +185,7 @@ class Emitter(TensorMemory):
             self.program.op.attrs.get(REPACKED, ()),
         )
         bounds = str(self.threads)
-        if self.arch:  # the compiler has all registers for so many programs
+        if self.arch:  # ptxas may use all registers that these programs leave
             bounds += f", {self.per_core}"
         shared = "  extern __shared__ __align__(1024) char shared[];"
         cluster = f"__cluster_dims__({self.blocks}, 1, 1) " if self.blocks > 1 else ""

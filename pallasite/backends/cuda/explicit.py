@@ -34,7 +34,7 @@ from pallasite.backends.cuda.shared import (
     Shared,
     swizzled_bytes,
 )
-from pallasite.ir.nodes import Access, Gather, Op, Value
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
@@ -429,38 +429,44 @@ class Explicit(Shared):
                 if registers is not None:
                     word = "fewer" if number == 0 else "more"
                     self.out.line(f"{word}_registers<{registers[number]}>();")
-                self.bases, self.seen_maps = {}, set()
-                start = len(self.out.lines)
-                self.threads = counts[number] * WARPGROUP
-                self.in_role, self.alone = True, name == ALONE
                 self.meeting = 1 + number if self.is_authored else 1
-                self.accessed = NOTHING
-                if self.alone:
-                    with self.out.block("if (thread == 0)"):
-                        self.block(region)
-                else:
-                    self.warpgroups = counts[number]
-                    self.out.line(
-                        "const u32 group = __shfl_sync(~0u, thread / 128, 0);"
-                    )
-                    self.block(region)
-                    if self.staging is not None:
-                        self.out.line("if (thread % 128 == 0) copies_left<0>();")
-                indent = "  " * self.out.depth
-                seen = [
-                    f"{indent}map_seen(maps + {number * MAP_BYTES});"
-                    for number in sorted(self.seen_maps)
-                ]
-                self.out.lines[start:start] = [*self.base_lines(indent), *seen]
+                self.emit_role(name, region, counts[number])
             first = end
         self.in_role, self.alone = False, False
         self.threads, self.bases = usual, outer
         rest, self.out.lines = self.out.lines[before:], self.out.lines[:before]
         self.make_barriers()
         self.make_maps()
-        self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
+        self.start_together()
         self.out.lines += rest
         self.has_roles = True
+
+    def emit_role(self, name: str, region: Block, warpgroups: int) -> None:
+        """The code of one role, after what it uses of thread numbers and maps."""
+        self.bases, self.seen_maps = {}, set()
+        start = len(self.out.lines)
+        self.threads = warpgroups * WARPGROUP
+        self.in_role, self.alone = True, name == ALONE
+        self.accessed = NOTHING
+        if self.alone:
+            with self.out.block("if (thread == 0)"):
+                self.block(region)
+        else:
+            self.warpgroups = warpgroups
+            self.out.line("const u32 group = __shfl_sync(~0u, thread / 128, 0);")
+            self.block(region)
+            if self.staging is not None:
+                self.out.line("if (thread % 128 == 0) copies_left<0>();")
+        indent = "  " * self.out.depth
+        seen = [
+            f"{indent}map_seen(maps + {number * MAP_BYTES});"
+            for number in sorted(self.seen_maps)
+        ]
+        self.out.lines[start:start] = [*self.base_lines(indent), *seen]
+
+    def start_together(self) -> None:
+        """No role starts before barriers and descriptions are made."""
+        self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
 
     def base_lines(self, indent: str) -> list[str]:
         return [

@@ -1,9 +1,10 @@
 """Where the warps of an author's role must meet.
 
-The warps of a warpgroup run by themselves, but the ops of a role mean that all of them
+The warps of a warpgroup run independently, but the ops of a role mean that all of them
 have done one op before any does the next. So they meet between two accesses to the same
-shared memory of which one writes it, where nothing else lets them meet. What they have
-accessed since they last met is a set (`Accessed`), followed through branches and loops.
+shared memory of which one is a write, unless something else makes them meet there. What
+they have accessed since they last met is a set (`Accessed`), followed through branches
+and loops.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
-"""Loads and stores: views of memory as pointers, strides and edges.
+"""Loads and stores: views (`backends/strided_views.py`) as C++ expressions.
 
-A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
-the array that a block may hang over, where the block starts and where the array ends.
 Every access leaves out padding and what is outside, so nothing is touched out of
 bounds. Vectors of up to 16 bytes move at once where all that makes up an address is
 known to be a multiple of their length.
@@ -9,16 +7,17 @@ known to be a multiple of their length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd
 
+from pallasite.backends import strided_views
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.layouts import Spread
 from pallasite.backends.cuda.streams import ONCE
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.backends.cuda.tiles import Tiles
-from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
-from pallasite.ir.types import DType, RefType
-from pallasite.passes.analysis.block_table import last_number
+from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
+from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
+from pallasite.ir.types import RefType
 from pallasite.passes.analysis.intervals import HIGHEST
 from pallasite.passes.analysis.masks import Positions, Sum
 
@@ -70,37 +69,9 @@ def times(x: Number, factor: int, wide: bool = False) -> Number:
 
 
 @dataclass(frozen=True)
-class Dim:
-    """One dimension of a view: its size, its stride in memory, where its edge is."""
+class View(strided_views.View[Term]):
+    """A ref in the emitted code; its pointer is an expression."""
 
-    size: int
-    stride: int
-    edge: int | None = None  # key of the Edge it moves along
-    step: int = 1  # elements of that array dimension per element of this one
-    axis: int = 0  # that dimension's number in the array
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A dimension of the array that a view may leave."""
-
-    start: Number  # the view's first element
-    stop: Number  # one past the last element there is
-    below: bool  # whether the start may be negative
-
-
-@dataclass(frozen=True)
-class View:
-    """A ref in the emitted code."""
-
-    pointer: str
-    dtype: DType
-    offset: Number  # of the first element, in elements
-    dims: tuple[Dim, ...]
-    edges: tuple[tuple[int, Edge], ...] = ()
-    fill: float | int | bool | None = None
-    wide: bool = False  # offsets need 64 bits
-    memory: Value | None = None  # the kernel parameter or scratch it is a part of
     starts: tuple[Number, ...] = ()  # its first element along the array's dimensions
 
 
@@ -125,7 +96,7 @@ class Place:
     tests: tuple[str, ...]  # with `{n}` for the position at spot n
 
 
-class Memory(Tiles):
+class Memory(Tiles, StridedViews[View, Term]):
     """Emits views, loads and stores."""
 
     def __init__(self) -> None:
@@ -135,13 +106,19 @@ class Memory(Tiles):
 
     def array(self, ref: RefType, pointer: str, memory: Value | None) -> View:
         """A whole array, row-major."""
-        strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
-        dims = tuple(Dim(n, strides[d], axis=d) for d, n in enumerate(ref.shape))
-        view = View(pointer, ref.dtype, 0, dims, wide=ref.size >= 1 << 31)
-        return replace(view, memory=memory, starts=(0,) * ref.rank)
+        return View(
+            pointer,
+            ref.dtype,
+            offset=0,
+            dims=dims_of(ref),
+            wide=ref.size >= 1 << 31,
+            memory=memory,
+            starts=(0,) * ref.rank,
+        )
 
-    def integer(self, value: Value) -> Number:
-        """A scalar as an i32; out of range ones at the ends."""
+    # --- numbers ---
+
+    def whole_number(self, value: Value) -> Number:
         fact = self.facts.of(value)
         if fact.number is not None:
             return fact.number
@@ -153,96 +130,22 @@ class Memory(Tiles):
             name = f"(int)min({name}, ({c_type(dtype)}){high})"
         return Term(name, max(fact.multiple, 1))
 
-    # --- views ---
+    def plus(self, x: Number, y: Number, wide: bool = False) -> Number:
+        return plus(x, y)  # C++ widens the narrower one
 
-    def emit_block_view(self, op: Op) -> None:
-        ref, *indices = op.operands
-        source, window = self.views[ref], op.attrs["window"]
-        pending = iter(indices)
-        dims: list[Dim] = []
-        edges = dict(source.edges)
-        offset, starts = source.offset, list(source.starts)
-        for dim, whole in zip(window.dims, source.dims, strict=True):
-            if whole.edge is not None:
-                self.refuse(op, "a window on a block that may hang over its array")
-            index = next(pending)
-            start, low, high = self.block_start(dim, index, whole.size)
-            stop: Number = whole.size
-            if dim.kind == "bounded":
-                end = text_of(plus(start, self.integer(next(pending))))
-                stop, high = Term(f"min({end}, {whole.size})"), whole.size
-            offset = plus(offset, times(start, whole.stride, source.wide))
-            starts[whole.axis] = plus(starts[whole.axis], times(start, whole.step))
-            edge = None
-            if low < 0 or high + dim.size > whole.size:
-                edge = max(edges, default=-1) + 1
-                edges[edge] = Edge(start, stop, low < 0)
-            if dim.kind != "squeezed":
-                dims.append(Dim(dim.size, whole.stride, edge, whole.step, whole.axis))
-        self.views[op.result] = replace(
-            source,
-            offset=offset,
-            dims=tuple(dims),
-            edges=tuple(edges.items()),
-            fill=window.fill,
-            starts=tuple(starts),
-        )
+    def times(self, x: Number, factor: int, wide: bool = False) -> Number:
+        return times(x, factor, wide)
 
-    def block_start(
-        self, dim: BlockDim, index: Value, size: int
-    ) -> tuple[Number, int, int]:
-        """First element of a block, with the least and greatest it can be.
+    def at_most(self, x: Number, limit: int) -> Number:
+        if isinstance(x, int):
+            return min(x, limit)
+        return Term(f"min({x.text}, {limit})")
 
-        The index is a valid block number: `place_windows` has clamped it.
-        """
-        fact = self.facts.of(index)
-        low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
-        start = self.integer(index)
-        if dim.kind == "blocked":
-            if high * dim.size >= 1 << 31:
-                low, high = -1, 1 << 31  # it may wrap around: check both ends
-            return times(start, dim.size), low * dim.size, high * dim.size
-        if dim.kind == "element":
-            before = dim.padding[0]
-            return plus(start, -before), low - before, high - before
-        return start, low, high
-
-    def emit_subview(self, op: Op) -> None:
-        self.views[op.result] = self.picked(Access.of(op))
-
-    def picked(self, access: Access) -> View:
-        """What an index picks of a view: the dimensions of its spans."""
-        view = self.views[access.ref]
-        dims: list[Dim] = []
-        for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
-            assert not isinstance(entry, Gather)
-            start = self.start(entry, operand, dim.size, clamp=True)
-            view = self.shifted(view, dim, start)
-            if isinstance(entry, Span):
-                stride, step = dim.stride * entry.stride, dim.step * entry.stride
-                dims.append(replace(dim, size=entry.size, stride=stride, step=step))
-        return replace(view, dims=tuple(dims))
-
-    def shifted(self, view: View, dim: Dim, start: Number) -> View:
-        """The view moved by `start` elements of one of its dimensions."""
-        if start == 0:
-            return view
-        moved = times(start, dim.stride, view.wide)
+    def stepped(self, view: View, dim: Dim, start: Number, multiple: int) -> View:
         starts = list(view.starts)
         starts[dim.axis] = plus(starts[dim.axis], times(start, dim.step))
-        view = replace(view, offset=plus(view.offset, moved), starts=tuple(starts))
-        if dim.edge is None:
-            return view
-        edges = dict(view.edges)
-        edge = edges[dim.edge]
-        first = plus(edge.start, times(start, dim.step))
-        edges[dim.edge] = replace(edge, start=first)
-        return replace(view, edges=tuple(edges.items()))
-
-    def emit_transpose_view(self, op: Op) -> None:
-        view = self.views[op.operands[0]]
-        dims = tuple(view.dims[d] for d in op.attrs["perm"])
-        self.views[op.result] = replace(view, dims=dims)
+        view = super().stepped(view, dim, start, multiple)
+        return replace(view, starts=tuple(starts))
 
     # --- where an access goes ---
 
@@ -253,7 +156,7 @@ class Memory(Tiles):
             assert entry.start is not None
             return entry.start
         last = size - (entry.extent if isinstance(entry, Span) else 1)
-        start, fact = self.integer(operand), self.facts.of(operand)
+        start, fact = self.whole_number(operand), self.facts.of(operand)
         if isinstance(start, int):
             return min(max(start, 0), last) if clamp else start
         text, multiple = start.text, start.multiple
@@ -323,7 +226,8 @@ class Memory(Tiles):
         terms = [] if edge.start == 0 else [text_of(edge.start)]
         for number_, spot in enumerate(spots):
             if spot.dim.edge == key:
-                step = f" * {spot.dim.step}" if spot.dim.step > 1 else ""
+                each = spot.dim.edge_step
+                step = f" * {each}" if each > 1 else ""
                 terms.append(f"{{{number_}}}{step}")
         position = " + ".join(terms) or "0"
         test = f"{position} < {text_of(edge.stop)}"
@@ -507,9 +411,7 @@ class Memory(Tiles):
 
 
 RULES = {
-    "block_view": Memory.emit_block_view,
-    "subview": Memory.emit_subview,
-    "transpose_view": Memory.emit_transpose_view,
+    **strided_views.RULES,
     "load": Memory.emit_load,
     "store": Memory.emit_store,
 }

@@ -72,7 +72,7 @@ class Order:
 
     @staticmethod
     def of(pipeline: Pipeline, blocks: int) -> "Order":
-        """The order of a grid's programs on so many blocks of threads."""
+        """The order of a grid's programs on a number of blocks of threads."""
         grid = tuple(n for n in pipeline.grid if n is not None)
         made = {v: op for op in walk(pipeline.body) for v in op.results}
         loops = [Loop.of(op) for op in walk(pipeline.body) if op.name == "for"]

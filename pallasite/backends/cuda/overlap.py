@@ -12,24 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import Rewriter, clone, inline, map_ops, users_of
-from pallasite.ir.roles import Loop, Pipeline
+from pallasite.ir.roles import Loop
 from pallasite.ir.types import I32
-from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.place_windows import note_grid
 
 
 def overlap(kernel: Kernel) -> Kernel:
     """Delay the last products of chains in all innermost loops."""
-    pipeline = Pipeline.of(find_pipeline(kernel))
     facts = Facts()
-    note_grid(facts, pipeline.ids, pipeline.grid)
-    for op in walk(kernel.body):
-        facts.note_op(op)
-        if op.name == "for":
-            facts.note_counter(Loop.of(op))
+    facts.note_block(kernel.body)
     users = users_of(kernel.body)
 
     def rewrite(op: Op, builder: Rewriter) -> Sequence[Value] | None:

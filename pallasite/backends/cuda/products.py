@@ -7,7 +7,7 @@ threads would wait for. What a Hopper warpgroup cannot multiply is refused here,
 the reason.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -20,7 +20,7 @@ from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
 from pallasite.ir.types import F32, I32, DType, TileType
 from pallasite.passes.analysis.carried import covers_whole
-from pallasite.passes.analysis.memory import root_among
+from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.target import Gpu
 
 SWIZZLE = 128  # bytes of a row of a panel in shared memory
@@ -33,7 +33,7 @@ MOST_SUMS = 200  # registers of a thread for one product
 MOST_STAGES, ENOUGH_STAGES = 6, 3
 SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
-# Of a thread, for tiles, where so many programs share a multiprocessor; and stages.
+# By how many programs share a multiprocessor: registers of a thread for tiles. Stages.
 SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
 PRODUCT_REGISTERS = 26  # of a thread, for one instruction besides the sums
 # Three programs leave a thread so few registers that all tiles of a step must fit.
@@ -132,7 +132,7 @@ class Plan:
         self.made = {v: op for op in walk(program) for v in op.results}
         self.users = users_of(program)
         self.home = dict(_homes(program))
-        self.written = _written_roots(kernel, program, self.made)
+        self.constant = constant_inputs(kernel)
         dots = [op for op in walk(program) if op.name == "dot"]
         if chip.arch != "sm_90":
             self.refuse(dots[0], f"its products are of sm_90, the chip is {chip.arch}")
@@ -323,7 +323,7 @@ class Plan:
     def not_streamed(self, op: Op | None) -> str:
         """Why the copy engine cannot load a tile; empty: it can.
 
-        It loads boxes of arrays that nobody writes.
+        It loads boxes of arrays that nothing writes.
         """
         if op is None or op.name != "load":
             return "it is computed"
@@ -345,7 +345,7 @@ class Plan:
             if fill:  # the copy engine fills with zeros
                 return f"it is filled with {fill} outside the array"
             ref = source.operands[0]
-        if ref not in self.kernel.inputs or ref in self.written:
+        if ref not in self.constant:
             return "it is not of an operand that is only read"
         row = ref.ref.shape[-1] * ref.ref.dtype.bytes
         if row % ROW_MULTIPLE:
@@ -393,7 +393,7 @@ class Plan:
         if not covers_whole(access.ref.ref.shape, access.index):
             return False
         array, window = view.operands[0], view.attrs["window"]
-        if array not in self.kernel.inputs or array in self.written:
+        if array not in self.constant:
             return False
         width, size = array.ref.dtype.bytes, op.result.tile.size
         if size * width % ROW_MULTIPLE or size * width > MOST_LINE_BYTES:
@@ -447,10 +447,10 @@ class Plan:
             step = STEP_REGISTERS.get(count, self.registers_of_a_step)
             fits = self.registers <= most and self.registers_of_a_step <= step
             fits = fits and self.starts_with_enough(count)
-            if fits and self.has_stages(part, SHARED_STAGES):
+            if fits and self.try_stages(part, SHARED_STAGES):
                 self.per_core = count
                 return
-        if not self.has_stages(whole, least=1):
+        if not self.try_stages(whole, least=1):
             needed = sum(r.bytes * self.at_once(r) for r in self.rings)
             self.refuse(
                 self.products[0].dot,
@@ -459,7 +459,7 @@ class Plan:
             )
 
     def starts_with_enough(self, programs: int) -> bool:
-        """Whether threads of so many programs have the registers of one product.
+        """Whether registers for one product are left to each thread of the programs.
 
         ptxas wants them from the start, whatever a role is given later.
         """
@@ -491,8 +491,8 @@ class Plan:
             bytes_[block] = bytes_.get(block, 0) + sum(t.size * n for t, n in tiles)
         return max(bytes_.values()) // 4 // self.threads
 
-    def has_stages(self, available: int, least: int) -> bool:
-        """Give rings their stages, if at least so many fit where loads repeat.
+    def try_stages(self, available: int, least: int) -> bool:
+        """Give rings their stages; whether `least` of them fit where loads repeat.
 
         After two stages, the next program's operands while this one runs are worth
         more than a third.
@@ -566,14 +566,3 @@ def _homes(block: Block) -> Iterator[tuple[int, Block]]:
         yield id(op), block
         for region in op.regions:
             yield from _homes(region)
-
-
-def _written_roots(
-    kernel: Kernel, program: Block, made: Mapping[Value, Op]
-) -> set[Value]:
-    """Arrays that the kernel writes, and operands that share their memory."""
-    stores = ("store", "atomic_rmw", "atomic_cas")
-    found = {
-        root_among(made, op.operands[0]) for op in walk(program) if op.name in stores
-    }
-    return found | {kernel.inputs[i] for i, _ in kernel.aliases}

@@ -2,12 +2,12 @@
 
 In: a kernel after `promote`. Out: the same kernel on other arrays: an operand of 8-bit
 or f32 elements that is not stored along k has its last two dimensions exchanged, one
-whose rows are no multiples of 16 bytes has longer rows. The note `REPACKED` on the grid
-says how each is made of its operand; XLA does that before the call, in one pass over
-the operand (`runtime/forms.py`). It is done only where the products take longer than
-such passes, and where nothing but products reads the operand.
+whose rows are not multiples of 16 bytes gets longer rows. The note `REPACKED` on the
+grid says how each is made of its operand; XLA does that before the call, in one pass
+over the operand (`runtime/forms.py`). It is done only where the products take longer
+than such passes, and where nothing but products reads the operand.
 
-Rows that are no multiples of a cache line can be copied, but each row of a box is then
+Rows that are not multiples of a cache line can be copied, but each row of a box is then
 in two lines: a product of such operands, with blocks of 128 x 128, takes half as long
 again. They get longer rows, too, where the products take much longer than that.
 """
@@ -22,7 +22,7 @@ from pallasite.ir.rewrite import Rewriter, map_ops, substitute, users_of
 from pallasite.ir.roles import Dot
 from pallasite.ir.types import RefType
 from pallasite.passes.analysis.cost import cost
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import Roots, constant_inputs
 from pallasite.runtime.forms import Form
 from pallasite.target import Gpu
 
@@ -100,7 +100,7 @@ def _repacked(kernel: Kernel, packings: Sequence[Packing]) -> Kernel:
 def _pays(
     kernel: Kernel, packings: Sequence[Packing], chip: Gpu, times: float = 1.0
 ) -> bool:
-    """Whether the products take so many times as long as making the arrays."""
+    """Whether the products take `times` as long as making the arrays, or longer."""
     params = [kernel.inputs[p.operand].ref for p in packings]
     moved = 2 * sum(ref.size * ref.dtype.bytes for ref in params)
     rates = [chip.rate(ref.dtype.name) for ref in params]
@@ -118,8 +118,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
     """Of all operands that need it and that only products read."""
     made = {v: op for op in walk(kernel.body) for v in op.results}
     roots, users = Roots(kernel), users_of(kernel.body)
-    aliased = (kernel.inputs[i] for i, _ in kernel.aliases)
-    changed = {*roots.written(kernel.body), *aliased}
+    constant = constant_inputs(kernel)
     contracted: dict[Value, set[int]] = {}  # operand -> its loads' dims summed over
     for op in walk(kernel.body):
         for side in Dot.of(op).sides if op.name == "dot" else ():
@@ -132,7 +131,7 @@ def _packings(kernel: Kernel) -> list[Packing]:
     found = []
     for operand, param in enumerate(kernel.inputs):
         dims = contracted.get(param)
-        if not dims or param in changed or not _is_multiplied(param, users):
+        if not dims or param not in constant or not _is_multiplied(param, users):
             continue
         width = param.ref.dtype.bytes
         turned = dims == {0} and param.ref.dtype.name not in TRANSPOSABLE

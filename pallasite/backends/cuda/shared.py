@@ -2,9 +2,10 @@
 
 Swizzled memory is written and read by the copy engine and by tensor cores: its last two
 dimensions are rows of 32, 64 or 128 bytes, a wider tile being several *panels* of such
-rows one after another, and the sixteenths of a kilobyte in a row change places with the
-row's number. A ref to it is a `Ring` (what copies and products use) and a `View` (what
-loads and stores use); `address` knows where each element is.
+rows one after another. The 16-byte chunks of a row are permuted: their number is
+exclusive-ored with that of the row, so that a column is in different banks. A ref to it
+is a `Ring` (what copies and products use) and a `View` (what loads and stores use);
+`address` knows where each element is.
 """
 
 from collections.abc import Sequence
@@ -214,8 +215,7 @@ class Shared(Memory):
     # --- the order of accesses ---
 
     def meet_before(self, op: Op) -> None:
-        """Let the warps of the role meet before an op, if one could see that they do
-        not."""
+        """Let the warps of the role meet before an op, if that makes a difference."""
         if not self.is_authored or not self.in_role:
             return
         needed, after = self.meetings.before(op, self.accessed)

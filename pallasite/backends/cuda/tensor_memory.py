@@ -16,8 +16,8 @@ from pallasite.backends.cuda.layouts import Digit, Lane, Spread
 from pallasite.backends.cuda.memory import View, text_of
 from pallasite.backends.cuda.shared import Ring
 from pallasite.ir.nodes import Access, Op, Value, walk
+from pallasite.ir.roles import TensorMma
 from pallasite.ir.types import RefType
-from pallasite.ops.tensor_memory import contracted
 
 LEAST_COLUMNS = 32  # that can be allocated
 MOST_WORDS = 64  # of a thread, moved by one instruction
@@ -81,20 +81,17 @@ class TensorMemory(Clusters):
         self.out.line(f"if (threadIdx.x / 32 == 0) tensor_alloc<{how}>({at});")
         self.out.line("tensor_before();")
 
+    def start_together(self) -> None:
+        super().start_together()
+        if self.columns:
+            slot = f"*(volatile u32*)(shared + {self.tensor_slot})"
+            self.out.line("tensor_after();")
+            self.out.line(f"const u32 tensors = {slot};")
+
     def emit_roles(self, op: Op) -> None:
-        before = len(self.out.lines)
         super().emit_roles(op)
         if not self.columns:
             return
-        made = self.out.lines[before:]
-        met = next(n for n, line in enumerate(made) if line.strip() in MEETINGS)
-        indent = "  " * self.out.depth
-        slot = f"*(volatile u32*)(shared + {self.tensor_slot})"
-        made[met + 1 : met + 1] = [
-            f"{indent}tensor_after();",
-            f"{indent}const u32 tensors = {slot};",
-        ]
-        self.out.lines[before:] = made
         self.out.line("tensor_before();")
         self.out.line("blocks_meet();" if self.group == PAIR else "__syncthreads();")
         self.out.line("tensor_after();")
@@ -165,8 +162,9 @@ class TensorMemory(Clusters):
     # --- products ---
 
     def emit_tensor_mma(self, op: Op) -> None:
-        sums, lhs, rhs, adds = op.operands
-        left, right = contracted(op)
+        mma = TensorMma.of(op)
+        sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
+        left, right = mma.contract
         dtype = rhs.ref.dtype.name
         self.check_tensor_product(op)
         if self.warp is None:
@@ -188,7 +186,7 @@ class TensorMemory(Clusters):
                 a = self.lane_and_column(op, self.views[lhs])
             else:
                 a = self.tensor_descriptor(self.rings[lhs], left)
-            more = self.env[adds].name
+            more = self.env[mma.adds].name
             for k in range(steps):
                 if in_tensor_memory:
                     from_ = f"{a} + {k * 8}"  # 32 bytes are 8 columns
@@ -207,7 +205,8 @@ class TensorMemory(Clusters):
         return name
 
     def check_tensor_product(self, op: Op) -> None:
-        sums, lhs, rhs, _ = op.operands
+        mma = TensorMma.of(op)
+        sums, lhs, rhs = mma.sums, mma.lhs, mma.rhs
         dtype, columns = rhs.ref.dtype.name, sums.ref.shape[1]
         known = dtype in blackwell.KINDS and lhs.ref.dtype == rhs.ref.dtype
         if not known or sums.ref.dtype.name != blackwell.SUMS.get(dtype, "f32"):
@@ -218,7 +217,7 @@ class TensorMemory(Clusters):
             self.refuse(op, f"{columns} columns, not a multiple of 16 up to 256")
         if lhs.ref.space == "tmem" and lhs.ref.dtype.bytes != 4:
             self.refuse(op, f"a left side of {lhs.ref.dtype} in tensor memory")
-        for side, along in zip((lhs, rhs), contracted(op), strict=True):
+        for side, along in zip((lhs, rhs), mma.contract, strict=True):
             if side.ref.space == "tmem":
                 continue
             ring = self.rings.get(side)
@@ -274,11 +273,11 @@ class TensorMemory(Clusters):
             return
         axes, at = op.attrs["axes"], self.barriers[op.operands[0]]
         further = self.peers(axes)
+        if op.attrs["to"] == "first":
+            further = further[:1]
         self.out.line("tensor_before();")
         self.sync()
-        for lane, step in enumerate(
-            further[: 1 if op.attrs["to"] == "first" else None]
-        ):
+        for lane, step in enumerate(further):
             block = f"{self.first_peer(axes)} + {step}"
             own = "thread % 32" if self.warp is not None else "thread"
             self.out.line(f"if ({own} == {lane}) arrive_at({at}, {block});")
@@ -329,7 +328,6 @@ class TensorMemory(Clusters):
         self.locals[op.result] = name
 
 
-MEETINGS = ("__syncthreads();", "blocks_meet();")
 RULES = {
     "load": TensorMemory.emit_load,
     "store": TensorMemory.emit_store,

@@ -27,7 +27,7 @@ def join_repeats(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class _Dim:
-    """A dimension of the result: so many copies of so many elements."""
+    """A dimension of the result: copies of a number of elements."""
 
     copies: int
     elements: int

@@ -1,7 +1,5 @@
-"""Loads and stores: views of main memory as pointers and masks.
+"""Loads and stores: views (`backends/strided_views.py`) as pointers and masks.
 
-A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
-the array that a block may hang over, where the block starts and where the array ends.
 Every access masks what is padding or outside the array, so nothing is touched out of
 bounds. Elements with an index out of range are clamped when read, masked when written.
 """
@@ -11,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from pallasite.backends import strided_views
+from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
 from pallasite.backends.triton.core import FLOAT_BITS
 from pallasite.backends.triton.dots import Dots
 from pallasite.backends.triton.text import Val, memory_element, physical, type_text
-from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
+from pallasite.ir.nodes import Access, At, Gather, Op, Span, Value
 from pallasite.ir.types import DType, RefType
-from pallasite.passes.analysis.block_table import last_number
 from pallasite.passes.analysis.intervals import HIGHEST, LOWEST, Fact
 from pallasite.passes.analysis.masks import Positions, Sum
 
@@ -25,40 +24,13 @@ Number = int | Val  # an i32 scalar, plain where it is known
 
 
 @dataclass(frozen=True)
-class Dim:
-    """One dimension of a view: its size, its stride in memory, where its edge is."""
+class View(strided_views.View[Val]):
+    """A ref in the emitted code; its pointer is a `Val`."""
 
-    size: int
-    stride: int
-    edge: int | None = None  # key of the Edge it moves along
-    step: int = 1  # elements of that array dimension per element of this one
-
-
-@dataclass(frozen=True)
-class Edge:
-    """A dimension of the array that a view may leave."""
-
-    start: Number  # the view's first element
-    stop: Number  # one past the last element there is
-    below: bool  # whether the start may be negative
-
-
-@dataclass(frozen=True)
-class View:
-    """A ref in the emitted code."""
-
-    pointer: Val
-    dtype: DType
-    offset: Number  # of the first element, in elements
-    dims: tuple[Dim, ...]
-    edges: tuple[tuple[int, Edge], ...] = ()
-    fill: float | int | bool | None = None
-    wide: bool = False  # offsets need 64 bits
     is_even: bool = True  # the first element is known to be at an even place
-    memory: Value | None = None  # the kernel parameter it is a part of
 
 
-class Memory(Dots):
+class Memory(Dots, StridedViews[View, Val]):
     """Emits views, loads, stores and atomics."""
 
     def __init__(self) -> None:
@@ -70,14 +42,12 @@ class Memory(Dots):
         self, ref: RefType, pointer: Val, memory: Value | None, offset: Number = 0
     ) -> View:
         """A whole array, row-major."""
-        strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
-        dims = tuple(Dim(n, s) for n, s in zip(ref.shape, strides, strict=True))
         wide = ref.size >= 1 << 31
-        return View(pointer, ref.dtype, offset, dims, wide=wide, memory=memory)
+        return View(pointer, ref.dtype, offset, dims_of(ref), wide=wide, memory=memory)
 
-    # --- numbers known or not ---
+    # --- numbers ---
 
-    def number(self, value: Value) -> Number:
+    def whole_number(self, value: Value) -> Number:
         known = self.facts.of(value).number
         if known is not None:
             return known
@@ -105,111 +75,16 @@ class Memory(Dots):
             return x if factor else 0
         return self.apply("arith.muli", self.scalar(x, wide), self.scalar(factor, wide))
 
+    def at_most(self, x: Number, limit: int) -> Number:
+        if isinstance(x, int):
+            return min(x, limit)
+        return self.apply("arith.minsi", x, self.const(limit, "i32"))
+
     # --- views ---
 
-    def emit_block_view(self, op: Op) -> None:
-        ref, *indices = op.operands
-        source, window = self.views[ref], op.attrs["window"]
-        pending = iter(indices)
-        dims: list[Dim] = []
-        edges = dict(source.edges)
-        offset, is_even = source.offset, source.is_even
-        for dim, whole in zip(window.dims, source.dims, strict=True):
-            if whole.edge is not None:
-                self.refuse(op, "a window on a block that may hang over its array")
-            index = next(pending)
-            start, low, high = self.block_start(dim, index, whole.size)
-            stop: Number = whole.size
-            if dim.kind == "bounded":
-                stop = self.bounded_stop(start, next(pending), whole.size)
-                high = whole.size
-            moved = self.times(start, whole.stride, source.wide)
-            offset = self.plus(offset, moved, source.wide)
-            multiple = self.facts.of(index).multiple
-            if dim.kind == "blocked":
-                multiple *= dim.size
-            elif dim.kind == "element" and dim.padding[0] % 2:
-                multiple = 1
-            is_even = is_even and multiple * whole.stride % 2 == 0
-            edge = None
-            if low < 0 or high + dim.size > whole.size:
-                edge = max(edges, default=-1) + 1
-                edges[edge] = Edge(start, stop, low < 0)
-            if dim.kind != "squeezed":
-                dims.append(Dim(dim.size, whole.stride, edge))
-        self.views[op.result] = replace(
-            source,
-            offset=offset,
-            dims=tuple(dims),
-            edges=tuple(edges.items()),
-            fill=window.fill,
-            is_even=is_even,
-        )
-
-    def block_start(
-        self, dim: BlockDim, index: Value, size: int
-    ) -> tuple[Number, int, int]:
-        """First element of a block, with the least and greatest it can be.
-
-        The index is a valid block number: `place_windows` has clamped it.
-        """
-        fact = self.facts.of(index)
-        low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
-        start = self.number(index)
-        if dim.kind == "blocked":
-            if high * dim.size >= 1 << 31:
-                low, high = -1, 1 << 31  # it may wrap around: check both ends
-            return self.times(start, dim.size), low * dim.size, high * dim.size
-        if dim.kind == "element":
-            before = dim.padding[0]
-            return self.plus(start, -before), low - before, high - before
-        return start, low, high
-
-    def bounded_stop(self, start: Number, length: Value, size: int) -> Number:
-        stop = self.plus(start, self.number(length))
-        if isinstance(stop, int):
-            return min(stop, size)
-        return self.apply("arith.minsi", stop, self.const(size, "i32"))
-
-    def emit_subview(self, op: Op) -> None:
-        access = Access.of(op)
-        view = self.views[access.ref]
-        dims: list[Dim] = []
-        for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
-            assert not isinstance(entry, Gather)
-            start = self.start(entry, operand, dim.size, clamp=True)
-            view = self.shifted(view, dim, start)
-            if isinstance(entry, Span):
-                stride, step = dim.stride * entry.stride, dim.step * entry.stride
-                dims.append(replace(dim, size=entry.size, stride=stride, step=step))
-            elif dim.size == 0:
-                nothing = max(dict(view.edges), default=-1) + 1, Edge(0, 0, False)
-                view = replace(view, edges=(*view.edges, nothing))
-        self.views[op.result] = replace(view, dims=tuple(dims))
-
-    def shifted(self, view: View, dim: Dim, start: Number) -> View:
-        """The view moved by `start` elements of one of its dimensions."""
-        if start == 0:
-            return view
-        moved = self.times(start, dim.stride, view.wide)
-        step = start * dim.stride if isinstance(start, int) else dim.stride
-        view = replace(
-            view,
-            offset=self.plus(view.offset, moved, view.wide),
-            is_even=view.is_even and step % 2 == 0,
-        )
-        if dim.edge is None:
-            return view
-        edges = dict(view.edges)
-        edge = edges[dim.edge]
-        first = self.plus(edge.start, self.times(start, dim.step))
-        edges[dim.edge] = replace(edge, start=first)
-        return replace(view, edges=tuple(edges.items()))
-
-    def emit_transpose_view(self, op: Op) -> None:
-        view = self.views[op.operands[0]]
-        dims = tuple(view.dims[d] for d in op.attrs["perm"])
-        self.views[op.result] = replace(view, dims=dims)
+    def stepped(self, view: View, dim: Dim, start: Number, multiple: int) -> View:
+        is_even = view.is_even and multiple * dim.stride % 2 == 0
+        return replace(super().stepped(view, dim, start, multiple), is_even=is_even)
 
     def emit_reshape_view(self, op: Op) -> None:
         view = self.views[op.operands[0]]
@@ -249,7 +124,7 @@ class Memory(Dots):
         extent = entry.extent if isinstance(entry, Span) else 1
         # Far outside is as good as just outside, and cannot wrap around.
         low, high = (0, size - extent) if clamp else (-extent, size)
-        start = self.number(operand)
+        start = self.whole_number(operand)
         fact = self.facts.of(operand)
         if isinstance(start, int):
             return min(max(start, low), high)
@@ -345,9 +220,8 @@ class Memory(Dots):
         position: Val | None = None
         for dim, spot in spots:
             if dim.edge == key:
-                moved = (
-                    self.scaled("arith.muli", spot, dim.step) if dim.step > 1 else spot
-                )
+                step = dim.edge_step
+                moved = self.scaled("arith.muli", spot, step) if step > 1 else spot
                 position = moved if position is None else self.added(position, moved)
         start = self.scalar(edge.start)
         if position is None:
@@ -543,9 +417,7 @@ class Memory(Dots):
 
 
 RULES = {
-    "block_view": Memory.emit_block_view,
-    "subview": Memory.emit_subview,
-    "transpose_view": Memory.emit_transpose_view,
+    **strided_views.RULES,
     "reshape_view": Memory.emit_reshape_view,
     "bitcast_view": Memory.emit_bitcast_view,
     "load": Memory.emit_load,
@@ -608,7 +480,7 @@ def _split_and_merge(
                     merged,
                     size=n,
                     stride=merged.stride * inside,
-                    step=merged.step * inside,
+                    edge_step=merged.edge_step * inside,
                 )
             )
     found = iter(new)

@@ -26,7 +26,7 @@ WARP_ROWS = 16  # of a product that one warp computes
 
 
 class SharedMemory(LiveTiles):
-    """What one program of so many warps takes."""
+    """What one program of a number of warps takes."""
 
     def __init__(self, kernel: Kernel, warps: int):
         super().__init__(kernel)

@@ -1,17 +1,17 @@
 """What is known of integers: their range, and what divides them.
 
-`Facts` takes values in program order (grid indices from the caller) and gives a `Fact`
-for each; of a tile, one that holds for each of its elements. Indices
-known to be inside a ref need no clamp, loops of bounded length can be reversed, and
-Mosaic wants proof that starts are aligned to its tiles.
+`Facts` takes values in program order and gives a `Fact` for each; of a tile, one that
+holds for each of its elements. Indices known to be inside a ref need no clamp, loops of
+bounded length can be reversed, and Mosaic wants proof that starts are aligned to its
+tiles.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from pallasite.ir.nodes import Op, Value
-from pallasite.ir.roles import Loop
+from pallasite.ir.nodes import Block, Op, Value, walk
+from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import INDEX, DType, TileType
 
 LOWEST, HIGHEST = INDEX.dtype.limits
@@ -169,8 +169,14 @@ class Facts:
     def note(self, value: Value, fact: Fact) -> None:
         self._known[value] = fact
 
+    def note_block(self, block: Block) -> None:
+        """Take in a block and the regions inside it."""
+        for op in walk(block):
+            self.note_regions(op)
+            self.note_op(op)
+
     def note_op(self, op: Op) -> None:
-        """Take in one op."""
+        """Take in the result of one op."""
         if len(op.results) != 1 or not _is_number(op.result):
             return
         fact = self._fact(op)
@@ -183,6 +189,20 @@ class Facts:
             return True
         fact = self._fact(op)
         return fact is None or not fact.within(*op.result.tile.dtype.limits)
+
+    def note_regions(self, op: Op) -> None:
+        """Take in grid indices, or the index of a loop, before the regions of an op."""
+        if op.name == "pipeline":
+            pipeline = Pipeline.of(op)
+            for ids in (pipeline.ids, *(each.params for each in pipeline.maps)):
+                self.note_grid(ids, pipeline.grid)
+        elif op.name == "for":
+            self.note_counter(Loop.of(op))
+
+    def note_grid(self, ids: Sequence[Value], grid: Sequence[int | None]) -> None:
+        """Take in the indices of a grid, of which None is a size not known yet."""
+        for value, n in zip(ids, grid, strict=True):
+            self._known[value] = Fact(0, HIGHEST if n is None else max(n - 1, 0))
 
     def note_counter(self, loop: Loop) -> None:
         """Take in the index of a loop, if it counts upwards."""

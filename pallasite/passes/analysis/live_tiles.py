@@ -39,12 +39,6 @@ class LiveTiles:
     def is_added(self, product: Value) -> bool:
         return [user.name for user in self.used.get(product, [])] == ["add"]
 
-    def is_loaded(self, value: Value) -> bool:
-        op = self.producers.get(value)
-        while op is not None and op.name in ("transpose", "reshape"):
-            op = self.producers.get(op.operands[0])
-        return op is not None and op.name == "load"
-
     def peak(self, block: Block, after: set[Value]) -> int:
         """Most words live at once in a block, with what is needed after it."""
         live = after | set(block.yields)

@@ -12,6 +12,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import kernels as library
+from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.autodiff.backward_choice import Machine
 from pallasite.backends import cuda
@@ -58,6 +59,28 @@ def test_rows(kernel, reference, size, block, dtype, tmp_path):
     (got,) = run(function, x, folder=tmp_path)
     limit = 1e-2 if dtype == bf16 else 2e-3 if dtype == jnp.float16 else 1e-5
     assert kernels.error(got, reference(x)) < limit
+
+
+def test_blocks_of_every_second_element(tmp_path):
+    """The edge of such a view is counted in its own elements, not in the array's."""
+
+    def kernel(x_ref, o_ref):
+        def double(a_ref, b_ref):
+            b_ref[...] = 2 * a_ref[...]
+
+        block = pl.BlockSpec((4,), lambda i: (i,))
+        every_second = x_ref.at[pl.ds(0, 6, stride=2)]
+        pltpu.emit_pipeline(double, grid=(2,), in_specs=[block], out_specs=block)(
+            every_second, o_ref
+        )
+
+    def function(x):
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        result = jax.ShapeDtypeStruct((6,), x.dtype)
+        return pl.pallas_call(kernel, result, in_specs=[whole], out_specs=whole)(x)
+
+    (got,) = run(function, jnp.arange(12), folder=tmp_path)
+    assert got.tolist() == [0, 4, 8, 12, 16, 20]
 
 
 @pytest.mark.parametrize("new", ["int8", "int32", "uint32", "int64", "uint64"])

@@ -31,7 +31,7 @@ from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.intervals import Facts
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import constant_inputs
 
 USES = 2  # of a box, on average, from which packing it once pays
 MOST_BYTES = 64 << 20  # of all boxes; the process keeps it (`kept_memory.py`)
@@ -237,10 +237,9 @@ class _Search:
     """Walks a kernel's code for dots of boxes of its inputs."""
 
     def __init__(self, kernel: Kernel):
-        changed = Roots(kernel.body).all_written(kernel.body)
-        changed |= {kernel.inputs[i] for i, _ in kernel.aliases}
         self.facts = Facts()
-        same = [v for v in kernel.inputs if v not in changed and v.ref.size]
+        constant = constant_inputs(kernel)
+        same = [v for v in kernel.inputs if v in constant and v.ref.size]
         self.cuts = {v: Cut.whole(v) for v in same}
         self.times: dict[Value, int] = {}  # of boxes, each time their code runs
 

@@ -34,7 +34,7 @@ MANY_TIMES = 4  # but not more often than this
 class Uses:
     """Facts about the values one block defines or uses."""
 
-    last: dict[Value, int]  # position after which nobody evaluates the value
+    last: dict[Value, int]  # position after which nothing evaluates the value
     stored: frozenset[Value]  # elementwise results that get a buffer
     kept: frozenset[Value]  # of those, the ones the reduction that comes first stores
     moved: frozenset[Value]  # joined of parts, and nothing is done but store them once

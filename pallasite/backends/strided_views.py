@@ -1,0 +1,208 @@
+"""Views of memory by strides and edges, for backends that compute addresses themselves.
+
+A ref is a `View`: a base pointer, one stride per dimension, and for each dimension of
+the array that a block may hang over, where the block starts and where the array ends.
+`StridedViews` emits the ops that make views. Numbers are Python's where they are known;
+how others are added and multiplied is the backend's, which derives from it.
+"""
+
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import Any, Generic, NoReturn, TypeVar
+
+from pallasite.ir.nodes import Access, At, BlockDim, Gather, Op, Span, Value
+from pallasite.ir.types import DType, RefType
+from pallasite.passes.analysis.block_table import last_number
+from pallasite.passes.analysis.intervals import Facts
+
+N = TypeVar("N")  # a backend's integer in the emitted code
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a view."""
+
+    size: int
+    stride: int  # in memory
+    edge: int | None = None  # key of the Edge it moves along
+    edge_step: int = 1  # positions along that edge per element
+    axis: int = 0  # the dimension of the array it moves along
+    step: int = 1  # elements of that one per element
+
+
+@dataclass(frozen=True)
+class Edge(Generic[N]):
+    """A dimension of the array that a view may leave."""
+
+    start: int | N  # the view's first element
+    stop: int | N  # one past the last element there is
+    below: bool  # whether the start may be negative
+
+
+@dataclass(frozen=True)
+class View(Generic[N]):
+    """A ref in the emitted code."""
+
+    pointer: Any
+    dtype: DType
+    offset: int | N  # of the first element, in elements
+    dims: tuple[Dim, ...]
+    edges: tuple[tuple[int, Edge[N]], ...] = ()
+    fill: float | int | bool | None = None
+    wide: bool = False  # offsets need 64 bits
+    memory: Value | None = None  # the kernel parameter or scratch it is a part of
+
+
+V = TypeVar("V", bound=View[Any])
+
+
+def dims_of(ref: RefType) -> tuple[Dim, ...]:
+    """The dimensions of a whole array, row-major."""
+    strides = [prod(ref.shape[d + 1 :]) for d in range(ref.rank)]
+    return tuple(Dim(n, strides[d], axis=d) for d, n in enumerate(ref.shape))
+
+
+class StridedViews(Generic[V, N]):
+    """Emits views. The last base of an emitter, which has the members left open."""
+
+    facts: Facts
+    views: dict[Value, V]
+
+    # --- what a backend says ---
+
+    def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
+        raise NotImplementedError
+
+    def whole_number(self, value: Value) -> int | N:
+        """A scalar of the kernel as an i32; one out of range at the range's end."""
+        raise NotImplementedError
+
+    def plus(self, x: int | N, y: int | N, wide: bool = False) -> int | N:
+        raise NotImplementedError
+
+    def times(self, x: int | N, factor: int, wide: bool = False) -> int | N:
+        raise NotImplementedError
+
+    def at_most(self, x: int | N, limit: int) -> int | N:
+        raise NotImplementedError
+
+    def start(
+        self, entry: At | Span, operand: Value | None, size: int, clamp: bool
+    ) -> int | N:
+        """Where an index entry starts in a dimension of a size."""
+        raise NotImplementedError
+
+    def stepped(self, view: V, dim: Dim, start: int | N, multiple: int) -> V:
+        """The view with its first element `start` elements further along a dimension.
+
+        `multiple` is known to divide `start`. Edges stay as they are.
+        """
+        by = self.times(start, dim.stride, view.wide)
+        return replace(view, offset=self.plus(view.offset, by, view.wide))
+
+    # --- views ---
+
+    def emit_block_view(self, op: Op) -> None:
+        ref, *indices = op.operands
+        view, window = self.views[ref], op.attrs["window"]
+        pending = iter(indices)
+        dims: list[Dim] = []
+        edges = dict(view.edges)
+        for dim, whole in zip(window.dims, view.dims, strict=True):
+            if whole.edge is not None:
+                self.refuse(op, "a window on a block that may hang over its array")
+            index = next(pending)
+            start, low, high = self.block_start(dim, index, whole.size)
+            stop: int | N = whole.size
+            if dim.kind == "bounded":
+                end = self.plus(start, self.whole_number(next(pending)))
+                stop, high = self.at_most(end, whole.size), whole.size
+            view = self.stepped(view, whole, start, self.block_multiple(dim, index))
+            edge = None
+            if low < 0 or high + dim.size > whole.size:
+                edge = max(edges, default=-1) + 1
+                edges[edge] = Edge(start, stop, low < 0)
+            if dim.kind != "squeezed":
+                dims.append(replace(whole, size=dim.size, edge=edge, edge_step=1))
+        edges_now = tuple(edges.items())
+        view = replace(view, dims=tuple(dims), edges=edges_now, fill=window.fill)
+        self.views[op.result] = view
+
+    def block_start(
+        self, dim: BlockDim, index: Value, size: int
+    ) -> tuple[int | N, int, int]:
+        """First element of a block, with the least and greatest it can be.
+
+        The index is a valid block number: `place_windows` has clamped it.
+        """
+        fact = self.facts.of(index)
+        low, high = max(fact.low, 0), min(fact.high, last_number(dim, size))
+        start = self.whole_number(index)
+        if dim.kind == "blocked":
+            if high * dim.size >= 1 << 31:
+                low, high = -1, 1 << 31  # it may wrap around: check both ends
+            return self.times(start, dim.size), low * dim.size, high * dim.size
+        if dim.kind == "element":
+            before = dim.padding[0]
+            return self.plus(start, -before), low - before, high - before
+        return start, low, high
+
+    def block_multiple(self, dim: BlockDim, index: Value) -> int:
+        """What is known to divide the number of a block's first element."""
+        multiple = self.facts.of(index).multiple
+        if dim.kind == "blocked":
+            return multiple * dim.size
+        return gcd(multiple, dim.padding[0]) if dim.kind == "element" else multiple
+
+    def emit_subview(self, op: Op) -> None:
+        self.views[op.result] = self.picked(Access.of(op))
+
+    def picked(self, access: Access) -> V:
+        """What an index picks of a view: the dimensions of its spans."""
+        view = self.views[access.ref]
+        dims: list[Dim] = []
+        for dim, (entry, operand) in zip(view.dims, access.split_index(), strict=True):
+            assert not isinstance(entry, Gather)
+            start = self.start(entry, operand, dim.size, clamp=True)
+            view = self.shifted(view, dim, start)
+            if isinstance(entry, Span):
+                dims.append(_strided(dim, entry.size, entry.stride))
+            elif dim.size == 0:  # there is no element at all
+                nothing = max(dict(view.edges), default=-1) + 1, Edge(0, 0, False)
+                view = replace(view, edges=(*view.edges, nothing))
+        return replace(view, dims=tuple(dims))
+
+    def shifted(self, view: V, dim: Dim, start: int | N) -> V:
+        """The view moved by `start` elements of one of its dimensions."""
+        if start == 0:
+            return view
+        view = self.stepped(view, dim, start, start if isinstance(start, int) else 1)
+        if dim.edge is None:
+            return view
+        edges = dict(view.edges)
+        edge = edges[dim.edge]
+        first = self.plus(edge.start, self.times(start, dim.edge_step))
+        edges[dim.edge] = replace(edge, start=first)
+        return replace(view, edges=tuple(edges.items()))
+
+    def emit_transpose_view(self, op: Op) -> None:
+        view = self.views[op.operands[0]]
+        dims = tuple(view.dims[d] for d in op.attrs["perm"])
+        self.views[op.result] = replace(view, dims=dims)
+
+
+def _strided(dim: Dim, size: int, stride: int) -> Dim:
+    return replace(
+        dim,
+        size=size,
+        stride=dim.stride * stride,
+        edge_step=dim.edge_step * stride,
+        step=dim.step * stride,
+    )
+
+
+RULES = {
+    "block_view": StridedViews.emit_block_view,
+    "subview": StridedViews.emit_subview,
+    "transpose_view": StridedViews.emit_transpose_view,
+}

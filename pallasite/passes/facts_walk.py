@@ -1,0 +1,42 @@
+"""A walk that rewrites a kernel in program order, with what is known of its integers.
+
+Passes that ask what grid indices and loop counters can be derive from `FactsWalk`: they
+say what becomes of an op once its regions are done.
+"""
+
+from collections.abc import Sequence
+
+from pallasite.ir.nodes import Block, Op, Value
+from pallasite.ir.rewrite import with_regions
+from pallasite.passes.analysis.intervals import Facts
+
+
+class FactsWalk:
+    """`facts` and `producers` are of all that comes before in program order."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        self.producers: dict[Value, Op] = {}
+
+    def block(self, block: Block) -> Block:
+        """The block rewritten; the very same one if nothing changed."""
+        ops = tuple(new for op in block.ops for new in self._op(op))
+        if ops == block.ops:
+            return block
+        return Block(block.params, ops, block.yields)
+
+    def _op(self, op: Op) -> Sequence[Op]:
+        self.facts.note_regions(op)
+        new = self.rewritten(with_regions(op, self.regions(op)))
+        for each in new:
+            self.facts.note_op(each)
+            self.producers.update(dict.fromkeys(each.results, each))
+        return new
+
+    def regions(self, op: Op) -> Sequence[Block]:
+        """The regions of an op, rewritten."""
+        return [self.block(region) for region in op.regions]
+
+    def rewritten(self, op: Op) -> Sequence[Op]:
+        """What takes the place of an op, whose regions are rewritten already."""
+        return (op,)
