@@ -27,6 +27,11 @@ def _each_matrix(fn: Callable[..., Any], rank: int) -> Callable[..., Any]:
     return fn
 
 
+def _steps(count: int) -> tuple[Any, Any]:
+    """Bounds of a loop: its counter is int32 also where JAX's default is 64 bits."""
+    return jnp.int32(0), jnp.int32(count)
+
+
 @RULES.rule("cholesky")
 def _cholesky_rule(im: Importer, eqn: Any, a: Value) -> list[Value]:
     return im.splice(_each_matrix(_cholesky, a.tile.rank), [a])
@@ -45,7 +50,7 @@ def _cholesky(a: Any) -> Any:
         factor = lax.dynamic_update_slice(factor, scaled, (jnp.int32(0), j))
         return rest - scaled * scaled.T, factor
 
-    _, factor = lax.fori_loop(0, size, column, (a, jnp.zeros_like(a)))
+    _, factor = lax.fori_loop(*_steps(size), column, (a, jnp.zeros_like(a)))
     return jnp.where(jnp.isnan(factor).any(), jnp.nan, factor)
 
 
@@ -78,7 +83,7 @@ def _substitute(a: Any, b: Any, lower: bool, unit_diagonal: bool) -> Any:
             found = found / lax.dynamic_slice(a, (i, i), (1, 1))
         return lax.dynamic_update_slice(x, found, (i, jnp.int32(0)))
 
-    return lax.fori_loop(0, size, row, jnp.zeros_like(b))
+    return lax.fori_loop(*_steps(size), row, jnp.zeros_like(b))
 
 
 @RULES.rule("lu")
@@ -113,7 +118,7 @@ def _lu(a: Any) -> tuple[Any, Any, Any]:
 
     steps = min(height, width)
     start = (a, jnp.zeros(steps, jnp.int32), rows)
-    return lax.fori_loop(0, steps, column, start)
+    return lax.fori_loop(*_steps(steps), column, start)
 
 
 @RULES.rule("custom_linear_solve")

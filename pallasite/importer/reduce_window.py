@@ -148,8 +148,6 @@ def _taps(x: Any, dim: int, start: int, width: int, stride: int, dilation: int) 
 
 @RULES.rule("conv_general_dilated")
 def _convolution(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> list[Value]:
-    if eqn.params["batch_group_count"] != 1:
-        raise im.unsupported(eqn, "a convolution with batch_group_count above 1")
     result = eqn.outvars[0].aval.dtype
     return im.splice(lambda x, w: _convolve(x, w, result, eqn.params), [lhs, rhs])
 
@@ -157,11 +155,15 @@ def _convolution(im: Importer, eqn: Any, lhs: Value, rhs: Value) -> list[Value]:
 def _convolve(x: Any, w: Any, dtype: Any, p: Any) -> Any:
     """The sum over the kernel's elements of one dot over the channels each."""
     numbers, groups = p["dimension_numbers"], p["feature_group_count"]
+    batches = p["batch_group_count"]
     padding = [(0, 0, 0), (0, 0, 0)]
     for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True):
         padding.append((low, high, dilation - 1))
     x = lax.pad(jnp.transpose(x, numbers.lhs_spec), x.dtype.type(0), padding)
     w = jnp.transpose(w, numbers.rhs_spec)
+    if batches > 1:  # XLA allows groups of one kind only: they become those of channels
+        x = jnp.moveaxis(x.reshape(batches, -1, *x.shape[1:]), 0, 1)
+        x, groups = x.reshape(x.shape[0], -1, *x.shape[3:]), batches
     x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
     w = w.reshape(groups, -1, *w.shape[1:])
     window = w.shape[3:]

@@ -23,7 +23,7 @@ def pooling(x):
         lax.reduce_window(x, 0.0, lax.add, (3, 3), (1, 2), "SAME"),
         lax.reduce_window(
             x.astype(jnp.int32),
-            jnp.iinfo(jnp.int32).max,
+            jnp.int32(jnp.iinfo(jnp.int32).max),
             lax.min,
             (2, 2),
             (1, 1),
@@ -63,6 +63,10 @@ def convolutions(image, filter_):
         lax.conv_general_dilated(
             image, filter_[:, :, :1].repeat(4, 2), (1, 1), [(1, 0), (0, 2)],
             lhs_dilation=(2, 1), dimension_numbers=numbers,
+        ),
+        lax.conv_general_dilated(
+            image, filter_[:, :, :1].repeat(4, 2), (1, 1), "VALID",
+            dimension_numbers=numbers, batch_group_count=2,
         ),
         jnp.convolve(image[0, 0, :, 0], filter_[:, 0, 0, 0], mode="same"),
     )  # fmt: skip
@@ -132,3 +136,23 @@ def test_what_is_written_out_means_what_it_means_outside(fn, args, mode):
     got = call(*map(jnp.asarray, args))
     for actual, expected in zip(got, want, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("fn", "args"), CASES, ids=[fn.__name__ for fn, _ in CASES])
+def test_what_is_written_out_where_64_bits_are_the_default(fn, args):
+    with jax.enable_x64(True):
+        want = jax.tree.leaves(jax.eval_shape(fn, *args))
+
+        def kernel(*refs):
+            values = jax.tree.leaves(fn(*(r[...] for r in refs[: len(args)])))
+            for ref, value in zip(refs[len(args) :], values, strict=True):
+                ref[...] = value
+
+        out = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in want]
+        call = pl.pallas_call(kernel, out_shape=out, interpret=True)
+        got = jax.eval_shape(call, *args)
+        assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
+        if fn is not factorisations:
+            return
+        for actual, expected in zip(call(*args), jax.jit(fn)(*args), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
