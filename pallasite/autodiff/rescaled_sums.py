@@ -14,18 +14,23 @@ gives the same results.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import log
+from dataclasses import dataclass, replace
 
 from pallasite.autodiff.per_program import producers_of
-from pallasite.autodiff.reverse_activity import is_float, used_values
+from pallasite.autodiff.reverse_activity import is_float
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Op, Value, walk
-from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import substitute, with_regions
-from pallasite.ir.roles import Cond, Dot, DotSide, Loop
-
-LN2 = log(2)
+from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.exponents import (
+    ANY,
+    UNKNOWN,
+    Known,
+    Power,
+    Powers,
+    relative,
+    same_powers,
+)
 
 
 @dataclass(frozen=True)
@@ -41,337 +46,6 @@ def plain_sums(body: Block) -> PlainSums:
     """Follow every loop of rescaled sums by one of plain sums, which the rest uses."""
     walker = _Walk(producers_of(body))
     return PlainSums(walker.block(body), frozenset(walker.scales), walker.same)
-
-
-# --- exponents ---
-
-
-@dataclass(frozen=True)
-class Power:
-    """A value as `u + power * scale`, or `u * exp(power * scale)` if `is_factor`.
-
-    `axes`: per dimension of the value the scale's own that it varies along, if any.
-    """
-
-    powers: tuple[tuple[Value, float], ...]
-    axes: tuple[int | None, ...]
-    is_factor: bool
-    is_pure: bool  # without `u`
-
-    def times(self, number: float) -> "Power | None":
-        return _power({s: p * number for s, p in self.powers}, self)
-
-    @property
-    def total(self) -> float:
-        """The exponent if all scales are the same."""
-        return round(sum(p for _, p in self.powers), 6)
-
-
-class _Unknown:
-    """The scale may matter in some other way."""
-
-
-class _Any:
-    """What a carry is taken for until its exponent is known."""
-
-
-UNKNOWN, ANY = _Unknown(), _Any()
-Known = Power | _Unknown | _Any | None  # None: independent of every scale
-
-
-def _power(powers: Mapping[Value, float], like: Power, **changes: bool) -> Power | None:
-    kept = {s: round(p, 6) for s, p in powers.items() if round(p, 6)}
-    if not kept and not like.is_pure:
-        return None
-    return replace(like, powers=tuple(kept.items()), **changes)
-
-
-def _combined(x: Known, y: Known, sign: int = 1) -> Known:
-    """Of a sum (of sums) or a product (of factors): exponents add up."""
-    if x is None and y is None:
-        return None
-    if isinstance(x, Power) and isinstance(y, Power):
-        if x.axes != y.axes or x.is_factor != y.is_factor:
-            return UNKNOWN
-        powers = dict(x.powers)
-        for scale, p in y.powers:
-            powers[scale] = powers.get(scale, 0.0) + sign * p
-        pure = x.is_pure and y.is_pure
-        return _power(powers, replace(x, is_pure=pure))
-    if isinstance(x, Power) and y is None:
-        return replace(x, is_pure=False)
-    if isinstance(y, Power) and x is None:
-        return _power({s: sign * p for s, p in y.powers}, replace(y, is_pure=False))
-    return UNKNOWN
-
-
-def _alike(values: Iterable[Known]) -> Known:
-    """Of a sum of factors, or of a choice: all must have the same exponents."""
-    found: list[Known] = [v for v in values if v is not ANY]
-    if not found:
-        return ANY
-    first = found[0]
-    if first is None:
-        return None if all(v is None for v in found) else UNKNOWN
-    if not isinstance(first, Power):
-        return UNKNOWN
-    for other in found[1:]:
-        if not isinstance(other, Power) or not _same(first, other):
-            return UNKNOWN
-    is_pure = first.is_pure and len(found) == 1
-    return replace(first, is_pure=is_pure)
-
-
-def _same(x: Power, y: Power) -> bool:
-    if x.axes != y.axes or x.is_factor != y.is_factor:
-        return False
-    return dict(x.powers) == dict(y.powers)
-
-
-@dataclass
-class _Powers:
-    """Walks code and gives each value its exponents."""
-
-    made: Mapping[Value, Op]
-    known: dict[Value, Known]
-    scales: set[Value] = field(default_factory=set[Value])
-    escapes: bool = False  # something that is not a value may depend on a scale
-
-    def of(self, value: Value) -> Known:
-        return self.known.get(value)
-
-    def add_scale(self, value: Value) -> None:
-        self.scales.add(value)
-        axes = tuple(d if n > 1 else None for d, n in enumerate(value.tile.shape))
-        self.known[value] = Power(((value, 1.0),), axes, False, True)
-
-    def block(self, ops: Iterable[Op]) -> None:
-        for op in ops:
-            self.op(op)
-
-    def op(self, op: Op) -> None:
-        if op.name == "cond":
-            self.at_cond(op)
-            return
-        inside = [v for region in op.regions for v in used_values(region)]
-        given = [self.of(v) for v in (*op.operands, *inside)]
-        if all(v is None for v in given):
-            return
-        rule = _RULES.get(op.name)
-        if rule is not None and not op.regions:
-            self.known[op.result] = rule(self, op)
-            return
-        if op.regions or table()[op.name].effect is not Effect.PURE:
-            self.escapes = True
-        self.known.update(dict.fromkeys(op.results, UNKNOWN))
-
-    def at_cond(self, op: Op) -> None:
-        cond = Cond.of(op)
-        self.escapes |= self.of(cond.which) is not None
-        for branch in cond.branches:
-            self.block(branch.ops)
-        columns = list(zip(*(b.yields for b in cond.branches), strict=True))
-        scale = next((n for n, c in enumerate(columns) if self.is_scale(c)), None)
-        if scale is not None:
-            self.add_scale(op.results[scale])
-        for n, (result, column) in enumerate(zip(op.results, columns, strict=True)):
-            if n == scale:
-                continue
-            found = [self.of(v) for v in column]
-            if scale is not None:
-                new = op.results[scale]
-                pairs = zip(found, columns[scale], strict=True)
-                found = [relative(x, old, new) for x, old in pairs]
-            self.known[result] = _alike(found)
-
-    def is_scale(self, values: Sequence[Value]) -> bool:
-        """Whether each value is a scale, and not all of them the same."""
-        return all(v in self.scales for v in values) and len(set(values)) > 1
-
-    def number(self, value: Value) -> float | None:
-        op = self.made.get(value)
-        while op is not None and op.name in ("broadcast_in_dim", "cast", "reshape"):
-            op = self.made.get(op.operands[0])
-        is_number = op is not None and op.name == "constant"
-        return float(op.attrs["value"]) if is_number else None  # type: ignore[union-attr]
-
-    # --- rules ---
-
-    def moved(self, op: Op, axes: Sequence[int | None]) -> Known:
-        """The elements of the operand in another shape."""
-        x = self.of(op.operands[0])
-        return replace(x, axes=tuple(axes)) if isinstance(x, Power) else x
-
-    def at_broadcast(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power):
-            return x
-        axes: list[int | None] = [None] * len(op.attrs["shape"])
-        for axis, dim in zip(x.axes, op.attrs["dims"], strict=True):
-            axes[dim] = axis
-        return self.moved(op, axes)
-
-    def at_reshape(self, op: Op) -> Known:
-        """Dimensions of one element may come and go."""
-        x = self.of(op.operands[0])
-        old, new = op.operands[0].tile.shape, op.result.tile.shape
-        if [n for n in old if n > 1] != [n for n in new if n > 1]:
-            return UNKNOWN
-        if not isinstance(x, Power):
-            return x
-        pending = iter([a for a, n in zip(x.axes, old, strict=True) if n > 1])
-        return self.moved(op, [next(pending) if n > 1 else None for n in new])
-
-    def at_transpose(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power):
-            return x
-        return self.moved(op, [x.axes[d] for d in op.attrs["perm"]])
-
-    def at_cast(self, op: Op) -> Known:
-        return self.of(op.operands[0]) if is_float(op.result) else UNKNOWN
-
-    def at_neg(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power):
-            return x
-        return replace(x, is_pure=False) if x.is_factor else x.times(-1)
-
-    def at_sum(self, op: Op) -> Known:
-        x, y = map(self.of, op.operands)
-        if any(isinstance(v, Power) and v.is_factor for v in (x, y)) or ANY in (x, y):
-            return _alike([x, y])
-        return _combined(x, y, -1 if op.name == "sub" else 1)
-
-    def at_product(self, op: Op) -> Known:
-        x, y = map(self.of, op.operands)
-        sign = -1 if op.name == "div" else 1
-        if UNKNOWN in (x, y):
-            return UNKNOWN
-        if ANY in (x, y):
-            return ANY if x is ANY else UNKNOWN if op.name == "div" else ANY
-        if not any(isinstance(v, Power) and not v.is_factor for v in (x, y)):
-            return _combined(x, y, sign)
-        if isinstance(x, Power) and y is None:
-            number = self.number(op.operands[1])
-        elif isinstance(y, Power) and x is None and sign == 1:
-            x, number = y, self.number(op.operands[0])
-        else:
-            return UNKNOWN
-        if not number:
-            return UNKNOWN
-        return x.times(number**sign)
-
-    def at_exp(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power) or x.is_factor:
-            return UNKNOWN
-        base = LN2 if op.name == "exp2" else 1.0
-        powers = {s: p * base for s, p in x.powers}
-        return _power(powers, x, is_factor=True)
-
-    def at_log(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power) or not x.is_factor:
-            return UNKNOWN
-        base = LN2 if op.name == "log2" else 1.0
-        return _power({s: p / base for s, p in x.powers}, x, is_factor=False)
-
-    def at_integer_pow(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power) or not x.is_factor:
-            return UNKNOWN
-        return x.times(op.attrs["y"])
-
-    def at_max(self, op: Op) -> Known:
-        """The maximum of a scale and something independent is the next scale."""
-        scales = [v for v in op.operands if v in self.scales]
-        others = [v for v in op.operands if v not in self.scales]
-        if len(scales) != 1 or self.of(others[0]) is not None:
-            return UNKNOWN
-        self.add_scale(op.result)
-        return self.known[op.result]
-
-    def at_reduce(self, op: Op) -> Known:
-        x = self.of(op.operands[0])
-        if not isinstance(x, Power):
-            return x if op.attrs["kind"] == "sum" else UNKNOWN
-        axes = op.attrs["axes"]
-        if not x.is_factor or op.attrs["kind"] != "sum" or _varies(x, axes):
-            return UNKNOWN
-        kept = [a for d, a in enumerate(x.axes) if d not in axes]
-        return replace(x, axes=tuple(kept), is_pure=False)
-
-    def at_select(self, op: Op) -> Known:
-        pred, *cases = op.operands
-        if self.of(pred) is not None:
-            return UNKNOWN
-        factor = any(isinstance(x := self.of(v), Power) and x.is_factor for v in cases)
-        if factor:  # zero times anything is zero
-            cases = [v for v in cases if self.number(v) != 0]
-        found = _alike(map(self.of, cases))
-        return replace(found, is_pure=False) if isinstance(found, Power) else found
-
-    def at_dot(self, op: Op) -> Known:
-        dot = Dot.of(op)
-        left, right = self.side(dot.lhs), self.side(dot.rhs)
-        if len(op.operands) != 2 or UNKNOWN in (left, right):
-            return UNKNOWN
-        if ANY in (left, right):
-            return ANY
-        free = len(dot.lhs.free), len(dot.rhs.free)
-        batch = len(dot.lhs.batch)
-        if isinstance(left, Power) and right is None:
-            return replace(left, axes=(*left.axes, *[None] * free[1]))
-        if isinstance(right, Power) and left is None:
-            lead, rest = right.axes[:batch], right.axes[batch:]
-            return replace(right, axes=(*lead, *[None] * free[0], *rest))
-        return UNKNOWN
-
-    def side(self, side: DotSide) -> Known:
-        """An operand of a dot without what is summed over."""
-        x = self.of(side.value)
-        if not isinstance(x, Power):
-            return x
-        if not x.is_factor or _varies(x, side.contract):
-            return UNKNOWN
-        axes = tuple(x.axes[d] for d in (*side.batch, *side.free))
-        return replace(x, axes=axes, is_pure=False)
-
-
-_RULES = {
-    "broadcast_in_dim": _Powers.at_broadcast,
-    "reshape": _Powers.at_reshape,
-    "transpose": _Powers.at_transpose,
-    "cast": _Powers.at_cast,
-    "neg": _Powers.at_neg,
-    "add": _Powers.at_sum,
-    "sub": _Powers.at_sum,
-    "mul": _Powers.at_product,
-    "div": _Powers.at_product,
-    "exp": _Powers.at_exp,
-    "exp2": _Powers.at_exp,
-    "log": _Powers.at_log,
-    "log2": _Powers.at_log,
-    "integer_pow": _Powers.at_integer_pow,
-    "max": _Powers.at_max,
-    "reduce": _Powers.at_reduce,
-    "select_n": _Powers.at_select,
-    "dot": _Powers.at_dot,
-}
-
-
-def _varies(x: Power, dims: Iterable[int]) -> bool:
-    return any(x.axes[d] is not None for d in dims)
-
-
-def relative(x: Known, old: Value, new: Value) -> Known:
-    """A value that depends on one scale, told by another name of that scale."""
-    if not isinstance(x, Power):
-        return x
-    if any(scale is not old for scale, _ in x.powers):
-        return UNKNOWN
-    return replace(x, powers=tuple((new, p) for _, p in x.powers))
 
 
 # --- loops ---
@@ -443,14 +117,14 @@ class _Walk:
             now = relative(proved.after[n], loop.yields[scale], carry)
             before = assumed[loop.carried[n]]
             both = isinstance(now, Power) and isinstance(before, Power)
-            if not (_same(now, before) if both else now is before is None):  # type: ignore[arg-type]
+            if not (same_powers(now, before) if both else now is before is None):  # type: ignore[arg-type]
                 return None
         return proved
 
     def one_step(
         self, loop: Loop, scale: int, carries: Mapping[Value, Known]
     ) -> "_Steps | None":
-        powers = _Powers(self.made, dict(carries))
+        powers = Powers(self.made, dict(carries))
         powers.add_scale(loop.carried[scale])
         powers.block(loop.body.ops)
         if powers.escapes or loop.yields[scale] not in powers.scales:
@@ -466,7 +140,7 @@ class _Walk:
         self, loop: Loop, steps: "_Steps", after: Sequence[Op], yields: Sequence[Value]
     ) -> bool:
         """Whether the code after the loop gives the same for every scale."""
-        powers = _Powers(self.made, {})
+        powers = Powers(self.made, {})
         scale = loop.results[steps.scale]
         powers.add_scale(scale)
         for result, now in zip(loop.results, steps.after, strict=True):

@@ -18,12 +18,15 @@ from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import Blocks, blocks_of
 from pallasite.passes.gather_steps import gather_programs, gather_steps
+from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.reblock import axis_of, cut, grow
 from pallasite.passes.resized_code import CannotReblock
 from pallasite.passes.unroll_rounds import MOST_ROUNDS, unroll_rounds
+from pallasite.passes.widen_steps import widen_steps
 from pallasite.target import Tpu
 
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
@@ -31,6 +34,7 @@ STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
 SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
+WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
 MOST_UNROLLED = 16_000  # of those, in the body of a loop
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
@@ -58,7 +62,8 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
         return kernel
     if not fits:
         start = _cut_to_fit(start, limit)
-    starts = [start, *(e for e in _with_branches(start) if e.fits(limit))]
+    wide = _widened(start, limit)
+    starts = [wide, *(e for e in _with_branches(wide) if e.fits(limit))]
     best = min((_grown(e, limit) for e in starts), key=lambda e: e.seconds)
     best = _side_by_side(best, limit)
     gains = not fits or start.seconds > GAIN * best.seconds
@@ -68,6 +73,22 @@ def for_tpu(kernel: Kernel, chip: Tpu, vmem_bytes: int | None = None) -> Kernel:
 def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
     """Loops with products in rounds as large as code may be."""
     return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_UNROLLED)
+
+
+def _widened(start: "_Estimate", limit: float) -> "_Estimate":
+    """Steps of a running softmax that fill registers, where they are narrower.
+
+    Sums of plain products are merged as long as that pays (`_merged`).
+    """
+    if _merged(start) is not None:
+        return start
+    try:
+        plain = canonicalize(known_comparisons(start.kernel))
+        kernel = widen_steps(plain, WIDEST)
+    except CannotReblock:
+        return start
+    wide = _Estimate.of(kernel, start.chip)
+    return wide if wide is not None and wide.fits(limit) else start
 
 
 def _grown(best: "_Estimate", limit: float) -> "_Estimate":

@@ -38,6 +38,7 @@ class LoopDim:
     whole: str | None  # why no part of it can be computed alone, if so
     products: tuple[Op, ...]  # the dots that sum over it
     spans: frozenset[Op]  # loads of a span along it from a ref that is not divided
+    is_twice: bool = False  # whether it is two dimensions of one ref or tile
 
 
 class LoopDims:
@@ -48,7 +49,10 @@ class LoopDims:
         self.pipeline = Pipeline.of(find_pipeline(kernel))
         self.refused = _refusal(kernel, self.pipeline)
         self._roots = Roots(self.pipeline.body)
-        self.dims = () if self.refused else tuple(_Joined(self).dims())
+        every = () if self.refused else tuple(_Joined(self).dims())
+        self.dims = tuple(dim for dim in every if dim.windows)
+        # No window shows these; loads pick spans along them from larger refs.
+        self.inner = tuple(dim for dim in every if not dim.windows)
 
     @cached_property
     def info(self) -> GridInfo:
@@ -160,10 +164,11 @@ class _Joined:
         for root, nodes in members.items():
             windows = tuple(places[node] for node in nodes if node in places)
             size = root[0].type.shape[root[1]]
-            if not windows or size < 1:
+            if size < 1 or not (windows or spans[root]):
                 continue
             reason = whole.get(root)
-            if len(dict(nodes)) < len(nodes):
+            is_twice = len(dict(nodes)) < len(nodes)
+            if is_twice:
                 reason = reason or "it is two dimensions of one tile"
             yield LoopDim(
                 size,
@@ -172,6 +177,7 @@ class _Joined:
                 reason,
                 tuple(products[root]),
                 frozenset(spans[root]),
+                is_twice,
             )
 
     def nodes(self) -> Iterator[_Node]:

@@ -1,0 +1,640 @@
+"""widen_steps: steps of running maxima and sums, fewer and wider.
+
+In: a kernel whose last axis, or a loop in its body, walks along a dimension in blocks;
+each step raises running maxima by those of its block and adds to sums that are kept
+relative to them, as in a softmax that sees its row part by part. Out: the same code
+with blocks that are several times as wide, in fewer steps. Such a step costs work of
+its own, for the maxima and to rescale the sums; and a product of few columns leaves
+part of the matrix unit idle. `merge_k_steps.py` is for plain sums of products,
+`gather_steps.py` keeps every step as it is.
+
+What makes it the same is that each sum, times the exponential of its maximum, only
+grows by what the step's own block contributes (`analysis/exponents.py`). Results
+differ by the rounding of sums. A branch that skips some steps, as in causal attention,
+is taken if one of the joined steps takes it; the others' part counts as nothing: minus
+infinity for a maximum, zero for a sum.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from typing import NamedTuple
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
+from pallasite.ir.roles import Loop, Shown
+from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
+from pallasite.passes.analysis.guards import Guard, guard_of
+from pallasite.passes.analysis.guards import Part as Condition
+from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
+from pallasite.passes.resized_code import CannotReblock, Joined
+
+# Ops that keep what they do at one position when there are more positions.
+_BY_POSITION = {"constant", "iota", "broadcast_in_dim", "transpose", "load", "dot"}
+_SHAPE_ONLY = {"broadcast_in_dim", "reshape"}
+
+
+def widen_steps(kernel: Kernel, widest: int) -> Kernel:
+    """Join steps of the last axis, or rounds of a loop, up to `widest` elements.
+
+    Raises:
+        CannotReblock: none can be joined; it says why.
+    """
+    found = loop_dims(map_ops(kernel, _with_own_tiles))
+    if found is None:
+        raise CannotReblock("its body is not one grid")
+    if found.refused or kernel.aliases:
+        raise CannotReblock(found.refused or "operands share memory with results")
+    dim = _walked(found)
+    if dim is not None:
+        return _WiderGrid(found, dim, widest).kernel()
+    loops = [op for op in found.pipeline.body.ops if op.name == "for"]
+    if len(loops) != 1:
+        raise CannotReblock("no axis or loop walks along a dimension of its blocks")
+    return _WiderLoop(found, Loop.of(loops[0]), widest).kernel()
+
+
+def _with_own_tiles(op: Op, b: Rewriter) -> Sequence[Value] | None:
+    """The op with constant tiles and positions that no other op uses.
+
+    One iota may be the positions of rows and those of columns.
+    """
+    made = [b.producers.get(v) for v in op.operands]
+    shared = [o if o and o.name in ("constant", "iota") else None for o in made]
+    if not any(o and o.result.tile.rank for o in shared):
+        return None
+    operands = tuple(
+        v if o is None else b.op(o.name, **o.attrs)
+        for v, o in zip(op.operands, shared, strict=True)
+    )
+    b.ops.append(op.with_(operands=operands))
+    return op.results
+
+
+def _walked(found: LoopDims) -> LoopDim | None:
+    """The dimension along which the last axis moves windows."""
+    grid = found.pipeline.grid
+    if not grid or grid[-1] is None or found.info.axes[-1].parallel:
+        return None
+    for dim in found.dims:
+        for number, array_dim in dim.windows:
+            index_map = found.pipeline.shown[number].index_map
+            if index_map.yields[array_dim] is index_map.params[-1]:
+                return dim
+    return None
+
+
+def _factor(count: int, size: int, widest: int) -> int:
+    """How many steps become one."""
+    most = min(count, widest // size)
+    factor = max((n for n in range(2, most + 1) if count % n == 0), default=1)
+    if factor == 1:
+        raise CannotReblock(f"{count} steps of {size} are wide or few enough")
+    return factor
+
+
+# --- what a step does ---
+
+
+class _State(NamedTuple):
+    """Something that steps hand on."""
+
+    old: Value
+    new: Value
+    is_finite: bool  # whether what it begins with is known to be
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`new = old * factor + part`, where `part` is a sum over the dimension."""
+
+    terms: tuple[Value, ...]  # what is multiplied and summed: of a reduction, one
+
+
+class _Fill(NamedTuple):
+    """What elements of a value become unless all conditions hold."""
+
+    number: float
+    unless: tuple[Condition, ...]
+
+
+class _Steps:
+    """Proves that a step only raises maxima and adds to sums.
+
+    Args:
+        ops: what a step does, in order.
+        states: what it hands on.
+        dim: the dimension that steps walk along.
+        made: the op of each value, of those before the step, too.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        states: Sequence[_State],
+        dim: LoopDim,
+        made: Mapping[Value, Op],
+    ):
+        self.dim, self.made = dim, made
+        self.inside = {v: op for op in ops for v in op.results}
+        self.states = [s for s in states if s.old is not s.new]
+        self.olds = {s.old for s in self.states}
+        for op in ops:
+            self._check_positions(op)
+        self.maxima = {s: x for s in self.states if (x := self._maximum(s)) is not None}
+        self.powers = Powers(made, dict.fromkeys(self.olds, UNKNOWN))
+        for state in self.maxima:
+            self.powers.add_scale(state.old)
+        self.powers.block(ops)
+        self.sums = [self._sum(s) for s in self.states if s not in self.maxima]
+        if not self.sums:
+            raise CannotReblock("steps add to no sum")
+
+    def _check_positions(self, op: Op) -> None:
+        """Wider operands must make a wider result, and no other difference."""
+        values = (*op.operands, *op.results)
+        if not any(v in self.dim.members for v in values):
+            return
+        same = op.name in _BY_POSITION or table()[op.name].elementwise
+        if not same and not self._sums_over(op):
+            raise CannotReblock(f"'{op.name}' needs all of a block")
+        d = self.dim.members.get(op.operands[0]) if op.name == "load" else None
+        if d is not None:
+            access = Access.of(op)
+            if access.index[d] != Span(0, self.dim.size) or access.mask is not None:
+                raise CannotReblock("a load picks a part of what steps walk along")
+
+    def _sums_over(self, op: Op) -> bool:
+        """Whether an op reduces the dimension to one number, or sums over it."""
+        if op.name == "dot":
+            return op in self.dim.products
+        axis = self.dim.members.get(op.operands[0]) if op.operands else None
+        return op.name == "reduce" and axis is not None and axis in op.attrs["axes"]
+
+    def _maximum(self, state: _State) -> Value | None:
+        """What a running maximum is taken over, if it is one."""
+        op = self.inside.get(state.new)
+        if op is None or op.name != "max" or state.old not in op.operands:
+            return None
+        others = [v for v in op.operands if v is not state.old]
+        source = self._without_shape(others[0]) if others else None
+        if source is None or source.name != "reduce" or not self._sums_over(source):
+            return None
+        (x,) = source.operands
+        if source.attrs["kind"] != "max" or not self._is_own((x,), ()):
+            return None
+        return x
+
+    def _sum(self, state: _State) -> _Sum:
+        op = self.inside.get(state.new)
+        if op is not None and op.name == "add":
+            for kept, part in (op.operands, op.operands[::-1]):
+                terms = self._terms(state, kept, part)
+                if terms is not None:
+                    return _Sum(terms)
+        raise CannotReblock("steps hand on what is neither a maximum nor such a sum")
+
+    def _terms(
+        self, state: _State, kept: Value, part: Value
+    ) -> tuple[Value, ...] | None:
+        source = self._without_shape(part)
+        if source is None or not self._sums_over(source):
+            return None
+        if source.name == "reduce" and source.attrs["kind"] != "sum":
+            return None
+        terms = source.operands[:2]
+        if not self._is_own(terms, [s.new for s in self.maxima]):
+            return None
+        return terms if self._keeps_exponent(state, kept, part) else None
+
+    def _keeps_exponent(self, state: _State, kept: Value, part: Value) -> bool:
+        """Whether the old sum is rescaled as the part is scaled."""
+        scale = self.powers.of(part)
+        if kept is state.old:
+            return scale is None
+        op = self.inside.get(kept)
+        if op is None or op.name != "mul" or state.old not in op.operands:
+            return False
+        factor = next((v for v in op.operands if v is not state.old), state.old)
+        change = self.powers.of(factor)
+        if not isinstance(scale, Power) or not isinstance(change, Power):
+            return False
+        if not scale.is_factor or not change.is_factor or not change.is_pure:
+            return False
+        if len(scale.powers) != 1 or scale.axes != change.axes:
+            return False
+        ((new, power),) = scale.powers
+        old = next((s.old for s in self.maxima if s.new is new), None)
+        return dict(change.powers) == {old: -power, new: power}
+
+    def _is_own(self, values: Sequence[Value], known: Iterable[Value]) -> bool:
+        """Whether values depend on the step's own block, and on `known` alone."""
+        seen, pending = set(known), [*values]
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            op = self.inside.get(value)
+            if value in self.olds or (op is not None and self._sums_over(op)):
+                return False
+            pending += op.operands if op is not None else ()
+        return True
+
+    def _without_shape(self, value: Value) -> Op | None:
+        op = self.inside.get(value)
+        while op is not None and op.name in _SHAPE_ONLY:
+            op = self.inside.get(op.operands[0])
+        return op
+
+    # --- parts that do not count ---
+
+    def fills(
+        self, skips: tuple[Condition, ...], same: tuple[Condition, ...]
+    ) -> dict[Value, "_Fill"]:
+        """What stands for the parts of skipped steps, by the value that has it.
+
+        Args:
+            skips: what holds for the steps that are not skipped.
+            same: those of them that are the same for all programs. The second factor
+                of a product with zero is zeroed by these alone, so that programs that
+                skip different steps can still be joined.
+        """
+        found: dict[Value, _Fill] = {}
+        for x in self.maxima.values():
+            if not x.tile.dtype.is_float:
+                raise CannotReblock("a maximum of integers skips steps")
+            found[x] = _Fill(-inf, skips)
+        for each in self.sums:
+            first, *others = sorted(each.terms, key=lambda t: self.powers.of(t) is None)
+            if not self._vanishes(first):
+                found[first] = _Fill(0.0, skips)
+            for other in others if same else ():
+                found[other] = _Fill(0.0, same)
+        return found
+
+    def _vanishes(self, term: Value) -> bool:
+        """Whether it is `exp(x - maximum)`: zero for an x of minus infinity.
+
+        Not so if the maximum may be minus infinity, too.
+        """
+        op = self.inside.get(term)
+        while op is not None and op.name == "cast":
+            op = self.inside.get(op.operands[0])
+        if op is None or op.name not in ("exp", "exp2"):
+            return False
+        difference = self.inside.get(op.operands[0])
+        if difference is None or difference.name != "sub":
+            return False
+        x, top = difference.operands
+        top = self._shown(top)
+        return any(
+            state.is_finite and state.new is top and over is x
+            for state, over in self.maxima.items()
+        )
+
+    def _shown(self, value: Value) -> Value:
+        op = self.inside.get(value)
+        while op is not None and op.name in _SHAPE_ONLY:
+            (value,) = op.operands
+            op = self.inside.get(value)
+        return value
+
+
+# --- the code of joined steps ---
+
+
+class _Wider(Joined):
+    """Code of several steps at once.
+
+    Args:
+        dim: the dimension that steps walk along.
+        size: its new size.
+        step: the index that counts steps; in the new code, joined ones.
+        made: the op of each value, of those outside of the code, too.
+    """
+
+    def __init__(self, dim: LoopDim, size: int, step: Value, made: Mapping[Value, Op]):
+        super().__init__(dim, size, step)
+        for op in made.values():
+            if op.name == "constant":
+                self._note_number(op)
+        self.ends: Mapping[Op, tuple[Guard, int]] = {}
+        self.guard: Guard | None = None
+        self.fills: Mapping[Value, _Fill] = {}
+
+    def op(self, b: Builder, op: Op) -> None:
+        b.loc = op.loc
+        if op in self.dim.spans:
+            self.new[op.result] = self._span(b, op)
+        elif op in self.ends:
+            self._end(b, op, *self.ends[op])
+        elif self.guard is not None and op is self.guard.op:
+            self._guarded(b, self.guard)
+        else:
+            super().op(b, op)
+        for value in op.results:
+            if value in self.fills:
+                self.new[value] = self._filled(b, value, self.fills[value])
+
+    def _span(self, b: Builder, op: Op) -> Value:
+        """A load of the part that a step sees: of what all of them see."""
+        access, to = Access.of(op), self.dim.members[op.result]
+        index, starts, at = list(access.index), list[Value](), 0
+        for d, (entry, start) in enumerate(access.split_index()):
+            if isinstance(entry, Span) and at == to:
+                index[d] = Span(None, self.size)
+                start = self._first(b, entry, start, access)
+            elif start is not None:
+                (start,) = self.used(b, [start])
+            at += isinstance(entry, Span)
+            starts += [start] if start is not None else []
+        return b.load(access.ref, tuple(index), starts)
+
+    def _first(
+        self, b: Builder, span: Span, start: Value | None, access: Access
+    ) -> Value:
+        form = None if start is None else self.forms.get(start)
+        follows = form is not None and (form.program, form.position) == (span.size, 0)
+        if not follows or form.rest is not None or access.mask is not None:
+            raise CannotReblock("a load does not follow the steps part by part")
+        return b.mul(self.step, b.index(self.size))
+
+    def _end(self, b: Builder, op: Op, guard: Guard, number: int) -> None:
+        """A branch at the first or the last step."""
+        tests = [
+            b.op("eq", self.step, b.index(number))
+            if self._varies(part.value)
+            else self._condition(b, part)
+            for part in guard.parts
+        ]
+        self._branch_if(b, guard, tests, self.block(guard.taken))
+
+    def _guarded(self, b: Builder, guard: Guard) -> None:
+        """A branch that some steps take."""
+        tests = [self._some(b, part.value, part.truth) for part in guard.parts]
+        region = self.block(guard.taken)
+        self._branch_if(b, guard, [t for t in tests if t is not None], region)
+
+    def _branch_if(
+        self, b: Builder, guard: Guard, tests: Sequence[Value], taken: Block
+    ) -> None:
+        if not tests:
+            b.ops += taken.ops
+            return
+        total = tests[0]
+        for test in tests[1:]:
+            total = b.and_(total, test)
+        idle = Block((), ())
+        which = b.cast(total, self.step.tile.dtype)
+        b.emit("cond", which, regions=(idle, taken))
+
+    def _condition(self, b: Builder, part: Condition) -> Value:
+        new = self.new.get(part.value, part.value)
+        return new if part.truth else b.not_(new)
+
+    def _filled(self, b: Builder, value: Value, fill: _Fill) -> Value:
+        new, d = self.new[value], self.dim.members[value]
+        shape = new.tile.shape
+        for part in fill.unless:
+            taken = self._taken(b, part.value, shape, d)
+            sides = new, b.like(fill.number, new)
+            new = b.select(taken, *(sides if part.truth else sides[::-1]))
+        return new
+
+
+class _WiderGrid:
+    """Steps of the last axis, joined."""
+
+    def __init__(self, found: LoopDims, dim: LoopDim, widest: int):
+        self.found, self.dim, self.pipeline = found, dim, found.pipeline
+        steps = self.pipeline.grid[-1]
+        assert steps is not None
+        self.steps, self.step = steps, self.pipeline.ids[-1]
+        if dim.is_twice:
+            raise CannotReblock("steps walk along two dimensions of one tile")
+        if dim.spans:
+            raise CannotReblock("a load picks a part of what steps walk along")
+        self.factor = _factor(steps, dim.size, widest)
+        for number, shown in enumerate(self.pipeline.shown):
+            self._check_window(number, shown)
+        self.made = {v: op for op in walk(found.kernel.body) for v in op.results}
+        self.begins: dict[Value, Value] = {}  # by ref, what the first step stores
+        self.ends: dict[Op, tuple[Guard, int]] = {}
+        self.guard: Guard | None = None
+        self.code: list[Op] = []
+        for op in self.pipeline.body.ops:
+            self._take(op)
+        self.proved = _Steps(self.code, self._states(), dim, self.made)
+
+    def _check_window(self, number: int, shown: Shown) -> None:
+        """Windows must show the next part of the dimension at each step, or stay."""
+        name = shown.array.name or f"window {number}"
+        step = shown.index_map.params[-1]
+        yields = shown.index_map.yields
+        places = [d for d, value in enumerate(yields) if value is step]
+        inside = any(step in op.operands for op in walk(shown.index_map))
+        wanted = [d for n, d in self.dim.windows if n == number]
+        if inside or places != wanted or (wanted and shown.window.fill is not None):
+            raise CannotReblock(f"{name} does not follow the steps block by block")
+        if any(d.kind == "bounded" for d in shown.window.dims):
+            raise CannotReblock(f"{name} shows blocks of several sizes")
+        for d in wanted:
+            if shown.window.mode != "in":
+                raise CannotReblock(f"{name} is written at each step")
+            if self.steps * self.dim.size > shown.array.ref.shape[d]:
+                raise CannotReblock(f"the last block of {name} is not all inside")
+
+    # --- what the body does ---
+
+    def _take(self, op: Op) -> None:
+        guard = guard_of(op, self.made) if op.name == "cond" else None
+        if op.name != "cond":
+            self.code.append(op)
+            return
+        if guard is None or op.results:
+            raise CannotReblock("steps branch in two ways")
+        number = next((n for p in guard.parts if (n := self._end(p)) is not None), None)
+        if number is None:
+            if self.guard is not None:
+                raise CannotReblock("steps have two branches")
+            self.guard = guard
+            self.code += guard.taken.ops
+            return
+        if sum(self._depends(part, [self.step]) for part in guard.parts) > 1:
+            raise CannotReblock("a branch at the first or last step asks for more")
+        if (number == 0) == any(o.name == "store" for o in self.code):
+            raise CannotReblock("a branch at the first or last step is out of order")
+        inside = {v for o in walk(guard.taken) for v in o.operands}
+        if self.step in inside or inside & self.dim.members.keys():
+            raise CannotReblock("a branch at one step uses the block of that step")
+        self.ends[op] = guard, number // self.factor
+        if number == 0:
+            stores = [o for o in guard.taken.ops if o.name == "store"]
+            self.begins.update((o.operands[0], o.operands[1]) for o in stores)
+
+    def _end(self, part: Condition) -> int | None:
+        """The number of the first or last step, if a condition asks for that."""
+        op = self.made.get(part.value)
+        if op is None or op.name != "eq" or not part.truth:
+            return None
+        if self.step not in op.operands:
+            return None
+        number = next(
+            (self._number(v) for v in op.operands if v is not self.step), None
+        )
+        return number if number in (0, self.steps - 1) else None
+
+    def _number(self, value: Value) -> int | float | None:
+        op = self.made.get(value)
+        return op.attrs["value"] if op is not None and op.name == "constant" else None
+
+    def _states(self) -> Iterator[_State]:
+        """Memory that steps read, change and store, once each."""
+        stores = [op for op in self.code if op.name == "store"]
+        refs = [op.operands[0] for op in stores]
+        if self.guard is not None:
+            inside = set(self.guard.taken.ops)
+            if not inside.issuperset(stores):
+                raise CannotReblock("steps store outside their branch, too")
+        kept = {*self.pipeline.blocks}
+        kept |= {o.result for o in self.found.kernel.body.ops if o.name == "alloc"}
+        if len(set(refs)) < len(refs) or not kept.issuperset(refs):
+            raise CannotReblock("steps store twice, or a part")
+        for op in self.code:
+            row = table()[op.name]
+            if op.regions or (row.effect is Effect.WRITE and op.name != "store"):
+                raise CannotReblock(f"steps do '{op.name}'")
+            views = (v for v in op.results if v.is_ref)
+            if any(views) and set(refs) & set(op.operands):
+                raise CannotReblock("steps look at their sums in another way")
+        for store in stores:
+            yield self._state(store)
+
+    def _state(self, store: Op) -> _State:
+        ref, new, *_ = store.operands
+        before = self.code[: self.code.index(store)]
+        loads = [o for o in self.code if o.name == "load" and o.operands[0] is ref]
+        if len(loads) != 1 or loads[0] not in before:
+            raise CannotReblock("steps do not read once what they store")
+        (load,) = loads
+        whole = tuple(Span(0, n) for n in ref.ref.shape)
+        accesses = Access.of(load), Access.of(store)
+        if any(a.index != whole or a.mask is not None for a in accesses):
+            raise CannotReblock("steps store a part of a block")
+        number = self._number(self.begins[ref]) if ref in self.begins else None
+        return _State(load.result, new, number is not None and isfinite(number))
+
+    # --- joined ---
+
+    def kernel(self) -> Kernel:
+        size = self.dim.size * self.factor
+        code = _Wider(self.dim, size, self.step, self.made)
+        code.ends, code.guard = self.ends, self.guard
+        if self.guard is not None:
+            skips = tuple(p for p in self.guard.parts if self._depends(p, [self.step]))
+            others = self.pipeline.ids[:-1]
+            same = tuple(p for p in skips if not self._depends(p, others))
+            code.fills = self.proved.fills(skips, same) if skips else {}
+        windows = list(self.pipeline.windows)
+        for number, d in self.dim.windows:
+            dims = list(windows[number].dims)
+            dims[d] = BlockDim(size)
+            windows[number] = replace(windows[number], dims=tuple(dims))
+        *grid, _ = self.pipeline.grid
+        new = self.pipeline.with_(
+            grid=(*grid, self.steps // self.factor),
+            windows=tuple(windows),
+            body=code.block(self.pipeline.body),
+        ).to_op()
+        body = self.found.kernel.body
+        ops = tuple(new if op is self.pipeline.op else op for op in body.ops)
+        return dead_code(self.found.kernel.with_(body=replace(body, ops=ops)))
+
+    def _depends(self, part: Condition, on: Sequence[Value]) -> bool:
+        pending = [part.value]
+        while pending:
+            value = pending.pop()
+            if value in on:
+                return True
+            op = self.made.get(value)
+            pending += op.operands if op is not None else ()
+        return False
+
+
+class _WiderLoop:
+    """Rounds of a loop, joined."""
+
+    def __init__(self, found: LoopDims, loop: Loop, widest: int):
+        self.found, self.loop = found, loop
+        body = found.pipeline.body
+        self.made = {v: op for op in walk(body) for v in op.results}
+        self.made |= {v: o for o in found.kernel.body.ops for v in o.results}
+        ops = loop.body.ops
+        dims = [d for d in found.inner if any(op in d.spans for op in ops)]
+        if len(dims) != 1 or dims[0].is_twice:
+            raise CannotReblock("rounds do not walk along one dimension")
+        (self.dim,) = dims
+        self._check_code(ops)
+        bounds = [self._number(v) for v in loop.bounds]
+        if bounds[0] != 0 or bounds[2] != 1 or not isinstance(bounds[1], int):
+            raise CannotReblock("only the run knows how many rounds there are")
+        self.rounds = bounds[1]
+        for op in self.dim.spans:
+            self._check_inside(op)
+        self.factor = _factor(self.rounds, self.dim.size, widest)
+        triples = zip(loop.carried, loop.yields, loop.inits, strict=True)
+        states = [_State(*pair, self._is_finite(init)) for *pair, init in triples]
+        _Steps(ops, states, self.dim, self.made)
+
+    def _number(self, value: Value) -> int | float | None:
+        op = self.made.get(value)
+        return op.attrs["value"] if op is not None and op.name == "constant" else None
+
+    def _is_finite(self, value: Value) -> bool:
+        number = self._number(value)
+        return number is not None and isfinite(number)
+
+    def _check_code(self, ops: Sequence[Op]) -> None:
+        """Everything that gets wider must be made in the loop, or be constant."""
+        for op in ops:
+            if op.regions or table()[op.name].effect is Effect.WRITE:
+                raise CannotReblock(f"rounds do '{op.name}'")
+        inside = {v for op in ops for v in op.results}
+        self.outside: list[Op] = []
+        for value in self.dim.members:
+            if value in inside:
+                continue
+            op = self.made.get(value)
+            if op is None or op.name not in ("constant", "iota"):
+                raise CannotReblock("what rounds walk along is used outside the loop")
+            self.outside.append(op)
+
+    def _check_inside(self, op: Op) -> None:
+        access, to = Access.of(op), self.dim.members[op.result]
+        spans = [d for d, e in enumerate(access.index) if isinstance(e, Span)]
+        if len(spans) != op.result.tile.rank or len(access.index) != len(
+            access.ref.ref.shape
+        ):
+            raise CannotReblock("a load does not follow the steps part by part")
+        if self.rounds * self.dim.size > access.ref.ref.shape[spans[to]]:
+            raise CannotReblock("the last round reads past the end")
+
+    def kernel(self) -> Kernel:
+        return map_ops(self.found.kernel, self._joined)
+
+    def _joined(self, op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op is not self.loop.op:
+            return None
+        size = self.dim.size * self.factor
+        code = _Wider(self.dim, size, self.loop.index, self.made)
+        before = Builder(op.loc)
+        for each in self.outside:
+            code.op(before, each)
+        body = code.block(self.loop.body)
+        body = replace(body, ops=(*before.ops, *body.ops))
+        limit = b.like(self.rounds // self.factor, self.loop.limit)
+        bounds = self.loop.first, limit, self.loop.step
+        return b.emit("for", *bounds, *self.loop.inits, regions=(body,))
