@@ -16,7 +16,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common, configs, masks
+from pallasite.kernels import common, configs, dropout, masks
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -44,6 +44,8 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     return_log_sum_exp: bool = False,
     implementation: common.Implementation = "pallasite",
     config: AttentionConfig | None = None,
@@ -61,6 +63,10 @@ def attention(
         scale: what scores are multiplied by; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         sinks: (heads,): a score per head that takes weight and has no value.
+        dropout_rate: the share of weights that become zero, a number; the others are
+            divided by 1 - dropout_rate. Which ones depends on dropout_key, the head and
+            the positions only.
+        dropout_key: a key of `jax.random`.
         return_log_sum_exp: also return log(sum(exp(scores))), (batch, heads, queries),
             float32.
 
@@ -69,9 +75,16 @@ def attention(
     """
     sizes = _Sizes.of(query, key, value)
     _check(sizes, query, key, value, bias, sinks)
+    dropout.check_rate("attention", dropout_rate, dropout_key)
     options = _Options(
-        scale=sizes.width**-0.5 if scale is None else scale, soft_cap=soft_cap
+        scale=sizes.width**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        dropout_rate=dropout_rate,
     )
+    seeds = None
+    if dropout_rate and dropout_key is not None:
+        rows = (sizes.batch, sizes.heads, sizes.queries)
+        seeds = dropout.row_seeds(dropout_key, *rows)
     compute = common.choose(implementation, _streamed, _plain)
     config = configs.tuned(
         "attention",
@@ -81,6 +94,7 @@ def attention(
         (query, key, value, bias),
         mask=masks.kind(mask),
         soft_cap=soft_cap is not None,
+        **({"dropout": True} if dropout_rate else {}),
     )
     out, log_sum_exp = compute(
         query,
@@ -88,6 +102,7 @@ def attention(
         value,
         bias,
         sinks,
+        seeds,
         mask=mask or masks.Everything(),
         sizes=sizes,
         options=options,
@@ -100,6 +115,7 @@ def attention(
 class _Options:
     scale: float
     soft_cap: float | None
+    dropout_rate: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +183,7 @@ def _scores(q, k, options: _Options):
     return scores
 
 
-def _plain(query, key, value, bias, sinks, *, mask, sizes, options, config):
+def _plain(query, key, value, bias, sinks, seeds, *, mask, sizes, options, config):
     del config  # blocks are a kernel's
     group = sizes.heads // sizes.kv_heads
     repeat = functools.partial(jnp.repeat, repeats=group, axis=2)
@@ -186,11 +202,15 @@ def _plain(query, key, value, bias, sinks, *, mask, sizes, options, config):
     if sinks is not None:
         total = total + jnp.exp(sink - maximum)
     weights = weights / jnp.where(total == 0, 1, total)
+    if seeds is not None:
+        rate = options.dropout_rate
+        stays = dropout.kept(seeds, jnp.arange(sizes.keys, dtype=jnp.int32), rate)
+        weights = jnp.where(stays, weights * dropout.scale(rate), 0)
     out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), repeat(value))
     return out.astype(query.dtype), (maximum + jnp.log(total))[..., 0]
 
 
-def _streamed(query, key, value, bias, sinks, *, mask, sizes, options, config):
+def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, config):
     s = sizes
     block_q = min(config.block_q, pl.align_to(max(s.queries, 1), 16))
     block_kv = min(config.block_kv, pl.align_to(max(s.keys, 1), 16))
@@ -230,6 +250,11 @@ def _streamed(query, key, value, bias, sinks, *, mask, sizes, options, config):
     if sinks is not None:
         operands.append(sinks.astype(wide).reshape(s.heads, 1, 1))
         specs.append(pl.BlockSpec((None, 1, 1), lambda b, h, i, j, *_: (h, 0, 0)))
+    if seeds is not None:
+        operands.append(seeds)
+        specs.append(
+            pl.BlockSpec((None, None, block_q, 2), lambda b, h, i, j, *_: (b, h, i, 0))
+        )
     scalars = []
     for _, side, array in arrays:
         if side == "batch":
@@ -251,6 +276,7 @@ def _streamed(query, key, value, bias, sinks, *, mask, sizes, options, config):
         sides=[side for _, side, _ in arrays],
         has_bias=bias is not None,
         has_sinks=sinks is not None,
+        has_seeds=seeds is not None,
     )
     out, log_sum_exp = pl.pallas_call(
         kernel,
@@ -287,13 +313,22 @@ def _streamed(query, key, value, bias, sinks, *, mask, sizes, options, config):
     return out, log_sum_exp[..., 0]
 
 
-def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sinks):
+def _kernel(
+    *refs,
+    options: _Options,
+    mask: masks.Mask,
+    sides,
+    has_bias,
+    has_sinks,
+    has_seeds,
+):
     take = iter(refs)
     batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     scalar_refs = [next(take) for side in sides if side == "batch"]
     q_ref, k_ref, v_ref = next(take), next(take), next(take)
     bias_ref = next(take) if has_bias else None
     sink_ref = next(take) if has_sinks else None
+    seed_ref = next(take) if has_seeds else None
     vector_refs = [next(take) for side in sides if side != "batch"]
     o_ref, log_sum_exp_ref, max_ref, sum_ref, acc_ref = take
 
@@ -318,10 +353,11 @@ def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sin
         scores = _scores(q_ref[...], k_ref[...], options)
         if bias_ref is not None:
             scores = scores + bias_ref[...].astype(scores.dtype)
+        columns_of = columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         if not isinstance(mask, masks.Everything):
             allowed = mask.allows(
                 rows.start + lax.broadcasted_iota(jnp.int32, scores.shape, 0),
-                columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1),
+                columns_of,
                 data,
             )
             scores = jnp.where(allowed, scores, -jnp.inf)
@@ -329,6 +365,9 @@ def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sin
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
         sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        if seed_ref is not None:
+            stays = dropout.kept(seed_ref[...], columns_of, options.dropout_rate)
+            weights = jnp.where(stays, weights, 0)
         acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
             weights.astype(v_ref.dtype),
             v_ref[...],
@@ -347,5 +386,7 @@ def _kernel(*refs, options: _Options, mask: masks.Mask, sides, has_bias, has_sin
         # A row that may look at nothing has no weights: it is divided by 1. As a sum
         # that scales with the others it leaves the gradient one of plain sums.
         divisor = total + jnp.exp(LOWEST - maximum)
+        if seed_ref is not None:
+            acc = acc * dropout.scale(options.dropout_rate)
         o_ref[...] = (acc / divisor).astype(o_ref.dtype)
         log_sum_exp_ref[...] = maximum + jnp.log(total)

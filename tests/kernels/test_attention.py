@@ -47,6 +47,7 @@ OPTIONS = {
     "soft cap": {"soft_cap": 3.0, "scale": 0.3},
     "bias": {"bias": normal(1, 4, 100, 75)},
     "sinks": {"sinks": normal(4), "mask": masks.Causal()},
+    "dropout": {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)},
 }
 
 
@@ -116,6 +117,47 @@ def test_a_query_that_may_look_at_nothing_gives_zeros():
     assert not gradient.any()
 
 
+def test_dropout_depends_on_key_and_positions_only():
+    """Weights are ones over all keys, and values tell which of them were kept."""
+    batch, queries, keys, heads = 2, 40, 60, 3
+    q = jnp.zeros((batch, queries, heads, 8))
+    k = jnp.zeros((batch, keys, 1, 8))
+    v = jnp.broadcast_to(jnp.eye(keys)[None, :, None], (batch, keys, 1, keys))
+
+    def kept(rate, seed=0, block=16, **how):
+        config = kernels.AttentionConfig(block, block)
+        key = jax.random.key(seed)
+        out = kernels.attention(
+            q, k, v, dropout_rate=rate, dropout_key=key, config=config, **how
+        )
+        return np.asarray(out) * keys
+
+    found = kept(0.25)
+    np.testing.assert_array_equal(found, kept(0.25, block=32))
+    np.testing.assert_allclose(found, kept(0.25, implementation="reference"), 1e-5)
+    np.testing.assert_allclose(found[found > 0], 1 / 0.75, 1e-5)
+    assert (found != kept(0.25, seed=1)).mean() > 0.3
+    stays = found > 0
+    assert abs(stays.mean() - 0.75) < 0.02
+    # No two rows, heads or batches have the same, and neighbours are independent.
+    rows = stays.transpose(0, 2, 1, 3).reshape(-1, keys)
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    for a, b in ((rows[1:], rows[:-1]), (rows[:, 1:], rows[:, :-1])):
+        assert abs((a & b).mean() - 0.75**2) < 0.02
+    np.testing.assert_allclose(kept(0.0), 1, 1e-5)
+    assert not kept(1.0).any()
+
+
+def test_the_gradient_with_dropout_is_divided_like_the_one_without(monkeypatch):
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    given = [jax.ShapeDtypeStruct((2, 1024, 4, 128), jnp.bfloat16)] * 3
+    run = functools.partial(
+        kernels.attention, dropout_rate=0.1, dropout_key=jax.random.key(0)
+    )
+    made = pl.explain_grad(run)(*given).kernels
+    assert [sum(op.name == "dot" for op in walk(k.body)) for k in made] == [0, 3, 4]
+
+
 def test_a_mask_is_an_argument_of_a_jitted_function():
     q, k, v = operands(2, 20, 20, 1, 1, 16, 16)
     attend = jax.jit(lambda q, mask: kernels.attention(q, k, v, mask=mask))
@@ -132,6 +174,8 @@ def test_a_mask_is_an_argument_of_a_jitted_function():
         ({"query": normal(1, 4, 3, 8)}, "does not divide"),
         ({"bias": normal(1, 2, 4, 5)}, "bias does not fit"),
         ({"sinks": normal(3)}, "sinks does not fit"),
+        ({"dropout_rate": 0.5}, "dropout_key=jax.random.key(seed)"),
+        ({"dropout_rate": 1.5}, "a Python number from 0 to 1"),
         ({"mask": masks.Prefix(np.ones(3, int))}, "int32 with shape (1,)"),
         ({"mask": masks.Segments(np.ones((1, 4)), np.ones((1, 4)))}, "needs  integers"),
     ],
