@@ -12,12 +12,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.share import SHARE
 from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,20 @@ MACHINE_ONLY = (
     "passes/test_merge_k_steps.py",
     "passes/test_row_strips.py",
     "test_rules.py",
+)
+
+# Tests that do the same with many kernels: a share of them may do (tests/share.py).
+SAMPLED = (
+    "autodiff/test_grad_zoo.py",
+    "backends/cpu/test_transformations.py",
+    "backends/cpu/test_zoo.py",
+    "backends/test_placement.py",
+    "kernels/test_operations.py",
+    "ops/test_meaning.py",
+    "ops/test_narrow_integers.py",
+    "ops/test_settings.py",
+    "passes/test_partition.py",
+    "zoo/test_zoo.py",
 )
 
 
@@ -119,8 +135,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in machine_only:
             item.add_marker("machine_only")
+    _take_share(items, tests)
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
+
+
+def _take_share(items: list[pytest.Item], tests: Path) -> None:
+    """Of each sampled test's cases, one of every `SHARE`."""
+    sampled = {tests / name for name in SAMPLED}
+    assert all(map(Path.exists, sampled)), "SAMPLED names a missing file"
+    count: Counter[str] = Counter()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        in_share = item.path not in sampled or count[test] % SHARE == 0
+        (kept if in_share else left_out).append(item)
+        count[test] += 1
+    if left_out:
+        items[:] = kept
+        left_out[0].config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,5 @@
 """Batches of random kernels from hypothesis, and the simplest that fails."""
 
-import os
 from collections.abc import Callable, Sequence
 
 import hypothesis
@@ -10,10 +9,6 @@ from tests.fuzz.choices import Stream, simplest
 from tests.fuzz.generate import BYTES, Case, random_kernel
 
 Check = Callable[[Sequence[Case]], None]
-
-# A run that repeats another in a second environment may do a part of the random
-# kernels: with 2 about half.
-SHARE = int(os.environ.get("PALLASITE_TEST_FUZZ_SHARE", "1"))
 
 
 def most_of(kernels: int) -> float:

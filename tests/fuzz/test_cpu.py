@@ -13,9 +13,10 @@ import pytest
 from pallasite import target
 from pallasite.backends.cpu.call import parallel_units
 from tests.backends.cpu.direct import Code, Memory
-from tests.fuzz.batches import SHARE, check_batches, most_of
+from tests.fuzz.batches import check_batches, most_of
 from tests.fuzz.generate import FAMILIES, Case
 from tests.fuzz.running import Results, check
+from tests.share import SHARE
 
 BATCH = 8
 OPTIMISED_EVERY = 40  # batches

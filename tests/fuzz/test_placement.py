@@ -17,11 +17,12 @@ from tests.backends.cpu.direct import Code, Guarded
 from tests.backends.tpu import harness as tpu
 from tests.backends.triton import harness as triton
 from tests.fuzz.agreement import run_numpy
-from tests.fuzz.batches import SHARE, each_batch
+from tests.fuzz.batches import each_batch
 from tests.fuzz.choices import Stream, simplest
 from tests.fuzz.generate import Case
 from tests.fuzz.placement import placed_kernel
 from tests.fuzz.running import emulated
+from tests.share import SHARE
 
 BYTES = 96
 Arrays = Sequence[np.ndarray]

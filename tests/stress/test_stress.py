@@ -1,6 +1,6 @@
 """Six seconds of what `cpu.py` can do for hours."""
 
-from tests.fuzz.batches import SHARE
+from tests.share import SHARE
 
 
 def test_concurrent_calls(run_python):
