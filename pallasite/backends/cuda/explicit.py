@@ -339,10 +339,15 @@ class Explicit(Shared):
         row = self.out.fresh("row")
         self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + thread / 4 % 8;")
         blocks, panels = spread.digits[0].count, spread.shape[1] // columns
-        for turn in range(blocks * panels):
+        turns = blocks * panels
+        for turn in range(turns):
             block, panel = divmod(turn, panels)
-            at = f"{base} + {turn % 2 * step}"
-            self.out.line("if (thread % 128 == 0) copies_reading<1>();")
+            # Two slots take turns, and every store ends with the second: so the copy
+            # started last reads that one. An odd number of turns starts with it, too.
+            slot = (turn + turns) % 2
+            at = f"{base} + {slot * step}"
+            reading = 0 if turn == 0 and slot == 1 else 1
+            self.out.line(f"if (thread % 128 == 0) copies_reading<{reading}>();")
             self.out.line("meet(2 + group, 128);")
             self.stage_panel(tile, at, row, block, panel, columns)
             self.out.line("stores_before_copies();")

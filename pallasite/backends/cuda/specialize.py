@@ -521,12 +521,15 @@ class _Computing(_Role):
         return self.buffer(b, group, side.load, self.open[group])
 
     def free_after(self, op: Op, block: Block, rest: Sequence[Op], b: Builder) -> None:
-        """Slots whose last use is in `op`: now, or when its product has ended."""
+        """Slots whose last use is in `op`: now, or when no product reads them."""
         for group in [g for g in self.open if g.block is block]:
             if self.uses(op, group) and not any(self.uses(o, group) for o in rest):
                 slot = self.open.pop(group)
-                if id(op) in self.plan.by_op:
-                    self.flights[-1].frees.append((group, slot))
+                # A line may be loaded from the slot while a product is in flight.
+                groups = [self.groups_of(flight.product) for flight in self.flights]
+                reading = [n for n, read in enumerate(groups) if group in read]
+                if reading:
+                    self.flights[reading[-1]].frees.append((group, slot))
                 else:
                     self.free(group, slot, b)
 
@@ -721,13 +724,10 @@ class _Computing(_Role):
         self.settle_all(b)
         sums = chained.sums
         ordered = self.first_alone(self.products_first(loop.body), chained)
-        places = {id(op) for op in ordered if self.plan.by_op.get(id(op)) in sums}
         groups = [g for g in self.plan.groups if g.block is loop.body]
-        kept = [
-            group
-            for group in groups
-            if id([op for op in ordered if self.uses(op, group)][-1]) in places
-        ]
+        products = [self.plan.by_op[id(o)] for o in ordered if id(o) in self.plan.by_op]
+        readers = {g: [p for p in products if g in self.groups_of(p)] for g in groups}
+        kept = [group for group in groups if readers[group][-1] in sums]
         inside = Builder(loop.op.loc)
         self.freed_at_wait = kept
         for number, op in enumerate(ordered):

@@ -1,5 +1,6 @@
 // What an emitted kernel needs to run on a CPU: a block's threads take turns as
 // coroutines, each running until the next barrier or shuffle.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -2,8 +2,9 @@
 
 The text of a kernel is run as it is; only functions that are single instructions have a
 form of their own here. What is not written is a pattern of garbage, and blocks run in
-a random order. In `Fenced` memory an access outside an operand, result or scratch array
-is a fault or is reported.
+a random order. What runs beside the threads of a block is as late as it may be
+(`TIMINGS`, `host_explicit.h`). In `Fenced` memory an access outside an operand, result
+or scratch array is a fault or is reported.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,27 @@ static void body() {{
   host::done[host::current] = 1;
   swapcontext(&host::contexts[host::current], &host::scheduler);
 }}
-extern "C" int run(void** given, const int* order, int blocks, int threads) {{
+static void resume(int thread) {{
+  if (host::done[thread] || host::problem) return;
+  host::current = threadIdx.x = thread;
+  swapcontext(&host::scheduler, &host::contexts[thread]);
+  host::events += host::done[thread];
+}}
+// What went wrong, if something did. Where products are late, a thread that copies
+// operands goes on as soon as it can.
+extern "C" const char* run(void** given, const int* order, int blocks, int threads,
+                           int shared_bytes, int late_copies, int late_products) {{
   arguments = given;
   gridDim.x = blocks;
   host::contexts.resize(threads);
   host::stacks.resize(threads * host::STACK);
+  host::shared_bytes = shared_bytes;
+  host::late_copies = late_copies;
+  host::late_products = late_products;
   for (int n = 0; n < blocks; ++n) {{
     memset(shared, 0x7f, sizeof shared);
     memset(host::meetings, 0, sizeof host::meetings);
+    host::start_block(threads);
     blockIdx.x = order[n];
     host::done.assign(threads, 0);
     for (int t = 0; t < threads; ++t) {{
@@ -88,19 +102,24 @@ extern "C" int run(void** given, const int* order, int blocks, int threads) {{
     for (bool going = true; going;) {{
       going = false;
       const long long before = host::events;
-      for (int t = 0; t < threads; ++t) {{
-        if (host::done[t]) continue;
-        host::current = threadIdx.x = t;
-        swapcontext(&host::scheduler, &host::contexts[t]);
-        going = true;
-        host::events += host::done[t];
+      for (int turn = 0; turn < threads; ++turn) {{
+        const int t = late_copies ? threads - 1 - turn : turn;
+        going = going || !host::done[t];
+        resume(t);
+        if (late_products)
+          for (size_t c = 0; c < host::copiers.size(); ++c) resume(host::copiers[c]);
       }}
-      if (going && host::events == before) return 1;  // all wait: a deadlock
+      if (going && host::events == before)
+        host::problem = "the threads of a block wait for each other";
+      if (host::problem) return host::problem;
     }}
+    host::end_block();
+    if (host::problem) return host::problem;
   }}
-  return 0;
+  return nullptr;
 }}
 """
+TIMINGS = {"late copies": (1, 0), "late products": (0, 1)}  # see host_explicit.h
 
 
 def compiler() -> str | None:
@@ -118,8 +137,14 @@ def scheduled_text(kernel: Kernel) -> str:
 def run(
     kernel: Kernel, operands: Sequence[Any], folder: Path, seed: int = 0
 ) -> list[np.ndarray]:
-    """The outputs of a kernel."""
-    return Code(kernel, folder)(*operands, seed=seed)
+    """The outputs of a kernel, which are the same however late what it starts is."""
+    code = Code(kernel, folder)
+    timings = list(TIMINGS) if code.has_roles else ["late products"]
+    found, *others = (code(*operands, seed=seed, timing=t) for t in timings)
+    for other in others:
+        for x, y in zip(found, other, strict=True):
+            assert x.tobytes() == y.tobytes(), f"{timings} do not agree"
+    return found
 
 
 def simulated(
@@ -172,19 +197,31 @@ class Code:
         folder: where its text and code are kept.
         shared: the passes before the backend's own, which the kernel has not had.
         optimise: how much g++ spends on the code.
+        edit: what is done to the text before it is compiled.
     """
 
     def __init__(
-        self, kernel: Kernel, folder: Path, shared: Any = (), optimise: str = "-O1"
+        self,
+        kernel: Kernel,
+        folder: Path,
+        shared: Any = (),
+        optimise: str = "-O1",
+        edit: Callable[[str], str] = str,
     ):
-        text = cuda_text(kernel, shared)
+        text = edit(cuda_text(kernel, shared))
         self.kernel, self.launched = kernel, emit.Launched.of(text)
+        self.has_roles = "barrier_init(" in text
         count = len(kernel.params) + len(self.launched.scratch)
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))
+        self.library.run.restype = ctypes.c_char_p
 
     def __call__(
-        self, *operands: Any, seed: int = 0, memory: Memory | None = None
+        self,
+        *operands: Any,
+        seed: int = 0,
+        memory: Memory | None = None,
+        timing: str = "late products",
     ) -> list[np.ndarray]:
         """The results; blocks run in the order that `seed` gives."""
         memory, kernel, launched = memory or Memory(), self.kernel, self.launched
@@ -203,11 +240,11 @@ class Code:
         pointers = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
         rng = np.random.default_rng(seed)
         order = rng.permutation(launched.programs).astype(np.int32)
-        stuck = self.library.run(
+        wrong = self.library.run(
             pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
-            launched.threads,
+            launched.threads, launched.shared_bytes, *TIMINGS[timing],
         )  # fmt: skip
-        assert not stuck, "the threads of a block wait for each other"
+        assert wrong is None, f"{timing}: {wrong.decode()}"
         found = [np.array(r) for r in results]
         if isinstance(memory, Fenced):
             memory.check()
