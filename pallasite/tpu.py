@@ -245,7 +245,7 @@ def roll(
 
 def bitcast(x: Any, ty: Any) -> jax.Array:
     """The same bits as another type; a width change moves along the second-last dim."""
-    from pallasite.emulation.emulate import _bitcast_rows
+    from pallasite.emulation.emulate import bitcast_rows
     from pallasite.ir import types as T
 
     before, after = T.dtype_of(x.dtype), T.dtype_of(ty)
@@ -254,7 +254,7 @@ def bitcast(x: Any, ty: Any) -> jax.Array:
     if before.bits != after.bits:
         shape[-2] = shape[-2] * before.bits // after.bits
     source = T.TileType(tuple(x.shape), before)
-    return _bitcast_rows(x, source, T.TileType(tuple(shape), after))
+    return bitcast_rows(x, source, T.TileType(tuple(shape), after))
 
 
 def annotate(ref: Any, **assumptions: bool) -> Any:

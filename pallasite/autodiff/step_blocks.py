@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pallasite.autodiff.per_program import Program, producers_of
 from pallasite.ir.build import Builder, access_operands
 from pallasite.ir.nodes import Access, Block, BlockDim, Op, Span, Value, walk
-from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import INDEX
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.derive_counters import with_counters
 
 
 def step_blocks(program: Program) -> Program:
@@ -49,7 +49,8 @@ class _Walk:
             if op.name == "load" and loop is not None:
                 op = self.load(b, op, loop)
             elif op.name == "for":
-                inner = self.counted(Loop.of(op))
+                inner = Loop.of(op)
+                inner = with_counters(inner, self.number) or inner
                 body = self.block(inner.body, self.steps(inner))
                 op = inner.with_(body=body).to_op()
             elif op.regions:
@@ -57,26 +58,6 @@ class _Walk:
                 op = op.with_(regions=regions)
             b.ops.append(op)
         return Block(block.params, tuple(b.ops), block.yields)
-
-    def counted(self, loop: Loop) -> Loop:
-        """Carries that count steps, as `fori_loop` has one, from the loop's index."""
-        inside = {v: op for op in loop.body.ops for v in op.results}
-        if [self.number(v) for v in (loop.first, loop.step)] != [0, 1]:
-            return loop
-        b, counts = Builder(loop.op.loc), dict[Value, Value]()
-        for carry, init, end in zip(loop.carried, loop.inits, loop.yields, strict=True):
-            add, start = inside.get(end), self.number(init)
-            if add is None or add.name != "add" or carry not in add.operands:
-                continue
-            by = next((v for v in add.operands if v is not carry), carry)
-            step = self.number(by)
-            if start is None or step is None:
-                continue
-            index = b.cast(loop.index, carry.tile.dtype)
-            steps = b.mul(index, b.like(step, carry))
-            counts[carry] = b.add(steps, b.like(start, carry))
-        body = substitute(loop.body, counts)
-        return loop.with_(body=replace(body, ops=(*b.ops, *body.ops)))
 
     def number(self, value: Value) -> int | None:
         """The number that a scalar integer is."""

@@ -6,6 +6,7 @@ the array that a block may hang over, where the block starts and where the array
 how others are added and multiplied is the backend's, which derives from it.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any, Generic, NoReturn, TypeVar
@@ -62,7 +63,7 @@ def dims_of(ref: RefType) -> tuple[Dim, ...]:
     return tuple(Dim(n, strides[d], axis=d) for d, n in enumerate(ref.shape))
 
 
-class StridedViews(Generic[V, N]):
+class StridedViews(ABC, Generic[V, N]):
     """Emits views. The last base of an emitter, which has the members left open."""
 
     facts: Facts
@@ -70,27 +71,27 @@ class StridedViews(Generic[V, N]):
 
     # --- what a backend says ---
 
-    def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn:
-        raise NotImplementedError
+    @abstractmethod
+    def refuse(self, op: Op, why: str = "", fix: str = "") -> NoReturn: ...
 
+    @abstractmethod
     def whole_number(self, value: Value) -> int | N:
         """A scalar of the kernel as an i32; one out of range at the range's end."""
-        raise NotImplementedError
 
-    def plus(self, x: int | N, y: int | N, wide: bool = False) -> int | N:
-        raise NotImplementedError
+    @abstractmethod
+    def plus(self, x: int | N, y: int | N, wide: bool = False) -> int | N: ...
 
-    def times(self, x: int | N, factor: int, wide: bool = False) -> int | N:
-        raise NotImplementedError
+    @abstractmethod
+    def times(self, x: int | N, factor: int, wide: bool = False) -> int | N: ...
 
-    def at_most(self, x: int | N, limit: int) -> int | N:
-        raise NotImplementedError
+    @abstractmethod
+    def at_most(self, x: int | N, limit: int) -> int | N: ...
 
+    @abstractmethod
     def start(
         self, entry: At | Span, operand: Value | None, size: int, clamp: bool
     ) -> int | N:
         """Where an index entry starts in a dimension of a size."""
-        raise NotImplementedError
 
     def stepped(self, view: V, dim: Dim, start: int | N, multiple: int) -> V:
         """The view with its first element `start` elements further along a dimension.

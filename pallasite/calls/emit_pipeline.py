@@ -25,7 +25,7 @@ from pallasite.importer import pipeline_op
 from pallasite.importer.importer import Importer
 from pallasite.ir.nodes import Value
 from pallasite.language.memory_spaces import MemoryRef, MemorySpace
-from pallasite.language.refs import _picked, _ref_effects, flatten_views, run_scoped
+from pallasite.language.refs import flatten_views, picked, ref_effects, run_scoped
 from pallasite.language.spec_trees import describe, is_shaped, is_spec
 from pallasite.language.specs import BlockSpec, Operand, as_grid, no_block_spec
 from pallasite.language.trace import (
@@ -41,7 +41,7 @@ from pallasite.language.trace import (
 
 pipeline_p = jaxcompat.Primitive("pallasite_pipeline")
 pipeline_p.multiple_results = True
-pipeline_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
+pipeline_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class PipelinePlan:
             for var, value in zip(jaxpr.constvars, captured, strict=True):
                 im.env[var] = value
             ids = list(im.grid.ids) if self.explicit_indices else []
-            im.run(pipeline_op._without_consts(jaxpr), [*ids, *blocks])
+            im.run(pipeline_op.WithoutConsts(jaxpr), [*ids, *blocks])
 
         pipeline_op.emit_pipeline_op(
             im,
@@ -454,4 +454,4 @@ def _is_rectangle(ref: Any) -> bool:
 
 def _view_type(ref: Any) -> tuple[tuple[int, ...], Any]:
     root, transforms = jaxcompat.ref_and_transforms(ref)
-    return _picked(jaxcompat.aval_of(root), transforms)
+    return picked(jaxcompat.aval_of(root), transforms)

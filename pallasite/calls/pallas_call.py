@@ -727,7 +727,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
         for var, value in zip(traced.jaxpr.constvars, captured, strict=True):
             im.env[var] = value
         args = [*prefetch, *refs, *scratch]
-        run = lambda: im.run(pipeline_op._without_consts(traced.jaxpr), args)
+        run = lambda: im.run(pipeline_op.WithoutConsts(traced.jaxpr), args)
         if request.threads is None:
             run()
         else:

@@ -190,14 +190,14 @@ class JaxNumbers:
         if kind == "transpose":
             return value.transpose(arg)
         before, after = arg
-        return _bitcast_rows(value, before, after)
+        return bitcast_rows(value, before, after)
 
     def restore(self, before: Array, kind: str, arg: Any, value: Array) -> Array:
         if kind == "reshape":
             return value.reshape(before.shape)
         if kind == "transpose":
             return value.transpose(np.argsort(arg))
-        return _bitcast_rows(value, arg[1], arg[0])
+        return bitcast_rows(value, arg[1], arg[0])
 
     # --- scalars and selection ---
 
@@ -365,7 +365,7 @@ def _touched(array: Array, picks: Picks, mask: Array | None) -> tuple[Array, ...
     return (jnp.where(valid, indices[0], array.shape[0]), *indices[1:])
 
 
-def _bitcast_rows(value: Array, before: TileType, after: TileType) -> Array:
+def bitcast_rows(value: Array, before: TileType, after: TileType) -> Array:
     """Reinterpret element width along the second-last dimension."""
     if before.dtype.bits == after.dtype.bits:
         return lax.bitcast_convert_type(value, after.dtype.np)

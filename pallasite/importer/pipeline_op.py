@@ -354,7 +354,7 @@ def _index_map_region(
                 values = [_captured_scalar(im, c, binding) for c in traced.captured]
             for var, value in zip(traced.jaxpr.constvars, values, strict=True):
                 im.env[var] = value
-            results = im.run(_without_consts(traced.jaxpr), [*scope.ids, *prefetch])
+            results = im.run(WithoutConsts(traced.jaxpr), [*scope.ids, *prefetch])
             whole_words = [builder.index(0) for _ in binding.operand.words]
             return builder.block(params, [*results, *whole_words])
     finally:
@@ -374,7 +374,7 @@ def _captured_scalar(im: Importer, value: Any, binding: Binding) -> Value:
     return im.captured(value)
 
 
-class _without_consts:
+class WithoutConsts:
     """A jaxpr whose constants are already in the environment."""
 
     def __init__(self, jaxpr: Any):

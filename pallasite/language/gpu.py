@@ -244,7 +244,7 @@ def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
 def _effect_primitive(name: str) -> jaxcompat.Primitive:
     primitive = kernel_primitive(name, multiple_results=True)
     primitive.def_effectful_abstract_eval(
-        lambda *a, **_: ([], refs._ref_effects(a) or {jaxcompat.debug_effect()})
+        lambda *a, **_: ([], refs.ref_effects(a) or {jaxcompat.debug_effect()})
     )
     return primitive
 

@@ -131,7 +131,7 @@ def _with_traced_start(entry: Any) -> Any:
     return entry
 
 
-def _picked(ref_aval: Any, transforms: Any) -> tuple[tuple[int, ...], Any]:
+def picked(ref_aval: Any, transforms: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype a view shows."""
     shape, dtype = tuple(ref_aval.shape), ref_aval.dtype
     for t in transforms:
@@ -163,7 +163,7 @@ def _access_primitive(name: str, num_values: int, writes: bool) -> jaxcompat.Pri
 
     def abstract(ref: Any, *flat: Any, tree: Any, **params: Any) -> Any:
         transforms, _, other = jax.tree.unflatten(tree, flat[num_values:])
-        shape, dtype = _picked(ref, transforms)
+        shape, dtype = picked(ref, transforms)
         for value in (*flat[:num_values], other):
             if value is not None and (value.shape, value.dtype) != (shape, dtype):
                 raise KernelTypeError(
@@ -194,7 +194,7 @@ atomic_cas_p = _access_primitive("atomic_cas", 2, writes=True)
 def _bind_access(primitive, ref, idx, values=(), mask=None, other=None, **params):
     view = _view(ref, idx) if mask is None else _masked_view(ref, idx)
     root, transforms = jaxcompat.ref_and_transforms(view)
-    shape, dtype = _picked(jaxcompat.aval_of(root), transforms)
+    shape, dtype = picked(jaxcompat.aval_of(root), transforms)
     values = [jnp.asarray(v, dtype) for v in values]
     values = [jnp.broadcast_to(v, shape) if v.shape == () else v for v in values]
     if mask is not None:
@@ -426,19 +426,20 @@ sem_wait_p = kernel_primitive("semaphore_wait", multiple_results=True)
 sem_read_p = kernel_primitive("semaphore_read")
 
 
-def _ref_effects(args: tuple[Any, ...]) -> set[Any]:
+def ref_effects(args: tuple[Any, ...]) -> set[Any]:
+    """What a primitive may do to the refs among its operands: read and write them."""
     refs = [n for n, a in enumerate(args) if isinstance(a, jax.ref.AbstractRef)]
     reads = {jaxcompat.read_effect(n) for n in refs}
     return reads | {jaxcompat.write_effect(n) for n in refs}
 
 
-copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-sem_signal_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-sem_signal_core_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-remote_copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-sem_signal_device_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-sem_wait_p.def_effectful_abstract_eval(lambda *a, **_: ([], _ref_effects(a)))
-sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, _ref_effects(a)))
+copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+sem_signal_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+sem_signal_core_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+remote_copy_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+sem_signal_device_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+sem_wait_p.def_effectful_abstract_eval(lambda *a, **_: ([], ref_effects(a)))
+sem_read_p.def_effectful_abstract_eval(lambda *a, **_: (_INT32, ref_effects(a)))
 
 
 def flatten_views(*views: Any) -> tuple[list[Any], Any]:

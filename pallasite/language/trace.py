@@ -350,28 +350,33 @@ def explain_trace_failure(
             "pl.ds(start, size) with an int size; mask what is not wanted",
         )
     if _raised_while_indexing(error):
-        index = _refused_index(error)
-        given = _bools_in(index)
-        if given is not None:
-            return boolean_index(given, facts, at)
-        if _has_traced_slice(index):
-            return RefIndexError(
-                "a slice of a ref has a bound that is known only when the kernel runs",
-                facts,
-                at,
-                "pl.ds(start, size), of which only start may be traced",
-            )
-        unclear = "unpack" in text or "boolean conversion" in text
-        problem = ("problem", text.splitlines()[0])
-        return RefIndexError(
-            "a ref cannot be indexed like this",
-            [*facts, ("index", _refused_entry(index)) if unclear else problem],
-            at,
-            "ints, slices with a step of at least 1, pl.ds(start, size), integer "
-            "arrays (no lists), one ...; no None",
-        )
+        return _explain_index(error, facts, at)
     add_notes(error, f"while tracing the {' '.join(role)}, at {at}")
     return None
+
+
+def _explain_index(error: Exception, facts: list[Any], at: Any) -> RefIndexError:
+    """An error that JAX raised from `ref[index]`."""
+    text, index = str(error), _refused_index(error)
+    given = _bools_in(index)
+    if given is not None:
+        return boolean_index(given, facts, at)
+    if _has_traced_slice(index):
+        return RefIndexError(
+            "a slice of a ref has a bound that is known only when the kernel runs",
+            facts,
+            at,
+            "pl.ds(start, size), of which only start may be traced",
+        )
+    unclear = "unpack" in text or "boolean conversion" in text
+    problem = ("problem", text.splitlines()[0])
+    return RefIndexError(
+        "a ref cannot be indexed like this",
+        [*facts, ("index", _refused_entry(index)) if unclear else problem],
+        at,
+        "ints, slices with a step of at least 1, pl.ds(start, size), integer "
+        "arrays (no lists), one ...; no None",
+    )
 
 
 # What Python asks of a ref that only an array has: what to say, and what to do.

@@ -13,6 +13,7 @@ from tests.xla import put
 
 F16, F32 = jnp.float16, jnp.float32
 M, N, K, BLOCK = 32, 32, 64, 16
+SLOTS = 2
 
 
 def operands(*shapes, dtype=F32):
@@ -120,108 +121,90 @@ def test_stores_to_tensor_memory_and_copies_into_it():
 # --- warps of a warpgroup ---
 
 
+def by_warps(x_ref, y_ref, a, b, sums, full, free, done, is_later=False):
+    """A warp copies, another multiplies; `is_later`: the slots were used before."""
+
+    def per_warp(warp):
+        @pl.when(warp == 0)
+        def _():
+            @pl.loop(0, K // BLOCK)
+            def step(i):
+                s, part = lax.rem(i, SLOTS), pl.ds(i * BLOCK, BLOCK)
+
+                @pl.when((i >= SLOTS) | is_later)
+                def _():
+                    plgpu.barrier_wait(free.at[s])
+
+                plgpu.copy_gmem_to_smem(x_ref.at[:, part], a.at[s], full.at[s])
+                plgpu.copy_gmem_to_smem(y_ref.at[part], b.at[s], full.at[s])
+
+        @pl.when(warp == 1)
+        def _():
+            @pl.loop(0, K // BLOCK)
+            def step(i):
+                s = lax.rem(i, SLOTS)
+                plgpu.barrier_wait(full.at[s])
+                plgpu.tcgen05_mma(sums, a.at[s], b.at[s], free.at[s], accumulate=i > 0)
+
+            plgpu.tcgen05_commit_arrive(done)
+
+    return per_warp
+
+
+def twice(kernel, x, y):
+    """A kernel over the memory of `by_warps` that makes the product two times."""
+    return plgpu.kernel(
+        kernel,
+        out_shape=out(2, M, N),
+        scratch_shapes=[
+            plgpu.SMEM((SLOTS, M, BLOCK), F32),
+            plgpu.SMEM((SLOTS, BLOCK, N), F32),
+            plgpu.TMEM((M, N), F32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+            tensor_barrier(num_barriers=SLOTS),
+            tensor_barrier(),
+        ],
+    )(x, y)
+
+
 def test_a_barrier_is_waited_for_by_warps_or_by_their_warpgroup():
-    x, y = operands((M, K), (K, N))
-    steps, slots = K // BLOCK, 2
-
-    def kernel(x_ref, y_ref, o_ref, a, b, sums, full, free, done):
-        def per_warp(warp):
-            @pl.when(warp == 0)
-            def _():
-                @pl.loop(0, steps)
-                def step(i):
-                    s, part = lax.rem(i, slots), pl.ds(i * BLOCK, BLOCK)
-
-                    @pl.when(i >= slots)
-                    def _():
-                        plgpu.barrier_wait(free.at[s])
-
-                    plgpu.copy_gmem_to_smem(x_ref.at[:, part], a.at[s], full.at[s])
-                    plgpu.copy_gmem_to_smem(y_ref.at[part], b.at[s], full.at[s])
-
-            @pl.when(warp == 1)
-            def _():
-                @pl.loop(0, steps)
-                def step(i):
-                    s = lax.rem(i, slots)
-                    plgpu.barrier_wait(full.at[s])
-                    plgpu.tcgen05_mma(
-                        sums, a.at[s], b.at[s], free.at[s], accumulate=i > 0
-                    )
-
-                plgpu.tcgen05_commit_arrive(done)
+    def kernel(x_ref, y_ref, o_ref, *memory):
+        _, _, sums, _, free, done = memory
 
         @pl.loop(0, 2)
         def again(n):
-            plgpu.warp_map(per_warp)
+            plgpu.warp_map(by_warps(x_ref, y_ref, *memory))
             plgpu.barrier_wait(done)
             # What is still counted is waited for, so that both rounds are alike.
-            for s in range(slots):
+            for s in range(SLOTS):
                 plgpu.barrier_wait(free.at[s])
             o_ref[n] = plgpu.async_load_tmem(sums)
             plgpu.wait_load_tmem()
 
     with pytest.raises(KernelTypeError, match="by warps and by their warpgroup"):
-        plgpu.kernel(kernel, **warps_memory(slots))(x, y)
-
-
-def warps_memory(slots):
-    return dict(
-        out_shape=out(2, M, N),
-        scratch_shapes=[
-            plgpu.SMEM((slots, M, BLOCK), F32),
-            plgpu.SMEM((slots, BLOCK, N), F32),
-            plgpu.TMEM((M, N), F32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            tensor_barrier(num_barriers=slots),
-            tensor_barrier(),
-        ],
-    )
+        twice(kernel, *operands((M, K), (K, N)))
 
 
 def test_warps_go_on_where_they_were():
     """A warp's parities are kept from one use of the mesh to the next."""
     x, y = operands((M, K), (K, N))
-    steps, slots = K // BLOCK, 2
 
-    def kernel(x_ref, y_ref, o_ref, a, b, sums, full, free, done):
+    def kernel(x_ref, y_ref, o_ref, *memory):
+        _, _, sums, _, _, done = memory
+
         @pl.loop(0, 2)
         def again(n):
+            per_warp = by_warps(x_ref, y_ref, *memory, is_later=n > 0)
+
             @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
             def _():
-                warp = lax.axis_index("warp")
-
-                @pl.when(warp == 0)
-                def _():
-                    @pl.loop(0, steps)
-                    def step(i):
-                        s, part = lax.rem(i, slots), pl.ds(i * BLOCK, BLOCK)
-
-                        @pl.when((i >= slots) | (n > 0))
-                        def _():
-                            plgpu.barrier_wait(free.at[s])
-
-                        plgpu.copy_gmem_to_smem(x_ref.at[:, part], a.at[s], full.at[s])
-                        plgpu.copy_gmem_to_smem(y_ref.at[part], b.at[s], full.at[s])
-
-                @pl.when(warp == 1)
-                def _():
-                    @pl.loop(0, steps)
-                    def step(i):
-                        s = lax.rem(i, slots)
-                        plgpu.barrier_wait(full.at[s])
-                        plgpu.tcgen05_mma(
-                            sums, a.at[s], b.at[s], free.at[s], accumulate=i > 0
-                        )
-
-                    plgpu.tcgen05_commit_arrive(done)
+                per_warp(lax.axis_index("warp"))
 
             plgpu.barrier_wait(done)
             o_ref[n] = plgpu.async_load_tmem(sums)
             plgpu.wait_load_tmem()
 
-    got = plgpu.kernel(kernel, **warps_memory(slots))(x, y)
-    for each in got:
+    for each in twice(kernel, x, y):
         np.testing.assert_allclose(each, x @ y, rtol=1e-4, atol=1e-4)
 
 

@@ -22,7 +22,6 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role, share_core
-from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
@@ -30,6 +29,7 @@ from pallasite.backends.cuda.streams import streams
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.ir.nodes import Op
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.derive_counters import derive_counters
 from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.gpu_blocks import Tiles, for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
@@ -74,7 +74,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("hoist", hoist, if_changed=True),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("fold_exp2", fold_exp2),
-        Pass("counters", counters),
+        Pass("derive_counters", derive_counters),
         Pass("drop_unused", drop_unused, if_changed=True),
         Pass("turn_tiles", turn_tiles),
         Pass("canonicalize", canonicalize, if_changed=True),

@@ -4,6 +4,8 @@ Texts only; `tensor_memory.py` calls them. `GROUP` is 2 where two blocks multipl
 together, which all instructions of a kernel must then say.
 """
 
+from pallasite.backends.cuda.hopper import coordinates
+
 # How an instruction numbers types: of its kind, of sums, of sides.
 KINDS = {
     "f16": ("f16", 1, 0),
@@ -92,9 +94,7 @@ TENSORS: dict[str, str] = {
 
 def copy_for_first(rank: int) -> str:
     """A copy into shared memory that a barrier of the pair's first block counts."""
-    numbers = ", ".join(f"int c{n}" for n in range(rank))
-    places = ", ".join(f"%{3 + n}" for n in range(rank))
-    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    numbers, places, given = coordinates(rank, 3)
     return (
         f"DEVICE void copy_for_first_{rank}(u32 to, const void* map, u32 barrier, "
         f"{numbers}) {{\n"

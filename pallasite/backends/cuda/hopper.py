@@ -144,11 +144,19 @@ ELEMENT_CODES |= {
 }
 
 
+def coordinates(rank: int, first: int) -> tuple[str, str, str]:
+    """Where a box starts: as parameters, as operands from `first` on, as arguments."""
+    names = [f"c{n}" for n in range(rank)]
+    return (
+        ", ".join(f"int {name}" for name in names),
+        ", ".join(f"%{first + n}" for n in range(rank)),
+        ", ".join(f'"r"({name})' for name in names),
+    )
+
+
 def copy_in(rank: int) -> str:
     """A copy of a box of an array of some rank into shared memory."""
-    numbers = ", ".join(f"int c{n}" for n in range(rank))
-    places = ", ".join(f"%{3 + n}" for n in range(rank))
-    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    numbers, places, given = coordinates(rank, 3)
     return (
         f"DEVICE void copy_in_{rank}(u32 to, const void* map, u32 barrier, {numbers}) "
         "{\n"
@@ -160,9 +168,7 @@ def copy_in(rank: int) -> str:
 
 def copy_out(rank: int) -> str:
     """A copy from shared memory to a box of an array; what is outside is left out."""
-    numbers = ", ".join(f"int c{n}" for n in range(rank))
-    places = ", ".join(f"%{2 + n}" for n in range(rank))
-    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    numbers, places, given = coordinates(rank, 2)
     return (
         f"DEVICE void copy_out_{rank}(const void* map, u32 from, {numbers}) {{\n"
         f'  asm volatile("cp.async.bulk.tensor.{rank}d.global.shared::cta.tile'
@@ -173,9 +179,7 @@ def copy_out(rank: int) -> str:
 
 def copy_to_blocks(rank: int) -> str:
     """The same, to that place in each block of the cluster whose bit is set."""
-    numbers = ", ".join(f"int c{n}" for n in range(rank))
-    places = ", ".join(f"%{4 + n}" for n in range(rank))
-    given = ", ".join(f'"r"(c{n})' for n in range(rank))
+    numbers, places, given = coordinates(rank, 4)
     return (
         f"DEVICE void copy_to_blocks_{rank}(u32 to, const void* map, u32 barrier, "
         f"u32 blocks, {numbers}) {{\n"

@@ -10,7 +10,6 @@ import pytest
 
 import pallasite as pl
 from pallasite.backends.cuda import passes_for
-from pallasite.backends.cuda.counters import counters
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
@@ -23,6 +22,7 @@ from pallasite.ir.types import INDEX
 from pallasite.ir.verify import verify
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.derive_counters import derive_counters
 from pallasite.passes.run import run
 from pallasite.passes.unused import drop_unused
 from pallasite.target import GPUS
@@ -228,7 +228,7 @@ COUNTED = (
 def test_counters_come_from_the_index():
     before = kernel(COUNTED)
     assert overlap(before) is before  # what the loads depend on is carried
-    after = drop_unused(counters(before))
+    after = drop_unused(derive_counters(before))
     (loop,) = [op for op in walk(after.body) if op.name == "for"]
     assert len(loop.results) == 1
     made = overlap(after)
