@@ -698,7 +698,7 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
 
 def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kernel:
     """The kernel's IR: scratch allocations and one pipeline."""
-    from pallasite.importer import gpu, pipeline_op
+    from pallasite.importer import gpu, matrix_units, pipeline_op
     from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
     from pallasite.passes.promote import promote_accumulators
 
@@ -730,6 +730,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
             run()
         else:
             gpu.import_threads(im, *request.threads, run)
+        matrix_units.finish(im, bound.semantics)
 
     bindings = [*bound.inputs, *bound.outputs]
     pipeline_op.emit_pipeline_op(

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, RefIndexError
+from pallasite.importer import matrix_units
 from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
@@ -418,6 +419,8 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
     ref = im.builder.op("alloc", type=type_)
+    if hasattr(eqn.outvars[0].aval.memory_space, "mxu_id"):  # where a unit adds up
+        matrix_units.clear(im, [ref])
     if type_.space == "regs":  # an accumulator
         im.builder.store(ref, im.builder.constant(0, type_.tile))
     return ref

@@ -19,6 +19,7 @@ from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import Copy
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.machine import core_of, placed_programs
+from pallasite.interpret.matrix_units import MatrixUnits
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
@@ -129,6 +130,7 @@ class CheckedWalker(TensorWalker):
         races = Races(monitor, axes, clocks, device)
         super().__init__(kernel, CheckedNumbers(monitor, prints), races, schedule)
         self.index = Indices(self.monitor, self.numbers)
+        self.units = MatrixUnits(self.monitor)
         self.output_roots = {self.roots.of(param) for param in kernel.outputs}
         # The program that last wrote each element of an output.
         self.writers: dict[Value, np.ndarray] = {}
@@ -158,6 +160,7 @@ class CheckedWalker(TensorWalker):
     def results(self) -> list[np.ndarray]:
         self._move(self.copies.flying)
         self.monitor.op = None
+        self.units.end()
         self._look_at_outputs()
         return [value_of(x) for x in super().results()]
 
@@ -233,6 +236,10 @@ class CheckedWalker(TensorWalker):
 
     def reach(self, op: Op) -> None:
         self.monitor.op = op
+
+    def note_instruction(self, op: Op) -> None:
+        context = self.schedule.current
+        self.units.note(op, context.core if context is not None else None)
 
     def leave(self, block: Block) -> None:
         allocs = self._allocs.get(block)

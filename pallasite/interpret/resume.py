@@ -155,6 +155,11 @@ class ResumableWalker(Walker):
         operands = [self.env[v] for v in op.operands]
         return (yield from self.steps(op.regions[0], operands))
 
+    def steps_matrix_unit(self, op: Op) -> Steps:
+        self.note_instruction(op)
+        operands = [self.env[v] for v in op.operands]
+        return (yield from self.steps(op.regions[0], operands))
+
     # --- the grid, cores and roles ---
 
     def steps_pipeline(self, op: Op) -> Steps:
@@ -284,6 +289,7 @@ class ResumableWalker(Walker):
         "while": steps_while,
         "cond": steps_cond,
         "custom": steps_custom,
+        "matrix_unit": steps_matrix_unit,
         "pipeline": steps_pipeline,
         "roles": steps_roles,
     }
