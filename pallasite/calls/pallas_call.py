@@ -720,6 +720,8 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
         for m, name in zip(bound.scratch, names, strict=True)
     ]
 
+    im.has_subcores = "subcore_parallel" in bound.semantics
+
     def import_body(refs: list[Value]) -> None:
         captured = [im.captured(c) for c in traced.captured]
         for var, value in zip(traced.jaxpr.constvars, captured, strict=True):

@@ -418,6 +418,13 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
         return im.builder.op("barrier_semaphore")
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
+    if type_.space == "vmem_shared":
+        raise KernelTypeError(
+            "memory that subcores share is there from the start",
+            [("kernel", im.kernel_name), ("memory", type_)],
+            im.where,
+            "scratch_shapes=[pltpu.VMEM_SHARED(...)] of the kernel",
+        )
     ref = im.builder.op("alloc", type=type_)
     if hasattr(eqn.outvars[0].aval.memory_space, "mxu_id"):  # where a unit adds up
         matrix_units.clear(im, [ref])
@@ -641,6 +648,19 @@ def _semaphore_signal_device(
     (semaphore,) = _views(im, eqn, 2 + len(cores))
     _expect_semaphore(im, semaphore)
     im.builder.emit("sem_signal_device", semaphore, amount, device, *cores)
+
+
+@RULES.rule("pallasite_subcore_barrier")
+def _subcore_barrier(im: Importer, eqn: Any) -> None:
+    if not im.has_subcores:
+        raise KernelTypeError(
+            "there are no subcores to meet here",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); cores of other meshes "
+            "meet with pltpu.core_barrier",
+        )
+    im.builder.emit("barrier")
 
 
 @RULES.rule("pallasite_semaphore_read")

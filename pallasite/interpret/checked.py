@@ -24,7 +24,7 @@ from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
-from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
+from pallasite.interpret.resume import SHARED, Pauses, cluster_axes, core_axes
 from pallasite.interpret.schedule import Order, Schedule
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
@@ -181,6 +181,8 @@ class CheckedWalker(TensorWalker):
     def allocate(self, root: Value) -> None:
         super().allocate(root)
         self._begin(root)
+        if root.ref.space == SHARED:
+            self.races.add(root, private=False)
 
     def _look_at_outputs(self) -> None:
         """Undefined values that stayed in an output, then elements never written."""
@@ -252,8 +254,9 @@ class CheckedWalker(TensorWalker):
             self.copies.end_kernel(context if is_core else None)
             if not is_core:
                 self._end_of(self.barriers_of_devices())
-        if allocs:
-            self._end_of([self.own_root(v) for v in allocs])
+        if allocs:  # other subcores may still use what they share
+            own = (v for v in allocs if v.ref.space != SHARED)
+            self._end_of([self.own_root(v) for v in own])
 
     def _move(self, copies: Sequence[Copy]) -> None:
         """Copies that were not waited for, where that is not reported."""

@@ -366,7 +366,13 @@ _row(
     unit=Unit.CONTROL,
     **_explicit,
 )
-_row("barrier", _nothing, 0, doc="waits until every role is here", **_explicit)
+_row(
+    "barrier",
+    _nothing,
+    0,
+    doc="waits until every role, or subcore of the core, is here",
+    **_explicit,
+)
 _row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_explicit)
 _row(
     "copy_wait",
