@@ -508,7 +508,9 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
     if talks_to_devices(call.kernel.body):
         axes = jaxcompat.manual_mesh_axes(ctx)
         run = on_devices(call.kernel, _evaluator_options(call), axes)
-    elif any(op.name == "sem_signal_core" for op in walk(call.kernel.body)):
+    elif not side_by_side and any(
+        op.name in ("sem_signal_core", "barrier") for op in walk(call.kernel.body)
+    ):
         run = on_devices(call.kernel, _evaluator_options(call), axes)
     else:
         run = _checked_callback(call) if checked else emulate(call.kernel)

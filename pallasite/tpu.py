@@ -29,6 +29,11 @@ from pallasite.importer.seeded_random import stateful_uniform as stateful_unifor
 from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.einshape import einshape as einshape
 from pallasite.language.helpers import reciprocal as reciprocal
+from pallasite.language.matrix_units import AccumulatorSpace
+from pallasite.language.matrix_units import conv as conv
+from pallasite.language.matrix_units import matmul_acc_lhs as matmul_acc_lhs
+from pallasite.language.matrix_units import matmul_pop as matmul_pop
+from pallasite.language.matrix_units import matmul_push_rhs as matmul_push_rhs
 from pallasite.language.memory_spaces import MemorySpace as MemorySpace
 from pallasite.language.memory_spaces import SemaphoreType as SemaphoreType
 from pallasite.language.packing import pack_elementwise as pack_elementwise
@@ -67,6 +72,7 @@ SMEM = MemorySpace.SMEM
 CMEM = MemorySpace.CMEM
 VMEM_SHARED = MemorySpace.VMEM_SHARED
 HOST = MemorySpace.HOST
+ACC = AccumulatorSpace
 SEMAPHORE = MemorySpace.SEMAPHORE
 semaphore = MemorySpace.SEMAPHORE
 TPUMemorySpace = MemorySpace
@@ -317,11 +323,9 @@ __getattr__ = missing.names(
     "pallasite.tpu",
     {
         **missing.hints(
-            "ACC matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo "
-            "matmul_push_rhs",
-            "write jnp.dot: backends schedule matrix units themselves",
+            "matmul_lhs_fifo matmul_pop_fifo",
+            "write matmul_acc_lhs and matmul_pop, which say where the sums are",
         ),
-        "conv": "write it as a sum of jnp.dot over the places of the filter",
         "core": "that is upstream's own code; the names of pltpu are all here",
         "dma_semaphore": "pltpu.SemaphoreType.DMA is the type of such a semaphore",
         "emit_pipeline_with_async_prefetch": "write pltpu.emit_pipeline, and start the "

@@ -3,7 +3,11 @@
 from pallasite import missing
 from pallasite.calls.mesh import ScalarSubcoreMesh as ScalarSubcoreMesh
 from pallasite.calls.mesh import VectorSubcoreMesh as VectorSubcoreMesh
+from pallasite.language.sparse_core import Indices as Indices
 from pallasite.language.sparse_core import PackFormat as PackFormat
+from pallasite.language.sparse_core import (
+    SparseCorePushStreamWarning as SparseCorePushStreamWarning,
+)
 from pallasite.language.sparse_core import addupdate as addupdate
 from pallasite.language.sparse_core import addupdate_compressed as addupdate_compressed
 from pallasite.language.sparse_core import addupdate_scatter as addupdate_scatter
@@ -11,6 +15,7 @@ from pallasite.language.sparse_core import all_reduce_ffs as all_reduce_ffs
 from pallasite.language.sparse_core import (
     all_reduce_population_count as all_reduce_population_count,
 )
+from pallasite.language.sparse_core import bitcast as bitcast
 from pallasite.language.sparse_core import cummax as cummax
 from pallasite.language.sparse_core import cummin as cummin
 from pallasite.language.sparse_core import cumsum as cumsum
@@ -22,14 +27,15 @@ from pallasite.language.sparse_core import scan_count as scan_count
 from pallasite.language.sparse_core import sort_key_val as sort_key_val
 from pallasite.language.sparse_core import store_compressed as store_compressed
 from pallasite.language.sparse_core import store_scatter as store_scatter
+from pallasite.language.sparse_core import subcore_barrier as subcore_barrier
 from pallasite.language.sparse_core import unpack as unpack
 from pallasite.language.tpu_info import get_sparse_core_info as get_sparse_core_info
 
 __getattr__ = missing.names(
     "pallasite.tpu_sc",
     missing.hints(
-        "Indices SparseCorePushStreamWarning bitcast fetch_and_add "
-        "slice_subcore_vmem_from_shared subcore_barrier",
-        "cores of a mesh share only what copies and semaphores move between them",
+        "fetch_and_add slice_subcore_vmem_from_shared",
+        "subcores share pltpu.VMEM_SHARED, which copies reach, and meet with "
+        "plsc.subcore_barrier",
     ),
 )

@@ -700,7 +700,7 @@ def _trace_kernel(request: Request, bound: Bound, tree: Any):
 
 def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kernel:
     """The kernel's IR: scratch allocations and one pipeline."""
-    from pallasite.importer import gpu, pipeline_op
+    from pallasite.importer import gpu, matrix_units, pipeline_op
     from pallasite.passes.analysis.unstarted_waits import refuse_endless_waits
     from pallasite.passes.promote import promote_accumulators
 
@@ -722,6 +722,8 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
         for m, name in zip(bound.scratch, names, strict=True)
     ]
 
+    im.has_subcores = "subcore_parallel" in bound.semantics
+
     def import_body(refs: list[Value]) -> None:
         captured = [im.captured(c) for c in traced.captured]
         for var, value in zip(traced.jaxpr.constvars, captured, strict=True):
@@ -732,6 +734,7 @@ def _import(request: Request, bound: Bound, traced: Any, im: "Importer") -> Kern
             run()
         else:
             gpu.import_threads(im, *request.threads, run)
+        matrix_units.finish(im, bound.semantics)
 
     bindings = [*bound.inputs, *bound.outputs]
     pipeline_op.emit_pipeline_op(

@@ -72,6 +72,8 @@ class Importer:
         self.mesh_axes: dict[str, Value] = {}
         self.env: dict[Any, Value] = {}
         self.hidden: dict[str, Value] = {}
+        self.has_subcores = False  # of a SparseCore, which may meet
+        self.sums: dict[Value, Any] = {}  # of matrix units (`matrix_units.py`)
         self.refused: UnsupportedError | None = None  # the error on its way out
         self.threads: Any = None  # the warpgroups of a `plgpu` kernel (`gpu.py`)
         table()

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, RefIndexError
+from pallasite.importer import matrix_units
 from pallasite.importer.importer import Importer, tile_type
 from pallasite.ir import types as T
 from pallasite.ir.nodes import At, Gather, Index, Span, Value, full_index
@@ -417,7 +418,16 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
         return im.builder.op("barrier_semaphore")
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
         return im.threads.allocate(eqn.outvars[0], type_)
+    if type_.space == "vmem_shared":
+        raise KernelTypeError(
+            "memory that subcores share is there from the start",
+            [("kernel", im.kernel_name), ("memory", type_)],
+            im.where,
+            "scratch_shapes=[pltpu.VMEM_SHARED(...)] of the kernel",
+        )
     ref = im.builder.op("alloc", type=type_)
+    if hasattr(eqn.outvars[0].aval.memory_space, "mxu_id"):  # where a unit adds up
+        matrix_units.clear(im, [ref])
     if type_.space == "regs":  # an accumulator
         im.builder.store(ref, im.builder.constant(0, type_.tile))
     return ref
@@ -638,6 +648,19 @@ def _semaphore_signal_device(
     (semaphore,) = _views(im, eqn, 2 + len(cores))
     _expect_semaphore(im, semaphore)
     im.builder.emit("sem_signal_device", semaphore, amount, device, *cores)
+
+
+@RULES.rule("pallasite_subcore_barrier")
+def _subcore_barrier(im: Importer, eqn: Any) -> None:
+    if not im.has_subcores:
+        raise KernelTypeError(
+            "there are no subcores to meet here",
+            [("kernel", im.kernel_name)],
+            im.where,
+            "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); cores of other meshes "
+            "meet with pltpu.core_barrier",
+        )
+    im.builder.emit("barrier")
 
 
 @RULES.rule("pallasite_semaphore_read")

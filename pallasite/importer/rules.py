@@ -7,6 +7,7 @@ from pallasite.importer import (
     control,
     gpu,
     linalg,
+    matrix_units,
     memory,
     random,
     reduce_window,
@@ -16,7 +17,8 @@ from pallasite.importer import (
 from pallasite.ir.rule_table import RuleTable
 
 RULES = RuleTable()
-_FILES = (control, gpu, linalg, memory, random, reduce_window, seeded_random, tiles)
+_FILES = (control, gpu, linalg, matrix_units, memory, random, reduce_window)
+_FILES += (seeded_random, tiles)
 for _file in _FILES:
     assert not RULES.keys() & _file.RULES.keys(), _file.__name__
     RULES.update(_file.RULES)

@@ -18,11 +18,12 @@ from pallasite.interpret.clocks import Clocks
 from pallasite.interpret.copies import Copy
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.machine import core_of, placed_programs
+from pallasite.interpret.matrix_units import MatrixUnits
 from pallasite.interpret.monitor import UNWRITTEN, Monitor, Origin
 from pallasite.interpret.numbers import Picks
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races, racing_axes, top_level_memory
-from pallasite.interpret.resume import Pauses, cluster_axes, core_axes
+from pallasite.interpret.resume import SHARED, Pauses, cluster_axes, core_axes
 from pallasite.interpret.schedule import Order, Schedule
 from pallasite.interpret.shadow import CheckedNumbers
 from pallasite.interpret.shadow_tiles import Partly, codes_of, partly, value_of
@@ -128,6 +129,7 @@ class CheckedWalker(TensorWalker):
         races = Races(monitor, axes, clocks, device)
         super().__init__(kernel, CheckedNumbers(monitor, prints), races, schedule)
         self.index = Indices(self.monitor, self.numbers)
+        self.units = MatrixUnits(self.monitor)
         self.output_roots = {self.roots.of(param) for param in kernel.outputs}
         # The program that last wrote each element of an output.
         self.writers: dict[Value, np.ndarray] = {}
@@ -157,6 +159,7 @@ class CheckedWalker(TensorWalker):
     def results(self) -> list[np.ndarray]:
         self._move(self.copies.flying)
         self.monitor.op = None
+        self.units.end()
         self._look_at_outputs()
         return [value_of(x) for x in super().results()]
 
@@ -177,6 +180,8 @@ class CheckedWalker(TensorWalker):
     def allocate(self, root: Value) -> None:
         super().allocate(root)
         self._begin(root)
+        if root.ref.space == SHARED:
+            self.races.add(root, private=False)
 
     def _look_at_outputs(self) -> None:
         """Undefined values that stayed in an output, then elements never written."""
@@ -233,6 +238,10 @@ class CheckedWalker(TensorWalker):
     def reach(self, op: Op) -> None:
         self.monitor.op = op
 
+    def note_instruction(self, op: Op) -> None:
+        context = self.schedule.current
+        self.units.note(op, context.core if context is not None else None)
+
     def leave(self, block: Block) -> None:
         allocs = self._allocs.get(block)
         if allocs is None:
@@ -244,8 +253,9 @@ class CheckedWalker(TensorWalker):
             self.copies.end_kernel(context if is_core else None)
             if not is_core:
                 self._end_of(self.barriers_of_devices())
-        if allocs:
-            self._end_of([self.own_root(v) for v in allocs])
+        if allocs:  # other subcores may still use what they share
+            own = (v for v in allocs if v.ref.space != SHARED)
+            self._end_of([self.own_root(v) for v in own])
 
     def _move(self, copies: Sequence[Copy]) -> None:
         """Copies that were not waited for, where that is not reported."""

@@ -20,6 +20,7 @@ from pallasite.ir.roles import Pipeline
 Array = Any
 
 CORES = ("core_parallel", "subcore_parallel")
+SHARED = "vmem_shared"  # memory of the subcores of one core
 
 
 def core_axes(kernel: Kernel, op: Op) -> tuple[int, ...]:
@@ -155,6 +156,11 @@ class ResumableWalker(Walker):
         operands = [self.env[v] for v in op.operands]
         return (yield from self.steps(op.regions[0], operands))
 
+    def steps_matrix_unit(self, op: Op) -> Steps:
+        self.note_instruction(op)
+        operands = [self.env[v] for v in op.operands]
+        return (yield from self.steps(op.regions[0], operands))
+
     # --- the grid, cores and roles ---
 
     def steps_pipeline(self, op: Op) -> Steps:
@@ -175,6 +181,7 @@ class ResumableWalker(Walker):
                 for place, mine in cores.items()
             ]
         )
+        self._join_subcores(op, axes, dict(zip(cores, group, strict=True)))
         for number, context in enumerate(group):
             context.core, context.memory = number, {}
             self._give_own_memory(context)
@@ -224,14 +231,33 @@ class ResumableWalker(Walker):
         yield from self._programs(op, programs)
         self.leave(self.kernel.body)
 
+    def _join_subcores(
+        self, op: Op, axes: Sequence[int], cores: Mapping[tuple[int, ...], Context]
+    ) -> None:
+        """Those of one core meet at its barriers, and share memory."""
+        kinds = [Pipeline.of(op).semantics[a] for a in axes]
+        if "subcore_parallel" not in kinds:
+            return
+        together: dict[tuple[int, ...], list[Context]] = {}
+        for place, context in cores.items():
+            pairs = zip(place, kinds, strict=True)
+            core = tuple(n for n, kind in pairs if kind != "subcore_parallel")
+            context.siblings = together.setdefault(core, [])
+            context.siblings.append(context)
+
     def _give_own_memory(self, context: Context) -> None:
-        """What is allocated outside the grid, each core has for itself."""
-        own = context.memory
-        assert own is not None
+        """What is allocated outside the grid, each core has for itself, or with the
+        other subcores of its core."""
+        own, first = context.memory, context.siblings[0].memory
+        assert own is not None and first is not None
         for op in self.kernel.body.ops:
-            if op.name == "alloc" and op.result in context.env:
-                own[op.result] = Value(op.result.type, op.result.name)
-                self.allocate(own[op.result])
+            if op.name != "alloc" or op.result not in context.env:
+                continue
+            if op.result.ref.space == SHARED and op.result in first:
+                own[op.result] = first[op.result]
+                continue
+            own[op.result] = Value(op.result.type, op.result.name)
+            self.allocate(own[op.result])
         for value, found in context.env.items():
             if isinstance(found, View) and found.root in own:
                 context.env[value] = replace(found, root=own[found.root])
@@ -284,6 +310,7 @@ class ResumableWalker(Walker):
         "while": steps_while,
         "cond": steps_cond,
         "custom": steps_custom,
+        "matrix_unit": steps_matrix_unit,
         "pipeline": steps_pipeline,
         "roles": steps_roles,
     }

@@ -376,6 +376,8 @@ class WaitingWalker(ResumableWalker):
     def steps_barrier(self, op: Op) -> Steps:
         context = self.schedule.current
         assert context is not None
+        if not context.siblings:  # a mesh of one
+            return
         context.arrived += 1
         barrier = (context.siblings[0], context.arrived)
         self.races.arrive(barrier)

@@ -136,6 +136,14 @@ class Walker:
             self._blocks[op] = written_out(op)
         return self.block(self._blocks[op])
 
+    def do_matrix_unit(self, op: Op) -> list[Array]:
+        """What its region says."""
+        self.note_instruction(op)
+        return self.block(op.regions[0], [self.env[v] for v in op.operands])
+
+    def note_instruction(self, op: Op) -> None:
+        """Called before each instruction to a matrix unit (checked mode watches)."""
+
     # --- memory ---
 
     def access(self, op: Op) -> Access:
@@ -618,6 +626,7 @@ class Walker:
         "assume_multiple": do_assume_multiple,
         "dot_add": do_fused,
         "dot_store": do_fused,
+        "matrix_unit": do_matrix_unit,
         "for": do_for,
         "while": do_while,
         "cond": do_cond,

@@ -62,7 +62,7 @@ class _Verifier:
         self.defined: set[Value] = set()
         self.visible: set[Value] = set()
         self.scope: list[Value] = []  # the visible values, in order of definition
-        self.inside: list[str] = []  # the ops whose regions we are in
+        self.inside: list[str] = []  # the ops whose regions we are in, or "subcores"
 
     def run(self) -> None:
         kernel = self.kernel
@@ -115,11 +115,12 @@ class _Verifier:
                 _check_dtypes(op, row)
                 _check_layouts(op, row)
             _check_level(op, row, self.kernel.level)
-            if op.name == "barrier" and "roles" not in self.inside:
+            if op.name == "barrier" and not {"roles", "subcores"} & {*self.inside}:
                 raise _Breach("a barrier is for roles to meet at; there are none here")
         except _Breach as breach:
             self.fail(str(breach), op)
-        self.inside.append(op.name)
+        subcores = "subcore_parallel" in op.attrs.get("semantics", ())
+        self.inside.append("subcores" if subcores else op.name)
         for region in op.regions:
             self.block(region, op)
         self.inside.pop()

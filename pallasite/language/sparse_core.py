@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallasite.errors import KernelTypeError
-from pallasite.language.refs import atomic_add, load, store
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.language.refs import atomic_add, kernel_primitive, load, store
 from pallasite.language.trace import user_location
 
 # --- memory by indices ---
@@ -81,7 +82,43 @@ def addupdate_compressed(ref: Any, x: Any, *, mask: Any) -> None:
     addupdate_scatter(ref, [_slots(mask)], x, mask=mask)
 
 
+def Indices(values: Any, ignored_value: int | None = None) -> Any:
+    """Numbers of rows for a copy: the values themselves."""
+    if ignored_value is not None:
+        raise UnsupportedError(
+            "plsc.Indices(ignored_value=...) is not available",
+            [("ignored_value", ignored_value)],
+            user_location(),
+            "let those numbers name a row of the table that nothing else uses",
+        )
+    return values
+
+
+# --- subcores of one core ---
+
+subcore_barrier_p = kernel_primitive("subcore_barrier", multiple_results=True)
+subcore_barrier_p.def_effectful_abstract_eval(lambda: ([], {jaxcompat.debug_effect()}))
+
+
+def subcore_barrier() -> None:
+    """Wait until every subcore of this SparseCore is here."""
+    subcore_barrier_p.bind()
+
+
+class SparseCorePushStreamWarning(UserWarning):
+    """Upstream warns with this of a slow order of copies; Pallasite never does."""
+
+
 # --- along a vector ---
+
+
+def bitcast(x: Any, dtype: Any) -> jax.Array:
+    """The same bits as another type; a width change moves along the last dim."""
+    before, after = (jnp.dtype(d).itemsize for d in (x.dtype, dtype))
+    if before < after:
+        x = x.reshape(*x.shape[:-1], -1, after // before)
+    seen = lax.bitcast_convert_type(x, dtype)
+    return seen.reshape(*x.shape[:-1], -1) if before > after else seen
 
 
 def cumsum(x: Any, *, mask: Any = None) -> jax.Array:

@@ -146,7 +146,7 @@ def _alloc(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (attrs["type"],)
 
 
-def _check_region(region: Block, params: tuple[Type, ...], yields: tuple[Type, ...]):
+def check_region(region: Block, params: tuple[Type, ...], yields: tuple[Type, ...]):
     got = tuple(p.type for p in region.params)
     if got != params:
         raise TypeRuleError(f"region takes {_list(got)}, expected {_list(params)}")
@@ -165,7 +165,7 @@ def _for(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     if not first == limit == step or not isinstance(first, TileType):
         raise TypeRuleError("first, limit and step must be integers of one type")
     (body,) = attrs["regions"]
-    _check_region(body, (first, *carry), tuple(carry))
+    check_region(body, (first, *carry), tuple(carry))
     return tuple(carry)
 
 
@@ -173,8 +173,8 @@ def _while(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     condition, body = attrs["regions"]
     from pallasite.ir.types import BOOL
 
-    _check_region(condition, types, (TileType((), BOOL),))
-    _check_region(body, types, types)
+    check_region(condition, types, (TileType((), BOOL),))
+    check_region(body, types, types)
     return types
 
 
@@ -187,14 +187,14 @@ def _cond(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
         raise TypeRuleError("needs at least one branch")
     result = tuple(y.type for y in branches[0].yields)
     for branch in branches:
-        _check_region(branch, (), result)
+        check_region(branch, (), result)
     return result
 
 
 def _custom(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     (body,) = attrs["regions"]
     result = tuple(y.type for y in body.yields)
-    _check_region(body, types, result)
+    check_region(body, types, result)
     return result
 
 
@@ -232,8 +232,8 @@ def _pipeline(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
         if not isinstance(ref, RefType):
             raise TypeRuleError(f"a window needs a ref, got {ref}")
         refs.append(block_ref(ref, window))
-        _check_region(index_map, ids, (index,) * map_results(window))
-    _check_region(body, (*ids, *refs), ())
+        check_region(index_map, ids, (index,) * map_results(window))
+    check_region(body, (*ids, *refs), ())
     return ()
 
 
@@ -241,7 +241,7 @@ def _roles(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     if not attrs["regions"]:
         raise TypeRuleError("needs at least one role")
     for role in attrs["regions"]:
-        _check_region(role, (), ())
+        check_region(role, (), ())
     return ()
 
 
@@ -366,7 +366,13 @@ _row(
     unit=Unit.CONTROL,
     **_explicit,
 )
-_row("barrier", _nothing, 0, doc="waits until every role is here", **_explicit)
+_row(
+    "barrier",
+    _nothing,
+    0,
+    doc="waits until every role, or subcore of the core, is here",
+    **_explicit,
+)
 _row("copy_start", _copy, None, ("priority",), doc="starts an async copy", **_explicit)
 _row(
     "copy_wait",

@@ -368,7 +368,7 @@ BAD = {
     "when as context": lambda: call(with_when),
     "loop as iterator": lambda: call(over_loop),
     "debug fmt": lambda: call(lambda x_ref, o_ref: pl.debug_print("{} {}", 1)),
-    "missing name": lambda: pltpu.matmul_pop(0),
+    "missing name": lambda: pltpu.matmul_pop_fifo(0),
     "params": lambda: call(compiler_params=3),
     "kernel mesh": lambda: pl.kernel(copy, out)(x),
     "bounded no ds": lambda: call(

@@ -140,6 +140,18 @@ def _custom(b: Builder, x: Value) -> None:
     b.emit("custom", b.index(0), regions=(region,), rule="next")
 
 
+def _matrix_unit(b: Builder, x: Value) -> None:
+    body, rhs = Builder(), Value(TileType((8, 8), F32), "rhs")
+    region = body.block((rhs,), (rhs,))
+    attrs = {"unit": 0, "load": None, "transpose": False}
+    for instruction, place, type_ in (("push", 1, None), ("pop", 4, rhs.tile)):
+        operand = () if type_ else (b.constant(0.5, rhs.tile),)
+        kept = {**attrs, "instruction": instruction, "place": place, "type": type_}
+        b.emit("matrix_unit", *operand, **kept)
+    kept = {**attrs, "instruction": "pop", "place": 0, "type": rhs.tile}
+    b.emit("matrix_unit", b.constant(0.5, rhs.tile), regions=(region,), **kept)
+
+
 def _while(b: Builder, x: Value) -> None:
     test, body = Builder(), Builder()
     i, j = Value(INDEX, "i"), Value(INDEX, "j")
@@ -314,6 +326,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "while": _while,
     "cond": _cond,
     "custom": _custom,
+    "matrix_unit": _matrix_unit,
     "pipeline": _pipeline,
     "copy_start": _copy("copy_start", priority=1),
     "copy_wait": _copy("copy_wait"),

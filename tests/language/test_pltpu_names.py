@@ -13,9 +13,8 @@ from pallasite.errors import KernelTypeError, UnsupportedError
 from pallasite.missing import Missing
 
 REFUSED = {
-    "ACC", "conv", "core", "dma_semaphore", "emit_pipeline_with_async_prefetch",
-    "matmul_acc_lhs", "matmul_lhs_fifo", "matmul_pop", "matmul_pop_fifo",
-    "matmul_push_rhs",
+    "core", "dma_semaphore", "emit_pipeline_with_async_prefetch", "matmul_lhs_fifo",
+    "matmul_pop_fifo",
 }  # fmt: skip
 
 

@@ -16,8 +16,16 @@ import numpy as np
 CASES: dict[str, Callable[[], None]] = {}
 
 
+FOR_LIBTPU: dict[str, Callable[[], None]] = {}  # run only if they are named
+
+
 def case(run: Callable[[], None]) -> Callable[[], None]:
     CASES[run.__name__] = run
+    return run
+
+
+def case_for_libtpu(run: Callable[[], None]) -> Callable[[], None]:
+    FOR_LIBTPU[run.__name__] = run
     return run
 
 
@@ -249,14 +257,52 @@ def random_bits_of_threefry() -> None:
     np.testing.assert_array_equal(got, wanted)
 
 
+# --- kernels that copy between devices ---
+
+
+def gathered(count: int, space: Any, x: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.all_gather import all_gather
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), "x")
+    return all_gather(x, mesh=mesh, axis_name="x", memory_space=space)
+
+
+@case
+def all_gather_around_rings() -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    with pltpu.force_tpu_interpret_mode():
+        for count, space in ((4, pltpu.VMEM), (8, pltpu.ANY)):
+            x = normal(count * 4, 128)
+            np.testing.assert_array_equal(gathered(count, space, x), x)
+
+
+@case_for_libtpu
+def all_gather_compiles() -> None:
+    import dataclasses
+
+    from jax.experimental.pallas import tpu as pltpu
+
+    from pallasite.backends.base import Compiled, get
+    from pallasite.primitive import calls_in
+    from pallasite.runtime.aot import Job, compile_all
+
+    jobs = []
+    for space in (pltpu.VMEM, pltpu.ANY):
+        (call,) = calls_in(lambda x, s=space: gathered(4, s, x), normal(64, 128))
+        made = Compiled(get("tpu"), call.kernel, call.options)
+        job = Job.of(str(space), made.kernel, get("tpu").launch(made))
+        jobs.append(dataclasses.replace(job, devices=4))
+    assert [result.error for result in compile_all(jobs, "v5e")] == ["", ""]
+
+
 def main() -> None:
     from pallasite.errors import FallbackWarning
 
     warnings.simplefilter("error", FallbackWarning)
     jax.config.update("jax_default_matmul_precision", "highest")
-    for name, run in CASES.items():
-        if sys.argv[1:] and name not in sys.argv[1:]:
-            continue
+    named = {n: run for n, run in (CASES | FOR_LIBTPU).items() if n in sys.argv[1:]}
+    for name, run in (named or CASES).items():
         try:
             run()
             print(name, "ok", sep="\t", flush=True)

@@ -19,20 +19,30 @@ NAMES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """One process for all: `install` must come before anything imports upstream."""
+def run(*names: str) -> dict[str, str]:
+    devices = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "pallasite", "run", str(SCRIPT)],
+        [sys.executable, "-m", "pallasite", "run", str(SCRIPT), *names],
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
     )
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """One process for all: `install` must come before anything imports upstream."""
+    return run()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_of_the_library(name: str, outcomes: dict[str, str]):
     assert outcomes[name] == "ok"
+
+
+@pytest.mark.tpu
+def test_kernels_that_copy_between_devices_compile_for_a_tpu():
+    assert run("all_gather_compiles") == {"all_gather_compiles": "ok"}

@@ -31,6 +31,7 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.legalize import legalize
+from pallasite.passes.matrix_units import write_out
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.place_windows import place_windows
@@ -49,6 +50,7 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
     strip = host.l1_bytes // 3  # of a tile, so that those of one row's code stay in L1
     blocks = partial(for_threads, threads=host.threads, nanoseconds=nanoseconds)
     return (
+        Pass("matrix_units", write_out),
         Pass("own_inputs", own_inputs),
         Pass("choose_blocks", blocks),
         Pass("canonicalize", canonicalize, if_changed=True),

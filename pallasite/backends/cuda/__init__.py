@@ -35,6 +35,7 @@ from pallasite.passes.gpu_blocks import Tiles, for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
+from pallasite.passes.matrix_units import write_out
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
@@ -62,6 +63,7 @@ OWN_CODE = {"sm_90": "sm_90a", "sm_100": "sm_100a"}
 def passes_for(chip: Gpu) -> tuple[Pass, ...]:
     """The passes before CUDA C++ for a chip."""
     return (
+        Pass("matrix_units", write_out),
         Pass("choose_blocks", partial(for_gpu, chip=chip, tiles=TILES)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("place_windows", place_windows),

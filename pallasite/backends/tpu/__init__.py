@@ -52,6 +52,7 @@ class TpuBackend:
         from pallasite.backends.tpu.fit_windows import fit_windows
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.limits import check_limits
+        from pallasite.backends.tpu.matrix_units import schedule_units
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
@@ -71,6 +72,7 @@ class TpuBackend:
         asked = options.compiler_params.get("vmem_limit_bytes")
         limits = partial(check_limits, chip=chip, vmem_limit=asked)
         return (
+            Pass("matrix_units", partial(schedule_units, chip=chip)),
             Pass("check_limits", limits),
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),

@@ -7,7 +7,7 @@ loops.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pallasite.backends.tpu import elementwise, memory, remote, tiles
+from pallasite.backends.tpu import elementwise, matrix_units, memory, remote, tiles
 from pallasite.backends.tpu.elementwise import SPELLINGS
 from pallasite.backends.tpu.remote import Remote
 from pallasite.backends.tpu.views import View
@@ -240,6 +240,7 @@ RULES: dict[str, Callable[[Any, Op], str | tuple[str, ...] | None]] = {
     **dict.fromkeys(SPELLINGS, Control.emit_elementwise),
     **elementwise.RULES,
     **tiles.RULES,
+    **matrix_units.RULES,
     **memory.RULES,
     **remote.RULES,
     "for": Control.emit_for,

@@ -114,6 +114,11 @@ class SparseOps(Control):
                 names.append(self.out.value(f"arith.index_cast {first} : i32 to index"))
         return ", ".join(names)
 
+    # --- subcores of one core ---
+
+    def emit_barrier(self, op: Op) -> None:
+        self.out.line(f'"tpu.barrier"({self.out.index(0)}) : (index) -> ()')
+
     # --- by indices ---
 
     def emit_load(self, op: Op) -> str:
@@ -301,6 +306,7 @@ def reduction_kind(kind: str, dtype: DType) -> str:
 MEMORY = {"subview", "reshape_view", "sem_signal", "sem_wait", "sem_read"}
 MEMORY |= {"copy_start", "copy_wait"}
 RULES: dict[str, Callable[[Any, Op], Any]] = {
+    "barrier": SparseOps.emit_barrier,
     "load": SparseOps.emit_load,
     "store": SparseOps.emit_store,
     "atomic_rmw": SparseOps.emit_atomic_rmw,

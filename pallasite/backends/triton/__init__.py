@@ -32,6 +32,7 @@ from pallasite.passes.gpu_blocks import for_gpu
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.legalize import legalize
+from pallasite.passes.matrix_units import write_out
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.run import Pass
@@ -74,6 +75,7 @@ class TritonBackend:
         blocks = partial(for_gpu, chip=_chip(options), tuned=tuned)
         launch = partial(schedule_launch, params=params, chip=_chip(options))
         return (
+            Pass("matrix_units", write_out),
             Pass("choose_blocks", blocks),
             Pass("canonicalize", canonicalize, if_changed=True),
             *PASSES,

@@ -1,0 +1,39 @@
+"""Instructions to one matrix unit, as an author who schedules a TPU's units gives them.
+
+A right side is pushed to a staging register, left sides are multiplied by it, and what
+they add up to is popped. What a unit holds in between is scratch of the kernel, and an
+instruction's region says in plain ops what it does to that scratch: the evaluator runs
+the region. `passes/matrix_units.py` puts it in place of the instruction, or takes it
+away where the chip has the instruction.
+"""
+
+from pallasite.ir.opdef import Attrs, Effect, OpDef, TypeRuleError, Unit, register
+from pallasite.ir.types import Type
+from pallasite.ops.effects import check_region
+
+INSTRUCTIONS = ("clear", "push", "multiply", "pop")
+
+
+def _matrix_unit(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    if attrs["instruction"] not in INSTRUCTIONS:
+        raise TypeRuleError(f"{attrs['instruction']!r} is none of {INSTRUCTIONS}")
+    results = () if attrs["type"] is None else (attrs["type"],)
+    for body in attrs.get("regions", ()):
+        check_region(body, types, results)
+    return results
+
+
+register(
+    OpDef(
+        "matrix_unit",
+        _matrix_unit,
+        # `place`: the staging register of a push, the address of other sums. `load`:
+        # the staging register from which a product takes its right side first.
+        attrs=("instruction", "unit", "place", "load", "transpose", "type"),
+        unit=Unit.MATRIX,
+        effect=Effect.WRITE,
+        regions=None,
+        doc="an instruction to one matrix unit; its region, if it has one, says what "
+        "that does to the scratch that stands for the unit",
+    )
+)

@@ -1,0 +1,86 @@
+"""What the subcores of one SparseCore have in common: a barrier, and memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallasite as pl
+from pallasite import tpu as pltpu
+from pallasite import tpu_sc as plsc
+from pallasite.errors import CheckError, KernelTypeError, UnsupportedError
+from tests.language.test_sparse_core import mesh
+
+X = np.arange(64, dtype=np.float32).reshape(2, 4, 8)
+MODES = {"emulated": True, "checked": pl.Checked()}
+
+
+def place():
+    return jax.lax.axis_index("core"), jax.lax.axis_index("subcore")
+
+
+def shifted(wait, width=8):
+    """Each subcore's row goes to the next one of its SparseCore."""
+
+    def kernel(x_ref, o_ref, shared, own):
+        core, subcore = place()
+        pltpu.sync_copy(x_ref.at[core, subcore], shared.at[subcore])
+        wait()
+        pltpu.sync_copy(shared.at[(subcore + 1) % 4], own)
+        pltpu.sync_copy(own, o_ref.at[core, subcore])
+
+    out = jax.ShapeDtypeStruct((2, 4, width), jnp.float32)
+    scratch = [pltpu.VMEM_SHARED((4, width), jnp.float32)]
+    scratch += [pltpu.VMEM((width,), jnp.float32)]
+    return lambda x=X, **how: pl.kernel(
+        kernel, out, mesh=mesh(), scratch_shapes=scratch, **how
+    )(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_subcores_meet_and_share_memory(mode):
+    call = shifted(plsc.subcore_barrier)
+    np.testing.assert_array_equal(call(interpret=MODES[mode]), np.roll(X, -1, axis=1))
+
+
+def test_without_the_barrier_there_is_a_race():
+    with pytest.raises(CheckError, match="may run at the same time"):
+        shifted(lambda: None)(interpret=pl.Checked())
+
+
+def test_a_barrier_that_not_all_subcores_reach():
+    def some():
+        pl.when(place()[1] != 2)(plsc.subcore_barrier)
+
+    with pytest.raises(CheckError, match="waits at a barrier for"):
+        shifted(some)(interpret=pl.Checked(races=False))
+
+
+def test_barriers_are_for_subcores():
+    def kernel(o_ref):
+        plsc.subcore_barrier()
+
+    out = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(KernelTypeError, match="no subcores to meet"):
+        pl.pallas_call(kernel, out, interpret=True)()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vectors_are_seen_as_another_type(mode):
+    def kernel(x_ref, o_ref, p_ref):
+        o_ref[...] = plsc.bitcast(x_ref[...], jnp.int32)
+        p_ref[...] = plsc.bitcast(x_ref[...], jnp.uint16)
+
+    out = [jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((16,), "uint16")]
+    x = X[1, 2]
+    words, halves = pl.pallas_call(kernel, out, interpret=MODES[mode])(x)
+    np.testing.assert_array_equal(words, x.view(np.int32))
+    np.testing.assert_array_equal(halves, x.view(np.uint16))
+
+
+def test_indices_are_their_values():
+    numbers = jnp.array([3, 1])
+    assert plsc.Indices(numbers) is numbers
+    with pytest.raises(UnsupportedError, match="ignored_value"):
+        plsc.Indices(numbers, ignored_value=-1)
+    assert issubclass(plsc.SparseCorePushStreamWarning, UserWarning)
