@@ -248,6 +248,12 @@ class Joined(Resized):
             first = b.mul(self.step, b.index(self.size))
             place = b.add(b.broadcast(first, shape), line)
             total = times(place, form.position)
+        elif not form.position and form.program % old == 0 and old & (old - 1) == 0:
+            # the first position of a block: no quotient is needed for that
+            first = b.mul(self.step, b.index(self.size))
+            place = b.add(b.broadcast(first, shape), line)
+            block = b.and_(place, b.constant(-old, type_))
+            total = times(block, form.program // old)
         else:
             total = times(b.rem(line, each), form.position)
             if form.program:

@@ -32,6 +32,7 @@ from pallasite.target import Tpu
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
 STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
 SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
+LATCHED = 64  # rows of a product that take as long as loading what they multiply
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
@@ -84,7 +85,7 @@ def _widened(start: "_Estimate", limit: float) -> "_Estimate":
         return start
     try:
         plain = canonicalize(known_comparisons(start.kernel))
-        kernel = widen_steps(plain, WIDEST)
+        kernel = canonicalize(widen_steps(plain, WIDEST))
     except CannotReblock:
         return start
     wide = _Estimate.of(kernel, start.chip)
@@ -284,7 +285,7 @@ def _with_branches(start: "_Estimate") -> Iterator["_Estimate"]:
                 kernel = grow(blocks.kernel, place, factor, selects=True)
             except CannotReblock:
                 break
-            new = _Estimate.of(kernel, chip)
+            new = _Estimate.of(canonicalize(kernel), chip)
             if new is not None:
                 yield new
 
@@ -345,7 +346,7 @@ class _Estimate:
         self.grid = [n for n in grid if n is not None]
         products, rest = self._computed()
         # Vector code of one step is hidden behind the products of the next one.
-        serial = SERIAL * min(products, rest) / gathered
+        serial = SERIAL * min(products, rest) / (gathered * self._together)
         share = self._share()
         starts = prod(self.grid) * (1 + self._rounds())
         self.overhead = share * (STEP_SECONDS * starts + serial)
@@ -411,7 +412,8 @@ class _Estimate:
         for dot, times in self._dots:
             count = 2 * dot.op.result.tile.size * dot.depth * times
             flops += count
-            products += count / self._rate(dot)
+            rows = prod(dot.lhs.sizes(dot.lhs.free))
+            products += count / self._rate(dot) * (1 + LATCHED / max(rows, 1))
         total = cost(self.blocks.kernel)
         rest = max(total.flops - steps * flops, 0) / VECTOR_RATE
         return steps * products, rest + total.transcendentals / SPECIAL_RATE
@@ -423,9 +425,18 @@ class _Estimate:
 
     def _rounds(self) -> float:
         """Of loops with products, how many a program does that nothing overlaps."""
-        most = max((times for _, times in self._dots), default=1)
-        together = min(MOST_ROUNDS, MOST_UNROLLED // max(self.code, 1))
-        return most / max(together, 1) if most > 1 else 0
+        return 0 if self._together == self._most else self._most / self._together
+
+    @cached_property
+    def _most(self) -> int:
+        """Of loops with products, how many rounds a program does."""
+        return max((times for _, times in self._dots), default=1)
+
+    @cached_property
+    def _together(self) -> int:
+        """Of those, how many become one (`unroll_rounds.py`)."""
+        most = min(self._most, MOST_ROUNDS, MOST_UNROLLED // max(self.code, 1))
+        return int(max(most, 1))
 
     def _rate(self, dot: Dot) -> float:
         names = [side.value.tile.dtype.name for side in dot.sides]

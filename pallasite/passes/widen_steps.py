@@ -25,6 +25,7 @@ from pallasite.ir.nodes import Access, Block, BlockDim, Kernel, Op, Span, Value,
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.roles import Loop, Shown
+from pallasite.ir.types import I32, TileType
 from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
 from pallasite.passes.analysis.guards import Guard, guard_of
 from pallasite.passes.analysis.guards import Part as Condition
@@ -81,7 +82,8 @@ def _walked(found: LoopDims) -> LoopDim | None:
     for dim in found.dims:
         for number, array_dim in dim.windows:
             index_map = found.pipeline.shown[number].index_map
-            if index_map.yields[array_dim] is index_map.params[-1]:
+            *_, step = index_map.params
+            if index_map.yields[array_dim] is step:
                 return dim
     return None
 
@@ -314,10 +316,19 @@ class _Wider(Joined):
         size: its new size.
         step: the index that counts steps; in the new code, joined ones.
         made: the op of each value, of those outside of the code, too.
+        small: integers that are small enough to be multiplied by a block's size.
     """
 
-    def __init__(self, dim: LoopDim, size: int, step: Value, made: Mapping[Value, Op]):
+    def __init__(
+        self,
+        dim: LoopDim,
+        size: int,
+        step: Value,
+        made: Mapping[Value, Op],
+        small: Iterable[Value] = (),
+    ):
         super().__init__(dim, size, step)
+        self.small = {step, *small}
         for op in made.values():
             if op.name == "constant":
                 self._note_number(op)
@@ -404,6 +415,34 @@ class _Wider(Joined):
             new = b.select(taken, *(sides if part.truth else sides[::-1]))
         return new
 
+    def _taken(self, b: Builder, test: Value, shape: tuple[int, ...], d: int) -> Value:
+        """Which positions belong to steps for which a bool is true.
+
+        Where a step's number is compared, its positions are: they are likely to be
+        there already, and the number would be a quotient. `number <= n` is
+        `position <= size * n + size - 1`.
+        """
+        op = self.made.get(test)
+        if op is None or op.name not in _LAST or not self.small.issuperset(op.operands):
+            return super()._taken(b, test, shape, d)
+        adds = _LAST[op.name]
+        sides: list[Value] = []
+        for value, to_last in zip(op.operands, adds, strict=True):
+            if value is self.step:
+                first = b.broadcast(b.mul(value, b.index(self.size)), shape)
+                line = b.op("iota", type=TileType(shape, I32), dim=d)
+                sides.append(b.add(first, line))
+                continue
+            edge = b.mul(value, b.index(self.dim.size))
+            if to_last:
+                edge = b.add(edge, b.index(self.dim.size - 1))
+            sides.append(b.broadcast(edge, shape))
+        return b.op(op.name, *sides)
+
+
+# Comparisons of a step's number; on which side another number is the end of its block.
+_LAST = {"le": (0, 1), "lt": (1, 0), "ge": (1, 0), "gt": (0, 1)}
+
 
 class _WiderGrid:
     """Steps of the last axis, joined."""
@@ -432,8 +471,7 @@ class _WiderGrid:
     def _check_window(self, number: int, shown: Shown) -> None:
         """Windows must show the next part of the dimension at each step, or stay."""
         name = shown.array.name or f"window {number}"
-        step = shown.index_map.params[-1]
-        yields = shown.index_map.yields
+        (*_, step), yields = shown.index_map.params, shown.index_map.yields
         places = [d for d, value in enumerate(yields) if value is step]
         inside = any(step in op.operands for op in walk(shown.index_map))
         wanted = [d for n, d in self.dim.windows if n == number]
@@ -531,7 +569,7 @@ class _WiderGrid:
 
     def kernel(self) -> Kernel:
         size = self.dim.size * self.factor
-        code = _Wider(self.dim, size, self.step, self.made)
+        code = _Wider(self.dim, size, self.step, self.made, self.pipeline.ids)
         code.ends, code.guard = self.ends, self.guard
         if self.guard is not None:
             skips = tuple(p for p in self.guard.parts if self._depends(p, [self.step]))

@@ -92,7 +92,7 @@ def test_blocks_grow_around_loops():
     """Each round of a loop costs as much as a step of a grid."""
     kernel, chip = attention_in_a_loop(128), TPUS["v5e"]
     new = for_tpu(kernel, chip)
-    assert ", 1), windows=(" in head(new)
+    assert "grid=(8, 2), windows=(in[squeezed 1, 1024, 128]" in head(new)
     before, after = _Estimate.of(kernel, chip), _Estimate.of(new, chip)
     assert before is not None and after is not None
     assert after.seconds < 0.7 * before.seconds

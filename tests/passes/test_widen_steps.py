@@ -340,6 +340,7 @@ def test_rows_that_skip_different_steps_can_still_be_joined():
     new = grow(widened(made, 8), (0, 0), 2, selects=True)
     verify(new)
     assert "f32[8,8] = exp" in new.text
+    assert "i32[8,8] = and" in new.text  # the block of a position; no quotient
     assert_same(new, made)
 
 
