@@ -100,6 +100,15 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             "flop",
         ),
     }
+    for splits in (1, 4, 16) if big else (1, 4):
+        found[f"matmul of 16 rows, {splits} splits"] = Problem(
+            partial(kernels.matmul, config=kernels.MatmulConfig(splits=splits)),
+            lambda: [
+                normal(16, 4 * side, dtype=dtype),
+                normal(4 * side, side, dtype=dtype),
+            ],
+            4 * side * side * jnp.dtype(dtype).itemsize,
+        )
     tokens, hidden, vocabulary = (8192, 2048, 131072) if big else (256, 256, 8192)
     for name, depth in {"": hidden, " wide": 2 * hidden}.items():
         found[f"linear_softmax_cross_entropy_loss{name}"] = Problem(
@@ -148,6 +157,14 @@ def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
 
     causal = partial(kernels.attention, mask=masks.Causal())
     scores = 4 * batch * heads * length * length * width
+    # A quarter of the blocks, and in every row one at least.
+    count = length // 128
+    table = np.random.default_rng(0).random((count, count)) < 0.25
+    np.fill_diagonal(table, True)
+    sparse = partial(kernels.attention, mask=masks.Blocks(table, 128, 128))
+    dropout = partial(
+        kernels.attention, dropout_rate=0.1, dropout_key=jax.random.key(0)
+    )
     return {
         "attention": Problem(
             kernels.attention, partial(operands, heads), scores, "flop"
@@ -155,6 +172,10 @@ def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
         "attention causal, grouped heads": Problem(
             causal, partial(operands, heads // 4), scores / 2, "flop"
         ),
+        "attention of blocks": Problem(
+            sparse, partial(operands, heads), scores * table.mean(), "flop"
+        ),
+        "attention dropout": Problem(dropout, partial(operands, heads), scores, "flop"),
     }
 
 

@@ -255,10 +255,17 @@ def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, co
         specs.append(
             pl.BlockSpec((None, None, block_q, 2), lambda b, h, i, j, *_: (b, h, i, 0))
         )
-    scalars = []
+    scalars, tiled = [], []
     for _, side, array in arrays:
         if side == "batch":
             scalars.append(array)
+        elif side == "pair":
+            table = array.table(s.queries, s.keys, block_q, block_kv)
+            tiled.append(table.tiles is not None)
+            if table.tiles is not None:
+                operands.append(jnp.asarray(table.tiles))
+                specs.append(_tile_of_pairs(block_q, block_kv, len(scalars)))
+            scalars.append(jnp.asarray(table.codes))
         elif side == "query":
             operands.append(array[:, :, None])
             specs.append(
@@ -274,6 +281,7 @@ def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, co
         options=options,
         mask=mask,
         sides=[side for _, side, _ in arrays],
+        tiled=tiled,
         has_bias=bias is not None,
         has_sinks=sinks is not None,
         has_seeds=seeds is not None,
@@ -308,9 +316,40 @@ def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, co
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
+        # Of all pairs: what a mask leaves out is known when the kernel runs.
+        cost_estimate=common.cost(
+            2 * s.batch * s.heads * s.queries * s.keys * (s.width + s.value_width),
+            [*operands, query],
+            s.batch * s.heads * s.queries * s.keys,
+        ),
         name="attention",
     )(*scalars, *operands)
     return out, log_sum_exp[..., 0]
+
+
+def _tile_of_pairs(block_q: int, block_kv: int, scalar: int) -> pl.BlockSpec:
+    """The tile that the prefetched table number `scalar` names for a block."""
+
+    def index(b, h, i, j, *scalar_refs):
+        return scalar_refs[scalar][i, j], 0, 0
+
+    return pl.BlockSpec((None, block_q, block_kv), index)
+
+
+def _mask_data(sides, tiled, scalar_refs, other_refs) -> masks.Data:
+    """What the mask reads for the block of this program."""
+    batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    scalars, others, has_tile = iter(scalar_refs), iter(other_refs), iter(tiled)
+    values: list[Any] = []
+    for side in sides:
+        if side == "batch":
+            values.append(next(scalars)[batch])
+        elif side == "pair":
+            tile = next(others) if next(has_tile) else None
+            values.append(masks.Pairs(next(scalars)[i, j], tile))
+        else:
+            values.append(next(others)[...])
+    return masks.Data(tuple(values))
 
 
 def _kernel(
@@ -318,27 +357,23 @@ def _kernel(
     options: _Options,
     mask: masks.Mask,
     sides,
+    tiled,
     has_bias,
     has_sinks,
     has_seeds,
 ):
     take = iter(refs)
-    batch, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    scalar_refs = [next(take) for side in sides if side == "batch"]
+    i, j = pl.program_id(2), pl.program_id(3)
+    scalar_refs = [next(take) for side in sides if side in ("batch", "pair")]
     q_ref, k_ref, v_ref = next(take), next(take), next(take)
     bias_ref = next(take) if has_bias else None
     sink_ref = next(take) if has_sinks else None
     seed_ref = next(take) if has_seeds else None
-    vector_refs = [next(take) for side in sides if side != "batch"]
+    vectors = sum(side in ("query", "key") for side in sides)
+    other_refs = [next(take) for _ in range(vectors + sum(tiled))]
     o_ref, log_sum_exp_ref, max_ref, sum_ref, acc_ref = take
 
-    numbers, vectors = iter(scalar_refs), iter(vector_refs)
-    data = masks.Data(
-        tuple(
-            next(numbers)[batch] if side == "batch" else next(vectors)[...]
-            for side in sides
-        )
-    )
+    data = _mask_data(sides, tiled, scalar_refs, other_refs)
     rows = masks.Span(i * q_ref.shape[0], q_ref.shape[0])
     columns = masks.Span(j * k_ref.shape[0], k_ref.shape[0])
 
@@ -355,12 +390,17 @@ def _kernel(
             scores = scores + bias_ref[...].astype(scores.dtype)
         columns_of = columns.start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
         if not isinstance(mask, masks.Everything):
-            allowed = mask.allows(
-                rows.start + lax.broadcasted_iota(jnp.int32, scores.shape, 0),
-                columns_of,
-                data,
-            )
-            scores = jnp.where(allowed, scores, -jnp.inf)
+            rows_of = rows.start + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+
+            def masked(scores):
+                allowed = mask.allows(rows_of, columns_of, data)
+                return jnp.where(allowed, scores, -jnp.inf)
+
+            if tiled:  # of positions alone, the compiler finds such steps itself
+                all_allowed = mask.allows_all(rows, columns, data)
+                scores = lax.cond(all_allowed, lambda scores: scores, masked, scores)
+            else:
+                scores = masked(scores)
         old = max_ref[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)

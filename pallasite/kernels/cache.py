@@ -70,6 +70,7 @@ def _stored(pages, new, slots):
         ),
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=common.cost(0, [new, new, slots]),
         name="update_pages",
     )(slots, new, flat)
     return out.reshape(pages.shape)

@@ -72,24 +72,29 @@ def check_floats(operation: str, **operands: Any) -> None:
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
     """An operand (or None) has the shape that the others ask for."""
-    if x is not None and tuple(jnp.shape(x)) != tuple(wanted):
+    if x is not None and _shape(x) != tuple(wanted):
         raise SpecError(
             f"{operation}: {name} does not fit the other operands",
-            [("has shape", tuple(jnp.shape(x))), ("needs shape", tuple(wanted))],
+            [("has shape", _shape(x)), ("needs shape", tuple(wanted))],
             fix=f"pass {name} with shape {tuple(wanted)}",
         )
 
 
 def check_rank(operation: str, name: str, x: Any, layout: str) -> tuple[int, ...]:
     """The shape of an operand that has the dimensions `layout` names."""
-    rank = len(layout.split(","))
-    if jnp.ndim(x) != rank:
+    shape, rank = _shape(x), len(layout.split(","))
+    if len(shape) != rank:
         raise SpecError(
-            f"{operation}: {name} has {jnp.ndim(x)} dimensions",
-            [("has shape", jnp.shape(x))],
+            f"{operation}: {name} has {len(shape)} dimensions",
+            [("has shape", shape)],
             fix=f"pass {name} with {rank} dimensions: ({layout})",
         )
-    return jnp.shape(x)
+    return shape
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """Of an array, or of what stands for one: quantised weights."""
+    return tuple(x.shape if hasattr(x, "shape") else jnp.shape(x))
 
 
 def check_integers(operation: str, **operands: Any) -> None:
@@ -109,6 +114,16 @@ def check_option(operation: str, name: str, value: Any, known: Sequence[Any]) ->
             f"{operation} has no {name} {value!r}",
             fix=f"one of {', '.join(map(repr, known))}",
         )
+
+
+def cost(
+    flops: int, arrays: Sequence[Any], transcendentals: int = 0
+) -> pl.CostEstimate:
+    """What a kernel costs that reads or writes each of `arrays` once."""
+    moved = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+    return pl.CostEstimate(
+        flops=flops, transcendentals=transcendentals, bytes_accessed=moved
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +163,12 @@ def over_rows(
         grid=(pl.cdiv(count, block_rows),),
         in_specs=[row_spec] * len(rows) + [shared_spec] * len(shared),
         out_specs=[row_spec] * len(out_dtypes),
+        # A few operations and one transcendental per element: bytes decide.
+        cost_estimate=cost(
+            8 * count * width,
+            [*rows, *shared, *(jax.ShapeDtypeStruct(shape, d) for d in out_dtypes)],
+            count * width,
+        ),
         name=name,
     )(*(x.reshape(count, width) for x in rows), *(x.reshape(1, width) for x in shared))
     return [x.reshape(shape) for x in out]

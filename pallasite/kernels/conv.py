@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import pallasite as pl
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 
 
@@ -16,6 +16,9 @@ class ConvConfig:
 
     block_length: int = 128
     block_channels: int = 128
+
+
+SPACE = {"block_length": (32, 64, 128, 256), "block_channels": (64, 128, 256, 512)}
 
 
 def causal_conv1d(
@@ -47,7 +50,8 @@ def causal_conv1d(
     common.check_option(operation, "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _by_blocks, _plain)
     bias = jnp.zeros(channels, weights.dtype) if bias is None else bias
-    how = {"activation": ACTIVATIONS[activation], "config": config or ConvConfig()}
+    config = configs.tuned(operation, config, ConvConfig(), SPACE, (x, weights))
+    how = {"activation": ACTIVATIONS[activation], "config": config}
     return compute(x, weights, bias, **how)
 
 
@@ -96,5 +100,6 @@ def _by_blocks(x, weights, bias, *, activation, config):
             per_channel(1),
         ],
         out_specs=pl.BlockSpec((None, block, wide), lambda b, j, i: (b, i, j)),
+        cost_estimate=common.cost(2 * taps * x.size, [x, x, weights, bias]),
         name="causal_conv1d",
     )(x, weights, bias[None])

@@ -58,7 +58,8 @@ def decode_attention(
         lengths: (batch,) integers, at most `keys`. A sequence of length 0 gives zeros.
         scale: what scores are multiplied by; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
-        key_scales, value_scales: (kv_heads,): what a quantised cache is multiplied by.
+        key_scales, value_scales: what a quantised cache is multiplied by: (kv_heads,),
+            or with a number per token (batch, keys, kv_heads).
 
     Returns:
         (batch, heads, value_width) in query's dtype.
@@ -68,12 +69,12 @@ def decode_attention(
     _, keys, kv_heads, _ = common.check_rank(operation, "key_cache", key_cache, CACHE)
     caches = {"key_cache": key_cache, "value_cache": value_cache}
     _check(operation, (batch, keys, kv_heads), query, caches, lengths)
-    return _attend(
+    return attend(
         common.choose(implementation, _contiguous, _plain),
         query,
         [key_cache, value_cache],
         [lengths],
-        _scales(operation, kv_heads, key_scales, value_scales),
+        check_scales(operation, key_cache.shape, key_scales, value_scales),
         options=Options.of(width, scale, soft_cap),
         config=_tuned(operation, config, SPACE, query, key_cache, value_cache),
     )
@@ -102,6 +103,7 @@ def paged_attention(
         lengths: (batch,) integers: keys of each sequence.
         page_table: (batch, pages of the longest sequence) integers. Entries past a
             sequence's length are not used, whatever they are.
+        key_scales, value_scales: (kv_heads,), or (pages, page_size, kv_heads).
     """
     operation = "paged_attention"
     batch, _, width = common.check_rank(operation, "query", query, HEADS)
@@ -111,12 +113,12 @@ def paged_attention(
     caches = {"key_pages": key_pages, "value_pages": value_pages}
     _check(operation, (pages, size, kv_heads), query, caches, lengths)
     check_table(operation, page_table, batch)
-    return _attend(
+    return attend(
         common.choose(implementation, _paged, plain_paged),
         query,
         [key_pages, value_pages],
         [lengths, page_table],
-        _scales(operation, kv_heads, key_scales, value_scales),
+        check_scales(operation, key_pages.shape, key_scales, value_scales),
         options=Options.of(width, scale, soft_cap),
         config=_tuned(operation, config, PAGED, query, key_pages, page_table),
     )
@@ -176,20 +178,28 @@ def _check(operation: str, sizes, query, caches: dict[str, Any], lengths) -> Non
         common.check_shape(operation, name, cache, (*sizes, width))
 
 
-def _scales(operation: str, kv_heads: int, *scales):
-    """The scales of keys and of values, a number per head each, or None."""
+def check_scales(operation: str, cache: tuple[int, ...], *scales):
+    """The scales of keys and of values: a number per head or per token and head."""
     common.check_floats(operation, key_scales=scales[0], value_scales=scales[1])
     for name, x in zip(("key_scales", "value_scales"), scales, strict=True):
-        common.check_shape(operation, name, x, (kv_heads,))
+        if x is not None and x.shape not in (cache[2:3], cache[:3]):
+            raise SpecError(
+                f"{operation}: {name} does not fit the cache",
+                [("has shape", x.shape), ("cache", cache)],
+                fix=f"pass a number per head, {cache[2:3]}, or per token, {cache[:3]}",
+            )
     return scales
 
 
-def _attend(compute: Callable, query, caches, numbers, scales, **how):
-    """Runs `compute`; the scales of a cache are applied to the query and the result."""
-    if scales[0] is not None:
-        query = scale_heads(query, scales[0])
-    out = compute(query, *caches, *(x.astype(jnp.int32) for x in numbers), **how)
-    return out if scales[1] is None else scale_heads(out, scales[1])
+def attend(compute: Callable, query, caches, numbers, scales, **how):
+    """Runs `compute`; a scale per head is applied to the query and to the result."""
+    by_head = [x if x is not None and x.ndim == 1 else None for x in scales]
+    by_token = [x if x is not None and x.ndim == 3 else None for x in scales]
+    if by_head[0] is not None:
+        query = scale_heads(query, by_head[0])
+    numbers = (x.astype(jnp.int32) for x in numbers)
+    out = compute(query, *caches, *by_token, *numbers, **how)
+    return out if by_head[1] is None else scale_heads(out, by_head[1])
 
 
 def scale_heads(x, scales):
@@ -208,7 +218,18 @@ def capped(scores, options: Options):
 # --- plain jnp ---
 
 
-def _plain(query, key_cache, value_cache, lengths, *, options, config, first=0):
+def _plain(
+    query,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    lengths,
+    *,
+    options,
+    config,
+    first=0,
+):
     """`first`: a number of keys that are left out, or one per query."""
     del config  # blocks are a kernel's
     batch, heads, width = query.shape
@@ -219,32 +240,44 @@ def _plain(query, key_cache, value_cache, lengths, *, options, config, first=0):
     scores = jnp.einsum(
         "bhgd,bkhd->bhgk", grouped, key_cache, preferred_element_type=wide
     )
+    if key_scales is not None:
+        scores = scores * key_scales.swapaxes(1, 2)[:, :, None].astype(wide)
     first, lengths = (jnp.reshape(x, (-1, 1, 1, 1)) for x in (first, lengths))
     position = jnp.arange(keys)
     allowed = (position >= first) & (position < lengths)
     scores = jnp.where(allowed, capped(scores, options), LOWEST)
     weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
+    if value_scales is not None:
+        scaled = weights * value_scales.swapaxes(1, 2)[:, :, None].astype(wide)
+        weights = jnp.where(allowed, scaled, 0)
     out = jnp.einsum("bhgk,bkhd->bhgd", weights.astype(value_cache.dtype), value_cache)
     return out.reshape(batch, heads, -1).astype(query.dtype)
 
 
-def plain_paged(query, key_pages, value_pages, lengths, page_table, **how):
+def plain_paged(query, key_pages, value_pages, *operands, **how):
+    *scales, lengths, page_table = operands
+
     def cache(pages):
+        if pages is None:
+            return None
         gathered = jnp.take(pages, page_table, axis=0, mode="clip")
         return gathered.reshape(len(page_table), -1, *pages.shape[2:])
 
-    return _plain(query, cache(key_pages), cache(value_pages), lengths, **how)
+    caches = map(cache, (key_pages, value_pages, *scales))
+    return _plain(query, *caches, lengths, **how)
 
 
 # --- kernels ---
 
 
-def _contiguous(query, key_cache, value_cache, lengths, *, options, config):
+def _contiguous(query, key_cache, value_cache, *operands, options, config):
+    *scales, lengths = operands
     block = min(config.block_kv, pl.align_to(max(key_cache.shape[1], 1), 16))
     return _streamed(
         query,
         key_cache,
         value_cache,
+        scales,
         [lengths],
         block=block,
         steps=pl.cdiv(key_cache.shape[1], block),
@@ -254,11 +287,13 @@ def _contiguous(query, key_cache, value_cache, lengths, *, options, config):
     )
 
 
-def _paged(query, key_pages, value_pages, lengths, page_table, *, options, config):
+def _paged(query, key_pages, value_pages, *operands, options, config):
+    *scales, lengths, page_table = operands
     return _streamed(
         query,
         key_pages,
         value_pages,
+        scales,
         [lengths, page_table],
         block=key_pages.shape[1],
         steps=page_table.shape[1],
@@ -276,6 +311,7 @@ def _streamed(
     query,
     keys,
     values,
+    scales: list[jax.Array | None],
     scalars: list[jax.Array],
     *,
     block: int,
@@ -288,7 +324,8 @@ def _streamed(
     batch, heads, width = query.shape
     kv_heads, value_width = keys.shape[2], values.shape[3]
     group = heads // kv_heads
-    steps = max(steps, 1)
+    if not all(x.size for x in (query, keys, values, *scalars)):
+        return jnp.zeros((batch, heads, value_width), query.dtype)
     splits = max(1, min(splits, steps))
     per_split = pl.cdiv(steps, splits)
     wide = common.statistics_dtype(query.dtype)
@@ -310,10 +347,17 @@ def _streamed(
             (None, None, None, group, size), lambda b, h, s, j, *_: (b, h, s, 0, 0)
         )
 
+    read = [keys, values, *(x[..., None] for x in scales if x is not None)]
     sizes = (value_width, 1, 1)
     shape = (batch, kv_heads, splits, group)
     acc, maximum, total = pl.pallas_call(
-        functools.partial(_kernel, options=options, per_split=per_split),
+        functools.partial(
+            _kernel,
+            options=options,
+            per_split=per_split,
+            scalars=len(scalars),
+            has_scales=[x is not None for x in scales],
+        ),
         out_shape=[jax.ShapeDtypeStruct((*shape, size), wide) for size in sizes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -322,16 +366,26 @@ def _streamed(
                 pl.BlockSpec(
                     (None, None, group, width), lambda b, h, s, j, *_: (b, h, 0, 0)
                 ),
-                cache(keys),
-                cache(values),
+                *map(cache, read),
             ],
             out_specs=[partial_result(size) for size in sizes],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=common.cost(
+            2 * batch * heads * steps * block * (width + value_width),
+            [
+                query,
+                *(
+                    jax.ShapeDtypeStruct((batch, steps * block, *x.shape[2:]), x.dtype)
+                    for x in read
+                ),
+            ],
+            batch * heads * steps * block,
+        ),
         name="decode_attention",
-    )(*scalars, query.reshape(batch, kv_heads, group, width), keys, values)
+    )(*scalars, query.reshape(batch, kv_heads, group, width), *read)
 
     out = joined(acc, maximum, total, axis=2)
     return out.reshape(batch, heads, value_width).astype(query.dtype)
@@ -344,8 +398,18 @@ def joined(acc, maximum, total, axis: int):
     return jnp.sum(acc * shrink, axis=axis) / jnp.where(total == 0, 1, total)
 
 
-def _kernel(lengths_ref, *refs, options: Options, per_split: int):
-    q_ref, k_ref, v_ref, acc_ref, max_ref, sum_ref = refs[-6:]
+def _kernel(
+    lengths_ref,
+    *refs,
+    options: Options,
+    per_split: int,
+    scalars: int,
+    has_scales: list[bool],
+):
+    take = iter(refs[scalars - 1 :])
+    q_ref, k_ref, v_ref = next(take), next(take), next(take)
+    key_scale_ref, value_scale_ref = (next(take) if has else None for has in has_scales)
+    acc_ref, max_ref, sum_ref = take
     split, j = pl.program_id(2), pl.program_id(3)
     length = lengths_ref[pl.program_id(0)]
     start = (split * per_split + j) * k_ref.shape[0]
@@ -359,8 +423,24 @@ def _kernel(lengths_ref, *refs, options: Options, per_split: int):
     def _():
         scores = products(q_ref[...], k_ref[...], max_ref.dtype)
         columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        scores = scaled_by_token(scores, key_scale_ref)
         scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
-        state.absorb(scores, known(v_ref[...].astype(q_ref.dtype), start, length))
+        values = known(v_ref[...].astype(q_ref.dtype), start, length)
+        state.absorb(scores, values, known_scales(value_scale_ref, start, length))
+
+
+def scaled_by_token(scores, scale_ref):
+    """Scores (rows, keys) times a number per key, which a ref (keys, 1) has."""
+    if scale_ref is None:
+        return scores
+    return scores * scale_ref[...].reshape(1, -1).astype(scores.dtype)
+
+
+def known_scales(scale_ref, start, length):
+    """The scales of values (1, keys), as `known`; None if there are none."""
+    if scale_ref is None:
+        return None
+    return known(scale_ref[...], start, length).reshape(1, -1)
 
 
 def products(q, k, wide):
@@ -391,14 +471,20 @@ class RunningSoftmax:
         self.total[...] = jnp.zeros_like(self.total)
         self.acc[...] = jnp.zeros_like(self.acc)
 
-    def absorb(self, scores, values) -> None:
-        """One more block of keys: its scores (rows, keys), its values (keys, width)."""
+    def absorb(self, scores, values, value_scales=None) -> None:
+        """One more block of keys.
+
+        Its scores (rows, keys), its values (keys, width), and what values are
+        multiplied by (1, keys).
+        """
         old = self.maximum[...]
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
         self.total[...] = self.total[...] * shrink + jnp.sum(
             weights, axis=1, keepdims=True
         )
+        if value_scales is not None:
+            weights = weights * value_scales.astype(weights.dtype)
         self.acc[...] = self.acc[...] * shrink + jnp.dot(
             weights.astype(values.dtype), values, preferred_element_type=self.acc.dtype
         )

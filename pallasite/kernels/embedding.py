@@ -94,6 +94,14 @@ def _summed(table, indices, weights):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary")
         ),
+        cost_estimate=common.cost(
+            2 * indices.size * width,
+            [
+                indices,
+                weights,
+                jax.ShapeDtypeStruct((bags, size + 1, width), table.dtype),
+            ],
+        ),
         name="embedding_bag",
     )(indices, weights[:, :, None, None], table[:, None])
     return out[:, 0]

@@ -11,7 +11,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 
 def group_norm(
@@ -46,7 +46,7 @@ def group_norm(
     compute = common.choose(implementation, _by_blocks, _plain)
     options = {"groups": groups, "epsilon": epsilon}
     positions = x.reshape(x.shape[0], -1, x.shape[-1])
-    config = config or common.row_config(positions)
+    config = configs.tuned_rows("group_norm", config, positions)
     out = compute(positions, scale, bias, config=config, **options)
     return out.reshape(x.shape)
 
@@ -90,6 +90,7 @@ def _by_blocks(x, scale, bias, *, groups, epsilon, config):
         grid=(batch, blocks),
         in_specs=[rows],
         out_specs=[partial, partial],
+        cost_estimate=common.cost(4 * x.size, [x]),
         name="group_norm_statistics",
     )(x)
 
@@ -124,5 +125,6 @@ def _by_blocks(x, scale, bias, *, groups, epsilon, config):
         grid=(batch, blocks),
         in_specs=[rows, of_channel, of_channel],
         out_specs=rows,
+        cost_estimate=common.cost(2 * x.size, [x, x]),
         name="group_norm",
     )(x, factor, summand)

@@ -1,7 +1,8 @@
 """`grouped_matmul`: rows in groups, each group times a matrix of its own.
 
 A program works on a visit (`visits.py`): a block of rows and one group with rows in it.
-The gradient of the matrices is a sum over the rows of each group.
+The gradient of the matrices is a sum over the rows of each group. Quantised matrices:
+`grouped_quantized.py`.
 """
 
 import functools
@@ -13,18 +14,21 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
+from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
+from pallasite.kernels.quantized import QuantizedWeights
 from pallasite.kernels.visits import visits_of_groups
 
 
 def grouped_matmul(
     x: jax.Array,
-    y: jax.Array,
+    y: jax.Array | QuantizedWeights,
     group_sizes: jax.Array,
     *,
-    gate: jax.Array | None = None,
+    gate: jax.Array | QuantizedWeights | None = None,
     activation: str = "swish",
     implementation: common.Implementation = "pallasite",
     config: MatmulConfig | None = None,
@@ -33,10 +37,10 @@ def grouped_matmul(
 
     Args:
         x: (m, k): the rows of group 0, then those of group 1, and so on.
-        y: (groups, k, n), of x's dtype.
+        y: (groups, k, n), of x's dtype, or quantised by `quantize_weights`.
         group_sizes: (groups,) integers, 0 too. Rows past their sum give zeros.
         gate: like y: the result is `activation(x[rows of g] @ gate[g]) * (...)`, both
-            products from one reading of x.
+            products from one reading of x unless they are quantised.
         activation: a name of `gated_linear_unit`'s activations, for a gate.
 
     Returns:
@@ -44,7 +48,15 @@ def grouped_matmul(
     """
     _, k = common.check_rank("grouped_matmul", "x", x, "m, k")
     groups, _, n = common.check_rank("grouped_matmul", "y", y, "groups, k, n")
-    common.check_floats("grouped_matmul", x=x, y=y, gate=gate)
+    is_quantized = isinstance(y, QuantizedWeights)
+    if gate is not None and isinstance(gate, QuantizedWeights) != is_quantized:
+        raise SpecError(
+            "grouped_matmul: of y and gate, one is quantised and one is not",
+            [("y", type(y).__name__), ("gate", type(gate).__name__)],
+            fix="quantise both with quantize_weights, or none",
+        )
+    floats = {"x": x} if is_quantized else {"x": x, "y": y, "gate": gate}
+    common.check_floats("grouped_matmul", **floats)
     common.check_integers("grouped_matmul", group_sizes=group_sizes)
     common.check_shape("grouped_matmul", "y", y, (groups, k, n))
     common.check_shape("grouped_matmul", "group_sizes", group_sizes, (groups,))
@@ -53,8 +65,14 @@ def grouped_matmul(
     compute = common.choose(implementation, _grouped, _plain)
     # Two sums take the place of one that is twice as wide.
     default = MatmulConfig(128, 256 if gate is None else 128, 64)
-    operands, space = (x, y, gate), configs.PRODUCT
-    config = configs.tuned("grouped_matmul", config, default, space, operands)
+    config = configs.tuned(
+        "grouped_matmul",
+        config,
+        default,
+        configs.PRODUCT,
+        (x, *jax.tree.leaves((y, gate))) if is_quantized else (x, y, gate),
+        **({"bits": y.bits} if is_quantized else {}),
+    )
     group_sizes = group_sizes.astype(jnp.int32)
     return compute(x, y, gate, group_sizes, activation=activation, config=config)
 
@@ -62,6 +80,10 @@ def grouped_matmul(
 def _plain(x, y, gate, group_sizes, *, activation, config):
     del config  # blocks are a kernel's
     wide = common.statistics_dtype(x.dtype)
+    y, gate = (
+        w.dequantize().astype(x.dtype) if isinstance(w, QuantizedWeights) else w
+        for w in (y, gate)
+    )
     grouped = jnp.arange(len(x))[:, None] < jnp.sum(group_sizes)
 
     def product(y):
@@ -75,9 +97,22 @@ def _plain(x, y, gate, group_sizes, *, activation, config):
 
 
 def _grouped(x, y, gate, group_sizes, *, activation, config):
+    if isinstance(y, QuantizedWeights):
+        products: Any = [
+            quantized_product(x, w, group_sizes, config, _dense)
+            for w in (gate, y)
+            if w is not None
+        ]
+        if len(products) == 1:
+            return products[0]
+        return gated_linear_unit(*products, activation=activation)
     if gate is None:
         return _product(x, y, group_sizes, config, False)
     return _gated(x, y, gate, group_sizes, activation, config)
+
+
+def _dense(x, y, group_sizes, config):
+    return _product(x, y, group_sizes, config, False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -12,7 +12,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     Options,
     RunningSoftmax,
@@ -38,6 +38,13 @@ class LatentAttentionConfig:
     block_heads: int = 64
     block_kv: int = 64
     splits: int = 1
+
+
+SPACE = {
+    "block_heads": (16, 32, 64, 128),
+    "block_kv": (32, 64, 128),
+    "splits": (1, 2, 4, 8, 16),
+}
 
 
 def latent_attention(
@@ -93,7 +100,13 @@ def latent_attention(
         lengths.astype(jnp.int32),
         page_table.astype(jnp.int32),
         options=Options(scale, soft_cap),
-        config=config or LatentAttentionConfig(),
+        config=configs.tuned(
+            operation,
+            config,
+            LatentAttentionConfig(),
+            SPACE,
+            (query, latent_pages, page_table),
+        ),
     )
 
 
@@ -101,7 +114,7 @@ def _plain(query, query_rotary, latent_pages, rotary_pages, lengths, table, **ho
     keys = jnp.concatenate([latent_pages, rotary_pages], axis=-1)[:, :, None]
     whole = jnp.concatenate([query, query_rotary], axis=-1)
     values = latent_pages[:, :, None]
-    return plain_paged(whole, keys, values, lengths, table, **how)
+    return plain_paged(whole, keys, values, None, None, lengths, table, **how)
 
 
 def _streamed(
@@ -174,6 +187,18 @@ def _streamed(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=common.cost(
+            2 * batch * heads * steps * block * (2 * latent + rotary),
+            [
+                query,
+                query_rotary,
+                *(
+                    jax.ShapeDtypeStruct((batch, steps * block, x.shape[2]), x.dtype)
+                    for x in (latent_pages, rotary_pages)
+                ),
+            ],
+            batch * heads * steps * block,
         ),
         name="latent_attention",
     )(lengths, table, query, query_rotary, latent_pages, rotary_pages)

@@ -2,8 +2,8 @@
 
 Masks compose: `Causal() & Segments(ids, ids)`, `Window(1023, 0) | Prefix(64)`. Each
 says which pairs it allows, whether a whole block of pairs can have an allowed one
-(blocks without are skipped), and which arrays it needs to say so. They are pytrees,
-so a jitted function can take them as arguments.
+(blocks without are skipped) or can have another one, and which arrays it needs to say
+so. They are pytrees, so a jitted function can take them as arguments.
 """
 
 import abc
@@ -13,9 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallasite.errors import SpecError
+from pallasite.kernels import pair_tables
 
 
 class Span(NamedTuple):
@@ -33,16 +35,29 @@ class Data(NamedTuple):
     """What a mask reads of its arrays for one block of pairs: a value per array.
 
     A number per batch element comes as a scalar; a number per query as a (rows, 1)
-    tile, per key as a (1, columns) tile.
+    tile, per key as a (1, columns) tile; of a table of pairs, `Pairs`.
     """
 
     values: tuple[Any, ...]
 
 
+class Pairs(NamedTuple):
+    """What a table says of a block of pairs.
+
+    Attributes:
+        code: `pair_tables.EMPTY`, `FULL`, or something else.
+        tile: integers (rows, columns) or a ref of them, 0 where a pair is forbidden;
+            None if all blocks are empty or full.
+    """
+
+    code: Any
+    tile: Any
+
+
 class Mask(abc.ABC):
     """The interface of every mask, and how masks compose."""
 
-    # The sides ("batch", "query" or "key") along which each array field varies.
+    # The sides ("batch", "query", "key" or "pair") along which each field varies.
     SIDES: ClassVar[dict[str, str]] = {}
 
     @abc.abstractmethod
@@ -53,7 +68,11 @@ class Mask(abc.ABC):
     def may_allow(self, rows: Span, columns: Span, data: Data) -> Any:
         """False only if no pair of the block is allowed."""
 
-    def arrays(self) -> Iterator[tuple[str, str, jax.Array]]:
+    @abc.abstractmethod
+    def allows_all(self, rows: Span, columns: Span, data: Data) -> Any:
+        """True only if every pair of the block is allowed."""
+
+    def arrays(self) -> Iterator[tuple[str, str, Any]]:
         """(field, side, array) of everything the mask reads, parts first to last."""
         for name, side in self.SIDES.items():
             yield name, side, getattr(self, name)
@@ -87,6 +106,9 @@ class Everything(Mask):
     def may_allow(self, rows, columns, data):
         return True
 
+    def allows_all(self, rows, columns, data):
+        return True
+
 
 @_pytree()
 class Causal(Mask):
@@ -99,6 +121,9 @@ class Causal(Mask):
 
     def may_allow(self, rows, columns, data):
         return columns.start <= rows.last + self.offset
+
+    def allows_all(self, rows, columns, data):
+        return columns.last <= rows.start + self.offset
 
 
 @_pytree()
@@ -124,6 +149,14 @@ class Window(Mask):
             near = near & (columns.start <= rows.last + self.right)
         return near
 
+    def allows_all(self, rows, columns, data):
+        near = True
+        if self.left is not None:
+            near = near & (columns.start >= rows.last - self.left)
+        if self.right is not None:
+            near = near & (columns.last <= rows.start + self.right)
+        return near
+
 
 @_pytree("length")
 class Prefix(Mask):
@@ -137,6 +170,9 @@ class Prefix(Mask):
 
     def may_allow(self, rows, columns, data):
         return columns.start < data.values[0]
+
+    def allows_all(self, rows, columns, data):
+        return columns.last < data.values[0]
 
 
 @_pytree("query_ids", "key_ids")
@@ -159,6 +195,74 @@ class Segments(Mask):
             jnp.min(query_ids) <= jnp.max(key_ids)
         )
 
+    def allows_all(self, rows, columns, data):
+        query_ids, key_ids = data.values
+        return (jnp.max(query_ids) == jnp.min(key_ids)) & (
+            jnp.min(query_ids) == jnp.max(key_ids)
+        )
+
+
+@_pytree()
+class Blocks(Mask):
+    """Pairs by a table: those with `allowed[query // block_q, key // block_kv]`.
+
+    The table is known while a function is traced, so that blocks of scores without an
+    allowed pair are skipped and others without a forbidden one are not masked. Its
+    blocks need not be those of the kernel. With blocks of one element, the default, it
+    is any mask at all.
+
+    Attributes:
+        allowed: a boolean numpy array (blocks of queries, blocks of keys).
+        block_q, block_kv: queries and keys of a block.
+    """
+
+    allowed: Any
+    block_q: int = 1
+    block_kv: int = 1
+    SIDES: ClassVar[dict[str, str]] = {"allowed": "pair"}
+
+    def __post_init__(self):
+        object.__setattr__(self, "allowed", pair_tables.Frozen.of(self.allowed))
+        if self.block_q < 1 or self.block_kv < 1:
+            raise SpecError(
+                "attention mask: blocks without elements",
+                [("block_q", self.block_q), ("block_kv", self.block_kv)],
+                fix="pass the numbers of queries and keys of a block",
+            )
+
+    def arrays(self):
+        yield "allowed", "pair", self
+
+    def allows(self, rows, columns, data):
+        (pairs,) = data.values
+        if pairs.tile is not None:
+            return pairs.tile[...] != 0
+        shape = jnp.broadcast_shapes(rows.shape, columns.shape)
+        return jnp.broadcast_to(pairs.code == pair_tables.FULL, shape)
+
+    def may_allow(self, rows, columns, data):
+        return data.values[0].code != pair_tables.EMPTY
+
+    def allows_all(self, rows, columns, data):
+        return data.values[0].code == pair_tables.FULL
+
+    def elements(self, queries: int, keys: int) -> np.ndarray:
+        """The mask of all pairs."""
+        rows = np.arange(queries) // self.block_q
+        columns = np.arange(keys) // self.block_kv
+        return self.allowed.array[rows[:, None], columns[None, :]]
+
+    def table(
+        self, queries: int, keys: int, block_q: int, block_kv: int
+    ) -> pair_tables.PairTable:
+        """The mask in blocks of a kernel."""
+        return pair_tables.pair_table(
+            self.allowed.array,
+            (self.block_q, self.block_kv),
+            (queries, keys),
+            (block_q, block_kv),
+        )
+
 
 @_pytree("left", "right")
 class _Both(Mask):
@@ -170,6 +274,9 @@ class _Both(Mask):
 
     def may_allow(self, rows, columns, data):
         return _join(self, "may_allow", jnp.logical_and, rows, columns, data)
+
+    def allows_all(self, rows, columns, data):
+        return _join(self, "allows_all", jnp.logical_and, rows, columns, data)
 
     def arrays(self):
         yield from self.left.arrays()
@@ -183,6 +290,9 @@ class _Either(_Both):
 
     def may_allow(self, rows, columns, data):
         return _join(self, "may_allow", jnp.logical_or, rows, columns, data)
+
+    def allows_all(self, rows, columns, data):
+        return _join(self, "allows_all", jnp.logical_or, rows, columns, data)
 
 
 def _join(mask: _Both, method: str, combine: Callable, rows, columns, data: Data):
@@ -209,30 +319,42 @@ def pairs(mask: Mask, batch: int, queries: int, keys: int) -> jax.Array:
     """The mask as one boolean array (batch, queries, keys), for plain jnp."""
     rows = jnp.arange(queries)[:, None]
     columns = jnp.arange(keys)[None, :]
-    arrays = [a for _, _, a in checked_arrays(mask, batch, queries, keys)]
-    sides = [side for _, side, _ in mask.arrays()]
+    found = checked_arrays(mask, batch, queries, keys)
+    of_batch = [array for _, side, array in found if side != "pair"]
 
     def one(*values):
-        shaped = [
-            v if side == "batch" else v[:, None] if side == "query" else v[None, :]
-            for v, side in zip(values, sides, strict=True)
-        ]
+        take = iter(values)
+        shaped = []
+        for _, side, table in found:
+            if side == "pair":
+                shaped.append(Pairs(None, jnp.asarray(table.elements(queries, keys))))
+            else:
+                value = next(take)
+                shapes = {"batch": (), "query": (-1, 1), "key": (1, -1)}
+                shaped.append(value.reshape(shapes[side]))
         return jnp.broadcast_to(
             mask.allows(rows, columns, Data(tuple(shaped))), (queries, keys)
         )
 
-    if not arrays:
+    if not of_batch:
         return jnp.broadcast_to(one(), (batch, queries, keys))
-    return jax.vmap(one)(*arrays)
+    return jax.vmap(one)(*of_batch)
 
 
 def checked_arrays(
     mask: Mask, batch: int, queries: int, keys: int
-) -> list[tuple[str, str, jax.Array]]:
-    """The mask's arrays as int32 of the shapes that these sizes ask for."""
+) -> list[tuple[str, str, Any]]:
+    """The mask's arrays as int32 of the shapes that these sizes ask for.
+
+    Of a table of pairs, which no batch has for itself, the mask that has it.
+    """
     shapes = {"batch": (batch,), "query": (batch, queries), "key": (batch, keys)}
     found = []
     for name, side, array in mask.arrays():
+        if side == "pair":
+            _check_covers(array, queries, keys)
+            found.append((name, side, array))
+            continue
         wanted, array = shapes[side], jnp.asarray(array)
         if side == "batch" and not array.shape:
             array = jnp.broadcast_to(array, wanted)
@@ -247,3 +369,18 @@ def checked_arrays(
             )
         found.append((name, side, array.astype(jnp.int32)))
     return found
+
+
+def _check_covers(mask: Blocks, queries: int, keys: int) -> None:
+    rows, columns = mask.allowed.array.shape
+    if rows * mask.block_q < queries or columns * mask.block_kv < keys:
+        wanted = (-(-queries // mask.block_q), -(-keys // mask.block_kv))
+        raise SpecError(
+            "attention mask: allowed does not cover all pairs",
+            [
+                ("has shape", (rows, columns)),
+                ("blocks of", (mask.block_q, mask.block_kv)),
+                ("queries and keys", (queries, keys)),
+            ],
+            fix=f"pass allowed with shape {wanted}",
+        )

@@ -20,11 +20,18 @@ from pallasite.kernels.glu import ACTIVATIONS
 
 @dataclasses.dataclass(frozen=True)
 class MatmulConfig:
-    """Blocks of a product: rows, columns, and the part of the sum in a step."""
+    """How a product is divided.
+
+    Attributes:
+        block_m, block_n, block_k: rows, columns, and the part of the sum in a step.
+        splits: parts of the sum that run side by side; XLA adds their results. For
+            few rows and columns and long sums. Of `matmul` only.
+    """
 
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
+    splits: int = 1
 
 
 def matmul(
@@ -70,7 +77,7 @@ def matmul(
         config,
         # Two sums take the place of one that is twice as wide.
         MatmulConfig(block_n=256 if gate is None else 128),
-        configs.PRODUCT,
+        _space(math.prod(x.shape[:-1]), k),
         (x, y, gate, bias, residual),
         activation=activation,
         has_prologue=prologue is not None,
@@ -86,6 +93,12 @@ def matmul(
         out_dtype=jnp.dtype(out_dtype or x.dtype),
         config=config,
     )
+
+
+def _space(rows: int, k: int) -> dict[str, tuple[int, ...]]:
+    """What the tuner tries: to split the sum only where rows leave a chip idle."""
+    is_skinny = 8 * rows <= k and rows <= 256
+    return {**configs.PRODUCT, **({"splits": (1, 2, 4, 8)} if is_skinny else {})}
 
 
 def _finished(sums, bias, residual, activation):
@@ -107,7 +120,17 @@ def _plain(x, y, gate, bias, residual, *, activation, prologue, out_dtype, confi
 def _fused(x, y, gate, bias, residual, **how):
     if not x.size or not y.size:  # no products: nothing for a kernel to do
         return _plain(x, y, gate, bias, residual, **how)
+    if how["config"].splits > 1:
+        return _by_splits(x, y, gate, bias, residual, **how)
     return _by_blocks(x, y, gate, bias, residual, **how)
+
+
+def _by_splits(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
+    factors = [y] if gate is None else [y, gate]
+    rows = x.reshape(-1, x.shape[-1])
+    parts = partial_sums(rows, factors, prologue=prologue, config=config)
+    sums = [jnp.sum(p, axis=0).reshape(*x.shape[:-1], y.shape[1]) for p in parts]
+    return _finished(sums, bias, residual, activation).astype(out_dtype)
 
 
 def _by_blocks(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
@@ -159,11 +182,13 @@ def row_partials(config: MatmulConfig) -> pl.BlockSpec:
 
 def fitted(config: MatmulConfig, m: int, n: int, k: int) -> MatmulConfig:
     """The blocks, none much larger than the product."""
-    return MatmulConfig(
-        *(
-            min(block, pl.align_to(max(size, 1), 16))
-            for block, size in zip(dataclasses.astuple(config), (m, n, k), strict=True)
-        )
+    sizes = {"block_m": m, "block_n": n, "block_k": k}
+    return dataclasses.replace(
+        config,
+        **{
+            name: min(getattr(config, name), pl.align_to(max(size, 1), 16))
+            for name, size in sizes.items()
+        },
     )
 
 
@@ -228,13 +253,86 @@ def product(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * m * n * k * count,
-            transcendentals=0,
-            bytes_accessed=sum(
-                math.prod(a.shape) * a.dtype.itemsize
-                for a in (x, *factors, *(a for a, _ in (*extras, *results)))
-            ),
+        cost_estimate=common.cost(
+            2 * m * n * k * count,
+            [x, *factors, *(a for a, _ in (*extras, *results))],
         ),
         name=name,
     )(x, *factors, *(a for a, _ in extras))
+
+
+def partial_sums(
+    x: jax.Array,
+    factors: Sequence[jax.Array],
+    *,
+    config: MatmulConfig,
+    prologue: Callable | None = None,
+) -> list[jax.Array]:
+    """Of each product x @ y its sums over `config.splits` parts of k: (parts, m, n)."""
+    (m, k), n = x.shape, factors[0].shape[1]
+    config = fitted(config, m, n, k)
+    wide = common.statistics_dtype(x.dtype)
+    steps = pl.cdiv(k, config.block_k)
+    per_split = pl.cdiv(steps, min(config.splits, steps))
+    splits = pl.cdiv(steps, per_split)
+    fill: dict[str, Any] = {"fill": 0} if steps * config.block_k != k else {}
+
+    def kernel(x_ref, *refs):
+        factor_refs, sums = refs[: len(factors)], refs[len(factors) :]
+        step = pl.program_id(3)
+
+        @pl.when(step == 0)
+        def _():
+            for sum_ref in sums:
+                sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        @pl.when(pl.program_id(2) * per_split + step < steps)
+        def _():
+            left = x_ref[...]
+            if prologue is not None:
+                left = prologue(left).astype(x_ref.dtype)
+            for y_ref, sum_ref in zip(factor_refs, sums, strict=True):
+                sum_ref[...] += jnp.dot(left, y_ref[...], preferred_element_type=wide)
+
+    def step(s, t):
+        return jnp.minimum(s * per_split + t, steps - 1)
+
+    shape = jax.ShapeDtypeStruct((splits, m, n), wide)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[shape] * len(factors),
+        grid=(
+            pl.cdiv(m, config.block_m),
+            pl.cdiv(n, config.block_n),
+            splits,
+            per_split,
+        ),
+        in_specs=[
+            pl.BlockSpec(
+                (config.block_m, config.block_k),
+                lambda i, j, s, t: (i, step(s, t)),
+                **fill,
+            ),
+            *[
+                pl.BlockSpec(
+                    (config.block_k, config.block_n),
+                    lambda i, j, s, t: (step(s, t), j),
+                    **fill,
+                )
+            ]
+            * len(factors),
+        ],
+        out_specs=[
+            pl.BlockSpec(
+                (None, config.block_m, config.block_n), lambda i, j, s, t: (s, i, j)
+            )
+        ]
+        * len(factors),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=common.cost(
+            2 * m * n * k * len(factors), [x, *factors, *[shape] * len(factors)]
+        ),
+        name="matmul_splits",
+    )(x, *factors)

@@ -9,7 +9,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 
 def top_k(
@@ -35,7 +35,7 @@ def top_k(
             fix=f"pass a k from 1 to {x.shape[-1]}",
         )
     compute = common.choose(implementation, _best_rows, _plain_top_k)
-    return compute(x, k=k, config=config or common.row_config(x))
+    return compute(x, k=k, config=configs.tuned_rows("top_k", config, x))
 
 
 def sort(
@@ -55,7 +55,8 @@ def sort(
     """
     common.check_floats("sort", x=x)
     compute = common.choose(implementation, _sorted_rows, _plain_sort)
-    return compute(x, descending=descending, config=config or common.row_config(x))
+    config = configs.tuned_rows("sort", config, x)
+    return compute(x, descending=descending, config=config)
 
 
 def _plain_top_k(x, *, k: int, config: common.RowConfig):
@@ -95,15 +96,17 @@ def _ordered(x, function, size: int, config: common.RowConfig, name: str):
     def blocks(width):
         return pl.BlockSpec((config.block_rows, width), lambda i: (i, 0))
 
+    results = [
+        jax.ShapeDtypeStruct((len(rows), size), dtype) for dtype in (x.dtype, jnp.int32)
+    ]
+    compared = x.shape[-1].bit_length() ** 2 // 2 + 1  # rounds of a sorting network
     values, places = pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct((len(rows), size), dtype)
-            for dtype in (x.dtype, jnp.int32)
-        ],
+        out_shape=results,
         grid=(pl.cdiv(len(rows), config.block_rows),),
         in_specs=[blocks(x.shape[-1])],
         out_specs=[blocks(size), blocks(size)],
+        cost_estimate=common.cost(x.size * compared, [x, *results]),
         name=name,
     )(rows)
     return values.reshape(shape), places.reshape(shape)

@@ -7,7 +7,7 @@ integers times x; its scale comes after them.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 from pallasite.kernels.matmul import MatmulConfig, fitted
 
 
@@ -34,15 +34,18 @@ class WeightOnlyConfig:
     splits: int | None = None
 
 
+WEIGHT_ONLY_SPACE = {"block_m": (16, 32, 64, 128), "block_n": (64, 128, 256)}
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights (k, n) as integers times scales. A pytree.
+    """Weights (..., k, n) as small numbers times scales. A pytree.
 
     Attributes:
-        values: int8 (k, n), or with 4 bits (k / 2, n): row i in the low half of a byte,
-            row i + k / 2 in the high half.
-        scales: (k / group_size, n).
+        values: int8 or 8-bit floats (..., k, n), or with 4 bits int8 (..., k / 2, n):
+            row i in the low half of a byte, row i + k / 2 in the high half.
+        scales: (..., k / group_size, n).
         bits: 8 or 4.
     """
 
@@ -51,28 +54,41 @@ class QuantizedWeights:
     bits: Literal[4, 8] = dataclasses.field(metadata={"static": True})
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows * 8 // self.bits, columns
+    def shape(self) -> tuple[int, ...]:
+        *leading, rows, columns = self.values.shape
+        return *leading, rows * 8 // self.bits, columns
+
+    @property
+    def ndim(self) -> int:
+        return len(self.values.shape)
 
     def dequantize(self) -> jax.Array:
         """The weights in the dtype of the scales."""
-        values = (
-            jnp.concatenate(_halves(self.values)) if self.bits == 4 else self.values
-        )
-        scales = jnp.repeat(self.scales, self.shape[0] // len(self.scales), axis=0)
+        values = self.values
+        if self.bits == 4:
+            values = jnp.concatenate(halves(values), axis=-2)
+        group_size = self.shape[-2] // max(self.scales.shape[-2], 1)
+        scales = jnp.repeat(self.scales, group_size, axis=-2)
         return values.astype(scales.dtype) * scales
 
 
 def quantize_weights(
-    weights: jax.Array, *, bits: Literal[4, 8] = 8, group_size: int = 128
+    weights: jax.Array,
+    *,
+    bits: Literal[4, 8] = 8,
+    group_size: int = 128,
+    dtype: Any = jnp.int8,
 ) -> QuantizedWeights:
-    """Weights (k, n) rounded to integers, with a scale per group of rows and column.
+    """Weights (..., k, n) rounded, with a scale per group of rows and column.
 
     Args:
+        bits: 8, or 4: integers, two to a byte.
         group_size: rows with a scale in common; divides k (with 4 bits: k / 2).
+        dtype: with 8 bits: int8, or an 8-bit float.
     """
-    k, n = common.check_rank("quantize_weights", "weights", weights, "k, n")
+    if weights.ndim < 2:
+        common.check_rank("quantize_weights", "weights", weights, "k, n")
+    *leading, k, n = weights.shape
     common.check_floats("quantize_weights", weights=weights)
     common.check_option("quantize_weights", "bits", bits, [4, 8])
     rows = k * bits // 8
@@ -82,17 +98,25 @@ def quantize_weights(
             [("weights", weights.shape), ("group_size", group_size), ("bits", bits)],
             fix=f"pass a group_size that divides {rows}",
         )
-    most = 2 ** (bits - 1) - 1
-    groups = weights.astype(jnp.float32).reshape(-1, group_size, n)
-    scales = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), 1e-30) / most
-    values = jnp.round(groups / scales[:, None]).astype(jnp.int8).reshape(k, n)
+    is_integer = jnp.dtype(dtype) == jnp.int8
+    if jnp.dtype(dtype).itemsize != 1 or not (is_integer or bits == 8):
+        raise SpecError(
+            f"quantize_weights: {bits} bits as {jnp.dtype(dtype)}",
+            fix="pass dtype=jnp.int8, or with 8 bits an 8-bit float",
+        )
+    most = 2 ** (bits - 1) - 1 if is_integer else float(jnp.finfo(dtype).max)
+    groups = weights.astype(jnp.float32).reshape(*leading, -1, group_size, n)
+    scales = jnp.maximum(jnp.max(jnp.abs(groups), axis=-2), 1e-30) / most
+    values = groups / scales[..., None, :]
+    values = jnp.round(values) if is_integer else jnp.clip(values, -most, most)
+    values = values.astype(dtype).reshape(weights.shape)
     if bits == 4:
-        low, high = values[: k // 2], values[k // 2 :]
+        low, high = values[..., : k // 2, :], values[..., k // 2 :, :]
         values = (high << 4) | (low & 15)
     return QuantizedWeights(values, scales.astype(weights.dtype), bits)
 
 
-def _halves(packed):
+def halves(packed):
     """The signed 4-bit integers in the low and in the high halves of bytes."""
     return (packed << 4) >> 4, packed >> 4
 
@@ -113,11 +137,19 @@ def weight_only_matmul(
     Returns:
         (..., n) in x's dtype; sums are float32.
     """
-    k, _ = weights.shape
+    k, _ = common.check_rank("weight_only_matmul", "weights", weights, "k, n")
     common.check_floats("weight_only_matmul", x=x)
     common.check_shape("weight_only_matmul", "x", x, (*x.shape[:-1], k))
     compute = common.choose(implementation, _weight_only, _plain_weight_only)
-    return compute(x, weights, config=config or WeightOnlyConfig())
+    config = configs.tuned(
+        "weight_only_matmul",
+        config,
+        WeightOnlyConfig(),
+        WEIGHT_ONLY_SPACE,
+        (x, weights.values, weights.scales),
+        bits=weights.bits,
+    )
+    return compute(x, weights, config=config)
 
 
 def _plain_weight_only(x, weights, *, config):
@@ -152,8 +184,8 @@ def _weight_only(x, weights, *, config):
         @pl.when(pl.program_id(2) * per_split + step < steps)
         def _():
             integers = y_ref[...]
-            halves = (integers,) if parts == 1 else _halves(integers)
-            for x_ref, y, scale_ref in zip(x_refs, halves, scale_refs, strict=True):
+            pieces = (integers,) if parts == 1 else halves(integers)
+            for x_ref, y, scale_ref in zip(x_refs, pieces, scale_refs, strict=True):
                 product = jnp.dot(
                     x_ref[...], y.astype(x.dtype), preferred_element_type=wide
                 )
@@ -247,7 +279,10 @@ def block_scaled_matmul(
         x_scales,
         y_scales,
         out_dtype=jnp.dtype(out_dtype),
-        config=config or MatmulConfig(),
+        # A step is a block with a scale, along n and k.
+        config=configs.tuned(
+            operation, config, MatmulConfig(), {"block_m": (64, 128, 256)}, (x, y)
+        ),
     )
 
 

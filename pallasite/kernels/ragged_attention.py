@@ -18,12 +18,16 @@ from pallasite.kernels.decode import (
     PAGES,
     Options,
     RunningSoftmax,
+    attend,
     capped,
     check_heads,
+    check_scales,
     check_table,
     known,
+    known_scales,
     plain_paged,
     products,
+    scaled_by_token,
 )
 from pallasite.kernels.visits import visits_of_groups
 
@@ -49,6 +53,8 @@ def ragged_paged_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     implementation: common.Implementation = "pallasite",
     config: RaggedAttentionConfig | None = None,
 ) -> jax.Array:
@@ -66,6 +72,8 @@ def ragged_paged_attention(
         scale: what scores are multiplied by; by default width ** -0.5.
         soft_cap: scores s become soft_cap * tanh(s / soft_cap).
         window: a token sees itself and the window - 1 tokens before it.
+        key_scales, value_scales: what quantised pages are multiplied by: (kv_heads,),
+            or with a number per token (pages, page_size, kv_heads).
 
     Returns:
         (tokens, heads, value_width) in query's dtype.
@@ -95,11 +103,12 @@ def ragged_paged_attention(
     # products of single tokens take longer than reading their keys.
     default = RaggedAttentionConfig(max(64 // (heads // kv_heads), 1))
     operands = (query, key_pages, page_table)
-    return compute(
+    return attend(
+        compute,
         query,
-        key_pages,
-        value_pages,
-        *(x.astype(jnp.int32) for x in (lengths, page_table, query_lengths)),
+        [key_pages, value_pages],
+        [lengths, page_table, query_lengths],
+        check_scales(operation, key_pages.shape, key_scales, value_scales),
         window=window,
         options=Options.of(width, scale, soft_cap),
         config=configs.tuned(operation, config, default, SPACE, operands),
@@ -120,6 +129,8 @@ def _plain(
     query,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     lengths,
     page_table,
     query_lengths,
@@ -133,6 +144,8 @@ def _plain(
         query,
         key_pages,
         value_pages,
+        key_scales,
+        value_scales,
         position + 1,
         page_table[sequence],
         first=0 if window is None else position + 1 - window,
@@ -145,6 +158,8 @@ def _streamed(
     query,
     key_pages,
     value_pages,
+    key_scales,
+    value_scales,
     lengths,
     page_table,
     query_lengths,
@@ -176,7 +191,11 @@ def _streamed(
     scalars = (visits.tile, visits.start, visits.end, sequence, first, limit)
 
     def kernel(tile_ref, start_ref, end_ref, sequence_ref, first_ref, limit_ref, *refs):
-        _, q_ref, position_ref, k_ref, v_ref, o_ref, *scratch = refs
+        _, q_ref, position_ref, k_ref, v_ref, *rest = refs
+        take = iter(rest)
+        key_scale_ref = next(take) if key_scales is not None else None
+        value_scale_ref = next(take) if value_scales is not None else None
+        o_ref, *scratch = take
         visit, step = pl.program_id(1), pl.program_id(2)
         state = RunningSoftmax(*scratch)
         first, limit, start = first_ref[visit], limit_ref[visit], step * size
@@ -188,12 +207,14 @@ def _streamed(
         @pl.when((start < limit) & (start + size > first))
         def _():
             scores = products(q_ref[...], k_ref[...], wide)
+            scores = scaled_by_token(scores, key_scale_ref)
             columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             allowed = columns <= position_ref[...]
             if window is not None:
                 allowed &= columns > position_ref[...] - window
             scores = jnp.where(allowed, capped(scores, options), -jnp.inf)
-            state.absorb(scores, known(v_ref[...].astype(q_ref.dtype), start, limit))
+            values = known(v_ref[...].astype(q_ref.dtype), start, limit)
+            state.absorb(scores, values, known_scales(value_scale_ref, start, limit))
 
         @pl.when(step == pl.num_programs(2) - 1)
         def _():
@@ -216,6 +237,8 @@ def _streamed(
         number = table_ref[sequence_ref[v], step]
         return jnp.clip(number, 0, pages - 1), 0, h, 0
 
+    scales = [x[..., None] for x in (key_scales, value_scales) if x is not None]
+    read = sequences * steps * size  # keys, if all sequences have the longest length
     by_head = query.reshape(tokens, kv_heads, group, width).swapaxes(0, 1)
     out = pl.pallas_call(
         kernel,
@@ -228,6 +251,7 @@ def _streamed(
                 pl.BlockSpec((block, 1), lambda *at: rows_of_visit(*at)[1:]),
                 pl.BlockSpec((None, size, None, width), page),
                 pl.BlockSpec((None, size, None, value_width), page),
+                *[pl.BlockSpec((None, size, None, 1), page)] * len(scales),
             ],
             out_specs=pl.BlockSpec((None, block, value_width), rows_of_visit),
             scratch_shapes=[
@@ -240,6 +264,18 @@ def _streamed(
             # Visits of one block store rows of their own, so that none waits.
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=common.cost(
+            2 * rows * kv_heads * steps * size * (width + value_width),
+            [
+                query,
+                *(
+                    jax.ShapeDtypeStruct((read, *x.shape[2:]), x.dtype)
+                    for x in (key_pages, value_pages, *scales)
+                ),
+                jax.ShapeDtypeStruct((tokens, heads, value_width), query.dtype),
+            ],
+            rows * kv_heads * steps * size,
+        ),
         name="ragged_paged_attention",
     )(
         *scalars,
@@ -248,6 +284,7 @@ def _streamed(
         jnp.repeat(position, group)[:, None],
         key_pages,
         value_pages,
+        *scales,
     )
     out = out.reshape(kv_heads, tokens, group, value_width).swapaxes(0, 1)
     return out.reshape(tokens, heads, value_width)

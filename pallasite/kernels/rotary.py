@@ -122,5 +122,6 @@ def _turn_rows(x, cos, sin, config: common.RowConfig):
         grid=(batch, pl.cdiv(length, block)),
         in_specs=[tokens(heads, width), tokens(1, pairs), tokens(1, pairs)],
         out_specs=tokens(heads, width),
+        cost_estimate=common.cost(3 * x.size, [x, x, cos, sin]),
         name="rotary_embedding",
     )(x, cos, sin)

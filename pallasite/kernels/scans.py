@@ -15,7 +15,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
 
 # Positions whose operands are loaded together, before the first is used.
 STEP = 8
@@ -27,6 +27,12 @@ class RecurrenceConfig:
 
     block_length: int = 128
     block_channels: int = 128
+
+
+RECURRENCE_SPACE = {
+    "block_length": (32, 64, 128, 256),
+    "block_channels": (64, 128, 256, 512),
+}
 
 
 def linear_recurrence(
@@ -54,7 +60,10 @@ def linear_recurrence(
     if initial is None:
         initial = jnp.zeros((batch, channels), common.statistics_dtype(x.dtype))
     compute = common.choose(implementation, _stepped, _plain)
-    return compute(x, decay, initial, config=config or RecurrenceConfig())
+    config = configs.tuned(
+        operation, config, RecurrenceConfig(), RECURRENCE_SPACE, (decay, x)
+    )
+    return compute(x, decay, initial, config=config)
 
 
 def _plain(x, decay, initial, *, config):
@@ -117,6 +126,9 @@ def _recurrence(x, decay, initial, config):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=common.cost(
+            2 * x.size, [x, decay, initial, jax.ShapeDtypeStruct(x.shape, wide)]
+        ),
         name="linear_recurrence",
     )(x, decay, initial[:, None])
 
@@ -151,6 +163,9 @@ class StateSpaceConfig:
     """How a scan is divided: positions of a chunk, whose pairs are one product."""
 
     chunk: int = 128
+
+
+SCAN_SPACE = {"chunk": (32, 64, 128, 256)}
 
 
 def state_space_scan(
@@ -190,7 +205,8 @@ def state_space_scan(
             fix="repeat b and c so that they do",
         )
     compute = common.choose(implementation, _chunked, _plain_scan)
-    return compute(x, log_decay, b, c, config=config or StateSpaceConfig())
+    config = configs.tuned(operation, config, StateSpaceConfig(), SCAN_SPACE, (x, b))
+    return compute(x, log_decay, b, c, config=config)
 
 
 def _plain_scan(x, log_decay, b, c, *, config):
@@ -271,6 +287,12 @@ def _chunked(x, log_decay, b, c, *, config):
         scratch_shapes=[pltpu.VMEM((state, width), wide)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        # Per chunk: all its pairs, what the state adds to it, and it to the state.
+        cost_estimate=common.cost(
+            2 * x.size // width * (chunk * (state + width) + 2 * state * width),
+            [x, x, b, c, total, total],
+            x.size // width * (chunk + 2),
         ),
         name="state_space_scan",
     )(x, b, c, total[..., None], total[..., None, :])

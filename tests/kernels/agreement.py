@@ -17,6 +17,7 @@ TOLERANCE = {
     "float32": 2e-5,
     "bfloat16": 3e-2,
     "float16": 4e-3,
+    "float8_e4m3fn": 0.1,
 }
 
 

@@ -36,6 +36,10 @@ def segments(batch, queries, keys):
     return masks.Segments(ids[:, :queries], ids[:, keys // 2 : keys // 2 + keys])
 
 
+RNG = np.random.default_rng(5)
+SPARSE = masks.Blocks(RNG.random((7, 5)) < 0.4, 16, 16)  # whole queries see nothing
+ELEMENTS = masks.Blocks(RNG.random((100, 75)) < 0.02)
+
 OPTIONS = {
     "plain": {},
     "causal": {"mask": masks.Causal()},
@@ -47,6 +51,14 @@ OPTIONS = {
     "soft cap": {"soft_cap": 3.0, "scale": 0.3},
     "bias": {"bias": normal(1, 4, 100, 75)},
     "sinks": {"sinks": normal(4), "mask": masks.Causal()},
+    "blocks": {"mask": SPARSE},
+    "large blocks and lengths": {
+        "mask": masks.Blocks(np.array([[1, 0, 1], [0, 1, 1]], bool), 64, 32)
+        & masks.Prefix(np.array([70, 0]))
+    },
+    "blocks or elements, and a window": {
+        "mask": (SPARSE | ELEMENTS) & masks.Window(60, 50)
+    },
     "dropout": {"dropout_rate": 0.3, "dropout_key": jax.random.key(1)},
 }
 
@@ -73,7 +85,12 @@ def test_modes():
 
 @pytest.mark.parametrize("axis", [0, 2])
 def test_sharded_batch_or_heads(axis):
-    operation = functools.partial(kernels.attention, mask=masks.Causal())
+    operation = functools.partial(
+        kernels.attention,
+        mask=masks.Causal(),
+        dropout_rate=0.2,
+        dropout_key=jax.random.key(2),
+    )
     shards_agree(operation, axis, *operands(8, 16, 16, 8, 8, 16, 16))
 
 
@@ -96,6 +113,35 @@ def test_any_shape(data):
         st.sampled_from([None, masks.Causal(), masks.Window(5, None), masks.Prefix(1)])
     )
     values_agree(functools.partial(kernels.attention, config=SMALL, mask=mask), *args)
+
+
+def test_blocks_of_pairs_have_codes_and_tiles_once():
+    allowed = np.zeros((6, 6), bool)
+    allowed[0, 0] = allowed[2, 3] = allowed[4:6, 4:6] = True
+    table = masks.Blocks(allowed, 8, 8).table(45, 48, 16, 16)
+    np.testing.assert_array_equal(table.codes, [[2, 0, 0], [0, 3, 0], [0, 0, 1]])
+    assert table.tiles.shape == (4, 16, 16) and table.tiles.dtype == np.int8
+    assert not table.tiles[0].any() and table.tiles[1].all()
+    np.testing.assert_array_equal(
+        np.argwhere(table.tiles[3])[[0, -1]], [[0, 8], [7, 15]]
+    )
+    assert masks.Blocks(allowed, 16, 32).table(96, 192, 16, 16).tiles is None
+
+
+def test_a_mask_of_blocks_is_a_static_part_of_a_jitted_function():
+    q, k, v = operands(1, 20, 20, 1, 1, 16, 16)
+    traced = []
+
+    @jax.jit
+    def attend(mask):
+        traced.append(mask)
+        return kernels.attention(q, k, v, mask=mask, implementation="xla")
+
+    for n in (1, 1, 2):
+        allowed = np.tri(20, k=n, dtype=bool)
+        attend(masks.Blocks(allowed))
+    assert len(traced) == 2
+    assert masks.kind(traced[0]) == "Blocks"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -174,6 +220,7 @@ def test_a_mask_is_an_argument_of_a_jitted_function():
         ({"query": normal(1, 4, 3, 8)}, "does not divide"),
         ({"bias": normal(1, 2, 4, 5)}, "bias does not fit"),
         ({"sinks": normal(3)}, "sinks does not fit"),
+        ({"mask": masks.Blocks(np.ones((2, 2), bool), 2, 1)}, "with shape (2, 4)"),
         ({"dropout_rate": 0.5}, "dropout_key=jax.random.key(seed)"),
         ({"dropout_rate": 1.5}, "a Python number from 0 to 1"),
         ({"mask": masks.Prefix(np.ones(3, int))}, "int32 with shape (1,)"),
@@ -185,3 +232,19 @@ def test_refusals(change, message):
     with pytest.raises(ValueError) as error:
         kernels.attention(**args | change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        (np.ones((2, 2)), "pass booleans (blocks of queries, blocks of keys)"),
+        (np.ones(2, bool), "bool[2]"),
+    ],
+)
+def test_refused_tables(allowed, message):
+    with pytest.raises(ValueError) as error:
+        masks.Blocks(allowed)
+    assert message in str(error.value)
+    traced = "made outside of jit"
+    with pytest.raises(TypeError, match=traced):
+        jax.jit(masks.Blocks)(np.ones((2, 2), bool))

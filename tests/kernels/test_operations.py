@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,9 +60,23 @@ def experts(x, logits, gate, up, down, *, implementation="pallasite", **how):
     return kernels.mixture_of_experts(x, routing, gate, up, down, **how)
 
 
-def quantized(weights, bits):
-    weights = kernels.quantize_weights(weights, bits=bits, group_size=16)
+def quantized(weights, bits, dtype="int8"):
+    weights = kernels.quantize_weights(weights, bits=bits, group_size=16, dtype=dtype)
     return weights.values, weights.scales
+
+
+def grouped_weight_only(x, values, scales, sizes, *, bits, **how):
+    # Values are constants to the gradient: small floats, too.
+    weights = kernels.QuantizedWeights(jax.lax.stop_gradient(values), scales, bits)
+    return kernels.grouped_matmul(x, weights, sizes, **how)
+
+
+def quantized_experts(x, logits, **how):
+    up, down = normal(3, 32, 64), normal(3, 64, 32)
+    gate, up, down = (
+        kernels.quantize_weights(w, group_size=16) for w in (-up, up, down)
+    )
+    return experts(x, logits, gate, up, down, **how)
 
 
 def weight_only(x, values, scales, *, bits, **how):
@@ -97,6 +112,11 @@ QUANTISED = (
     jnp.array([0.01, 0.03]),
 )
 
+# What is past the lengths (page 8 from its second token on) is not a number.
+TOKEN_SCALES = tuple(
+    0.02 * jnp.abs(normal(10, 8, 2, seed=n)).at[8, 1:].set(jnp.nan) for n in (3, 4)
+)
+
 CASES = {
     "ragged attention: prefill and decode": case(
         kernels.ragged_paged_attention,
@@ -130,6 +150,38 @@ CASES = {
         ),
         *QUANTISED,
         gradients=False,
+    ),
+    "int8 pages, scales of tokens": case(
+        lambda *args, **how: kernels.paged_attention(
+            *args[:5], key_scales=args[5], value_scales=args[6], **how
+        ),
+        *QUANTISED[:5],
+        *TOKEN_SCALES,
+        gradients=False,
+        config=kernels.DecodeConfig(splits=2),
+    ),
+    "fp8 cache, scales of tokens": case(
+        lambda *args, **how: kernels.decode_attention(
+            *args[:4], key_scales=args[4], value_scales=args[5], **how
+        ),
+        normal(2, 4, 12, dtype="bfloat16"),
+        normal(2, 21, 2, 12, dtype="float8_e4m3fn", seed=1),
+        normal(2, 21, 2, 10, dtype="float8_e4m3fn", seed=2),
+        jnp.array([21, 4], jnp.int32),
+        jnp.abs(normal(2, 21, 2)),
+        jnp.abs(normal(2, 21, 2, seed=1)),
+        gradients=False,
+        modes=True,
+        config=kernels.DecodeConfig(block_kv=16),
+    ),
+    "ragged attention: int8 pages, scales of tokens and heads": case(
+        lambda *args, **how: kernels.ragged_paged_attention(
+            *args[:6], key_scales=args[6], value_scales=args[7], **how
+        ),
+        *(normal(25, 6, 12), *QUANTISED[1:5], jnp.array([7, 1, 0, 14], jnp.int32)),
+        *(TOKEN_SCALES[0], QUANTISED[-1]),
+        gradients=False,
+        window=9,
     ),
     "update pages": case(
         kernels.update_pages,
@@ -179,6 +231,26 @@ CASES = {
         prologue=jnp.tanh,
         config=TILES,
     ),
+    "matmul, the sum in parts": case(
+        lambda x, y, b, r, **how: kernels.matmul(x, y, bias=b, residual=r, **how),
+        normal(3, 2, 150),
+        normal(150, 35),
+        normal(35),
+        normal(3, 2, 35),
+        activation="gelu",
+        config=kernels.MatmulConfig(32, 32, 32, splits=4),
+    ),
+    "matmul gate prologue, the sum in parts": case(
+        lambda x, y, g, **how: kernels.matmul(x, y, gate=g, **how),
+        normal(5, 96, dtype="bfloat16"),
+        normal(96, 35, dtype="bfloat16"),
+        normal(96, 35, seed=1, dtype="bfloat16"),
+        activation="swish",
+        prologue=jnp.tanh,
+        gradients=False,
+        modes=True,
+        config=kernels.MatmulConfig(32, 32, 16, splits=3),
+    ),
     "matmul bf16": case(
         kernels.matmul,
         normal(21, 50, dtype="bfloat16"),
@@ -224,6 +296,26 @@ CASES = {
         normal(3, 17, 20, seed=1),
         jnp.array([25, 0, 15]),
         config=kernels.MatmulConfig(16, 16, 16),
+    ),
+    **{
+        f"grouped matmul, {name} weights": case(
+            functools.partial(grouped_weight_only, bits=bits),
+            normal(30, 32),
+            *quantized(normal(3, 32, 20), bits, dtype),
+            jnp.array([11, 0, 15]),
+            modes=bits == 4,
+            config=kernels.MatmulConfig(16, 16, 16),
+        )
+        for name, bits, dtype in (
+            ("4-bit", 4, "int8"),
+            ("fp8", 8, "float8_e4m3fn"),
+        )
+    },
+    "mixture of experts, int8 weights": case(
+        quantized_experts,
+        normal(21, 32),
+        normal(21, 3, seed=1),
+        gradients=False,
     ),
     "mixture of experts": case(
         experts,
@@ -361,7 +453,29 @@ REFUSALS = [
         "at most 2 frequencies",
     ),
     (kernels.matmul, [normal(3, 4), normal(5, 6)], "needs shape  (3, 5)"),
+    (
+        lambda *args: kernels.paged_attention(*args[:5], key_scales=args[5]),
+        [*QUANTISED[:5], jnp.ones((10, 8))],
+        "per head, (2,), or per token, (10, 8, 2)",
+    ),
     (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
+    (
+        functools.partial(
+            kernels.quantize_weights, bits=4, group_size=16, dtype="float8_e4m3fn"
+        ),
+        [normal(32, 4)],
+        "with 8 bits an 8-bit float",
+    ),
+    (
+        lambda *args: kernels.grouped_matmul(*args[:3], gate=args[3]),
+        [
+            normal(3, 32),
+            kernels.quantize_weights(normal(1, 32, 4), group_size=16),
+            jnp.array([3]),
+            normal(1, 32, 4),
+        ],
+        "quantise both",
+    ),
     (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
     (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
     (loss, [normal(3, 4), normal(3), normal(4, 5)], "pass them as int32"),

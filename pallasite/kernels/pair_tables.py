@@ -1,0 +1,128 @@
+"""A mask of pairs that is known while a function is traced, in blocks of a kernel.
+
+Per block of pairs there is a code: no pair is allowed, all are, or the number of a tile
+that says which ones. Blocks with the same pairs have one tile.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pallasite.errors import KernelTypeError, SpecError
+
+EMPTY, FULL = 0, 1  # codes of blocks, and the tiles of that number
+
+
+class Frozen:
+    """A boolean matrix that can be compared: it is a static part of jitted calls."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.array.flags.writeable = False
+        self.identity = (array.shape, np.packbits(array).tobytes())
+
+    @staticmethod
+    def of(given: Any) -> "Frozen":
+        if isinstance(given, Frozen):
+            return given
+        if isinstance(given, jax.core.Tracer):
+            raise KernelTypeError(
+                "attention mask: allowed is only known when the function runs",
+                [("allowed", f"{given.dtype}{list(given.shape)}")],
+                fix="pass a numpy array, made outside of jit",
+            )
+        array = np.asarray(given)
+        if array.ndim != 2 or array.dtype != bool:
+            raise SpecError(
+                "attention mask: allowed is not a boolean matrix",
+                [("is", f"{array.dtype}{list(array.shape)}")],
+                fix="pass booleans (blocks of queries, blocks of keys)",
+            )
+        return Frozen(array.copy())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Frozen) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def __repr__(self) -> str:
+        rows, columns = self.array.shape
+        return f"bool[{rows},{columns}]"
+
+
+class PairTable(NamedTuple):
+    """A mask in blocks.
+
+    Attributes:
+        codes: int32 (blocks of queries, blocks of keys).
+        tiles: int8 (codes, queries of a block, keys of a block), 1 where a pair is
+            allowed; None if there are only empty and full blocks.
+    """
+
+    codes: np.ndarray
+    tiles: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """Blocks of a kernel along one side, in units that divide its and the mask's."""
+
+    size: int
+    block: int
+    unit: int
+
+    @staticmethod
+    def of(size: int, block: int, mask_block: int) -> "_Side":
+        return _Side(size, block, math.gcd(block, mask_block))
+
+    @property
+    def blocks(self) -> int:
+        return max(-(-self.size // self.block), 1)
+
+    def places(self, mask_block: int, have: int) -> np.ndarray:
+        """For every unit, where it is in the mask.
+
+        Past the end it is the last one, so that a block there may still be full: what
+        is past the end is masked anyway, or not stored.
+        """
+        units = np.arange(self.blocks * self.block // self.unit) * self.unit
+        last = min(max(self.size - 1, 0) // mask_block, max(have - 1, 0))
+        return np.minimum(units // mask_block, last)
+
+
+def pair_table(
+    allowed: np.ndarray,
+    mask_blocks: tuple[int, int],
+    sizes: tuple[int, int],
+    blocks: tuple[int, int],
+) -> PairTable:
+    """The mask `allowed`, whose elements stand for `mask_blocks`, in other blocks."""
+    q, k = (_Side.of(*each) for each in zip(sizes, blocks, mask_blocks, strict=True))
+    codes = np.zeros((q.blocks, k.blocks), np.int32)
+    if not allowed.size:
+        return PairTable(codes, None)
+    rows, columns = (
+        side.places(block, have)
+        for side, block, have in zip((q, k), mask_blocks, allowed.shape, strict=True)
+    )
+    numbers: dict[bytes, int] = {}
+    tiles = []
+    for i, strip in enumerate(rows.reshape(q.blocks, -1)):
+        units = allowed[strip][:, columns].reshape(len(strip), k.blocks, -1)
+        some, every = units.any(axis=(0, 2)), units.all(axis=(0, 2))
+        codes[i] = np.where(every, FULL, EMPTY)
+        for j in np.flatnonzero(some & ~every):
+            tile = np.ascontiguousarray(units[:, j])
+            number = numbers.setdefault(tile.tobytes(), len(numbers) + 2)
+            codes[i, j] = number
+            if len(tiles) < len(numbers):
+                tiles.append(tile.repeat(q.unit, axis=0).repeat(k.unit, axis=1))
+    if not tiles:
+        return PairTable(codes, None)
+    whole = np.zeros((2, q.block, k.block), bool)
+    whole[FULL] = True
+    return PairTable(codes, np.concatenate([whole, np.stack(tiles)]).astype(np.int8))

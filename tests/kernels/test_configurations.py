@@ -1,0 +1,79 @@
+"""Every operation tells XLA what its kernels cost, and has a configuration to tune."""
+
+import dataclasses
+import functools
+import inspect
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallasite import kernels
+from pallasite.kernels import masks
+from pallasite.primitive import call_p
+from pallasite.tune import choices
+
+from .test_operations import CASES, Case, case, normal
+
+# One row per program, whatever it is: there are no blocks to choose.
+WITHOUT_BLOCKS = {"update pages", "embedding bag", "embedding bag, weighted mean"}
+# Nothing to compute, so that there is no kernel.
+WITHOUT_KERNELS = {"matmul sum of nothing", "grouped matmul of no rows"}
+
+ALL: dict[str, Case] = {
+    **CASES,
+    "attention": case(
+        kernels.attention, *[normal(1, 9, 2, 8)] * 3, mask=masks.Causal()
+    ),
+    "decode attention": case(
+        kernels.decode_attention,
+        normal(1, 2, 8),
+        *[normal(1, 9, 2, 8)] * 2,
+        jnp.array([5]),
+    ),
+    "rms norm": case(kernels.rms_norm, normal(3, 8)),
+    "layer norm": case(kernels.layer_norm, normal(3, 8)),
+    "softmax": case(kernels.softmax, normal(3, 8)),
+    "gated linear unit": case(kernels.gated_linear_unit, *[normal(3, 8)] * 2),
+}
+
+
+def calls(jaxpr):
+    """The kernel calls of a jaxpr, also in what it calls."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is call_p:
+            yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from calls(inner)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_kernel_has_a_cost_and_every_operation_a_configuration(name):
+    operation, operands = ALL[name].operation, ALL[name].operands
+    given = {k: v for k, v in operation.keywords.items() if k != "config"}
+    with choices.recorded() as questions:
+        traced = jax.make_jaxpr(functools.partial(operation.func, **given))(*operands)
+    found = [eqn.params["call"] for eqn in calls(traced.jaxpr)]
+    assert found or name in WITHOUT_KERNELS
+    for call in found:
+        assert call.cost_estimate is not None, call.kernel.name
+        assert call.cost_estimate.bytes_accessed > 0
+    assert questions or name in WITHOUT_BLOCKS
+
+
+def test_configurations_are_frozen_dataclasses():
+    operations = [f for f in vars(kernels).values() if inspect.isfunction(f)]
+    found = 0
+    for operation in operations:
+        hints = typing.get_type_hints(operation)
+        if "config" not in hints:
+            continue
+        config, _ = typing.get_args(hints["config"])
+        assert dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen
+        found += 1
+    assert found >= 20
