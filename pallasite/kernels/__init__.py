@@ -8,6 +8,13 @@ from pallasite.kernels import masks as masks
 from pallasite.kernels.attention import AttentionConfig as AttentionConfig
 from pallasite.kernels.attention import attention as attention
 from pallasite.kernels.cache import update_pages as update_pages
+from pallasite.kernels.collective_matmul import (
+    CollectiveMatmulConfig as CollectiveMatmulConfig,
+)
+from pallasite.kernels.collective_matmul import all_gather_matmul as all_gather_matmul
+from pallasite.kernels.collective_matmul import (
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from pallasite.kernels.common import RowConfig as RowConfig
 from pallasite.kernels.conv import ConvConfig as ConvConfig
 from pallasite.kernels.conv import causal_conv1d as causal_conv1d
@@ -19,6 +26,9 @@ from pallasite.kernels.decode import DecodeConfig as DecodeConfig
 from pallasite.kernels.decode import decode_attention as decode_attention
 from pallasite.kernels.decode import paged_attention as paged_attention
 from pallasite.kernels.embedding import embedding_bag as embedding_bag
+from pallasite.kernels.expert_parallel import (
+    expert_parallel_mixture as expert_parallel_mixture,
+)
 from pallasite.kernels.glu import gated_linear_unit as gated_linear_unit
 from pallasite.kernels.group_norm import group_norm as group_norm
 from pallasite.kernels.grouped_matmul import grouped_matmul as grouped_matmul
@@ -50,6 +60,8 @@ from pallasite.kernels.ragged_attention import (
 from pallasite.kernels.ragged_attention import (
     ragged_paged_attention as ragged_paged_attention,
 )
+from pallasite.kernels.ring_attention import ring_attention as ring_attention
+from pallasite.kernels.ring_attention import zigzag_order as zigzag_order
 from pallasite.kernels.rotary import rotary_embedding as rotary_embedding
 from pallasite.kernels.scans import RecurrenceConfig as RecurrenceConfig
 from pallasite.kernels.scans import StateSpaceConfig as StateSpaceConfig

@@ -264,6 +264,31 @@ class Blocks(Mask):
         )
 
 
+@_pytree("mask", "rows", "columns")
+class Shifted(Mask):
+    """`mask` at other positions: query i is its query `i + rows`, key j its key
+    `j + columns`. Both are ints or int32 arrays (batch,)."""
+
+    mask: Mask
+    rows: Any = 0
+    columns: Any = 0
+
+    def allows(self, rows, columns, data):
+        *inner, down, right = data.values
+        return self.mask.allows(rows + down, columns + right, Data(tuple(inner)))
+
+    def may_allow(self, rows, columns, data):
+        *inner, down, right = data.values
+        rows = Span(rows.start + down, rows.size)
+        columns = Span(columns.start + right, columns.size)
+        return self.mask.may_allow(rows, columns, Data(tuple(inner)))
+
+    def arrays(self):
+        yield from self.mask.arrays()
+        yield "rows", "batch", self.rows
+        yield "columns", "batch", self.columns
+
+
 @_pytree("left", "right")
 class _Both(Mask):
     left: Mask
@@ -312,6 +337,8 @@ def kind(mask: Mask | None) -> str:
     if isinstance(mask, _Both):
         joined = "|" if isinstance(mask, _Either) else "&"
         return joined.join((kind(mask.left), kind(mask.right)))  # pyright: ignore
+    if isinstance(mask, Shifted):
+        return f"Shifted({kind(mask.mask)})"
     return type(mask).__name__
 
 

@@ -1,0 +1,263 @@
+"""Products of matrices that devices hold parts of: `all_gather_matmul` and
+`matmul_reduce_scatter`, which are each other's backward.
+
+Blocks travel around the ring of devices while those that have arrived are multiplied.
+`_gathered`, `_scattered` and `_outer` are the three products that both operations and
+their gradients are made of; `remote_matmul.py` has the first two as kernels that copy
+between devices themselves.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallasite.kernels import common, remote_matmul
+from pallasite.kernels.devices import Ring, Transport, by_remote_copies, check_divides
+from pallasite.kernels.matmul import MatmulConfig, matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveMatmulConfig:
+    """Blocks of each device's products, and how blocks travel between devices."""
+
+    block_m: int = 256
+    block_n: int = 256
+    block_k: int = 256
+    transport: Transport = "auto"
+
+    @property
+    def blocks(self) -> MatmulConfig:
+        return MatmulConfig(self.block_m, self.block_n, self.block_k)
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    axis: str,
+    out_dtype: Any = None,
+    implementation: common.Implementation = "pallasite",
+    config: CollectiveMatmulConfig | None = None,
+) -> jax.Array:
+    """`all_gather(x) @ y` inside `shard_map`, rows multiplied while others travel.
+
+    Args:
+        x: (..., rows, k), floating point: this device's rows of the whole x.
+        y: (k, n): this device's columns of the whole y, usually.
+        axis: the mesh axis along which devices have the rows of x.
+        out_dtype: the result's dtype; by default x's.
+
+    Returns:
+        (..., devices * rows, n): all rows of x times this device's y.
+    """
+    k, n = common.check_rank("all_gather_matmul", "y", y, "k, n")
+    *batch, rows, _ = _check_left("all_gather_matmul", x, y)
+    ring = Ring.of("all_gather_matmul", axis)
+    compute = common.choose(implementation, _ring_gathered, _plain_gathered)
+    out = compute(
+        x.reshape(-1, k),
+        y,
+        ring=ring,
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        config=config or CollectiveMatmulConfig(),
+    )
+    # (devices, batch * rows, n) with the devices' rows beside each other.
+    out = out.reshape(ring.size, math.prod(batch), rows, n)
+    return out.swapaxes(0, 1).reshape(*batch, ring.size * rows, n)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array,
+    y: jax.Array,
+    *,
+    axis: str,
+    out_dtype: Any = None,
+    implementation: common.Implementation = "pallasite",
+    config: CollectiveMatmulConfig | None = None,
+) -> jax.Array:
+    """This device's rows of the sum over devices of `x @ y`, inside `shard_map`.
+
+    Rows are multiplied while the sums of others travel; sums travel as float32.
+
+    Args:
+        x: (..., devices * rows, k), floating point: this device's columns of the whole
+            x, usually.
+        y: (k, n): this device's rows of the whole y, usually.
+        axis: the mesh axis along which the products are added, and along which devices
+            have the rows of the result.
+        out_dtype: the result's dtype; by default x's.
+
+    Returns:
+        (..., rows, n).
+    """
+    operation = "matmul_reduce_scatter"
+    k, n = common.check_rank(operation, "y", y, "k, n")
+    *batch, all_rows, _ = _check_left(operation, x, y)
+    ring = Ring.of(operation, axis)
+    check_divides(operation, "x", x, x.ndim - 2, ring.size, f"devices along {axis!r}")
+    rows = all_rows // ring.size
+    by_device = x.reshape(math.prod(batch), ring.size, rows, k).swapaxes(0, 1)
+    compute = common.choose(implementation, _ring_scattered, _plain_scattered)
+    out = compute(
+        by_device.reshape(ring.size, -1, k),
+        y,
+        ring=ring,
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        config=config or CollectiveMatmulConfig(),
+    )
+    return out.reshape(*batch, rows, n)
+
+
+def _check_left(operation: str, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
+    common.check_floats(operation, x=x, y=y)
+    if x.ndim < 2:
+        common.check_rank(operation, "x", x, "rows, k")
+    common.check_shape(operation, "x", x, (*x.shape[:-1], y.shape[0]))
+    return x.shape
+
+
+# --- plain ---
+
+
+def _plain_gathered(x, y, *, ring, out_dtype, config):
+    del config  # blocks are a kernel's
+    everyone = lax.all_gather(x, ring.axis)
+    wide = common.statistics_dtype(x.dtype)
+    return jnp.dot(everyone, y, preferred_element_type=wide).astype(out_dtype)
+
+
+def _plain_scattered(x, y, *, ring, out_dtype, config):
+    del config  # blocks are a kernel's
+    wide = common.statistics_dtype(x.dtype)
+    partial = jnp.dot(x, y, preferred_element_type=wide)
+    return lax.psum_scatter(partial, ring.axis).astype(out_dtype)
+
+
+# --- rings, with their backward ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """What decides the code of a product besides its operands."""
+
+    ring: Ring
+    out_dtype: Any
+    config: CollectiveMatmulConfig
+
+    def with_dtype(self, dtype: Any) -> "_How":
+        return dataclasses.replace(self, out_dtype=jnp.dtype(dtype))
+
+
+def _ring_gathered(x, y, *, ring, out_dtype, config):
+    return _gathered(*ring.varying(x, y), _How(ring, out_dtype, config))
+
+
+def _ring_scattered(x, y, *, ring, out_dtype, config):
+    return _scattered(*ring.varying(x, y), _How(ring, out_dtype, config))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gathered(x, y, how: _How):
+    """Every device's x (rows, k) times y (k, n): (devices, rows, n)."""
+    ring = how.ring
+    if _remote(how, x, y):
+        return remote_matmul.gathered(x, y, ring, how.out_dtype, how.config.blocks)
+    out = jnp.zeros((ring.size, x.shape[0], y.shape[1]), how.out_dtype)
+
+    def step(number, carry):
+        x, out = carry
+        arriving = ring.pass_on(x)  # while this block is multiplied
+        return arriving, _placed(out, x, number)
+
+    def _placed(out, x, number):
+        product = _product(x, y, how.out_dtype, how)
+        return lax.dynamic_update_index_in_dim(out, product, ring.source(number), 0)
+
+    out, x = ring.varying(out, x)
+    x, out = lax.fori_loop(0, ring.size - 1, step, (x, out))
+    return _placed(out, x, ring.size - 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _scattered(x, y, how: _How):
+    """The sum over devices of `x[this device] @ y`: (rows, n) of (devices, rows, k)."""
+    ring = how.ring
+    if _remote(how, x, y):
+        return remote_matmul.scattered(x, y, ring, how.out_dtype, how.config.blocks)
+    wide = common.statistics_dtype(x.dtype)
+
+    def partial(number):
+        # The sum that is on this device now belongs to the one where it ends.
+        block = lax.dynamic_index_in_dim(x, ring.source(number), 0, keepdims=False)
+        return _product(block, y, wide, how)
+
+    def step(number, total):
+        # The product needs nothing of what arrives.
+        return ring.pass_on(total) + partial(number + 1)
+
+    (first,) = ring.varying(partial(1))
+    total = lax.fori_loop(1, ring.size, step, first)
+    return total.astype(how.out_dtype)
+
+
+def _outer(x, y, how: _How):
+    """The sum over devices of their `x.T @ y[device]`, while x travels.
+
+    (k, n) of (rows, k) and (devices, rows, n).
+    """
+    ring = how.ring
+    wide = common.statistics_dtype(x.dtype)
+
+    def partial(x, number):
+        block = lax.dynamic_index_in_dim(y, ring.source(number), 0, keepdims=False)
+        return _product(x.T, block, wide, how)
+
+    def step(number, carry):
+        x, total = carry
+        return ring.pass_on(x), total + partial(x, number)
+
+    total = jnp.zeros((x.shape[1], y.shape[2]), wide)
+    x, total = ring.varying(x, total)
+    x, total = lax.fori_loop(0, ring.size - 1, step, (x, total))
+    return (total + partial(x, ring.size - 1)).astype(how.out_dtype)
+
+
+def _product(x, y, out_dtype, how: _How):
+    return matmul(x, y, out_dtype=out_dtype, config=how.config.blocks)
+
+
+def _remote(how: _How, x, y) -> bool:
+    """Whether a kernel with copies of its own computes a product."""
+    has_work = how.ring.size > 1 and x.size > 0 and y.size > 0
+    return has_work and by_remote_copies(how.config.transport)
+
+
+def _gathered_fwd(x, y, how):
+    return _gathered(x, y, how), (x, y)
+
+
+def _gathered_bwd(how, kept, cotangent):
+    x, y = kept
+    d_x = _scattered(cotangent.astype(x.dtype), y.T, how.with_dtype(x.dtype))
+    return d_x, _outer(x, cotangent.astype(x.dtype), how.with_dtype(y.dtype))
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+def _scattered_fwd(x, y, how):
+    return _scattered(x, y, how), (x, y)
+
+
+def _scattered_bwd(how, kept, cotangent):
+    x, y = kept
+    d_x = _gathered(cotangent.astype(x.dtype), y.T, how.with_dtype(x.dtype))
+    return d_x, _outer(cotangent.astype(x.dtype), x, how.with_dtype(y.dtype)).T
+
+
+_scattered.defvjp(_scattered_fwd, _scattered_bwd)
