@@ -278,13 +278,27 @@ class Shifted(Mask):
         return self.mask.allows(rows + down, columns + right, Data(tuple(inner)))
 
     def may_allow(self, rows, columns, data):
+        return self.mask.may_allow(*self._shifted(rows, columns, data))
+
+    def allows_all(self, rows, columns, data):
+        return self.mask.allows_all(*self._shifted(rows, columns, data))
+
+    def _shifted(self, rows: Span, columns: Span, data: Data):
         *inner, down, right = data.values
         rows = Span(rows.start + down, rows.size)
         columns = Span(columns.start + right, columns.size)
-        return self.mask.may_allow(rows, columns, Data(tuple(inner)))
+        return rows, columns, Data(tuple(inner))
 
     def arrays(self):
-        yield from self.mask.arrays()
+        for name, side, array in self.mask.arrays():
+            if side == "pair":
+                raise SpecError(
+                    "attention mask: a table of pairs cannot be shifted",
+                    [("mask", kind(self.mask))],
+                    fix="ring_attention and Shifted take masks that compare positions "
+                    "or ids: Causal, Window, Prefix, Segments",
+                )
+            yield name, side, array
         yield "rows", "batch", self.rows
         yield "columns", "batch", self.columns
 

@@ -81,7 +81,9 @@ def ring_attention(
     for name, x in {"query": query, "key": key}.items():
         check_divides(operation, name, x, 1, parts, "parts of order='zigzag'")
     mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
-    masks.checked_arrays(mask, query.shape[0], query.shape[1], key.shape[1])
+    masks.checked_arrays(
+        masks.Shifted(mask), query.shape[0], query.shape[1], key.shape[1]
+    )
     how = _How(ring, order, scale, soft_cap, config)
     compute = common.choose(implementation, _by_ring, _plain)
     out, log_sum_exp = compute(query, key, value, mask=mask, how=how)

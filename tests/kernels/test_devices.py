@@ -203,6 +203,11 @@ def test_experts_on_devices_and_their_gradient(size, dtype, chosen):
         assert not np.allclose(few[0][0], want[0])
 
 
+def ring(x, mask):
+    x = x[None, :, :, None]
+    return kernels.ring_attention(x, x, x, mask, axis="x")
+
+
 REFUSALS = [
     (
         lambda x: kernels.all_gather_matmul(x, x, axis="y"),
@@ -215,6 +220,10 @@ REFUSALS = [
     (
         lambda x: kernels.ring_attention(x, x, x, axis="x"),
         "query has 2 dimensions",
+    ),
+    (
+        lambda x: ring(x, masks.Causal() & masks.Blocks(np.ones((9, 9), bool))),
+        "a table of pairs cannot be shifted\n  mask  Causal&Blocks",
     ),
 ]
 
