@@ -136,7 +136,7 @@ class TensorWalker(ClusterWalker):
         reads = _named("left operand", ends[1]) | _named("right operand", ends[2])
         if adds:
             reads |= sums
-        self._start(op, reads, sums, lambda: self._multiply(op, ends, adds))
+        self._start(op, reads, sums, lambda: self._multiply_pair(op, ends, adds))
         yield Pause(op)
 
     def _in_blocks(self, op: Op, ref: Value) -> list[End]:
@@ -146,7 +146,7 @@ class TensorWalker(ClusterWalker):
             return [own]
         return [self.end_at(own, block) for block in self.peers(op)]
 
-    def _multiply(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
+    def _multiply_pair(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
         all_sums, all_left, all_right = ends
         along = TensorMma.of(op).columns_dim
         sides = [self._seen(self.read(end.view)) for end in all_right]
