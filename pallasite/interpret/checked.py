@@ -15,7 +15,7 @@ import numpy as np
 
 from pallasite.interpret.bounds import Indices
 from pallasite.interpret.clocks import Clocks
-from pallasite.interpret.copies import Copy
+from pallasite.interpret.copies import InFlight
 from pallasite.interpret.devices import talks_to_devices
 from pallasite.interpret.machine import core_of, placed_programs
 from pallasite.interpret.matrix_units import MatrixUnits
@@ -257,7 +257,7 @@ class CheckedWalker(TensorWalker):
             own = (v for v in allocs if v.ref.space != SHARED)
             self._end_of([self.own_root(v) for v in own])
 
-    def _move(self, copies: Sequence[Copy]) -> None:
+    def _move(self, copies: Sequence[InFlight]) -> None:
         """Copies that were not waited for, where that is not reported."""
         for copy in copies:
             if not copy.moved:

@@ -36,23 +36,39 @@ class End:
         return self.root, self.elements.box
 
 
-@dataclass(eq=False)
-class Copy:
-    """A copy that was started.
+class InFlight:
+    """What was started and is not waited for yet: a copy, or a product of a GPU
+    (`gpu_level.py`, `tensor_memory.py`)."""
 
-    `kind`, `ends`, `reads`, `writes` and `is_next` are what all that is in flight has;
-    a product of a GPU is the other kind (`gpu_level.py`).
-    """
+    kind: str
+    fix: str
+    op: Op
+    starter: Context | None
+    program: str | None
+    through_window: bool  # an end is a block, which is gone after the program
+    moved: bool
+    reads: Mapping[str, End]
+    writes: Mapping[str, End]
+    ends: Sequence[End]
+
+    @property
+    def next_to_move(self) -> "InFlight":
+        """What has to move next for this to be done; itself, if it may move now."""
+        return self
+
+
+@dataclass(eq=False)
+class Copy(InFlight):
+    """A copy that was started."""
 
     kind: ClassVar[str] = "copy"
     fix: ClassVar[str] = "wait() for the copy first"
-    is_next: ClassVar[bool] = True  # may move now
 
     op: Op
     source: End
     target: End
     semaphore: End | None
-    through_window: bool  # an end is a block, which is gone after the program
+    through_window: bool
     starter: Context | None
     program: str | None
     state: Any  # where the evaluator was at the start, for reports
@@ -74,11 +90,6 @@ class Copy:
     @property
     def ends(self) -> list[End]:
         return [self.source, self.target, self.semaphore or self.source]
-
-    @property
-    def next_to_move(self) -> "Copy":
-        """What has to move next for this to be done."""
-        return self
 
 
 @dataclass(eq=False)
@@ -107,22 +118,18 @@ class Receive(Copy):
         return {}
 
     @property
-    def is_next(self) -> bool:  # type: ignore[override]
-        return self.send.moved
-
-    @property
     def next_to_move(self) -> Copy:
         return self if self.send.moved else self.send
 
 
 class Copies:
-    """The copies in flight."""
+    """What is in flight."""
 
     def __init__(self, monitor: Monitor):
         self.monitor = monitor
-        self.flying: list[Copy] = []
+        self.flying: list[InFlight] = []
 
-    def start(self, copy: Copy) -> None:
+    def start(self, copy: InFlight) -> None:
         for end in copy.reads.values():
             self.read(end.root, end.elements)
         for end in copy.writes.values():
@@ -133,20 +140,24 @@ class Copies:
         """Another device starts it; whether it may is for the clocks to say."""
         self.flying.append(copy)
 
-    def pending(self) -> list[Copy]:
-        """Those whose data has not moved yet."""
-        return [c for c in self.flying if not c.moved and c.is_next]
+    def pending(self) -> list[InFlight]:
+        """Those whose data has not moved yet and may move now."""
+        return [c for c in self.flying if not c.moved and c.next_to_move is c]
 
-    def signalling(self, semaphore_key: Any) -> list[Copy]:
+    def signalling(self, semaphore_key: Any) -> list[InFlight]:
         """What must move for a semaphore to be signalled."""
-        waiting = [c for c in self.flying if c.semaphore_key == semaphore_key]
+        waiting = self._counted_by(semaphore_key)
         return [c.next_to_move for c in waiting if not c.moved]
 
     def awaited(self, semaphore_key: Any, target: End) -> Copy | None:
         """The copy that a wait is for: with that semaphore, best with that end."""
-        waiting = [c for c in self.flying if c.semaphore_key == semaphore_key]
+        waiting = self._counted_by(semaphore_key)
         same = [c for c in waiting if c.target.key == target.key]
         return next(iter(same or waiting), None)
+
+    def _counted_by(self, semaphore_key: Any) -> list[Copy]:
+        copies = (c for c in self.flying if isinstance(c, Copy))
+        return [c for c in copies if c.semaphore_key == semaphore_key]
 
     def report_not_started(self, target: End) -> None:
         """The report of a wait for a copy that is never started."""
@@ -170,7 +181,7 @@ class Copies:
 
     def _meet(
         self,
-        copy: Copy,
+        copy: InFlight,
         ends: Mapping[str, End],
         root: Value,
         elements: Elements,
@@ -199,7 +210,7 @@ class Copies:
             if copy.through_window and copy.starter is context:
                 self._left(copy, "a copy is still in flight when its program ends")
 
-    def end_memory(self, roots: Sequence[Value]) -> list[Copy]:
+    def end_memory(self, roots: Sequence[Value]) -> list[InFlight]:
         """The given allocations are gone: report the copies that still use them."""
         left = []
         for copy in self.flying:
@@ -215,7 +226,7 @@ class Copies:
             if core is None or copy.starter is core:
                 self._left(copy, f"a {copy.kind} is never waited for")
 
-    def _left(self, copy: Copy, what: str) -> None:
+    def _left(self, copy: InFlight, what: str) -> None:
         ends = {**copy.reads, **copy.writes}
         facts = [(which, self.monitor.describe(e.ref)) for which, e in ends.items()]
         self.monitor.report(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pallasite.interpret.copies import Copy, End
+from pallasite.interpret.copies import Copy, End, InFlight
 from pallasite.interpret.devices import DeviceWalker
 from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.numpy_memory import Elements
@@ -76,7 +76,7 @@ class Store(Copy):
 
 
 @dataclass(eq=False)
-class Product:
+class Product(InFlight):
     """A wgmma that was started. `sums` is a value, or the product that makes it."""
 
     op: Op
@@ -93,7 +93,6 @@ class Product:
 
     kind: ClassVar[str] = "wgmma"
     fix: ClassVar[str] = "wgmma_wait for it first"
-    semaphore_key: ClassVar[str] = "wgmma"
     through_window: ClassVar[bool] = False
     writes: ClassVar[dict[str, End]] = {}
 
@@ -107,8 +106,8 @@ class Product:
         return list(self.reads.values())
 
     @property
-    def is_next(self) -> bool:
-        return next((p for p in self.others if not p.moved), self) is self
+    def next_to_move(self) -> "Product":
+        return next((p for p in self.others if not p.moved), self)
 
 
 class PhaseWait(Pause):
@@ -124,7 +123,7 @@ class PhaseWait(Pause):
     def ready(self) -> bool:
         return self.barrier.phase > self.phase
 
-    def wanted(self) -> Sequence[Copy]:
+    def wanted(self) -> Sequence[InFlight]:
         return self.walker.signalling(self.barrier)
 
     def text(self) -> str:
@@ -470,7 +469,7 @@ class GpuWalker(DeviceWalker):
             self._look_at_fences(end, op)
             with self.races.as_lane(product.lane):
                 self.races.access(end.root, "reads", end.elements)
-        self.copies.start(product)  # type: ignore[arg-type]
+        self.copies.start(product)
         others.append(product)
         if self.schedule.is_early:
             self.move(product)
@@ -513,7 +512,7 @@ class GpuWalker(DeviceWalker):
         for product in flying[:done]:
             if not product.moved:
                 self.move(product)
-            self.copies.flying.remove(product)  # type: ignore[arg-type]
+            self.copies.flying.remove(product)
             self.races.end_copy(product.lane)
         left = flying[done:]
         del flying[:done]

@@ -327,9 +327,7 @@ class Races:
 
     def _named(self, root: Value) -> Value:
         """An operand that is also a result is shown as the result."""
-        kernel = self.monitor.kernel
-        aliased = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
-        return aliased.get(root, root)
+        return self.monitor.kernel.aliased_results.get(root, root)
 
 
 def top_level_memory(kernel: Kernel) -> list[Op]:

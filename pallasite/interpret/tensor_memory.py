@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pallasite.interpret.clusters import ClusterWalker
-from pallasite.interpret.copies import End
+from pallasite.interpret.copies import End, InFlight
 from pallasite.interpret.gpu_level import Barrier
 from pallasite.interpret.numbers import run_pure
 from pallasite.interpret.schedule import Context, Pause, Steps
@@ -25,7 +25,7 @@ KINDS = {"tensor_mma": "tcgen05_mma", "tensor_copy": "copy to tensor memory"}
 
 
 @dataclass(eq=False)
-class Work:
+class Work(InFlight):
     """Something that the tensor core was asked for."""
 
     op: Op
@@ -44,7 +44,6 @@ class Work:
     fix: ClassVar[str] = (
         "wait for a barrier of it, or of tcgen05_commit_arrive after it"
     )
-    semaphore_key: ClassVar[str] = "tensor core"
     through_window: ClassVar[bool] = False
 
     @property
@@ -56,8 +55,8 @@ class Work:
         return [*self.reads.values(), *self.writes.values()]
 
     @property
-    def is_next(self) -> bool:
-        return next((w for w in self.queue if not w.moved), self) is self
+    def next_to_move(self) -> "Work":
+        return next((w for w in self.queue if not w.moved), self)
 
 
 def _named(name: str, ends: Sequence[End]) -> dict[str, End]:
@@ -108,8 +107,8 @@ class TensorWalker(ClusterWalker):
         # The tensor core keeps the order of its own work.
         flying, own = self.copies.flying, list(queue)
         self.copies.flying = [c for c in flying if c not in own]
-        self.copies.start(work)  # type: ignore[arg-type]
-        self.copies.flying = [*flying, work]  # type: ignore[list-item]
+        self.copies.start(work)
+        self.copies.flying = [*flying, work]
         queue.append(work)
         if self.schedule.is_early:
             self.move(work)
@@ -136,7 +135,7 @@ class TensorWalker(ClusterWalker):
         reads = _named("left operand", ends[1]) | _named("right operand", ends[2])
         if adds:
             reads |= sums
-        self._start(op, reads, sums, lambda: self._multiply(op, ends, adds))
+        self._start(op, reads, sums, lambda: self._multiply_pair(op, ends, adds))
         yield Pause(op)
 
     def _in_blocks(self, op: Op, ref: Value) -> list[End]:
@@ -146,7 +145,7 @@ class TensorWalker(ClusterWalker):
             return [own]
         return [self.end_at(own, block) for block in self.peers(op)]
 
-    def _multiply(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
+    def _multiply_pair(self, op: Op, ends: Sequence[Sequence[End]], adds: bool) -> None:
         all_sums, all_left, all_right = ends
         along = TensorMma.of(op).columns_dim
         sides = [self._seen(self.read(end.view)) for end in all_right]
@@ -225,7 +224,7 @@ class TensorWalker(ClusterWalker):
                 if any(b is barrier and p <= phase for b, p in pairs):
                     last = n
             for work in queue[: last + 1]:
-                self.copies.flying.remove(work)  # type: ignore[arg-type]
+                self.copies.flying.remove(work)
             del queue[: last + 1]
 
     RESUMABLE: ClassVar[Any] = {

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pallasite.interpret.copies import Copies, Copy, End, Receive, Send
+from pallasite.interpret.copies import Copies, Copy, End, InFlight, Receive, Send
 from pallasite.interpret.monitor import Monitor
 from pallasite.interpret.numpy_memory import Elements, region_of
 from pallasite.interpret.races import Races
@@ -37,7 +37,7 @@ class SemaphoreWait(Pause):
     def ready(self) -> bool:
         return self.walker.count_of(self.end.view) >= self.amount
 
-    def wanted(self) -> Sequence[Copy]:
+    def wanted(self) -> Sequence[InFlight]:
         return self.walker.copies.signalling(self.end.key)
 
     def text(self) -> str:
@@ -65,7 +65,7 @@ class SemaphorePoll(Pause):
         super().__init__(op)
         self.copies, self.end = copies, end
 
-    def wanted(self) -> Sequence[Copy]:
+    def wanted(self) -> Sequence[InFlight]:
         return self.copies.signalling(self.end.key)
 
 
@@ -84,7 +84,7 @@ class CopyWait(Pause):
         copy = self.copy()
         return copy is not None and copy.moved
 
-    def wanted(self) -> Sequence[Copy]:
+    def wanted(self) -> Sequence[InFlight]:
         copy = self.copy()
         return () if copy is None else (copy.next_to_move,)
 

@@ -174,6 +174,11 @@ class Kernel:
     def outputs(self) -> tuple[Value, ...]:
         return self.params[len(self.params) - self.num_outputs :]
 
+    @property
+    def aliased_results(self) -> dict[Value, Value]:
+        """The result that is the same memory as an operand, by operand."""
+        return {self.inputs[i]: self.outputs[o] for i, o in self.aliases}
+
     def with_(self, **changes: Any) -> "Kernel":
         return replace(self, **changes)
 

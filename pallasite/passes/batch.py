@@ -12,15 +12,13 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, Window
 from pallasite.ir.rewrite import substitute
 from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import constant_inputs
 
 
 def changed_operands(kernel: Kernel) -> list[int]:
     """The operands that programs write: each mapped element needs its own copy."""
-    aliased = {source for source, _ in kernel.aliases}
-    written = Roots(kernel).written(kernel.body)
-    inputs = enumerate(kernel.inputs)
-    return [n for n, param in inputs if n in aliased or param in written]
+    constant = constant_inputs(kernel)
+    return [n for n, param in enumerate(kernel.inputs) if param not in constant]
 
 
 def batch_kernel(kernel: Kernel, mapped: Sequence[bool], size: int) -> Kernel:

@@ -369,6 +369,20 @@ def test_one_wrong_line_is_found(name):
     assert any(re.search(message, t) for t in named), "\n".join(texts)
 
 
+def test_a_product_left_in_flight_ends_with_its_memory():
+    """Where `copies` are not reported, what nothing waits for is done all the same."""
+    spare = """
+      %a0: ref<f32[8,4] smem @swizzle(128)> = subview %a[0, :, :]
+      %b0: ref<f32[4,8] smem @swizzle(128)> = subview %b[0, :, :]
+      %spare: f32[8,8] = wgmma %zero, %a0, %b0 {contract=((1,), (0,))}
+      store %out"""
+    kernel = parse_kernel(RING.replace("store %out", spare))
+    x, y = arrays((8, 20), (20, 8))
+    options = pl.Checked(orders=("late",), copies=False)
+    (got,) = run_checked(kernel, [x, y], options)
+    np.testing.assert_allclose(got, x @ y, rtol=1e-5, atol=1e-5)
+
+
 # --- what the cuda backend makes ---
 
 

@@ -157,7 +157,7 @@ class Emitter(TensorMemory):
 
     def text(self) -> str:
         kernel = self.kernel
-        same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        same = kernel.aliased_results
         params = []
         for number, param in enumerate(kernel.params):
             root = same.get(param, param)

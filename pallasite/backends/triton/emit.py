@@ -80,7 +80,7 @@ class Emitter(Prints):
 
     def module(self) -> str:
         kernel = self.kernel
-        same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        same = kernel.aliased_results
         params: list[str] = []
         for param in kernel.inputs:
             self.argument(param, same.get(param, param), params)

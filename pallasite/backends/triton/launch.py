@@ -129,7 +129,7 @@ class _Count(LiveTiles):
     def __init__(self, kernel: Kernel):
         super().__init__(kernel)
         self.dots = [Dot.of(op) for op in self.ops if op.name == "dot"]
-        self.same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+        self.same = kernel.aliased_results
         self.roots = Roots(kernel)
         refs = [ref for op in self.ops for ref in written_refs(op)]
         self.written = set(map(self.root, refs))

@@ -125,8 +125,7 @@ def analyze(kernel: Kernel) -> GridInfo:
     op = find_pipeline(kernel)
     before = kernel.body.ops[: kernel.body.ops.index(op)]
     # An operand that shares its memory with a result counts as that result.
-    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
-    return analyze_pipeline(op, before, same)
+    return analyze_pipeline(op, before, kernel.aliased_results)
 
 
 def analyze_pipeline(

@@ -182,14 +182,13 @@ def _is_short(region: Block) -> bool:
 
 def constant_inputs(kernel: Kernel) -> frozenset[Value]:
     """Operands that are the same all the time: no op and no result writes to them."""
-    shared = {kernel.inputs[i] for i, _ in kernel.aliases}
     written = Roots(kernel).written(kernel.body)
-    return frozenset(kernel.inputs) - shared - {*written}
+    return frozenset(kernel.inputs).difference(kernel.aliased_results, written)
 
 
 def accesses_of(kernel: Kernel) -> dict[Value, list[Op]]:
     """The ops that use each memory; an operand that is a result is that result."""
-    same = {kernel.inputs[i]: kernel.outputs[o] for i, o in kernel.aliases}
+    same = kernel.aliased_results
     roots = Roots(kernel)
     accesses: dict[Value, list[Op]] = {}
     for op in walk(kernel.body):
