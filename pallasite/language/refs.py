@@ -8,7 +8,7 @@ Each primitive stages into the kernel's jaxpr; `importer.py` gives them meaning.
 import functools
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -464,7 +464,7 @@ class SelectedRef:
     def __init__(self, index: Any, refs: Sequence[Any]):
         self.index, self.refs = jnp.asarray(index, jnp.int32), tuple(refs)
 
-    def refuse(self, *_: Any) -> Any:
+    def refuse(self, *_: Any) -> NoReturn:
         raise KernelTypeError(
             "a ref of pl.select_ref is the source or destination of a copy",
             [("refs", [jaxcompat.aval_of(r).str_short() for r in self.refs])],
