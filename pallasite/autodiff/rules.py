@@ -31,6 +31,7 @@ from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.partition import pull_back_rule
+from pallasite.passes.matrix_units import write_out
 from pallasite.passes.shard import shard
 from pallasite.primitive import Call, call_p, wants_emulation
 from pallasite.sharding.custom_call import Task, call_key, lower_partitioned
@@ -89,9 +90,16 @@ def pull_back(
 
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and beside it a call of its tangent kernel."""
-    found = _keeping(call, primals, tangents)
+    plain = _in_plain_ops(call)
+    found = _keeping(plain, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
-    return results, _push(call, primals, tangents, kept)
+    return results, _push(plain, primals, tangents, kept)
+
+
+def _in_plain_ops(call: Call) -> Call:
+    """Instructions to matrix units have no rules of their own: what they mean has."""
+    kernel = write_out(call.kernel)
+    return call if kernel is call.kernel else replace(call, kernel=kernel)
 
 
 def _keeping(
@@ -275,6 +283,7 @@ def _transpose_tangent(
 def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     """A call that is linear in some operands (`jax.linear_transpose`): its derivative
     is the same everywhere, so it is taken at zero."""
+    call = _in_plain_ops(call)
     linear = tuple(map(ad.is_undefined_primal, operands))
     primals = [
         jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x
