@@ -48,6 +48,7 @@ from pallasite.language.refs import multiple_of as multiple_of
 from pallasite.language.refs import num_programs as num_programs
 from pallasite.language.refs import program_id as program_id
 from pallasite.language.refs import run_scoped as run_scoped
+from pallasite.language.refs import select_ref as select_ref
 from pallasite.language.refs import semaphore_read as semaphore_read
 from pallasite.language.refs import semaphore_signal as semaphore_signal
 from pallasite.language.refs import semaphore_wait as semaphore_wait
@@ -84,11 +85,14 @@ __version__ = "0.1.0"
 __getattr__ = _missing.names(
     "pallasite",
     {
-        **_missing.hints(
-            "Indirect select_ref lower_as_mlir "
-            "pallas_call_p pallas_export_experimental BlockDim CompilerParams",
-            "not part of this release; see docs/compat.md",
-        ),
+        "BlockDim": "an entry of block_shape is an int, None, pl.Element, pl.Squeezed, "
+        "pl.Blocked or pl.BoundedSlice",
+        "CompilerParams": "name those of a backend: pltpu.CompilerParams",
+        "Indirect": "copy rows by their numbers in the kernel: "
+        "pltpu.async_copy(x_ref.at[numbers_ref], rows_ref, sem)",
+        "lower_as_mlir": "pl.lower(f)(x).stages() has the text of every stage",
+        "pallas_call_p": "match calls of jax.make_jaxpr(f)(x) by name, or use pl.lower",
+        "pallas_export_experimental": "jax.export.export works without it",
         "enable_debug_checks": "pl.debug_check is always on",
         "enable_poison_buffers": "interpret=True poisons, pl.Checked() reports",
     },

@@ -509,7 +509,8 @@ def _lower_emulation(ctx: Any, *operands: Any, call: Call) -> Any:
         axes = jaxcompat.manual_mesh_axes(ctx)
         run = on_devices(call.kernel, _evaluator_options(call), axes)
     elif not side_by_side and any(
-        op.name in ("sem_signal_core", "barrier") for op in walk(call.kernel.body)
+        op.name in ("sem_signal_core", "fetch_and_add", "barrier")
+        for op in walk(call.kernel.body)
     ):
         run = on_devices(call.kernel, _evaluator_options(call), axes)
     else:

@@ -19,6 +19,7 @@ from pallasite.language.sparse_core import bitcast as bitcast
 from pallasite.language.sparse_core import cummax as cummax
 from pallasite.language.sparse_core import cummin as cummin
 from pallasite.language.sparse_core import cumsum as cumsum
+from pallasite.language.sparse_core import fetch_and_add as fetch_and_add
 from pallasite.language.sparse_core import load_expanded as load_expanded
 from pallasite.language.sparse_core import load_gather as load_gather
 from pallasite.language.sparse_core import pack as pack
@@ -34,7 +35,7 @@ from pallasite.language.tpu_info import get_sparse_core_info as get_sparse_core_
 __getattr__ = missing.names(
     "pallasite.tpu_sc",
     missing.hints(
-        "fetch_and_add slice_subcore_vmem_from_shared",
+        "slice_subcore_vmem_from_shared",
         "subcores share pltpu.VMEM_SHARED, which copies reach, and meet with "
         "plsc.subcore_barrier",
     ),

@@ -31,6 +31,7 @@ from pallasite.emulation.reversible import emulate_reverse, emulate_smooth
 from pallasite.errors import NoBackwardKernel, UnsupportedError
 from pallasite.ir.nodes import walk
 from pallasite.passes.analysis.partition import pull_back_rule
+from pallasite.passes.matrix_units import write_out
 from pallasite.passes.report_checks import without_checks
 from pallasite.passes.shard import shard
 from pallasite.primitive import Call, call_p, wants_emulation
@@ -90,14 +91,21 @@ def pull_back(
 
 def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any:
     """The call itself, and beside it a call of its tangent kernel."""
-    found = _keeping(call, primals, tangents)
+    plain = _in_plain_ops(call)
+    found = _keeping(plain, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
     # The call itself has checked what its derivatives compute again.
-    unchecked = replace(call, kernel=_without_checks(call.kernel))
+    unchecked = replace(plain, kernel=_without_checks(plain.kernel))
     return results, _push(unchecked, primals, tangents, kept)
 
 
 _without_checks = functools.lru_cache(maxsize=1024)(without_checks)
+
+
+def _in_plain_ops(call: Call) -> Call:
+    """Instructions to matrix units have no rules of their own: what they mean has."""
+    kernel = write_out(call.kernel)
+    return call if kernel is call.kernel else replace(call, kernel=kernel)
 
 
 def _keeping(
@@ -281,6 +289,7 @@ def _transpose_tangent(
 def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     """A call that is linear in some operands (`jax.linear_transpose`): its derivative
     is the same everywhere, so it is taken at zero."""
+    call = _in_plain_ops(call)
     linear = tuple(map(ad.is_undefined_primal, operands))
     primals = [
         jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x

@@ -177,23 +177,23 @@ def _sums(
     if sums in im.sums:
         return sums
     own = [s for s in im.sums.values() if s.unit == unit]
-    if address is None:
-        address = max((s.end for s in own), default=0)
-    end = address + _registers(tile)
+    after: int = max((s.end for s in own), default=0)
+    first = after if address is None else address
+    end = first + _registers(tile)
     for other in own:
-        if address < other.end and other.address < end:
+        if first < other.end and other.address < end:
             raise _refused(
                 im,
                 "sums of a matrix unit overlap",
                 [
-                    ("here", f"addresses {address} to {end - 1} of unit {unit}"),
+                    ("here", f"addresses {first} to {end - 1} of unit {unit}"),
                     ("others", f"addresses {other.address} to {other.end - 1}"),
                     ("others' line", other.loc),
                 ],
-                f"{tile} takes {end - address} addresses, one for each "
+                f"{tile} takes {end - first} addresses, one for each "
                 f"{SUBLANES} x {LANES} elements",
             )
-    im.sums[sums] = Sums(unit, address, end, im.where)
+    im.sums[sums] = Sums(unit, first, end, im.where)
     return sums
 
 

@@ -652,15 +652,36 @@ def _semaphore_signal_device(
 
 @RULES.rule("pallasite_subcore_barrier")
 def _subcore_barrier(im: Importer, eqn: Any) -> None:
-    if not im.has_subcores:
-        raise KernelTypeError(
-            "there are no subcores to meet here",
-            [("kernel", im.kernel_name)],
-            im.where,
-            "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); cores of other meshes "
-            "meet with pltpu.core_barrier",
-        )
+    _expect_subcores(im)
     im.builder.emit("barrier")
+
+
+@RULES.rule("pallasite_fetch_and_add")
+def _fetch_and_add(
+    im: Importer, eqn: Any, value: Value, subcore: Value, *flat: Value
+) -> Value:
+    _expect_subcores(im)
+    (ref,) = _views(im, eqn, 2)
+    if ref.ref != T.RefType((), T.I32, "smem"):
+        raise KernelTypeError(
+            "plsc.fetch_and_add adds to one int32 in scalar memory",
+            [("kernel", im.kernel_name), ("ref", ref.type)],
+            im.where,
+            "scratch_shapes=[pltpu.SMEM((1,), jnp.int32)]; of several, ref.at[i]",
+        )
+    return im.builder.op("fetch_and_add", ref, value, subcore)
+
+
+def _expect_subcores(im: Importer) -> None:
+    if im.has_subcores:
+        return
+    raise KernelTypeError(
+        "there are no subcores to meet here",
+        [("kernel", im.kernel_name)],
+        im.where,
+        "pl.kernel(..., mesh=plsc.VectorSubcoreMesh(...)); cores of other meshes "
+        "meet with pltpu.core_barrier",
+    )
 
 
 @RULES.rule("pallasite_semaphore_read")

@@ -315,13 +315,31 @@ class WaitingWalker(ResumableWalker):
     def steps_sem_signal_core(self, op: Op) -> Steps:
         mine = self._end(op.operands[0])
         core = self.numbers.certain(self.env[op.operands[2]], "a core's number")
-        other = self._on_core(mine.root, int(core))
+        other = self._on_core(mine.root, int(core), "signal to a semaphore")
         if other is not None:
             view = View(other, mine.view.ranges, mine.view.steps)
             self._signal(op, End(mine.ref, view, mine.elements))
         yield Pause(op)
 
-    def _on_core(self, root: Value, core: int) -> Value | None:
+    def steps_fetch_and_add(self, op: Op) -> Steps:
+        mine, context = self._end(op.operands[0]), self.schedule.current
+        increment, number = (
+            self.numbers.certain(self.env[v], "what fetch_and_add is given")
+            for v in op.operands[1:]
+        )
+        together = context.siblings if context is not None else []
+        subcore = int(number)
+        core = together[subcore].core if 0 <= subcore < len(together) else -1
+        other = mine.root
+        if together:
+            other = self._on_core(mine.root, core or 0, "number added")
+        view = View(mine.root if other is None else other, mine.view.ranges)
+        old = self.read(view)
+        self.write(view, entries_of((), ()), self.numbers.add(old, increment), None)
+        yield Pause(op)
+        return (old,)
+
+    def _on_core(self, root: Value, core: int, what: str) -> Value | None:
         """What another core has where this one has `root`."""
         context = self.schedule.current
         mine = (context.memory if context is not None else None) or {}
@@ -330,11 +348,11 @@ class WaitingWalker(ResumableWalker):
         found = (there or {}).get(names[0]) if names else None
         if found is None:
             facts = [
-                ("semaphore", self.monitor.describe(root)),
+                ("ref", self.monitor.describe(root)),
                 ("core", f"{core}, of {len(self.cores)}"),
             ]
-            what = "a signal to a semaphore that is not there on that core"
-            fix = "count cores from 0, and ask for the semaphore in scratch_shapes"
+            what = f"a {what} that is not there on that core"
+            fix = "count cores from 0, and ask for the ref in scratch_shapes"
             self.monitor.report("copies", what, facts, fix)
         return found
 
@@ -394,6 +412,7 @@ class WaitingWalker(ResumableWalker):
         "sem_signal_core": steps_sem_signal_core,
         "sem_wait": steps_sem_wait,
         "sem_read": steps_sem_read,
+        "fetch_and_add": steps_fetch_and_add,
         "barrier": steps_barrier,
     }
 

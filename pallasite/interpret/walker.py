@@ -617,6 +617,7 @@ class Walker:
         "roles": do_refuse,
         "barrier": do_refuse,
         "sem_signal_core": do_refuse,
+        "fetch_and_add": do_refuse,
         "remote_copy_start": do_refuse,
         "sem_signal_device": do_refuse,
         "barrier_semaphore": do_refuse,

@@ -8,7 +8,7 @@ Each primitive stages into the kernel's jaxpr; `importer.py` gives them meaning.
 import functools
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.core
@@ -99,6 +99,8 @@ def _axis(axis: Any, name: str) -> int:
 
 
 def _view(ref: Any, idx: Any) -> Any:
+    if isinstance(ref, SelectedRef):
+        ref.refuse()
     if not jaxcompat.is_ref(ref):
         got = "None" if ref is None else f"a value of shape {np.shape(ref)}"
         raise KernelTypeError(
@@ -457,12 +459,47 @@ def _picks_rows(ref: Any) -> bool:
     return bool(indices) and bool(getattr(indices[0], "shape", ()))
 
 
+class SelectedRef:
+    """One of several refs, by a number: the source or destination of a copy."""
+
+    def __init__(self, index: Any, refs: Sequence[Any]):
+        self.index, self.refs = jnp.asarray(index, jnp.int32), tuple(refs)
+
+    def refuse(self, *_: Any) -> NoReturn:
+        raise KernelTypeError(
+            "a ref of pl.select_ref is the source or destination of a copy",
+            [("refs", [jaxcompat.aval_of(r).str_short() for r in self.refs])],
+            user_location(),
+            "pltpu.async_copy(pl.select_ref(i, a_ref, b_ref.at[0]), c_ref, sem): take "
+            "parts of the refs before they are selected",
+        )
+
+    __getitem__ = __setitem__ = refuse
+    at = property(refuse)
+
+
+def select_ref(idx: Any, *refs: Any) -> SelectedRef:
+    """The ref that a number picks of several, for a copy from it or to it.
+
+    The nearest one if the number is out of range.
+    """
+    if len(refs) < 2:
+        raise KernelTypeError(
+            f"pl.select_ref takes at least two refs, got {len(refs)}",
+            at=user_location(),
+            fix="pl.select_ref(i, a_ref, b_ref)",
+        )
+    for ref in refs:
+        _view(ref, None)
+    return SelectedRef(idx, refs)
+
+
 class AsyncCopyDescriptor:
     """A copy between two refs: `start()` it, `wait()` for it."""
 
     def __init__(self, src_ref: Any, dst_ref: Any, sem: Any):
         for what, ref in (("source", src_ref), ("destination", dst_ref)):
-            if not jaxcompat.is_ref(ref):
+            if not jaxcompat.is_ref(ref) and not isinstance(ref, SelectedRef):
                 raise KernelTypeError(
                     f"the {what} of a copy must be a ref, got {ref!r}",
                     at=user_location(),
@@ -470,8 +507,18 @@ class AsyncCopyDescriptor:
         self.src_ref, self.dst_ref, self.sem = src_ref, dst_ref, sem
 
     def _bind(self, action: str) -> None:
+        for side in ("src_ref", "dst_ref"):
+            selected = getattr(self, side)
+            if isinstance(selected, SelectedRef):
+                one = [self._with(side, ref, action) for ref in selected.refs]
+                jax.lax.switch(selected.index, one)
+                return
         flat, tree = flatten_views(self.src_ref, self.dst_ref, self.sem)
         copy_p.bind(*flat, tree=tree, action=action)
+
+    def _with(self, side: str, ref: Any, action: str) -> Callable[[], None]:
+        ends = {"src_ref": self.src_ref, "dst_ref": self.dst_ref, side: ref}
+        return lambda: AsyncCopyDescriptor(**ends, sem=self.sem)._bind(action)
 
     def start(self, priority: int = 0, *, add: bool = False) -> None:
         """Begin to copy; with `add` the destination gets the sum of both."""

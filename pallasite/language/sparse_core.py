@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
+from pallasite.language import refs
 from pallasite.language.refs import atomic_add, kernel_primitive, load, store
 from pallasite.language.trace import user_location
 
@@ -103,6 +105,30 @@ subcore_barrier_p.def_effectful_abstract_eval(lambda: ([], {jaxcompat.debug_effe
 def subcore_barrier() -> None:
     """Wait until every subcore of this SparseCore is here."""
     subcore_barrier_p.bind()
+
+
+fetch_and_add_p = kernel_primitive("fetch_and_add")
+fetch_and_add_p.def_effectful_abstract_eval(
+    lambda *a, tree: (jax.core.ShapedArray((), jnp.int32), refs._ref_effects(a))
+)
+
+
+def fetch_and_add(x_ref: Any, value: Any, *, subcore_id: Any) -> jax.Array:
+    """Add to the number that another subcore of this SparseCore has in this ref.
+
+    Args:
+        x_ref: one int32 in scalar memory.
+        value: what to add.
+        subcore_id: which subcore's; `subcore_barrier` after it has set the number.
+
+    Returns:
+        What was there before.
+    """
+    if x_ref.shape and set(x_ref.shape) == {1}:
+        x_ref = x_ref.at[(0,) * len(x_ref.shape)]
+    flat, tree = refs.flatten_views(x_ref)
+    numbers = (jnp.asarray(x, jnp.int32) for x in (value, subcore_id))
+    return fetch_and_add_p.bind(*numbers, *flat, tree=tree)
 
 
 class SparseCorePushStreamWarning(UserWarning):

@@ -198,6 +198,15 @@ def _custom(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return result
 
 
+def _fetch_and_add(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    if _ref(types) != RefType((), I32, "smem"):
+        raise TypeRuleError(f"adds to one i32 in scalar memory, got {types[0]}")
+    number = TileType((), I32)
+    if types[1:] != (number, number):
+        raise TypeRuleError(f"takes two i32, got {_list(types[1:])}")
+    return (number,)
+
+
 def block_ref(ref: RefType, window: Window) -> RefType:
     """The ref a pipeline body sees through `window`."""
     if len(window.dims) != ref.rank:
@@ -414,6 +423,14 @@ _row(
     **_explicit,
 )
 _row("sem_read", _sem_read, 1, (), Effect.READ, **_explicit)
+_row(
+    "fetch_and_add",
+    _fetch_and_add,
+    3,
+    doc="i32 in scalar memory, i32 increment, i32 number of the subcore whose memory "
+    "it is: adds at once, and gives what was there",
+    **_explicit,
+)
 _row(
     "remote_copy_start",
     _copy,

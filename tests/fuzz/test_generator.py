@@ -16,7 +16,7 @@ KERNELS = 80  # of each family
 # Printing and checks have effects outside; a block_view is made by passes; custom needs
 # a rule in Python; what runs side by side is checked mode's alone.
 NOT_GENERATED = {"block_view", "custom", "debug_check", "debug_print"}
-NOT_GENERATED |= {"roles", "barrier", "sem_signal_core"}
+NOT_GENERATED |= {"roles", "barrier", "sem_signal_core", "fetch_and_add"}
 NOT_GENERATED |= {"barrier_expect", "barrier_arrive", "barrier_wait", "wgmma"}
 NOT_GENERATED |= {"wgmma_wait", "named_barrier", "fence_async"}
 NOT_GENERATED |= {"bulk_commit", "bulk_wait", "set_registers"}

@@ -336,6 +336,9 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
     "sem_signal_core": lambda b, x: b.emit(
         "sem_signal_core", semaphore(b), b.index(1), b.index(0)
     ),
+    "fetch_and_add": lambda b, x: b.fetch_and_add(
+        b.op("alloc", type=RefType((), I32, "smem")), b.index(2), b.index(1)
+    ),
     "remote_copy_start": lambda b, x: b.emit(
         "remote_copy_start", x, x, semaphore(b), semaphore(b), b.index(1), priority=0
     ),

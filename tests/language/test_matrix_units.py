@@ -62,6 +62,23 @@ def test_products_are_added_up(kernel, more, mode):
     np.testing.assert_allclose(call(A, B, C), WANTED, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["emulated", "cpu"])
+def test_derivatives_are_those_of_the_products(mode):
+    call = pl.pallas_call(by_address, OUT, interpret=MODES[mode])
+
+    def plain(a, b, c):
+        return a @ b + a @ c.T + (a + 1) @ c.T
+
+    def gradients(f):
+        return jax.grad(lambda *x: jnp.sin(f(*x)).sum(), (0, 1, 2))(A, B, C)
+
+    for got, wanted in zip(gradients(call), gradients(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3)
+    _, tangent = jax.jvp(call, (A, B, C), (A, B, C))
+    wanted = jax.jvp(plain, (A, B, C), (A, B, C))[1]
+    np.testing.assert_allclose(tangent, wanted, rtol=1e-4, atol=1e-4)
+
+
 def along_the_grid(a_ref, b_ref, o_ref):
     pltpu.matmul_push_rhs(b_ref[...], 0, 0)
     pltpu.matmul_acc_lhs(0, a_ref[...], 0, 0)

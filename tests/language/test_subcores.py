@@ -56,13 +56,38 @@ def test_a_barrier_that_not_all_subcores_reach():
         shifted(some)(interpret=pl.Checked(races=False))
 
 
-def test_barriers_are_for_subcores():
-    def kernel(o_ref):
-        plsc.subcore_barrier()
+@pytest.mark.parametrize("met", [plsc.subcore_barrier, plsc.fetch_and_add])
+def test_subcores_meet_where_there_are_some(met):
+    def kernel(o_ref, count):
+        met() if met is plsc.subcore_barrier else met(count, 1, subcore_id=0)
 
     out = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(KernelTypeError, match="no subcores to meet"):
-        pl.pallas_call(kernel, out, interpret=True)()
+        scratch = [pltpu.SMEM((1,), jnp.int32)]
+        pl.pallas_call(kernel, out, interpret=True, scratch_shapes=scratch)()
+
+
+def counted(lanes=16, **how):
+    """Each subcore adds its number plus one to a counter of subcore 1."""
+
+    def kernel(o_ref, count, own):
+        core, subcore = place()
+        count[0] = 10 * core
+        plsc.subcore_barrier()
+        plsc.fetch_and_add(count, subcore + 1, subcore_id=1)
+        plsc.subcore_barrier()
+        own[...] = jnp.full((lanes,), count[0])
+        pltpu.sync_copy(own, o_ref.at[core, subcore])
+
+    out = jax.ShapeDtypeStruct((2, 4, lanes), jnp.int32)
+    scratch = [pltpu.SMEM((1,), jnp.int32), pltpu.VMEM((lanes,), jnp.int32)]
+    return pl.kernel(kernel, out, mesh=mesh(), scratch_shapes=scratch, **how)()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_subcore_adds_to_the_number_of_another(mode):
+    got = counted(interpret=MODES[mode])[:, :, 0]
+    np.testing.assert_array_equal(got, [[0, 10, 0, 0], [10, 20, 10, 10]])
 
 
 @pytest.mark.parametrize("mode", MODES)

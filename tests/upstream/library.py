@@ -269,10 +269,11 @@ def gathered(count: int, space: Any, x: jax.Array) -> jax.Array:
 
 @case
 def all_gather_around_rings() -> None:
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     with pltpu.force_tpu_interpret_mode():
-        for count, space in ((4, pltpu.VMEM), (8, pltpu.ANY)):
+        for count, space in ((4, pltpu.VMEM), (8, pl.ANY)):
             x = normal(count * 4, 128)
             np.testing.assert_array_equal(gathered(count, space, x), x)
 
@@ -281,6 +282,7 @@ def all_gather_around_rings() -> None:
 def all_gather_compiles() -> None:
     import dataclasses
 
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     from pallasite.backends.base import Compiled, get
@@ -288,7 +290,7 @@ def all_gather_compiles() -> None:
     from pallasite.runtime.aot import Job, compile_all
 
     jobs = []
-    for space in (pltpu.VMEM, pltpu.ANY):
+    for space in (pltpu.VMEM, pl.ANY):
         (call,) = calls_in(lambda x, s=space: gathered(4, s, x), normal(64, 128))
         made = Compiled(get("tpu"), call.kernel, call.options)
         job = Job.of(str(space), made.kernel, get("tpu").launch(made))

@@ -119,6 +119,17 @@ class SparseOps(Control):
     def emit_barrier(self, op: Op) -> None:
         self.out.line(f'"tpu.barrier"({self.out.index(0)}) : (index) -> ()')
 
+    def emit_fetch_and_add(self, op: Op) -> str:
+        view, places = self.view(op.operands[0]), []
+        for start in view.starts:
+            known = start.dynamic is None
+            places.append(self.out.i32(start.static) if known else self.first_of(start))
+        numbers = [*places, *(self.name(v) for v in op.operands[1:])]
+        types = ", ".join([view.type, *["i32"] * len(numbers)])
+        operands = ", ".join([view.memref, *numbers])
+        text = f'"tpu.fetch_and_add_sync"({operands}) : ({types}) -> i32'
+        return self.out.value(text)
+
     # --- by indices ---
 
     def emit_load(self, op: Op) -> str:
@@ -307,6 +318,7 @@ MEMORY = {"subview", "reshape_view", "sem_signal", "sem_wait", "sem_read"}
 MEMORY |= {"copy_start", "copy_wait"}
 RULES: dict[str, Callable[[Any, Op], Any]] = {
     "barrier": SparseOps.emit_barrier,
+    "fetch_and_add": SparseOps.emit_fetch_and_add,
     "load": SparseOps.emit_load,
     "store": SparseOps.emit_store,
     "atomic_rmw": SparseOps.emit_atomic_rmw,

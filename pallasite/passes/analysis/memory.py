@@ -26,7 +26,7 @@ def written_refs(op: Op) -> tuple[Value, ...]:
     A copy may be done at any time from its start to its wait. A pipeline writes back
     every block of an output.
     """
-    if op.name in ("store", "atomic_rmw", "atomic_cas"):
+    if op.name in ("store", "atomic_rmw", "atomic_cas", "fetch_and_add"):
         return op.operands[:1]
     if op.name in (*_SIGNALS, "sem_wait"):
         return op.operands[:1]
@@ -49,7 +49,7 @@ def written_refs(op: Op) -> tuple[Value, ...]:
 
 def read_refs(op: Op) -> tuple[Value, ...]:
     """The refs an op itself reads through."""
-    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read"):
+    if op.name in ("load", "atomic_rmw", "atomic_cas", "sem_read", "fetch_and_add"):
         return op.operands[:1]
     if op.name == "dot_store":
         return (DotStore.of(op).ref,)

@@ -16,7 +16,7 @@ from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
 from pallasite.target import TPUS
 from tests.language.test_sparse_core import embedding, mesh, segment_sum
-from tests.language.test_subcores import shifted
+from tests.language.test_subcores import counted, shifted
 
 CHIPS = ("v5p", "v6e", "7x")
 
@@ -71,6 +71,7 @@ def cases(chip: str):
         "embedding": (lookup, (array(512, 128), numbers)),
         "segment sum": (sums(lanes), (array(256, 128), numbers)),
         "vectors": (vectors(lanes), (array(4 * lanes),)),
+        "counted": (lambda: counted(lanes), ()),
         "shared": (shifted(plsc.subcore_barrier, 128), (array(2, 4, 128),)),
     }
 
@@ -99,6 +100,7 @@ def test_module_verifies(name, chip):
             "masked",
             "tpu.scan",
         ],
+        "counted": ["tpu.fetch_and_add_sync", "tpu.barrier"],
         "shared": ["tpu.barrier", "#tpu.memory_space<vmem_shared>"],
     }
     assert all(part in text for part in wanted[name])
