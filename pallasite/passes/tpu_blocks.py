@@ -76,6 +76,25 @@ def unroll_for_tpu(kernel: Kernel, chip: Tpu) -> Kernel:
     return unroll_rounds(kernel, partial(code_size, chip=chip), MOST_UNROLLED)
 
 
+def why_small(kernel: Kernel) -> str:
+    """Why steps along the longest axis stay as they are; empty: they need not."""
+    blocks = blocks_of(kernel)
+    grid = [n or 0 for n in blocks.found.pipeline.grid] if blocks is not None else []
+    steps = max(grid, default=0)
+    if blocks is None or steps < 2:
+        return ""
+    axis = grid.index(steps)
+    factor = next(n for n in range(2, steps + 1) if steps % n == 0)
+    try:
+        if blocks.found.info.axes[axis].parallel:
+            gather_programs(kernel, axis, factor)
+        elif axis == len(grid) - 1:
+            gather_steps(kernel, factor)
+    except CannotReblock as error:
+        return str(error)
+    return ""
+
+
 def _widened(start: "_Estimate", limit: float) -> "_Estimate":
     """Steps of a running softmax that fill registers, where they are narrower.
 

@@ -369,7 +369,7 @@ class _Wider(Joined):
     ) -> Value:
         form = None if start is None else self.forms.get(start)
         follows = form is not None and (form.program, form.position) == (span.size, 0)
-        if not follows or form.rest is not None or access.mask is not None:
+        if form is None or not follows or form.rest is not None or access.mask:
             raise CannotReblock("a load does not follow the steps part by part")
         return b.mul(self.step, b.index(self.size))
 
@@ -466,7 +466,7 @@ class _WiderGrid:
         self.code: list[Op] = []
         for op in self.pipeline.body.ops:
             self._take(op)
-        self.proved = _Steps(self.code, self._states(), dim, self.made)
+        self.proved = _Steps(self.code, [*self._states()], dim, self.made)
 
     def _check_window(self, number: int, shown: Shown) -> None:
         """Windows must show the next part of the dimension at each step, or stay."""
@@ -520,10 +520,11 @@ class _WiderGrid:
             return None
         if self.step not in op.operands:
             return None
-        number = next(
-            (self._number(v) for v in op.operands if v is not self.step), None
-        )
-        return number if number in (0, self.steps - 1) else None
+        for value in op.operands:
+            number = None if value is self.step else self._number(value)
+            if number is not None and number in (0, self.steps - 1):
+                return int(number)
+        return None
 
     def _number(self, value: Value) -> int | float | None:
         op = self.made.get(value)
@@ -624,7 +625,7 @@ class _WiderLoop:
             self._check_inside(op)
         self.factor = _factor(self.rounds, self.dim.size, widest)
         triples = zip(loop.carried, loop.yields, loop.inits, strict=True)
-        states = [_State(*pair, self._is_finite(init)) for *pair, init in triples]
+        states = [_State(old, new, self._is_finite(init)) for old, new, init in triples]
         _Steps(ops, states, self.dim, self.made)
 
     def _number(self, value: Value) -> int | float | None:

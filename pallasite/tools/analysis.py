@@ -20,6 +20,7 @@ from pallasite.ir.nodes import Kernel
 from pallasite.passes.analysis.grid import Axis, analyze
 from pallasite.passes.analysis.work import Work, count
 from pallasite.passes.run import run
+from pallasite.passes.tpu_blocks import why_small
 from pallasite.primitive import Call, Site, wants_emulation
 from pallasite.target import Chip, Named
 from pallasite.tools.hints import Facts, hints
@@ -87,6 +88,7 @@ def analyse(site: Site, target: Named) -> Analysis:
         scheduled,
         said,
         shared=any(s.name in _SHARE and s.changed for s in compiled.steps),
+        why_small=why_small(compiled.imported) if target.platform == "tpu" else "",
     )
     report = replace(
         report,

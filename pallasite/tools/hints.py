@@ -39,6 +39,7 @@ class Facts:
     warnings: tuple[str, ...] = ()
     spills: int | None = None
     shared: bool = False  # the backend divides the work among cores by itself
+    why_small: str = ""  # why the backend keeps the author's steps, where it does
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -120,7 +121,8 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
     yield (
         overhead / (overhead + facts.bound.seconds),
         f"the grid has {steps:,} steps with work for {duration(work)} each, and to "
-        f"start one takes {duration(each)}: larger blocks make fewer steps",
+        f"start one takes {duration(each)}: larger blocks make fewer steps"
+        + (f"; they stay as written: {facts.why_small}" if facts.why_small else ""),
     )
 
 

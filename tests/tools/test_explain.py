@@ -195,6 +195,24 @@ def test_hint_about_a_sequential_axis():
     assert "several steps may write a block of o_ref" in found.hints[0]
 
 
+def test_hint_about_steps_that_stay_small():
+    def kernel(above_ref, o_ref):
+        o_ref[...] = 2.0 * above_ref[...]
+
+    def doubled(x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=x,
+            grid=(512,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i: (jnp.maximum(i - 1, 0), 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (i, 0)),
+        )(x)
+
+    found = only(doubled, S((4096, 128), F32), target="tpu:v5e")
+    reason = "above_ref does not follow the axis block by block"
+    assert f"fewer steps; they stay as written: {reason}" in found.hints[0]
+
+
 def test_hint_about_blocks_that_come_again():
     again = Traffic("x_ref", "in", (8, 128), "f32", (1,), 1000, 1 << 30, 1 << 20)
     work = work_of(again)
