@@ -251,7 +251,7 @@ def _plain(
         scaled = weights * value_scales.swapaxes(1, 2)[:, :, None].astype(wide)
         weights = jnp.where(allowed, scaled, 0)
     out = jnp.einsum("bhgk,bkhd->bhgd", weights.astype(value_cache.dtype), value_cache)
-    return out.reshape(batch, heads, -1).astype(query.dtype)
+    return out.reshape(batch, heads, value_cache.shape[3]).astype(query.dtype)
 
 
 def plain_paged(query, key_pages, value_pages, *operands, **how):
