@@ -248,7 +248,6 @@ CASES = {
         activation="swish",
         prologue=jnp.tanh,
         gradients=False,
-        modes=True,
         config=kernels.MatmulConfig(32, 32, 16, splits=3),
     ),
     "matmul bf16": case(
@@ -303,7 +302,6 @@ CASES = {
             normal(30, 32),
             *quantized(normal(3, 32, 20), bits, dtype),
             jnp.array([11, 0, 15]),
-            modes=bits == 4,
             config=kernels.MatmulConfig(16, 16, 16),
         )
         for name, bits, dtype in (
