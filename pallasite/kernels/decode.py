@@ -261,7 +261,8 @@ def plain_paged(query, key_pages, value_pages, *operands, **how):
         if pages is None:
             return None
         gathered = jnp.take(pages, page_table, axis=0, mode="clip")
-        return gathered.reshape(len(page_table), -1, *pages.shape[2:])
+        keys = page_table.shape[1] * pages.shape[1]
+        return gathered.reshape(len(page_table), keys, *pages.shape[2:])
 
     caches = map(cache, (key_pages, value_pages, *scales))
     return _plain(query, *caches, lengths, **how)

@@ -443,6 +443,47 @@ def test_agrees_with_reference(name):
         shards_agree(case.operation, case.sharded, *case.operands)
 
 
+PAGES = [normal(5, 4, 2, 8)] * 2
+NOTHING = {
+    "no sequences": case(
+        kernels.paged_attention,
+        normal(0, 4, 8),
+        *PAGES,
+        integers(0, 9, 0),
+        integers(0, 5, 0, 2),
+    ),
+    "no pages of a sequence": case(
+        kernels.paged_attention,
+        normal(2, 4, 8),
+        *PAGES,
+        integers(0, 1, 2),
+        integers(0, 5, 2, 0),
+    ),
+    **{
+        f"{tokens} tokens of {sequences} sequences": case(
+            kernels.ragged_paged_attention,
+            normal(tokens, 4, 8),
+            *PAGES,
+            integers(0, 1, sequences),
+            integers(0, 5, sequences, 2),
+            integers(0, 1, sequences),
+        )
+        for tokens, sequences in ((0, 2), (3, 0))
+    },
+    "no tokens for experts": case(
+        experts,
+        normal(0, 8),
+        normal(0, 3),
+        *[normal(3, 8, 8)] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_do(name):
+    values_agree(NOTHING[name].operation, *NOTHING[name].operands)
+
+
 REFUSALS = [
     (kernels.rotary_embedding, [normal(2, 3, 4), integers(0, 9, 2, 3)], "x has 3 dim"),
     (
