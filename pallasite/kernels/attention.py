@@ -251,10 +251,11 @@ def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, co
         operands.append(sinks.astype(wide).reshape(s.heads, 1, 1))
         specs.append(pl.BlockSpec((None, 1, 1), lambda b, h, i, j, *_: (h, 0, 0)))
     if seeds is not None:
-        operands.append(seeds)
-        specs.append(
-            pl.BlockSpec((None, None, block_q, 2), lambda b, h, i, j, *_: (b, h, i, 0))
+        of_row = pl.BlockSpec(
+            (None, None, block_q, 1), lambda b, h, i, j, *_: (b, h, i, 0)
         )
+        operands += seeds
+        specs += [of_row] * len(seeds)
     scalars, tiled = [], []
     for _, side, array in arrays:
         if side == "batch":
@@ -368,7 +369,7 @@ def _kernel(
     q_ref, k_ref, v_ref = next(take), next(take), next(take)
     bias_ref = next(take) if has_bias else None
     sink_ref = next(take) if has_sinks else None
-    seed_ref = next(take) if has_seeds else None
+    seed_refs = (next(take), next(take)) if has_seeds else None
     vectors = sum(side in ("query", "key") for side in sides)
     other_refs = [next(take) for _ in range(vectors + sum(tiled))]
     o_ref, log_sum_exp_ref, max_ref, sum_ref, acc_ref = take
@@ -405,8 +406,9 @@ def _kernel(
         new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
         weights, shrink = jnp.exp(scores - new), jnp.exp(old - new)
         sum_ref[...] = sum_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        if seed_ref is not None:
-            stays = dropout.kept(seed_ref[...], columns_of, options.dropout_rate)
+        if seed_refs is not None:
+            seeds = (seed_refs[0][...], seed_refs[1][...])
+            stays = dropout.kept(seeds, columns_of, options.dropout_rate)
             weights = jnp.where(stays, weights, 0)
         acc_ref[...] = acc_ref[...] * shrink + jnp.dot(
             weights.astype(v_ref.dtype),
@@ -426,7 +428,7 @@ def _kernel(
         # A row that may look at nothing has no weights: it is divided by 1. As a sum
         # that scales with the others it leaves the gradient one of plain sums.
         divisor = total + jnp.exp(LOWEST - maximum)
-        if seed_ref is not None:
+        if seed_refs is not None:
             acc = acc * dropout.scale(options.dropout_rate)
         o_ref[...] = (acc / divisor).astype(o_ref.dtype)
         log_sum_exp_ref[...] = maximum + jnp.log(total)

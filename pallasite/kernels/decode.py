@@ -251,7 +251,7 @@ def _plain(
         scaled = weights * value_scales.swapaxes(1, 2)[:, :, None].astype(wide)
         weights = jnp.where(allowed, scaled, 0)
     out = jnp.einsum("bhgk,bkhd->bhgd", weights.astype(value_cache.dtype), value_cache)
-    return out.reshape(batch, heads, -1).astype(query.dtype)
+    return out.reshape(batch, heads, value_cache.shape[3]).astype(query.dtype)
 
 
 def plain_paged(query, key_pages, value_pages, *operands, **how):
@@ -261,7 +261,8 @@ def plain_paged(query, key_pages, value_pages, *operands, **how):
         if pages is None:
             return None
         gathered = jnp.take(pages, page_table, axis=0, mode="clip")
-        return gathered.reshape(len(page_table), -1, *pages.shape[2:])
+        keys = page_table.shape[1] * pages.shape[1]
+        return gathered.reshape(len(page_table), keys, *pages.shape[2:])
 
     caches = map(cache, (key_pages, value_pages, *scales))
     return _plain(query, *caches, lengths, **how)

@@ -29,19 +29,22 @@ def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
         )
 
 
-def row_seeds(key: jax.Array, *shape: int) -> jax.Array:
-    """Two int32 per row of an array whose rows have the leading dimensions `shape`."""
-    words = jax.random.bits(key, (*shape, 2), jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32)
+def row_seeds(key: jax.Array, *shape: int) -> tuple[jax.Array, jax.Array]:
+    """Two int32 (*shape, 1) for the rows of an array (*shape, columns)."""
+    words = jax.random.bits(key, (2, *shape, 1), jnp.uint32)
+    first, second = lax.bitcast_convert_type(words, jnp.int32)
+    return first, second
 
 
-def kept(seeds: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
-    """Which elements stay: seeds (..., rows, 2), columns that broadcast to (rows, n).
+def kept(
+    seeds: tuple[jax.Array, jax.Array], columns: jax.Array, rate: float
+) -> jax.Array:
+    """Which elements stay: seeds (..., rows, 1), columns that broadcast to (rows, n).
 
     The first seed says where in the sequence of `_mixed` a row starts; the second one
     keeps rows apart whose sequences overlap.
     """
-    first, second = seeds[..., :1], seeds[..., 1:]
+    first, second = seeds
     bits = _mixed(_mixed(columns + first) ^ second)
     dropped = round(rate * (1 << 31))
     if dropped == 1 << 31:

@@ -90,7 +90,7 @@ def unpermute(
 ) -> jax.Array:
     """Sorted rows joined to tokens: the sum of each token's rows by their weights."""
     wide = common.statistics_dtype(rows.dtype)
-    chosen = jnp.take(rows, permutation.place, axis=0)
+    chosen = rows[permutation.place]  # jnp.take gives another rank if there are none
     total = jnp.einsum("tkd,tk->td", chosen.astype(wide), weights.astype(wide))
     return total.astype(rows.dtype)
 

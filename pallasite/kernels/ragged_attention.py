@@ -139,6 +139,8 @@ def _plain(
     options,
     config,
 ):
+    if not len(lengths):
+        return jnp.zeros((*query.shape[:2], value_pages.shape[3]), query.dtype)
     sequence, position = _places(len(query), lengths, query_lengths)
     return plain_paged(
         query,

@@ -146,7 +146,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("make", OPERATIONS, ids=lambda f: f.__name__)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(st.data())
 def test_any_shape(make, data):
     operation, operands = make(Draws(data))

@@ -248,7 +248,6 @@ CASES = {
         activation="swish",
         prologue=jnp.tanh,
         gradients=False,
-        modes=True,
         config=kernels.MatmulConfig(32, 32, 16, splits=3),
     ),
     "matmul bf16": case(
@@ -303,7 +302,6 @@ CASES = {
             normal(30, 32),
             *quantized(normal(3, 32, 20), bits, dtype),
             jnp.array([11, 0, 15]),
-            modes=bits == 4,
             config=kernels.MatmulConfig(16, 16, 16),
         )
         for name, bits, dtype in (
@@ -443,6 +441,47 @@ def test_agrees_with_reference(name):
         modes_agree(case.operation, *case.operands)
     if case.sharded is not None:
         shards_agree(case.operation, case.sharded, *case.operands)
+
+
+PAGES = [normal(5, 4, 2, 8)] * 2
+NOTHING = {
+    "no sequences": case(
+        kernels.paged_attention,
+        normal(0, 4, 8),
+        *PAGES,
+        integers(0, 9, 0),
+        integers(0, 5, 0, 2),
+    ),
+    "no pages of a sequence": case(
+        kernels.paged_attention,
+        normal(2, 4, 8),
+        *PAGES,
+        integers(0, 1, 2),
+        integers(0, 5, 2, 0),
+    ),
+    **{
+        f"{tokens} tokens of {sequences} sequences": case(
+            kernels.ragged_paged_attention,
+            normal(tokens, 4, 8),
+            *PAGES,
+            integers(0, 1, sequences),
+            integers(0, 5, sequences, 2),
+            integers(0, 1, sequences),
+        )
+        for tokens, sequences in ((0, 2), (3, 0))
+    },
+    "no tokens for experts": case(
+        experts,
+        normal(0, 8),
+        normal(0, 3),
+        *[normal(3, 8, 8)] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_to_do(name):
+    values_agree(NOTHING[name].operation, *NOTHING[name].operands)
 
 
 REFUSALS = [
