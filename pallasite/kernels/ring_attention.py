@@ -80,11 +80,11 @@ def ring_attention(
     parts = 2 if order == "zigzag" else 1
     for name, x in {"query": query, "key": key}.items():
         check_divides(operation, name, x, 1, parts, "parts of order='zigzag'")
-    mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
-    masks.checked_arrays(mask, query.shape[0], query.shape[1], key.shape[1])
+    given: masks.Mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
+    masks.checked_arrays(given, query.shape[0], query.shape[1], key.shape[1])
     how = _How(ring, order, scale, soft_cap, config)
     compute = common.choose(implementation, _by_ring, _plain)
-    out, log_sum_exp = compute(query, key, value, mask=mask, how=how)
+    out, log_sum_exp = compute(query, key, value, mask=given, how=how)
     return (out, log_sum_exp) if return_log_sum_exp else out
 
 
@@ -109,7 +109,15 @@ class _How:
             return device * size
         return (2 * self.ring.size - 1 - device) * size
 
-    def attend(self, query, key, value, mask, implementation="pallasite") -> Any:
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: masks.Mask,
+        implementation: common.Implementation = "pallasite",
+    ) -> Any:
+        """The result and log-sum-exp of one device's queries and keys."""
         return attention(
             query,
             key,
@@ -119,7 +127,7 @@ class _How:
             soft_cap=self.soft_cap,
             return_log_sum_exp=True,
             implementation=implementation,
-            config=self.config if implementation == "pallasite" else None,
+            config=self.config,
         )
 
 
@@ -304,7 +312,8 @@ def _alike(like: Any, tree: Any) -> Any:
 
 
 def _ring_fwd(query, key, value, mask, how):
-    out, total = _ring(query, key, value, mask, how)
+    made: Any = _ring(query, key, value, mask, how)
+    out, total = made
     return (out, total), (query, key, value, mask, out, total)
 
 
@@ -330,7 +339,7 @@ def _ring_bwd(how: _How, kept, cotangents):
 
             def add(*sums, at_rows=at_rows, of_columns=of_columns, here=here):
                 query, d_out, total, common_part = at_rows
-                attend = lambda *qkv: how.attend(*qkv, here)
+                attend = lambda q, k, v: how.attend(q, k, v, here)
                 (part, its_total), back = jax.vjp(attend, query, *of_columns)
                 share = _share(its_total, total)
                 inner = jnp.sum(d_out * part.astype(wide), -1).swapaxes(1, 2)
