@@ -6,6 +6,8 @@ is on its way. Blocks of main memory come to the product by an inner pipeline.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,6 +88,17 @@ def gathered(
     x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig
 ) -> jax.Array:
     """Every device's x (rows, k) times y (k, n): (devices, rows, n)."""
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config}
+    return _one_at_a_time(functools.partial(_gathered, **how))(x, y)
+
+
+def _one_at_a_time(function: Callable) -> Callable:
+    """`function`, mapped as a loop: under vmap, calls that follow one another would
+    be programs of one kernel, and devices do not wait for each other between them."""
+    return jax.custom_batching.sequential_vmap(function)
+
+
+def _gathered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
     (rows, k), n, size = x.shape, y.shape[1], ring.size
     plan = _Plan.of(config, rows, n, k, x.dtype)
     halves, count = plan.halves, len(plan.halves)
@@ -156,6 +169,11 @@ def scattered(
     A device computes its part of a block's sum onto what has arrived of it, and sends
     it on. It tells the device before it when a buffer may be written again.
     """
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config}
+    return _one_at_a_time(functools.partial(_scattered, **how))(x, y)
+
+
+def _scattered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
     (size, rows, k), n = x.shape, y.shape[1]
     plan = _Plan.of(config, rows, n, k, x.dtype)
     halves, count = plan.halves, len(plan.halves)
