@@ -20,6 +20,10 @@ from pallasite.kernels import common
 from pallasite.kernels.devices import Ring
 from pallasite.kernels.matmul import MatmulConfig
 
+# The chip with the least memory bandwidth per product (v5e) multiplies such blocks of
+# bf16 for about as long as it reads them.
+BLOCKS = MatmulConfig(512, 512, 512)
+
 _ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
 
@@ -85,10 +89,10 @@ def _padded(x: jax.Array, *sizes: int) -> jax.Array:
 
 
 def gathered(
-    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig
+    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig | None
 ) -> jax.Array:
     """Every device's x (rows, k) times y (k, n): (devices, rows, n)."""
-    how = {"ring": ring, "out_dtype": out_dtype, "config": config}
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config or BLOCKS}
     return _one_at_a_time(functools.partial(_gathered, **how))(x, y)
 
 
@@ -162,14 +166,14 @@ def _gathered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
 
 
 def scattered(
-    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig
+    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig | None
 ) -> jax.Array:
     """The sum over devices of `x[this device] @ y`: (rows, n) of (devices, rows, k).
 
     A device computes its part of a block's sum onto what has arrived of it, and sends
     it on. It tells the device before it when a buffer may be written again.
     """
-    how = {"ring": ring, "out_dtype": out_dtype, "config": config}
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config or BLOCKS}
     return _one_at_a_time(functools.partial(_scattered, **how))(x, y)
 
 

@@ -20,8 +20,8 @@ from pallasite.kernels import masks
 
 from .agreement import _close as close
 
-BY_COPIES = kernels.CollectiveMatmulConfig(8, 8, 32, transport="remote")
-BLOCKS = kernels.CollectiveMatmulConfig(16, 16, 16)
+BY_COPIES = kernels.CollectiveMatmulConfig(kernels.MatmulConfig(8, 8, 32), "remote")
+BLOCKS = kernels.CollectiveMatmulConfig(kernels.MatmulConfig(16, 16, 16))
 
 
 def normal(*shape, dtype="float32", seed=0):
@@ -208,6 +208,12 @@ def test_experts_on_devices_and_their_gradient(size, dtype, chosen):
 
 
 REFUSALS = [
+    (
+        lambda x: kernels.all_gather_matmul(
+            x, x, axis="x", config=kernels.CollectiveMatmulConfig(transport="telepathy")
+        ),
+        "all_gather_matmul has no transport 'telepathy'",
+    ),
     (
         lambda x: kernels.all_gather_matmul(x, x, axis="y"),
         "there is no mesh axis 'y' here\n  axes  'x'",

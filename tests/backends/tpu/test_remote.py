@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
-from pallasite import kernels
+from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
 from pallasite.errors import SpecError
@@ -92,8 +92,8 @@ def test_collectives_compile(chip):
 
 
 def product(operation):
-    config = kernels.CollectiveMatmulConfig(64, 128, 128, transport="remote")
-    return lambda x, y, axis, size: operation(x, y, axis=axis, config=config)
+    blocks = kernels.CollectiveMatmulConfig(kernels.MatmulConfig(64, 128, 128))
+    return lambda x, y, axis, size: operation(x, y, axis=axis, config=blocks)
 
 
 # Two halves of whole blocks; sizes that are padded; too few rows for two halves.
@@ -104,11 +104,13 @@ PRODUCTS = {
 
 
 def products(dtype, columns=200):
+    """With config.override(target=...), a TPU: there they are kernels of this kind."""
     for name, shapes in PRODUCTS.items():
         for shape in shapes:
             given = [S((DEVICES, *s), dtype) for s in (shape, (shape[1], columns))]
             each = over_mesh(product(getattr(kernels, name)), DEVICES)
-            (call,) = calls_in(each, *given)
+            with config.override(target="v5e"):
+                (call,) = calls_in(each, *given)
             yield f"{name} {shape}", Compiled(get("tpu"), call.kernel, call.options)
 
 
