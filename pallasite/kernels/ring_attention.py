@@ -183,6 +183,7 @@ class _Travelling:
 
     def __init__(self, mask: masks.Mask, batch: int, how: _How):
         self.how, self.batch = how, batch
+        self.is_everything = isinstance(mask, masks.Everything)
         self.sides = [side for _, side, _ in mask.arrays()]
         self.leaves, self.tree = jax.tree.flatten(mask)
 
@@ -194,6 +195,8 @@ class _Travelling:
 
     def between(self, of_keys, source, rows: "_Part", columns: "_Part") -> masks.Mask:
         """The mask of a part of the queries and a part of another device's keys."""
+        if self.is_everything:
+            return masks.Everything()
         take, parts, how = iter(of_keys), self.how.parts, self.how
         leaves = []
         for leaf, side in zip(self.leaves, self.sides, strict=True):
@@ -211,7 +214,7 @@ class _Travelling:
 
     def may_allow(self, mask: masks.Mask, rows: "_Part", columns: "_Part") -> Any:
         """False only if no pair of the two parts is allowed."""
-        if not self.leaves and isinstance(self.tree.unflatten([]), masks.Everything):
+        if self.is_everything:
             return True
         values = []
         for _, side, array in masks.checked_arrays(

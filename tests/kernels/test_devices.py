@@ -207,11 +207,10 @@ def test_experts_on_devices_and_their_gradient(size, dtype, chosen):
         assert not np.allclose(few[0], want)
 
 
+UNKNOWN = kernels.CollectiveMatmulConfig(transport="telepathy")  # pyright: ignore
 REFUSALS = [
     (
-        lambda x: kernels.all_gather_matmul(
-            x, x, axis="x", config=kernels.CollectiveMatmulConfig(transport="telepathy")
-        ),
+        lambda x: kernels.all_gather_matmul(x, x, axis="x", config=UNKNOWN),
         "all_gather_matmul has no transport 'telepathy'",
     ),
     (
