@@ -8,6 +8,9 @@ distance is between both results, relative to the largest number.
     python benchmarks/kernels.py norm glu         # those with these in their names
     python benchmarks/kernels.py --grad loss      # gradients
     python benchmarks/kernels.py --save results/kernels.json
+
+Operations over several devices are there if there are some:
+`XLA_FLAGS=--xla_force_host_platform_device_count=8` makes eight of a CPU.
 """
 
 import argparse
@@ -22,6 +25,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallasite import kernels
 from pallasite.kernels import masks
@@ -350,6 +355,68 @@ def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     }
 
 
+def devices_problems(big: bool, dtype: Any) -> dict[str, Problem]:
+    """On all devices there are; the rival gathers, multiplies and scatters by XLA."""
+    count = jax.device_count()
+    if count == 1:
+        return {}
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
+    rows, columns, along = P("x"), P(None, "x"), P(None, "x")
+
+    def on_devices(operation: Callable, specs: Any, out: Any) -> Callable:
+        def run(*operands: Any, **how: Any) -> Any:
+            each = partial(operation, axis="x", **how)
+            mapped = jax.shard_map(each, mesh=mesh, in_specs=specs, out_specs=out)
+            return mapped(*operands)
+
+        return run
+
+    def placed(specs: Sequence[Any], *shapes: Sequence[int]) -> list[Any]:
+        arrays = [normal(*s, dtype=dtype, seed=n) for n, s in enumerate(shapes)]
+        return [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(arrays, specs, strict=True)
+        ]
+
+    m, k, n = (8192, 8192, 8192) if big else (1024, 512, 512)
+    batch, heads, width = (1, 16, 128) if big else (1, 4, 64)
+    length = count * (4096 if big else 128)
+    causal = lambda q, k, v, **how: kernels.ring_attention(
+        q, k, v, masks.Causal(), order="zigzag", **how
+    )
+    tokens, hidden, experts = (8192, 2048, 64) if big else (512, 128, 2 * count)
+    layers = [(experts, hidden, 2 * hidden)] * 2 + [(experts, 2 * hidden, hidden)]
+    by_experts = lambda x, logits, *layers, **how: kernels.expert_parallel_mixture(
+        x, kernels.route(logits, 2), *layers, **how
+    )
+    return {
+        f"all_gather_matmul, {count} devices": Problem(
+            on_devices(kernels.all_gather_matmul, (rows, columns), columns),
+            lambda: placed((rows, columns), (m, k), (k, n)),
+            2 * m * k * n,
+            "flop",
+        ),
+        f"matmul_reduce_scatter, {count} devices": Problem(
+            on_devices(kernels.matmul_reduce_scatter, (columns, rows), rows),
+            lambda: placed((columns, rows), (m, k), (k, n)),
+            2 * m * k * n,
+            "flop",
+        ),
+        f"ring_attention causal, {count} devices": Problem(
+            on_devices(causal, along, along),
+            lambda: placed([along] * 3, *[(batch, length, heads, width)] * 3),
+            2 * batch * heads * length * length * width,
+            "flop",
+        ),
+        f"expert_parallel_mixture, {count} devices": Problem(
+            on_devices(by_experts, rows, rows),
+            lambda: placed([rows] * 5, (tokens, hidden), (tokens, experts), *layers),
+            2 * 3 * 2 * tokens * hidden * 2 * hidden,
+            "flop",
+        ),
+    }
+
+
 def problems() -> dict[str, Problem]:
     big = jax.default_backend() != "cpu"
     dtype = jnp.bfloat16 if big else jnp.float32
@@ -360,6 +427,7 @@ def problems() -> dict[str, Problem]:
         attention_problems,
         cache_problems,
         other_problems,
+        devices_problems,
     )
     return {k: v for family in families for k, v in family(big, dtype).items()}
 

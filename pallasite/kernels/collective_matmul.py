@@ -10,7 +10,7 @@ between devices themselves.
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,17 @@ from pallasite.kernels.matmul import MatmulConfig, matmul
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveMatmulConfig:
-    """Blocks of each device's products, and how blocks travel between devices."""
+    """How each device multiplies, and how rows travel between devices.
 
-    block_m: int = 256
-    block_n: int = 256
-    block_k: int = 256
+    Attributes:
+        blocks: of a product; by default `matmul`'s own choice, or that of the kernels
+            with copies of their own.
+        transport: "remote": by copies between devices in the kernel, which TPUs have.
+            "collective": by collectives of XLA. "auto": "remote" on a TPU.
+    """
+
+    blocks: MatmulConfig | None = None
     transport: Transport = "auto"
-
-    @property
-    def blocks(self) -> MatmulConfig:
-        return MatmulConfig(self.block_m, self.block_n, self.block_k)
 
 
 def all_gather_matmul(
@@ -56,7 +57,8 @@ def all_gather_matmul(
         (..., devices * rows, n): all rows of x times this device's y.
     """
     k, n = common.check_rank("all_gather_matmul", "y", y, "k, n")
-    *batch, rows, _ = _check_left("all_gather_matmul", x, y)
+    config = config or CollectiveMatmulConfig()
+    *batch, rows, _ = _check("all_gather_matmul", x, y, config)
     ring = Ring.of("all_gather_matmul", axis)
     compute = common.choose(implementation, _ring_gathered, _plain_gathered)
     out = compute(
@@ -64,7 +66,7 @@ def all_gather_matmul(
         y,
         ring=ring,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
-        config=config or CollectiveMatmulConfig(),
+        config=config,
     )
     # (devices, batch * rows, n) with the devices' rows beside each other.
     out = out.reshape(ring.size, math.prod(batch), rows, n)
@@ -97,7 +99,8 @@ def matmul_reduce_scatter(
     """
     operation = "matmul_reduce_scatter"
     k, n = common.check_rank(operation, "y", y, "k, n")
-    *batch, all_rows, _ = _check_left(operation, x, y)
+    config = config or CollectiveMatmulConfig()
+    *batch, all_rows, _ = _check(operation, x, y, config)
     ring = Ring.of(operation, axis)
     check_divides(operation, "x", x, x.ndim - 2, ring.size, f"devices along {axis!r}")
     rows = all_rows // ring.size
@@ -108,12 +111,15 @@ def matmul_reduce_scatter(
         y,
         ring=ring,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
-        config=config or CollectiveMatmulConfig(),
+        config=config,
     )
     return out.reshape(*batch, rows, n)
 
 
-def _check_left(operation: str, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
+def _check(operation: str, x, y, config: CollectiveMatmulConfig) -> tuple[int, ...]:
+    """The shape of x, if everything fits."""
+    known = get_args(Transport)
+    common.check_option(operation, "transport", config.transport, known)
     common.check_floats(operation, x=x, y=y)
     if x.ndim < 2:
         common.check_rank(operation, "x", x, "rows, k")

@@ -352,7 +352,7 @@ def kind(mask: Mask | None) -> str:
         joined = "|" if isinstance(mask, _Either) else "&"
         return joined.join((kind(mask.left), kind(mask.right)))  # pyright: ignore
     if isinstance(mask, Shifted):
-        return f"Shifted({kind(mask.mask)})"
+        return f"Shifted({kind(mask.mask)})"  # pyright: ignore
     return type(mask).__name__
 
 

@@ -6,6 +6,8 @@ is on its way. Blocks of main memory come to the product by an inner pipeline.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,10 @@ from pallasite import tpu as pltpu
 from pallasite.kernels import common
 from pallasite.kernels.devices import Ring
 from pallasite.kernels.matmul import MatmulConfig
+
+# The chip with the least memory bandwidth per product (v5e) multiplies such blocks of
+# bf16 for about as long as it reads them.
+BLOCKS = MatmulConfig(512, 512, 512)
 
 _ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)
 
@@ -83,9 +89,20 @@ def _padded(x: jax.Array, *sizes: int) -> jax.Array:
 
 
 def gathered(
-    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig
+    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig | None
 ) -> jax.Array:
     """Every device's x (rows, k) times y (k, n): (devices, rows, n)."""
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config or BLOCKS}
+    return _one_at_a_time(functools.partial(_gathered, **how))(x, y)
+
+
+def _one_at_a_time(function: Callable) -> Callable:
+    """`function`, mapped as a loop: under vmap, calls that follow one another would
+    be programs of one kernel, and devices do not wait for each other between them."""
+    return jax.custom_batching.sequential_vmap(function)
+
+
+def _gathered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
     (rows, k), n, size = x.shape, y.shape[1], ring.size
     plan = _Plan.of(config, rows, n, k, x.dtype)
     halves, count = plan.halves, len(plan.halves)
@@ -149,13 +166,18 @@ def gathered(
 
 
 def scattered(
-    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig
+    x: jax.Array, y: jax.Array, ring: Ring, out_dtype: Any, config: MatmulConfig | None
 ) -> jax.Array:
     """The sum over devices of `x[this device] @ y`: (rows, n) of (devices, rows, k).
 
     A device computes its part of a block's sum onto what has arrived of it, and sends
     it on. It tells the device before it when a buffer may be written again.
     """
+    how = {"ring": ring, "out_dtype": out_dtype, "config": config or BLOCKS}
+    return _one_at_a_time(functools.partial(_scattered, **how))(x, y)
+
+
+def _scattered(x, y, *, ring: Ring, out_dtype: Any, config: MatmulConfig):
     (size, rows, k), n = x.shape, y.shape[1]
     plan = _Plan.of(config, rows, n, k, x.dtype)
     halves, count = plan.halves, len(plan.halves)

@@ -80,13 +80,13 @@ def ring_attention(
     parts = 2 if order == "zigzag" else 1
     for name, x in {"query": query, "key": key}.items():
         check_divides(operation, name, x, 1, parts, "parts of order='zigzag'")
-    mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
+    given: masks.Mask = jax.tree.map(jnp.asarray, mask or masks.Everything())
     masks.checked_arrays(
-        masks.Shifted(mask), query.shape[0], query.shape[1], key.shape[1]
+        masks.Shifted(given), query.shape[0], query.shape[1], key.shape[1]
     )
     how = _How(ring, order, scale, soft_cap, config)
     compute = common.choose(implementation, _by_ring, _plain)
-    out, log_sum_exp = compute(query, key, value, mask=mask, how=how)
+    out, log_sum_exp = compute(query, key, value, mask=given, how=how)
     return (out, log_sum_exp) if return_log_sum_exp else out
 
 
@@ -111,7 +111,15 @@ class _How:
             return device * size
         return (2 * self.ring.size - 1 - device) * size
 
-    def attend(self, query, key, value, mask, implementation="pallasite") -> Any:
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: masks.Mask,
+        implementation: common.Implementation = "pallasite",
+    ) -> Any:
+        """The result and log-sum-exp of one device's queries and keys."""
         return attention(
             query,
             key,
@@ -121,7 +129,7 @@ class _How:
             soft_cap=self.soft_cap,
             return_log_sum_exp=True,
             implementation=implementation,
-            config=self.config if implementation == "pallasite" else None,
+            config=self.config,
         )
 
 
@@ -177,6 +185,7 @@ class _Travelling:
 
     def __init__(self, mask: masks.Mask, batch: int, how: _How):
         self.how, self.batch = how, batch
+        self.is_everything = isinstance(mask, masks.Everything)
         self.sides = [side for _, side, _ in mask.arrays()]
         self.leaves, self.tree = jax.tree.flatten(mask)
 
@@ -188,6 +197,8 @@ class _Travelling:
 
     def between(self, of_keys, source, rows: "_Part", columns: "_Part") -> masks.Mask:
         """The mask of a part of the queries and a part of another device's keys."""
+        if self.is_everything:
+            return masks.Everything()
         take, parts, how = iter(of_keys), self.how.parts, self.how
         leaves = []
         for leaf, side in zip(self.leaves, self.sides, strict=True):
@@ -205,7 +216,7 @@ class _Travelling:
 
     def may_allow(self, mask: masks.Mask, rows: "_Part", columns: "_Part") -> Any:
         """False only if no pair of the two parts is allowed."""
-        if not self.leaves and isinstance(self.tree.unflatten([]), masks.Everything):
+        if self.is_everything:
             return True
         values = []
         for _, side, array in masks.checked_arrays(
@@ -306,7 +317,8 @@ def _alike(like: Any, tree: Any) -> Any:
 
 
 def _ring_fwd(query, key, value, mask, how):
-    out, total = _ring(query, key, value, mask, how)
+    made: Any = _ring(query, key, value, mask, how)
+    out, total = made
     return (out, total), (query, key, value, mask, out, total)
 
 
@@ -332,7 +344,7 @@ def _ring_bwd(how: _How, kept, cotangents):
 
             def add(*sums, at_rows=at_rows, of_columns=of_columns, here=here):
                 query, d_out, total, common_part = at_rows
-                attend = lambda *qkv: how.attend(*qkv, here)
+                attend = lambda q, k, v: how.attend(q, k, v, here)
                 (part, its_total), back = jax.vjp(attend, query, *of_columns)
                 share = _share(its_total, total)
                 inner = jnp.sum(d_out * part.astype(wide), -1).swapaxes(1, 2)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import pallasite as pl
+from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
 from pallasite.errors import SpecError
@@ -85,6 +86,49 @@ def test_collectives_compile(chip):
         job = Job.of(name, made.kernel, get("tpu").launch(made))
         jobs.append(replace(job, devices=DEVICES))
     assert {r.name: r.error for r in compile_all(jobs, chip) if not r.ok} == {}
+
+
+# --- products of the library, by copies of their own ---
+
+
+def product(operation):
+    blocks = kernels.CollectiveMatmulConfig(kernels.MatmulConfig(64, 128, 128))
+    return lambda x, y, axis, size: operation(x, y, axis=axis, config=blocks)
+
+
+# Two halves of whole blocks; sizes that are padded; too few rows for two halves.
+PRODUCTS = {
+    "all_gather_matmul": [(128, 256), (100, 300), (5, 37)],
+    "matmul_reduce_scatter": [(4 * 128, 256), (4 * 100, 300), (4 * 5, 37)],
+}
+
+
+def products(dtype, columns=200):
+    """With config.override(target=...), a TPU: there they are kernels of this kind."""
+    for name, shapes in PRODUCTS.items():
+        for shape in shapes:
+            given = [S((DEVICES, *s), dtype) for s in (shape, (shape[1], columns))]
+            each = over_mesh(product(getattr(kernels, name)), DEVICES)
+            with config.override(target="v5e"):
+                (call,) = calls_in(each, *given)
+            yield f"{name} {shape}", Compiled(get("tpu"), call.kernel, call.options)
+
+
+def test_products_copy_in_both_directions():
+    texts = {name: made["mosaic"] for name, made in products("bfloat16")}
+    copies = {name: text.count("source_semaphore(") for name, text in texts.items()}
+    for name, rows in PRODUCTS.items():
+        few = f"{name} {rows[2]}"
+        assert all(copies[f"{name} {r}"] == 2 * copies[few] > 0 for r in rows[:2])
+
+
+@pytest.mark.tpu
+def test_products_compile():
+    jobs = []
+    for name, made in products("bfloat16"):
+        job = Job.of(name, made.kernel, get("tpu").launch(made))
+        jobs.append(replace(job, devices=DEVICES))
+    assert {r.name: r.error for r in compile_all(jobs, "v5e") if not r.ok} == {}
 
 
 # --- cores of one chip ---
