@@ -30,10 +30,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(function, *operands, folder: Path) -> list[np.ndarray]:
+def run(function, *operands, folder: Path, **how) -> list[np.ndarray]:
     """The results of the one kernel that a function calls with its own operands."""
     (kernel,) = pl.lower(function)(*operands).kernels
-    return host.run(kernel, [np.asarray(x) for x in operands], folder)
+    return host.run(kernel, [np.asarray(x) for x in operands], folder, **how)
 
 
 ROWS = [
@@ -296,7 +296,8 @@ def test_an_operand_that_stays_is_not_in_the_way_of_the_next(tmp_path, small_chi
 def test_attention(style, causal, tmp_path, small_chip):
     q, k, v = (kernels.normal(2, 192, 64, dtype=bf16, seed=n) for n in range(3))
     how = dict(style=style, causal=causal, block=(64, 64))
-    (got,) = run(partial(kernels.attention, **how), q, k, v, folder=tmp_path)
+    function = partial(kernels.attention, **how)
+    (got,) = run(function, q, k, v, folder=tmp_path, timings=list(host.TIMINGS))
     assert kernels.error(got, kernels.attention_reference(q, k, v, causal)) < 2e-2
 
 

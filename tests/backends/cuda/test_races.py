@@ -1,7 +1,7 @@
-"""What runs beside the threads of a block runs late in `host.py`: races show.
+"""Races between threads and what runs beside them: copies and products.
 
-A kernel is right however late its copies and products are; the same kernel with one
-wait, fence or meeting taken out is not.
+A kernel is right however late these are in `host.py`; the same kernel with one wait,
+fence or meeting taken out is not. Checked mode follows its explicit IR.
 """
 
 import ctypes
@@ -16,12 +16,14 @@ import pytest
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.backends import cuda
+from pallasite.interpret.checked import run_checked
+from pallasite.ir.parse import parse_kernel
 from pallasite.target import GPUS
 from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
 
-pytestmark = pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     host.compiler() is None, reason="g++, which compiles the emitted text, is missing"
 )
 
@@ -100,19 +102,34 @@ def is_right(code: host.Code) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def code(tmp_path_factory) -> host.Code:
+@pytest.fixture(scope="module", autouse=True)
+def small_chip():
+    """Of one multiprocessor with room for few slots, which are filled again."""
     memories = {**GPUS["h100"].memories, "shared": Memory(60 << 10)}
     chip = replace(GPUS["h100"], cores=1, memories=memories)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_chip", lambda options: chip)
-        (kernel,) = pl.lower(layer)(*OPERANDS).kernels
-        folder: Path = tmp_path_factory.mktemp("races")
-        return host.Code(kernel, folder, optimise="-O0", edit=with_mistakes)
+        yield
 
 
+@pytest.fixture(scope="module")
+def code(tmp_path_factory) -> host.Code:
+    (kernel,) = pl.lower(layer)(*OPERANDS).kernels
+    folder: Path = tmp_path_factory.mktemp("races")
+    return host.Code(kernel, folder, optimise="-O0", edit=with_mistakes)
+
+
+@needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, code):
     """Without one, numbers beside an operand are loaded while its product runs."""
     ctypes.c_int.in_dll(code.library, "mistake").value = MISTAKES.index(mistake)
     assert is_right(code) == (mistake == "none")
+
+
+def test_no_slot_is_freed_while_a_product_reads_it():
+    """Beside it are numbers of each column, which are loaded while the product runs."""
+    (kernel,) = pl.lower(layer)(*OPERANDS).kernels
+    explicit = parse_kernel(host.scheduled_text(kernel))
+    operands = [np.asarray(x) for x in OPERANDS]
+    run_checked(explicit, operands, pl.Checked(orders=("late",)))
