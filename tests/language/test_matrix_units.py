@@ -12,6 +12,7 @@ from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
 from pallasite.errors import CheckError, KernelTypeError, SpecError, UnsupportedError
 from pallasite.primitive import calls_in
+from pallasite.runtime.aot import Job, compile_all
 from pallasite.target import TPUS
 
 RNG = np.random.default_rng(0)
@@ -118,6 +119,28 @@ def test_integers_add_up_in_32_bits():
     wide = x.astype(np.int32)
     got = pl.pallas_call(kernel, out, interpret=True)(x)
     np.testing.assert_array_equal(got, wide @ wide)
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["emulated", "cpu"])
+def test_convolutions_are_added_to_what_is_there(mode):
+    image, window = RNG.normal(size=(1, 6, 4)), RNG.normal(size=(3, 4, 2))
+    arrays = [jnp.asarray(x, jnp.float32) for x in (image, window)]
+    numbers = {"dimension_numbers": ("NWC", "WIO", "NWC")}
+
+    def kernel(x_ref, w_ref, o_ref):
+        x, w = x_ref[...], w_ref[...]
+        first = pltpu.conv(x, w, padding="SAME", **numbers)
+        turned = {"window_reversal": (True,), "padding": [(1, 1)]}
+        o_ref[...] = pltpu.conv(x, w, first, **turned, **numbers)
+
+    def plain(x, w):
+        both = [jax.lax.conv_general_dilated(x, y, (1,), "SAME", **numbers)
+                for y in (w, w[::-1])]  # fmt: skip
+        return sum(both)
+
+    out = jax.ShapeDtypeStruct((1, 6, 2), jnp.float32)
+    got = pl.pallas_call(kernel, out, interpret=mode)(*arrays)
+    np.testing.assert_allclose(got, plain(*arrays), rtol=1e-5, atol=1e-5)
 
 
 # --- mistakes ---
@@ -238,10 +261,14 @@ def wide(dtype, size=256, unit=0):
     return pl.pallas_call(kernel, out), arrays
 
 
-def mosaic(chip, call, arrays):
+def compiled(chip, call, arrays):
     (found,) = calls_in(call, *arrays)
     options = replace(found.options, chip=TPUS[chip])
-    return Compiled(get("tpu"), found.kernel, options)["mosaic"]
+    return Compiled(get("tpu"), found.kernel, options)
+
+
+def mosaic(chip, call, arrays):
+    return compiled(chip, call, arrays)["mosaic"]
 
 
 @pytest.mark.parametrize("chip", ["v5e", "7x"])
@@ -274,3 +301,12 @@ def test_what_no_unit_of_a_tpu_takes_is_refused(made, why):
     with pytest.raises(UnsupportedError, match="matrix unit of 7x cannot") as raised:
         mosaic("7x", call, arrays)
     assert why in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+def test_kernels_that_schedule_units_compile():
+    dtypes = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
+    made = [compiled("7x", *wide(dtype)) for dtype in dtypes]
+    jobs = [Job.of(str(n), m.kernel, get("tpu").launch(m)) for n, m in enumerate(made)]
+    assert [result.error for result in compile_all(jobs, "7x")] == [""] * len(jobs)

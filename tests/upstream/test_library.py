@@ -43,6 +43,7 @@ def test_kernel_of_the_library(name: str, outcomes: dict[str, str]):
     assert outcomes[name] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 def test_kernels_that_copy_between_devices_compile_for_a_tpu():
     assert run("all_gather_compiles") == {"all_gather_compiles": "ok"}
