@@ -13,6 +13,7 @@ from math import prod
 
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.opdef import table
 from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
@@ -32,7 +33,8 @@ from pallasite.target import Tpu
 GAIN = 1.05  # below this, estimates are not good enough to change an author's blocks
 STEP_SECONDS = 2.5e-7  # to start a program: 400 cycles, by libtpu's estimates
 SERIAL = 0.5  # of the shorter of products and vector code that a lone step cannot hide
-LATCHED = 64  # rows of a product that take as long as loading what they multiply
+POSITIONS = 0.25  # of arithmetic on positions, most of which rows and columns share
+DOT_SECONDS = 4e-8  # to start a product, where more rows would have done with fewer
 JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
@@ -368,7 +370,9 @@ class _Estimate:
         serial = SERIAL * min(products, rest) / (gathered * self._together)
         share = self._share()
         starts = prod(self.grid) * (1 + self._rounds())
-        self.overhead = share * (STEP_SECONDS * starts + serial)
+        dots = prod(self.grid) * sum(times for _, times in self._dots)
+        started = STEP_SECONDS * starts + DOT_SECONDS * dots
+        self.overhead = share * (started + serial)
         busy = max(self._copied(), max(products, rest))
         self.seconds = self.overhead + share * busy + self._exposed()
 
@@ -431,11 +435,17 @@ class _Estimate:
         for dot, times in self._dots:
             count = 2 * dot.op.result.tile.size * dot.depth * times
             flops += count
-            rows = prod(dot.lhs.sizes(dot.lhs.free))
-            products += count / self._rate(dot) * (1 + LATCHED / max(rows, 1))
+            products += count / self._rate(dot)
         total = cost(self.blocks.kernel)
-        rest = max(total.flops - steps * flops, 0) / VECTOR_RATE
+        shared = (1 - POSITIONS) * self._integers()
+        rest = max(total.flops - steps * (flops + shared), 0) / VECTOR_RATE
         return steps * products, rest + total.transcendentals / SPECIAL_RATE
+
+    def _integers(self) -> int:
+        """Elements of integers that a program computes: mostly positions."""
+        made = (op for op in walk(self.blocks.body) if table()[op.name].elementwise)
+        tiles = (op.result.tile for op in made)
+        return sum(t.size for t in tiles if t.rank and not t.dtype.is_float)
 
     @cached_property
     def _dots(self) -> list[tuple[Dot, int]]:
