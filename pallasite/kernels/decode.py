@@ -254,9 +254,16 @@ def _plain(
     return out.reshape(batch, heads, value_cache.shape[3]).astype(query.dtype)
 
 
-def plain_paged(query, key_pages, value_pages, *operands, **how):
-    *scales, lengths, page_table = operands
-
+def plain_paged(
+    query,
+    key_pages,
+    value_pages,
+    key_scales,
+    value_scales,
+    lengths,
+    page_table,
+    **how,
+):
     def cache(pages):
         if pages is None:
             return None
@@ -264,8 +271,15 @@ def plain_paged(query, key_pages, value_pages, *operands, **how):
         keys = page_table.shape[1] * pages.shape[1]
         return gathered.reshape(len(page_table), keys, *pages.shape[2:])
 
-    caches = map(cache, (key_pages, value_pages, *scales))
-    return _plain(query, *caches, lengths, **how)
+    return _plain(
+        query,
+        cache(key_pages),
+        cache(value_pages),
+        cache(key_scales),
+        cache(value_scales),
+        lengths,
+        **how,
+    )
 
 
 # --- kernels ---

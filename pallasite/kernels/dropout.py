@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallasite import jaxcompat
 from pallasite.errors import SpecError
 
 # Integers are signed, which every chip multiplies; shifts are those of unsigned ones.
@@ -17,7 +18,7 @@ _MULTIPLIERS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 
 def check_rate(operation: str, rate: float, key: jax.Array | None) -> None:
     """A rate is a number from 0 to 1, and one above 0 comes with a key."""
-    if isinstance(rate, jax.core.Tracer) or not 0 <= rate <= 1:
+    if not jaxcompat.is_concrete(rate) or not 0 <= rate <= 1:
         raise SpecError(
             f"{operation}: dropout_rate is {rate}",
             fix="pass a Python number from 0 to 1; under jit as a static argument",

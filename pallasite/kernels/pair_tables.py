@@ -8,9 +8,9 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
+from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError
 
 EMPTY, FULL = 0, 1  # codes of blocks, and the tiles of that number
@@ -28,7 +28,7 @@ class Frozen:
     def of(given: Any) -> "Frozen":
         if isinstance(given, Frozen):
             return given
-        if isinstance(given, jax.core.Tracer):
+        if not jaxcompat.is_concrete(given):
             raise KernelTypeError(
                 "attention mask: allowed is only known when the function runs",
                 [("allowed", f"{given.dtype}{list(given.shape)}")],
