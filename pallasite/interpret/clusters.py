@@ -60,7 +60,7 @@ class ClusterWalker(GpuWalker):
 
     def end_at(self, end: End, block: int) -> End:
         """The same place in the memory of another block."""
-        root = self._on_core(end.root, block)
+        root = self._on_core(end.root, block, "copy to a ref")
         if root is None:
             return end
         return End(end.ref, View(root, end.view.ranges, end.view.steps), end.elements)

@@ -47,7 +47,7 @@ class AccumulatorSpace:
 
 def _effects(avals: tuple[Any, ...]) -> set[Any]:
     # A unit's own memory is no ref that JAX knows of: prints are kept in order, too.
-    return refs._ref_effects(avals) | {jaxcompat.debug_effect()}
+    return refs.ref_effects(avals) | {jaxcompat.debug_effect()}
 
 
 push_p = kernel_primitive("matmul_push_rhs", multiple_results=True)

@@ -109,7 +109,7 @@ def subcore_barrier() -> None:
 
 fetch_and_add_p = kernel_primitive("fetch_and_add")
 fetch_and_add_p.def_effectful_abstract_eval(
-    lambda *a, tree: (jax.core.ShapedArray((), jnp.int32), refs._ref_effects(a))
+    lambda *a, tree: (jax.core.ShapedArray((), jnp.int32), refs.ref_effects(a))
 )
 
 
