@@ -24,7 +24,8 @@ from pallasite.ir.types import (
 from pallasite.ir.verify import verify
 from tests.backends.cpu.direct import Code
 from tests.backends.cpu.running import region, tiles_kernel, with_refs
-from tests.fuzz.agreement import run_numpy
+from tests.fuzz.agreement import expected, mismatch, run_numpy
+from tests.fuzz.generate import Case
 from tests.ir.kernels import blocked, emit_pipeline, main_ref, when
 
 EIGHT = np.arange(8, dtype=np.int32)
@@ -451,3 +452,17 @@ def test_an_atomic_through_a_view_finds_the_fill():
     new, old = results(kernel, np.arange(5, dtype=np.float32))
     np.testing.assert_array_equal(new, np.arange(5) + 1)
     np.testing.assert_array_equal(old.ravel(), [0, 1, 2, 3, 4, 9, 9, 9])
+
+
+def test_what_overflows_in_one_order_of_a_sum_may_be_anything():
+    """-inf or NaN: products of which some are infinite, of either sign."""
+    huge = np.array([[3e38, 3e38, -3e38, 1.0]], np.float32)
+    by = np.array([[2.0], [-2.0], [1.0], [1.0]], np.float32)
+    contract = dict(contract=((1,), (0,)), batch=((), ()), dtype=F32, precision=None)
+    dot = lambda b, x, y: b.op("dot", x, y, **contract)
+    case = Case(tiles_kernel(dot, [huge, by]), (huge, by))
+    for result in (-np.inf, np.nan, 7.0):
+        got = [np.full((1, 1), result, np.float32)]
+        assert mismatch(got, *expected(case)) is None
+    case = Case(case.kernel, (huge / np.float32(16), by))
+    assert mismatch([np.full((1, 1), -np.inf, np.float32)], *expected(case))
