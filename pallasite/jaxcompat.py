@@ -5,6 +5,7 @@ the package may import `jax._src` (a test holds that).
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -510,24 +511,23 @@ def errors_in_check(
 
 
 def register_checkify(primitive: Any, rule: Any) -> None:
-    """Give a primitive its rule: `rule(error, kinds, *operands, **params)`."""
+    """Give a primitive its rule: `rule(add, error, kinds, *operands, **params)`.
+
+    `add(error, happened, found)` is an error value with one more error in it.
+    """
     from jax._src import checkify
 
     names = {"FailedCheckError": "check", "NaNError": "nan"}
     names |= {"DivisionByZeroError": "div", "OOBError": "index"}
 
-    def run(error: Any, enabled: Any, *operands: Any, **params: Any) -> Any:
+    def run(*args: Any, **params: Any) -> Any:
+        context = args[:1] if hasattr(checkify, "CheckifyContext") else ()
+        error, enabled, *operands = args[len(context) :]
         kinds = {names[e.__name__] for e in enabled if e.__name__ in names}
-        return rule(error, frozenset(kinds), *operands, **params)
+        add = functools.partial(checkify.assert_func, *context)
+        return rule(add, error, frozenset(kinds), *operands, **params)
 
     checkify.error_checks[primitive] = run
-
-
-def with_error(error: Any, happened: Any, found: Any) -> Any:
-    """An error value of checkify, and one more that may have happened."""
-    from jax._src import checkify
-
-    return checkify.assert_func(error, happened, found)
 
 
 def current_traceback() -> Any:

@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 # JAX traces is seen in the emulation (`zoo/`) and on the CPU (`backends/cpu/`), and
 # that it reaches the other backends in their tests of the language and emitted text.
 MACHINE_ONLY = (
+    "autodiff/test_backward_choice.py",
     "backends/cpu/test_compile_size.py",
     "backends/cpu/test_control.py",
     "backends/cpu/test_dot.py",
@@ -48,6 +49,9 @@ MACHINE_ONLY = (
     "backends/cuda/test_elementwise.py",
     "backends/cuda/test_host.py",
     "backends/cuda/test_passes.py",
+    "backends/cuda/test_plgpu.py",
+    "backends/cuda/test_races.py",
+    "backends/test_gpu_trial.py",
     "backends/test_stages.py",
     "backends/tpu/test_blocks.py",
     "backends/tpu/test_meaning.py",
@@ -66,18 +70,29 @@ MACHINE_ONLY = (
     "ops/test_decompose.py",
     "ops/test_decompose_tile.py",
     "passes/test_choose_blocks.py",
+    "passes/test_guard_bounds.py",
     "passes/test_merge_k_steps.py",
     "passes/test_row_strips.py",
+    "passes/test_same_meaning.py",
+    "passes/test_unmasked_steps.py",
+    "passes/test_unroll_rounds.py",
+    "passes/test_widen_steps.py",
     "test_rules.py",
 )
 
 # Tests that do the same with many kernels: a share of them may do (tests/share.py).
 SAMPLED = (
+    "autodiff/test_grad.py",
     "autodiff/test_grad_zoo.py",
     "backends/cpu/test_transformations.py",
     "backends/cpu/test_zoo.py",
     "backends/test_placement.py",
+    "kernels/test_any_shape.py",
+    "kernels/test_attention.py",
+    "kernels/test_decode.py",
+    "kernels/test_devices.py",
     "kernels/test_operations.py",
+    "kernels/test_rows.py",
     "ops/test_meaning.py",
     "ops/test_narrow_integers.py",
     "ops/test_settings.py",

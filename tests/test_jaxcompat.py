@@ -336,10 +336,10 @@ def test_rules_of_checkify_are_called():
         def get_effect_type(self):
             return jaxcompat.error_effect(type(self), list(self.args))
 
-    def rule(error, kinds, x):
+    def rule(add, error, kinds, x):
         seen.append(kinds)
         found = Failure(jaxcompat.current_traceback(), "x is {}", x)
-        return jaxcompat.with_error(error, x > 1, found), x
+        return add(error, x > 1, found), x
 
     jaxcompat.register_checkify(identity, rule)
     checked = checkify.checkify(identity.bind, errors=checkify.float_checks)

@@ -4,7 +4,7 @@
 become part of the error value that a checked function returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -23,10 +23,17 @@ def register() -> None:
     jaxcompat.register_checkify(call_p, _checkify)
 
 
-def _checkify(error: Any, kinds: frozenset[str], *operands: Any, call: Call) -> Any:
+def _checkify(
+    add: Callable[..., Any],
+    error: Any,
+    kinds: frozenset[str],
+    *operands: Any,
+    call: Call,
+) -> Any:
     """Run the call so that it reports; the error with what it reports.
 
     Args:
+        add: `add(error, happened, found)` is the error and one more.
         error: what was found before the call.
         kinds: of checks that are wanted, as `report_checks` names them.
         operands: of the call.
@@ -52,7 +59,7 @@ def _checkify(error: Any, kinds: frozenset[str], *operands: Any, call: Call) -> 
         values = [_where_first(is_first, results[n]) for n in report.values]
         text = _text(report, call.kernel, values)
         found = _error_of(report.kind)(text, traceback, values, ids)
-        error = jaxcompat.with_error(error, first_number == number, found)
+        error = add(error, first_number == number, found)
     return error, results[:wanted]
 
 
