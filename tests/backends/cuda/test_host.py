@@ -368,16 +368,18 @@ def gradients(function, operands, seeds, folder: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("style", "causal", "width", "block"),
+    ("style", "causal", "heads", "width", "block"),
     [
-        ("grid", False, 128, (128, 128)),  # steps of half a block of queries
-        ("loop", True, 128, (128, 128)),
-        ("grid", True, 64, (64, 64)),
+        ("grid", False, 1, 128, (128, 128)),  # steps of half a block of queries
+        ("loop", True, 1, 128, (128, 128)),
+        ("grid", True, 2, 64, (64, 64)),
     ],
 )
-def test_gradient_of_attention(style, causal, width, block, tmp_path, small_chip):
+def test_gradient_of_attention(
+    style, causal, heads, width, block, tmp_path, small_chip
+):
     *operands, seed = (
-        kernels.normal(2, 256, width, dtype=bf16, seed=n) for n in range(4)
+        kernels.normal(heads, 256, width, dtype=bf16, seed=n) for n in range(4)
     )
     run = partial(kernels.attention, style=style, causal=causal, block=block)
     got = gradients(run, operands, (seed,), tmp_path)
