@@ -511,21 +511,17 @@ def errors_in_check(
 
 
 def register_checkify(primitive: Any, rule: Any) -> None:
-    """Give a primitive its rule: `rule(add, error, kinds, *operands, **params)`.
+    """Give a primitive its rule: `rule(add, error, enabled, *operands, **params)`.
 
     `add(error, happened, found)` is an error value with one more error in it.
     """
     from jax._src import checkify
 
-    names = {"FailedCheckError": "check", "NaNError": "nan"}
-    names |= {"DivisionByZeroError": "div", "OOBError": "index"}
-
     def run(*args: Any, **params: Any) -> Any:
         context = args[:1] if hasattr(checkify, "CheckifyContext") else ()
         error, enabled, *operands = args[len(context) :]
-        kinds = {names[e.__name__] for e in enabled if e.__name__ in names}
         add = functools.partial(checkify.assert_func, *context)
-        return rule(add, error, frozenset(kinds), *operands, **params)
+        return rule(add, error, enabled, *operands, **params)
 
     checkify.error_checks[primitive] = run
 

@@ -18,6 +18,7 @@ HEAVY = [
 ]
 # Rooms that the first kernel, derivative or partitioned call loads.
 LATER = [
+    "jax._src.checkify",
     "pallasite.autodiff.rules",
     "pallasite.autodiff.backward",
     "pallasite.backends.cpu",

@@ -19,14 +19,14 @@ from pallasite.primitive import Call, call_p
 
 
 def register() -> None:
-    """`calls/pallas_call.py` does, once."""
+    """`calls/pallas_call.py` does, when it builds a kernel."""
     jaxcompat.register_checkify(call_p, _checkify)
 
 
 def _checkify(
     add: Callable[..., Any],
     error: Any,
-    kinds: frozenset[str],
+    enabled: frozenset[type],
     *operands: Any,
     call: Call,
 ) -> Any:
@@ -35,11 +35,12 @@ def _checkify(
     Args:
         add: `add(error, happened, found)` is the error and one more.
         error: what was found before the call.
-        kinds: of checks that are wanted, as `report_checks` names them.
+        enabled: checkify's classes of errors that are wanted.
         operands: of the call.
         call: the call.
     """
-    reporting = report_checks(call.kernel, kinds)
+    kinds = {kind for kind, errors in _categories().items() if errors <= enabled}
+    reporting = report_checks(call.kernel, frozenset(kinds))
     if reporting is None:
         return error, call_p.bind(*operands, call=call)
     # A rule of the caller's says nothing about the results that are added.
@@ -74,18 +75,23 @@ def _where_first(is_first: Any, result: Any) -> Any:
 
 
 @cache
-def _error_of(kind: str) -> Any:
-    """The class of errors of one kind in kernels: one of checkify's, of which it has
-    the type and the start of the text, and which says in addition where."""
+def _categories() -> dict[str, frozenset[Any]]:
+    """The classes of checkify's errors, by the kinds of checks of `report_checks`."""
     from jax.experimental import checkify
 
-    categories = {
+    return {
         "check": checkify.user_checks,
         "nan": checkify.nan_checks,
         "div": checkify.div_checks,
         "index": checkify.index_checks,
     }
-    (base,) = categories[kind]
+
+
+@cache
+def _error_of(kind: str) -> Any:
+    """The class of errors of one kind in kernels: one of checkify's, of which it has
+    the type and the start of the text, and which says in addition where."""
+    (base,) = _categories()[kind]
 
     class InKernel(base):
         def __init__(

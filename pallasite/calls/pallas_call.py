@@ -17,7 +17,6 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.autodiff import first_derivative
-from pallasite.calls import checkify
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.ir import types as T
 from pallasite.ir.levels import level_of
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 
 ref_transforms.register()
 first_derivative.register()
-checkify.register()
 
 
 # Warpgroups (`plgpu.kernel`): the name of their axis, how many, names of their scratch,
@@ -473,10 +471,12 @@ class Bound:
 def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, bool]:
     """Kernel IR for operands of these types; also captured values, and cacheability."""
     # The importer and what it needs load with the first kernel, not with the package.
+    from pallasite.calls import checkify
     from pallasite.importer.importer import Captures, Importer
     from pallasite.importer.rules import RULES
     from pallasite.passes.analysis.mistakes import warn_of_mistakes
 
+    checkify.register()
     bound = _bind(request, flat, tree)
     traced = _trace_kernel(request, bound, tree)
     captures = Captures()

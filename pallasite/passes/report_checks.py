@@ -30,8 +30,6 @@ from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import I32, INDEX, RefType, TileType
 
-KINDS = ("check", "nan", "div", "index")
-
 # Elementwise ops whose results are not NaN unless an operand is: not worth a check.
 _PASS_ON = {"neg", "abs", "sign", "max", "min", "select_n", "clamp", "cast", "bitcast"}
 _PASS_ON |= {"floor", "ceil", "round", "reduce_precision", "stop_gradient"}
@@ -44,7 +42,7 @@ class Report:
     """One check of a kernel.
 
     Attributes:
-        kind: which of `KINDS` it is.
+        kind: "check" (`debug_check`), "nan", "div" or "index".
         message: with a field for each of its values; of "nan" the name of the op.
         values: the results of the new kernel that hold its values, by position.
         shape: of the ref, where an index is checked.
