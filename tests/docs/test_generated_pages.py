@@ -2,8 +2,11 @@
 
 import runpy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import pallasite as pl
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -13,6 +16,25 @@ def test_page_is_up_to_date(page: str):
     script = DOCS / f"make_{page}.py"
     made = runpy.run_path(str(script))["page"]()
     assert (DOCS / f"{page}.md").read_text() == made, f"run python docs/{script.name}"
+
+
+def test_reference_is_up_to_date():
+    script = runpy.run_path(str(DOCS / "make_api.py"))
+    for name in script["PAGES"]:
+        written = (DOCS / "api" / f"{name}.md").read_text()
+        assert written == script["page"](name), "run python docs/make_api.py"
+
+
+def test_reference_names_everything_public():
+    script = runpy.run_path(str(DOCS / "make_api.py"))
+    text = script["page"]("pallasite")
+    listed = {name for name in vars(pl) if f"### {name}\n" in text}
+    public = {
+        name
+        for name, value in vars(pl).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert listed == public
 
 
 def test_pictures_are_up_to_date():
