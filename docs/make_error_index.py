@@ -14,9 +14,10 @@ PACKAGE = Path(errors.__file__).parent
 
 HEAD = """# Index of error messages
 
-Generated from the source (`docs/make_error_index.py`): the first line of every error that
-Pallasite raises, by class, with its fix. `…` stands for a name or number of your kernel.
-[Errors](errors.md) says what the classes mean and which built-in exception each one is.
+Generated from the source (`docs/make_error_index.py`): the first line of every error
+that Pallasite raises, by class, with its fix. `…` stands for a name or number of your
+kernel. [Errors](errors.md) says what the classes mean and which built-in exception each
+one is.
 
 """
 # Classes in the page's order; those left out name a mistake of ours, not of a kernel.
