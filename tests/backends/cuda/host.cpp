@@ -1,6 +1,7 @@
 // What a kernel's text runs on, compiled once (`host.py`); see the headers.
 #include <algorithm>
 #include <vector>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include "host.h"
@@ -41,16 +42,22 @@ unsigned short host_to_f16(float x) {
 
 namespace host {
 constexpr size_t STACK = 1 << 17;
-static ucontext_t scheduler;
-static std::vector<ucontext_t> contexts;
+// A context only starts a thread: between threads `_longjmp` goes, which, other than
+// `swapcontext`, calls no system.
+struct Fiber { ucontext_t start; jmp_buf place; bool started; };
+static jmp_buf scheduler;
+static std::vector<Fiber> fibers;
 static std::vector<char> stacks;
 static std::vector<char> done;
 static int current;
 static long long events;  // what other threads may wait for
 unsigned long long exchanged[2048];
-int threads() { return contexts.size(); }
-static void spin() {  // the others go on until what is waited for may have happened
-  swapcontext(&contexts[current], &scheduler);
+int threads() { return fibers.size(); }
+static void others_go_on() {
+  if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+static void spin() {  // until what is waited for may have happened
+  others_go_on();
   threadIdx.x = current;
 }
 struct Meeting { int arrived, times; };
@@ -80,7 +87,7 @@ static const char* problem;  // the first; the block goes no further
 void check(bool fine, const char* what) {
   if (fine) return;
   problem = what;
-  swapcontext(&contexts[current], &scheduler);
+  others_go_on();
 }
 // Shared memory is written by the copy engine; `from` null: by what nobody may read.
 static void arrive(unsigned at, const char* from, int bytes) {
@@ -325,13 +332,18 @@ static void** arguments;
 static void body() {
   call_kernel(arguments);
   done[current] = 1;
-  swapcontext(&contexts[current], &scheduler);
+  others_go_on();
 }
 static void resume(int thread) {
   if (done[thread] || problem) return;
   current = threadIdx.x = thread;
-  swapcontext(&scheduler, &contexts[thread]);
-  events += done[thread];
+  if (!_setjmp(scheduler)) {
+    Fiber& t = fibers[thread];
+    if (t.started) _longjmp(t.place, 1);
+    t.started = true;
+    setcontext(&t.start);
+  }
+  events += done[current];
 }
 }  // namespace host
 
@@ -384,7 +396,7 @@ extern "C" const char* run(void** given, const int* order, int blocks, int threa
                            int shared_bytes, int late_copies, int late_products) {
   arguments = given;
   gridDim.x = blocks;
-  contexts.resize(threads);
+  fibers.resize(threads);
   stacks.resize(threads * STACK);
   host::shared_bytes = shared_bytes;
   host::late_copies = late_copies;
@@ -396,11 +408,13 @@ extern "C" const char* run(void** given, const int* order, int blocks, int threa
     blockIdx.x = order[n];
     done.assign(threads, 0);
     for (int t = 0; t < threads; ++t) {
-      getcontext(&contexts[t]);
-      contexts[t].uc_stack.ss_sp = &stacks[t * STACK];
-      contexts[t].uc_stack.ss_size = STACK;
-      contexts[t].uc_link = nullptr;
-      makecontext(&contexts[t], body, 0);
+      ucontext_t& start = fibers[t].start;
+      getcontext(&start);
+      start.uc_stack.ss_sp = &stacks[t * STACK];
+      start.uc_stack.ss_size = STACK;
+      start.uc_link = nullptr;
+      makecontext(&start, body, 0);
+      fibers[t].started = false;
     }
     for (bool going = true; going;) {
       going = false;
