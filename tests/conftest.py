@@ -119,6 +119,8 @@ def _set_environment() -> None:
     set_flags({"xla_force_host_platform_device_count": 8})
     if environ.get("JAX_PLATFORMS") == "cpu":
         set_flags(QUICK)
+    # XLA's own locations of ops, which no test reads, are a tenth of a small program.
+    environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
     environ.setdefault("PALLASITE_VERIFY", "1")
     # Not the user's own: tests leave nothing behind outside this folder.
@@ -173,9 +175,13 @@ def _take_share(items: list[pytest.Item], tests: Path) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collection need not look at modules and tests again and again."""
+    """Garbage collection need not look at modules and tests again and again.
+
+    And seldom: traces, IR and MLIR are many objects, and few of them are in cycles.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def _skip(

@@ -15,10 +15,13 @@ import numpy as np
 QUICK: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    # One module for LLVM, not one per core to be compiled side by side.
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 USUAL: dict[str, Any] = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
+    "xla_cpu_parallel_codegen_split_count": 32,
 }
 # Worth half of the time; later releases do not know the name.
 if version("jaxlib").startswith("0.10."):

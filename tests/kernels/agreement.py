@@ -1,5 +1,9 @@
-"""An operation of the library against its reference, every way a user can run it."""
+"""An operation of the library against its reference, every way a user can run it.
 
+References are under `jit`, which compiles one program where each op would be another.
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,10 +27,7 @@ TOLERANCE = {
 
 def values_agree(operation: Callable, *args: Any) -> None:
     """`operation(*args, implementation=...)`: kernel and reference give one result."""
-    _close(
-        operation(*args, implementation="pallasite"),
-        operation(*args, implementation="reference"),
-    )
+    _close(operation(*args, implementation="pallasite"), _reference(operation, *args))
 
 
 def gradients_agree(operation: Callable, *args: Any) -> None:
@@ -41,15 +42,14 @@ def gradients_agree(operation: Callable, *args: Any) -> None:
         return f
 
     kernel, reference = (
-        jax.grad(total(name), argnums=floats)(*args)
-        for name in ("pallasite", "reference")
+        jax.grad(total(name), argnums=floats) for name in ("pallasite", "reference")
     )
-    _close(kernel, reference)
+    _close(kernel(*args), jax.jit(reference)(*args))
 
 
 def modes_agree(operation: Callable, *args: Any) -> None:
     """Emulated, checked, under jit and under vmap: one result."""
-    want = operation(*args, implementation="reference")
+    want = _reference(operation, *args)
     with config.override(interpret="1"):
         _close(operation(*args), want)
     with config.override(interpret="checked"):
@@ -77,11 +77,16 @@ def shards_agree(
         jax.device_put(x, NamedSharding(mesh, spec))
         for x, spec in zip(args, specs, strict=True)
     ]
-    _close(jax.jit(operation)(*placed), operation(*args, implementation="reference"))
+    _close(jax.jit(operation)(*placed), _reference(operation, *args))
 
 
+def _reference(operation: Callable, *args: Any) -> Any:
+    return jax.jit(functools.partial(operation, implementation="reference"))(*args)
+
+
+@jax.jit
 def _weighted(x: jax.Array) -> jax.Array:
-    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
     return jnp.sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32) * weights)
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallasite as pl
 from pallasite.errors import PartitionWarning
+from tests.xla import USUAL
 
 # Emulation in place of a native backend is announced, and is what these tests want.
 pytestmark = pytest.mark.filterwarnings("ignore::pallasite.errors.FallbackWarning")
@@ -220,7 +221,10 @@ TPU_MATMUL_SAMPLE_CHECK = (
 
 
 @pytest.mark.slow
-def test_tpu_matmul_sample_is_as_exact_as_its_reference():
+def test_tpu_matmul_sample_is_as_exact_as_its_reference(monkeypatch):
+    # Numbers by optimised code: there are 32 million.
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2), compiler_options=USUAL)
+    monkeypatch.setattr(jax.random, "normal", normal)
     names = run_sample(TPU_MATMUL_SAMPLE)
     if jax.default_backend() == "tpu":
         exec(TPU_MATMUL_SAMPLE_CHECK, names)
@@ -229,7 +233,7 @@ def test_tpu_matmul_sample_is_as_exact_as_its_reference():
         np.asarray(names["reference"]),
     )
     assert result.shape == (4096, 4096) and result.dtype == np.float32
-    rows = slice(0, 512)
+    rows = slice(0, 64)
     exact = np.asarray(names["x"][rows], np.float64) @ np.asarray(
         names["y"], np.float64
     )

@@ -1,13 +1,9 @@
 // What an emitted kernel needs to run on a CPU: a block's threads take turns as
-// coroutines, each running until the next barrier or shuffle.
-#include <algorithm>
+// coroutines, each running until the next barrier or shuffle. Every kernel's text
+// includes this, so what is no template and not small is in `host.cpp`, which is
+// compiled once.
 #include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <ucontext.h>
-#include <vector>
 
 #define __device__
 #define __global__
@@ -21,36 +17,18 @@
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct Index { int x, y, z; };
-static Index threadIdx, blockIdx, gridDim;
+extern Index threadIdx, blockIdx, gridDim;
 
 namespace host {
-constexpr size_t STACK = 1 << 17;
-static ucontext_t scheduler;
-static std::vector<ucontext_t> contexts;
-static std::vector<char> stacks;
-static std::vector<char> done;
-static int current;
-static long long events;  // what other threads may wait for
-static unsigned long long exchanged[2048];
-inline void spin() {  // the others go on until what is waited for may have happened
-  swapcontext(&contexts[current], &scheduler);
-  threadIdx.x = current;
-}
-struct Meeting { int arrived, times; };
-static Meeting meetings[256];
-inline void meet(int id, int threads, bool waits = true) {
-  Meeting& m = meetings[id];
-  const int before = m.times;
-  ++events;
-  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
-  while (waits && m.times == before) spin();
-}
+extern unsigned long long exchanged[2048];
+void meet(int id, int threads, bool waits = true);
+int threads();
 }  // namespace host
 
 template <class T> void __stcs(T* to, T x) { *to = x; }
 
-static void __syncthreads() { host::meet(0, host::contexts.size()); }
-static void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
+inline void __syncthreads() { host::meet(0, host::threads()); }
+inline void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
 template <class T> T exchange(T x, int from) {
   memcpy(&host::exchanged[threadIdx.x], &x, sizeof x);
   __syncwarp();
@@ -107,17 +85,7 @@ inline long long __double2ll_rz(double x) { return saturated<long long>(x); }
 inline unsigned long long __double2ull_rz(double x) {
   return saturated<unsigned long long>(x);
 }
-inline double erfinv(double x) {  // Newton's steps from Winitzki's formula
-  const double size = fabs(x), pi = 3.14159265358979323846;
-  if (!(size < 1)) return size == 1 ? x / 0.0 : NAN;
-  const double rest = log1p(-size * size), half = 2 / (pi * 0.147) + rest / 2;
-  double y = sqrt(sqrt(half * half - rest / 0.147) - half);
-  for (int n = 0; n < 4; ++n) {
-    const double rest = size < 0.5 ? size - erf(y) : erfc(y) - (1 - size);
-    y += rest / (2 / sqrt(pi) * exp(-y * y));
-  }
-  return copysign(y, x);
-}
+double erfinv(double x);
 inline float erfinvf(float x) { return (float)erfinv((double)x); }
 
 // Functions whose CUDA form is an instruction.
@@ -126,21 +94,8 @@ inline unsigned short host_to_bf16(float x) {
   if (x != x) return 0x7fff;
   return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-inline float host_from_f16(unsigned short h) {
-  const int exponent = h >> 10 & 31, fraction = h & 1023;
-  float x = exponent == 31 ? (fraction ? NAN : INFINITY)
-          : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
-  return h >> 15 ? -x : x;
-}
-inline unsigned short host_to_f16(float x) {
-  const unsigned short sign = __float_as_uint(x) >> 31 << 15;
-  const float size = fabsf(x);
-  if (x != x) return 0x7fff;
-  if (size >= 65520.0f) return sign | 0x7c00;
-  int exponent = size < ldexpf(1, -14) ? -14 : ilogbf(size);
-  const int whole = (int)rintf(ldexpf(size, 10 - exponent));  // nearest even
-  return sign | (whole >= 1024 ? (exponent + 14) * 1024 + whole : whole);
-}
+float host_from_f16(unsigned short h);
+unsigned short host_to_f16(float x);
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
   const unsigned long long both = (unsigned long long)y << 32 | x;
   unsigned r = 0;

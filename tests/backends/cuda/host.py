@@ -1,4 +1,4 @@
-"""Runs emitted CUDA C++ on the CPU: compiled by g++ against `host.h`.
+"""Runs emitted CUDA C++ on the CPU: compiled by g++ against `host.h` and `host.cpp`.
 
 The text of a kernel is run as it is; only functions that are single instructions have a
 form of their own here. What is not written is a pattern of garbage, and blocks run in
@@ -8,6 +8,7 @@ or scratch array is a fault or is reported.
 """
 
 import ctypes
+import functools
 import hashlib
 import re
 import shutil
@@ -27,6 +28,7 @@ from tests.backends.cpu.direct import Guarded, Memory
 
 BACKEND = base.get("cuda")
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 OWN = {
     "to_bf16": "DEVICE bf16 to_bf16(float x) { return host_to_bf16(x); }\n",
     "to_f16": "DEVICE f16 to_f16(float x) { return host_to_f16(x); }\n",
@@ -60,65 +62,12 @@ OWN = {
 ALIGNMENT = 16  # bytes, of the widest access
 PATTERN = 0x7F
 KINDS = {"bf16": 0, "f16": 1, "f32": 2, "i8": 3}
-DRIVER = """
+CALL = """
 {text}
-char shared[1 << 18] __attribute__((aligned(1024)));
-static void** arguments;
-static void body() {{
-  {call};
-  host::done[host::current] = 1;
-  swapcontext(&host::contexts[host::current], &host::scheduler);
-}}
-static void resume(int thread) {{
-  if (host::done[thread] || host::problem) return;
-  host::current = threadIdx.x = thread;
-  swapcontext(&host::scheduler, &host::contexts[thread]);
-  host::events += host::done[thread];
-}}
-// What went wrong, if something did. Where products are late, a thread that copies
-// operands goes on as soon as it can.
-extern "C" const char* run(void** given, const int* order, int blocks, int threads,
-                           int shared_bytes, int late_copies, int late_products) {{
-  arguments = given;
-  gridDim.x = blocks;
-  host::contexts.resize(threads);
-  host::stacks.resize(threads * host::STACK);
-  host::shared_bytes = shared_bytes;
-  host::late_copies = late_copies;
-  host::late_products = late_products;
-  for (int n = 0; n < blocks; ++n) {{
-    memset(shared, 0x7f, sizeof shared);
-    memset(host::meetings, 0, sizeof host::meetings);
-    host::start_block(threads);
-    blockIdx.x = order[n];
-    host::done.assign(threads, 0);
-    for (int t = 0; t < threads; ++t) {{
-      getcontext(&host::contexts[t]);
-      host::contexts[t].uc_stack.ss_sp = &host::stacks[t * host::STACK];
-      host::contexts[t].uc_stack.ss_size = host::STACK;
-      host::contexts[t].uc_link = nullptr;
-      makecontext(&host::contexts[t], body, 0);
-    }}
-    for (bool going = true; going;) {{
-      going = false;
-      const long long before = host::events;
-      for (int turn = 0; turn < threads; ++turn) {{
-        const int t = late_copies ? threads - 1 - turn : turn;
-        going = going || !host::done[t];
-        resume(t);
-        if (late_products)
-          for (size_t c = 0; c < host::copiers.size(); ++c) resume(host::copiers[c]);
-      }}
-      if (going && host::events == before)
-        host::problem = "the threads of a block wait for each other";
-      if (host::problem) return host::problem;
-    }}
-    host::end_block();
-    if (host::problem) return host::problem;
-  }}
-  return nullptr;
-}}
+void call_kernel(void** arguments) {{ {call}; }}
 """
+# -fwrapv: as integers do on a GPU.
+FLAGS = ("-w", "-fwrapv", "-std=c++14", "-fPIC", f"-I{HERE}")
 TIMINGS = {"late copies": (1, 0), "late products": (0, 1)}  # see host_explicit.h
 
 
@@ -280,27 +229,35 @@ def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> P
     types = _parameter_types(text, name)
     given = ", ".join(f"({t})arguments[{n}]" for n, t in enumerate(types))
     assert len(types) == count
-    source = DRIVER.format(text=text, call=f"{name}({given})")
+    source = CALL.format(text=text, call=f"{name}({given})")
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     path = folder / f"k{digest}.so"
     file = folder / f"k{digest}.cpp"
-    file.write_text(f'#include "{HERE / "host.h"}"\n{source}')
-    command = [
-        compiler(),
-        optimise,
-        "-w",
-        "-fwrapv",  # as integers do on a GPU
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        f"-I{HERE}",
-        file,
-        "-o",
-        path,
-    ]
+    file.write_text(f'#include "host.h"\n{source}')
+    # Its own symbols: other kernels' libraries define the same.
+    _compile(optimise, "-shared", "-Wl,-Bsymbolic", file, _runtime(), "-o", path)
+    return path
+
+
+@functools.cache
+def _runtime() -> Path:
+    """The object file of `host.cpp`, which all kernels are linked with."""
+    sources = [HERE / name for name in ("host.cpp", "host.h", "host_explicit.h")]
+    digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources)).hexdigest()[:16]
+    path = ROOT / ".pytest_cache" / f"cuda_host_{digest}.o"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            _compile("-O2", "-c", sources[0], "-o", made)
+            made.rename(path)  # whole, whoever else makes it
+    return path
+
+
+def _compile(*arguments: str | Path) -> None:
+    command = [compiler(), *FLAGS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr[:4000]
-    return path
 
 
 def _own_product(found: re.Match[str]) -> str:

@@ -1,0 +1,437 @@
+// What a kernel's text runs on, compiled once (`host.py`); see the headers.
+#include <algorithm>
+#include <vector>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include "host.h"
+typedef unsigned u32;
+typedef unsigned long long u64;
+#include "host_explicit.h"
+
+char shared[1 << 18] __attribute__((aligned(1024)));
+Index threadIdx, blockIdx, gridDim;
+void call_kernel(void** arguments);  // by one thread; in the kernel's own file
+
+double erfinv(double x) {  // Newton's steps from Winitzki's formula
+  const double size = fabs(x), pi = 3.14159265358979323846;
+  if (!(size < 1)) return size == 1 ? x / 0.0 : NAN;
+  const double rest = log1p(-size * size), half = 2 / (pi * 0.147) + rest / 2;
+  double y = sqrt(sqrt(half * half - rest / 0.147) - half);
+  for (int n = 0; n < 4; ++n) {
+    const double rest = size < 0.5 ? size - erf(y) : erfc(y) - (1 - size);
+    y += rest / (2 / sqrt(pi) * exp(-y * y));
+  }
+  return copysign(y, x);
+}
+float host_from_f16(unsigned short h) {
+  const int exponent = h >> 10 & 31, fraction = h & 1023;
+  float x = exponent == 31 ? (fraction ? NAN : INFINITY)
+          : exponent ? ldexpf(1024 + fraction, exponent - 25) : ldexpf(fraction, -24);
+  return h >> 15 ? -x : x;
+}
+unsigned short host_to_f16(float x) {
+  const unsigned short sign = __float_as_uint(x) >> 31 << 15;
+  const float size = fabsf(x);
+  if (x != x) return 0x7fff;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent = size < ldexpf(1, -14) ? -14 : ilogbf(size);
+  const int whole = (int)rintf(ldexpf(size, 10 - exponent));  // nearest even
+  return sign | (whole >= 1024 ? (exponent + 14) * 1024 + whole : whole);
+}
+
+namespace host {
+constexpr size_t STACK = 1 << 17;
+// A context only starts a thread: between threads `_longjmp` goes, which, other than
+// `swapcontext`, calls no system.
+struct Fiber { ucontext_t start; jmp_buf place; bool started; };
+static jmp_buf scheduler;
+static std::vector<Fiber> fibers;
+static std::vector<char> stacks;
+static std::vector<char> done;
+static int current;
+static long long events;  // what other threads may wait for
+unsigned long long exchanged[2048];
+int threads() { return fibers.size(); }
+static void others_go_on() {
+  if (!_setjmp(fibers[current].place)) _longjmp(scheduler, 1);
+}
+static void spin() {  // until what is waited for may have happened
+  others_go_on();
+  threadIdx.x = current;
+}
+struct Meeting { int arrived, times; };
+static Meeting meetings[256];
+void meet(int id, int threads, bool waits) {
+  Meeting& m = meetings[id];
+  const int before = m.times;
+  ++events;
+  if (++m.arrived == threads) { m.arrived = 0; ++m.times; return; }
+  while (waits && m.times == before) spin();
+}
+
+static char engine[1 << 18] __attribute__((aligned(1024)));  // shared, as they see it
+static unsigned shared_bytes;
+static bool late_copies, late_products;
+struct Barrier { int count, left, phase; long long bytes; };
+static Barrier barriers[1 << 15];  // by address / 8
+static Barrier& barrier(unsigned at) { return barriers[at / 8]; }
+static void complete(Barrier& b) {
+  if (b.left == 0 && b.bytes == 0) { ++b.phase; b.left = b.count; }
+}
+// By 16 (not at all), 32, 64 or 128 bytes.
+static unsigned swizzled(unsigned at, int by) {
+  return at ^ (at >> 7 & (by / 16 - 1)) << 4;
+}
+static const char* problem;  // the first; the block goes no further
+void check(bool fine, const char* what) {
+  if (fine) return;
+  problem = what;
+  others_go_on();
+}
+// Shared memory is written by the copy engine; `from` null: by what nobody may read.
+static void arrive(unsigned at, const char* from, int bytes) {
+  for (char* to : {shared + at, engine + at})
+    from ? memcpy(to, from, bytes) : memset(to, 0xff, bytes);
+}
+// Copies that a thread has started, in groups; and those into shared memory.
+struct Copy {
+  Map map;
+  unsigned at, barrier;
+  int first[5];
+  const char* line;  // its source, if it is bytes next to each other
+  int line_bytes;
+};
+struct Groups {
+  std::vector<std::vector<Copy>> whole;
+  std::vector<Copy> open;
+};
+static std::vector<Copy> arriving;
+static std::vector<Groups> leaving;  // by thread
+static std::vector<int> copiers;  // threads that copy into shared memory
+// Every element of a box with its place in shared memory; outside ones have none.
+template <class F> static void each(const Map& m, unsigned at, const int* first, F&& f) {
+  check(at % 128 == 0, "a box is not aligned");
+  check(m.box[0] * m.bytes % 16 == 0, "a box is not of multiples of 16 bytes");
+  check(m.swizzle == 16 || m.box[0] * m.bytes <= m.swizzle, "a box is too wide");
+  int n[5] = {0, 0, 0, 0, 0}, number = 0;
+  for (;;) {
+    char* there = m.array;
+    bool inside = true;
+    for (int d = 0; d < m.rank; ++d) {
+      const long long c = (long long)first[d] + n[d];
+      inside = inside && c >= 0 && c < m.size[d];
+      there += c * (d ? m.stride[d - 1] : m.bytes);
+    }
+    f(swizzled(at + number++ * m.bytes, m.swizzle), inside ? there : nullptr);
+    int d = 0;
+    while (d < m.rank && ++n[d] == m.box[d]) n[d++] = 0;
+    if (d == m.rank) return;
+  }
+}
+static int copied_bytes(const Copy& c) {
+  if (c.line) return c.line_bytes;
+  int bytes = c.map.bytes;
+  for (int d = 0; d < c.map.rank; ++d) bytes *= c.map.box[d];
+  return bytes;
+}
+static void bring(const Copy& c, bool is_there) {
+  static const char zeros[8] = {};
+  if (c.line) return arrive(c.at, is_there ? c.line : nullptr, c.line_bytes);
+  each(c.map, c.at, c.first, [&](unsigned here, const char* there) {
+    arrive(here, !is_there ? nullptr : there ? there : zeros, c.map.bytes);
+  });
+}
+static void arrived(const Copy& c) {
+  bring(c, true);
+  Barrier& b = barrier(c.barrier);
+  b.bytes -= copied_bytes(c);
+  ++events;
+  complete(b);
+}
+static void start(const Copy& c) {
+  if (std::find(copiers.begin(), copiers.end(), current) == copiers.end())
+    copiers.push_back(current);
+  if (!late_copies) return arrived(c);
+  bring(c, false);
+  arriving.push_back(c);
+}
+// The copies that a barrier waits for.
+static void all_arrive(unsigned at) {
+  std::vector<Copy> others, now;
+  for (const Copy& c : arriving) (c.barrier == at ? now : others).push_back(c);
+  arriving = others;
+  for (const Copy& c : now) arrived(c);
+}
+static void leave(const Copy& c) {
+  each(c.map, c.at, c.first, [&](unsigned here, char* there) {
+    if (there) memcpy(there, engine + here, c.map.bytes);
+  });
+}
+void leave_but(size_t groups) {
+  auto& whole = leaving[current].whole;
+  for (; whole.size() > groups; whole.erase(whole.begin()))
+    for (const Copy& c : whole[0]) leave(c);
+}
+static float number(const char* p, int kind) {  // 0 bf16, 1 f16, 2 f32, 3 i8
+  unsigned short h;
+  memcpy(&h, p, 2);
+  if (kind == 0) return __uint_as_float((unsigned)h << 16);
+  if (kind == 1) return host_from_f16(h);
+  float f;
+  memcpy(&f, p, 4);
+  return kind == 2 ? f : (float)*(const signed char*)p;
+}
+// An element of an operand in shared memory: row of its free dimension, k.
+static float element(u64 o, int row, int k, bool turned, int kind, int bytes) {
+  const unsigned base = (o & 0x3fff) << 4, apart = (o >> 16 & 0x3fff) << 4;
+  const unsigned step = (o >> 32 & 0x3fff) << 4;
+  check(o >> 62 >= 1, "an operand is not swizzled");
+  const int by = o >> 62 == 1 ? 128 : o >> 62 == 2 ? 64 : 32;
+  const int fast = turned ? row : k, slow = turned ? k : row, in_row = by / bytes;
+  unsigned at = base + slow / 8 * step + slow % 8 * by;
+  at += turned ? fast / in_row * apart + fast % in_row * bytes : fast * bytes;
+  return number(engine + swizzled(at, by), kind);
+}
+// A product in flight leaves tickets in place of its sums: numbers that no sum is (NaN),
+// which code may hand on but not compute with. `settled` looks up what became of them.
+struct Product {
+  Form form;
+  bool in_registers;
+  u64 a, b;
+  float own[2][16];  // the left side of a thread's rows, if it is in registers
+  bool more;
+  std::vector<u32> starts, tickets;
+};
+struct Flights {
+  std::vector<u32> sums = {0};  // by ticket
+  size_t ended = 1;  // sums that there are
+  std::vector<std::vector<Product>> whole;
+  std::vector<Product> open;
+};
+static std::vector<Flights> flights;  // by thread
+constexpr u32 TICKET = 0x7fc00000, NUMBER = 0x3fffff;
+static u32 bits_of(float x) { return __float_as_uint(x); }
+static u32 bits_of(int x) { return (u32)x; }
+static bool is_ticket(u32 bits) {
+  return (bits & ~NUMBER) == TICKET && (bits & NUMBER) &&
+         (bits & NUMBER) < flights[current].sums.size();
+}
+static u32 ticket(u32 sum) {
+  auto& sums = flights[current].sums;
+  sums.push_back(sum);
+  check(sums.size() < NUMBER, "too many products");
+  return TICKET | (u32)(sums.size() - 1);
+}
+void settle(void* numbers, int count) {  // those whose product has ended
+  for (int n = 0; n < count; ++n) {
+    u32 bits;
+    memcpy(&bits, (char*)numbers + 4 * n, 4);
+    if (is_ticket(bits) && (bits & NUMBER) < flights[current].ended)
+      memcpy((char*)numbers + 4 * n, &flights[current].sums[bits & NUMBER], 4);
+  }
+}
+template <class S, class A>
+static void multiply(S* d, A&& left, u64 b, int more, int columns, int depth, bool turned,
+              int kind, int bytes) {
+  const int lane = threadIdx.x % 32;
+  for (int j = 0; j < columns / 8; ++j)
+    for (int h = 0; h < 2; ++h)
+      for (int e = 0; e < 2; ++e) {
+        double sum = more ? d[4 * j + 2 * h + e] : 0;
+        for (int k = 0; k < depth; ++k)
+          sum += (double)left(h, k) *
+                 element(b, 8 * j + 2 * (lane % 4) + e, k, turned, kind, bytes);
+        d[4 * j + 2 * h + e] = sum != sum ? (S)NAN : (S)sum;
+      }
+}
+template <class S> static void multiply(S* d, const Product& p) {
+  const int bytes = p.form.kind == 3 ? 1 : p.form.kind == 2 ? 4 : 2, lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  auto left = [&](int h, int k) {
+    return p.in_registers ? p.own[h][k]
+                          : element(p.a, row + 8 * h, k, p.form.turned_a, p.form.kind, bytes);
+  };
+  multiply(d, left, p.b, p.more, p.form.columns, 32 / bytes, p.form.turned_b, p.form.kind, bytes);
+}
+template <class S> static void end(const Product& p) {
+  auto& sums = flights[current].sums;
+  std::vector<S> d(p.tickets.size());
+  for (size_t n = 0; n < d.size(); ++n) {
+    const u32 start = is_ticket(p.starts[n]) ? sums[p.starts[n] & NUMBER] : p.starts[n];
+    memcpy(&d[n], &start, 4);
+  }
+  multiply(d.data(), p);
+  for (size_t n = 0; n < d.size(); ++n) sums[p.tickets[n] & NUMBER] = bits_of(d[n]);
+}
+template <class S> static void start(S* d, Product p) {
+  if (!late_products) return multiply(d, p);
+  auto& open = flights[current].open;
+  for (int n = 0; n < p.form.columns / 2; ++n) {
+    p.starts.push_back(bits_of(d[n]));
+    p.tickets.push_back(ticket(0));
+    memcpy(d + n, &p.tickets[n], 4);
+  }
+  open.push_back(p);
+}
+void end_but(size_t groups) {
+  auto& mine = flights[current];
+  for (; mine.whole.size() > groups; mine.whole.erase(mine.whole.begin()))
+    for (const Product& p : mine.whole[0]) {
+      p.form.kind == 3 ? end<int>(p) : end<float>(p);
+      mine.ended = (p.tickets.back() & NUMBER) + 1;
+    }
+}
+static void start_block(int threads) {
+  memset(engine, 0x7f, sizeof engine);
+  problem = nullptr;
+  arriving.clear();
+  leaving.assign(threads, {});
+  flights.assign(threads, {});
+  copiers.clear();
+}
+static void end_block() {
+  if (!arriving.empty()) problem = "a copy into shared memory that nothing waited for";
+  for (auto& each : leaving)
+    if (!each.whole.empty() || !each.open.empty())
+      problem = "a copy out of shared memory that nothing waited for";
+}
+static Copy copy_of(const void* map, u32 at, u32 barrier, const int* first, int rank) {
+  Copy copy = {*(const Map*)map, at, barrier, {}, nullptr, 0};
+  check(rank == copy.map.rank, "a copy of another rank");
+  std::copy(first, first + rank, copy.first);
+  return copy;
+}
+void copy_in(const void* map, u32 at, u32 barrier, const int* first, int rank) {
+  start(copy_of(map, at, barrier, first, rank));
+}
+void copy_out(const void* map, u32 at, const int* first, int rank) {
+  const Copy copy = copy_of(map, at, 0, first, rank);
+  if (late_products) leaving[current].open.push_back(copy);
+  else leave(copy);
+}
+template <class S> void product(S* d, const Form& form, u64 a, u64 b, bool more) {
+  start(d, {form, false, a, b, {}, more});
+}
+template void product(float*, const Form&, u64, u64, bool);
+template void product(int*, const Form&, u64, u64, bool);
+void product(float* d, const Form& form, const u32* words, u64 b, bool more) {
+  Product p = {form, true, 0, b, {}, more};
+  for (int q = 0; q < 4; ++q)
+    for (int n = 0; n < 4; ++n) {
+      const u32 word = exchange(words[n], threadIdx.x / 4 * 4 + q);
+      for (int e = 0; e < 2; ++e) {
+        const unsigned short half = word >> 16 * e;
+        p.own[n % 2][n / 2 * 8 + 2 * q + e] = number((const char*)&half, form.kind);
+      }
+    }
+  start(d, p);
+}
+
+static void** arguments;
+static void body() {
+  call_kernel(arguments);
+  done[current] = 1;
+  others_go_on();
+}
+static void resume(int thread) {
+  if (done[thread] || problem) return;
+  current = threadIdx.x = thread;
+  if (!_setjmp(scheduler)) {
+    Fiber& t = fibers[thread];
+    if (t.started) _longjmp(t.place, 1);
+    t.started = true;
+    setcontext(&t.start);
+  }
+  events += done[current];
+}
+}  // namespace host
+
+using namespace host;
+
+void barrier_init(u32 at, u32 n) { barrier(at) = {(int)n, (int)n, 0, 0}; }
+void barrier_arrive(u32 at) {
+  Barrier& b = barrier(at);
+  check(b.left > 0, "more arrivals than a barrier counts");
+  --b.left;
+  ++events;
+  complete(b);
+}
+void barrier_expect(u32 at, u32 bytes) {
+  barrier(at).bytes += bytes;
+  barrier_arrive(at);
+}
+void barrier_expect_for(u32 at, u32 bytes, u32 arrivals) {
+  barrier(at).bytes += bytes;
+  for (u32 n = 0; n < arrivals; ++n) barrier_arrive(at);
+}
+void barrier_wait(u32 at, u32 parity) {
+  while ((barrier(at).phase & 1) == (int)parity) {
+    all_arrive(at);
+    if ((barrier(at).phase & 1) == (int)parity) spin();
+  }
+}
+void products_together() {
+  auto& mine = flights[current];
+  if (late_products) mine.whole.push_back(mine.open);
+  mine.open.clear();
+  __syncwarp();
+}
+void copies_together() {
+  auto& mine = leaving[current];
+  if (late_products) mine.whole.push_back(mine.open);
+  mine.open.clear();
+}
+void stores_before_copies() {
+  memcpy(engine, shared, shared_bytes);
+}
+void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
+  check(to % 16 == 0 && (u64)from % 16 == 0, "a line not at 16 bytes");
+  start({{}, to, barrier, {}, (const char*)from, (int)bytes});
+}
+
+// What went wrong, if something did. Where products are late, a thread that copies
+// operands goes on as soon as it can.
+extern "C" const char* run(void** given, const int* order, int blocks, int threads,
+                           int shared_bytes, int late_copies, int late_products) {
+  arguments = given;
+  gridDim.x = blocks;
+  fibers.resize(threads);
+  stacks.resize(threads * STACK);
+  host::shared_bytes = shared_bytes;
+  host::late_copies = late_copies;
+  host::late_products = late_products;
+  for (int n = 0; n < blocks; ++n) {
+    memset(shared, 0x7f, sizeof shared);
+    memset(meetings, 0, sizeof meetings);
+    start_block(threads);
+    blockIdx.x = order[n];
+    done.assign(threads, 0);
+    for (int t = 0; t < threads; ++t) {
+      ucontext_t& start = fibers[t].start;
+      getcontext(&start);
+      start.uc_stack.ss_sp = &stacks[t * STACK];
+      start.uc_stack.ss_size = STACK;
+      start.uc_link = nullptr;
+      makecontext(&start, body, 0);
+      fibers[t].started = false;
+    }
+    for (bool going = true; going;) {
+      going = false;
+      const long long before = events;
+      for (int turn = 0; turn < threads; ++turn) {
+        const int t = late_copies ? threads - 1 - turn : turn;
+        going = going || !done[t];
+        resume(t);
+        if (late_products)
+          for (size_t c = 0; c < copiers.size(); ++c) resume(copiers[c]);
+      }
+      if (going && events == before)
+        problem = "the threads of a block wait for each other";
+      if (problem) return problem;
+    }
+    end_block();
+    if (problem) return problem;
+  }
+  return nullptr;
+}
