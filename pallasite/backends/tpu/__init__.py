@@ -26,6 +26,7 @@ from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
 LANES = 128  # of a vector register of every TPU
+LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
 
 
 class TpuBackend:
@@ -65,6 +66,7 @@ class TpuBackend:
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
         from pallasite.passes.replicate_columns import replicate_columns
+        from pallasite.passes.unmasked_steps import unmasked_steps
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
         if core_of(options) != "tc":
@@ -84,6 +86,7 @@ class TpuBackend:
             Pass("canonicalize", canonicalize),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
+            Pass("unmasked_steps", partial(unmasked_steps, least=LEAST_MASK)),
             Pass("idle_windows", idle_windows),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
