@@ -54,6 +54,7 @@ class TpuBackend:
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.limits import check_limits
         from pallasite.backends.tpu.matrix_units import schedule_units
+        from pallasite.backends.tpu.order_dims import order_dims
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
@@ -80,6 +81,7 @@ class TpuBackend:
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
+            Pass("order_dims", order_dims),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
             Pass("known_comparisons", known_comparisons),
