@@ -5,6 +5,7 @@ written. The cycles are libtpu's own static estimate of a call (one TensorCore, 
 modelled, nothing measured). "flash by hand" is the attention kernel that upstream
 tunes for TPUs: its cycles stand in place of those of the portable source. "library"
 are all kernels that JAX ships for TPUs, unmodified, by both (`tpu_library.py`).
+"operation" are those of `pallasite.kernels` beside that library (`tpu_operations.py`).
 
     python benchmarks/tpu.py                      # all problems, v5e, v6e and v5p
     python benchmarks/tpu.py matmul --chip v6e    # problems with this in their names
@@ -26,7 +27,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +41,9 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 from jax import lax
 
-from benchmarks.tpu_library import CASES, jobs_in
+from benchmarks.tpu_library import CASES, jobs_in, lowering_for
+from benchmarks.tpu_operations import Operation, operations
+from pallasite import config
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.passes.run import run as run_shared_passes
 from pallasite.primitive import calls_in
@@ -428,27 +431,36 @@ def problems() -> Iterator[Problem]:
 # --- what libtpu compiles ---
 
 
-def our_job(problem: Problem, chip: str) -> Job:
-    pl = importlib.import_module("pallasite")
-    tpu = importlib.import_module("pallasite.tpu")
-    function = problem.make(Pallas(pl, tpu))
-    (call,) = calls_in(function, *problem.operands)
-    kernel = run_shared_passes(call.kernel)
-    options = Options(chip=TPUS[chip])
+def our_jobs(problem: Problem | Operation, chip: str) -> Iterator[Job]:
+    if isinstance(problem, Operation):
+        function, operands = problem.ours()
+    else:
+        pl = importlib.import_module("pallasite")
+        tpu = importlib.import_module("pallasite.tpu")
+        function, operands = problem.make(Pallas(pl, tpu)), problem.operands
+    with config.override(target=chip):
+        calls = calls_in(function, *operands)
     backend = get("tpu")
-    launch = backend.launch(Compiled(backend, kernel, options, shared=()))
-    return Job.of(problem.name, kernel, launch)
+    for call in calls:
+        kernel = run_shared_passes(call.kernel)
+        options = Options(chip=TPUS[chip])
+        launch = backend.launch(Compiled(backend, kernel, options, shared=()))
+        yield Job.of(problem.name, kernel, launch)
 
 
-def upstream_job(problem: Problem, chip: str) -> Job:
+def upstream_jobs(problem: Problem | Operation, chip: str) -> Iterator[Job]:
+    if isinstance(problem, Operation):
+        function, operands = problem.rival()
+        with lowering_for(chip):
+            yield from list(jobs_in(function, operands))
+        return
     if problem.rival is not None:
         function = problem.rival()
     else:
         pl = importlib.import_module("jax.experimental.pallas")
         tpu = importlib.import_module("jax.experimental.pallas.tpu")
         function = problem.make(Pallas(pl, tpu))
-    (job,) = jobs_in(function, problem.operands)
-    return replace(job, name=problem.name)
+    yield from jobs_in(function, problem.operands)
 
 
 def library_jobs(names: Sequence[str], who: str, chip: str) -> Iterator[Job]:
@@ -462,37 +474,47 @@ def library_jobs(names: Sequence[str], who: str, chip: str) -> Iterator[Job]:
 
 # --- numbers ---
 
-Work = tuple[str, str, Job]  # chip, contender and what is compiled
 NO_ESTIMATE = "compiled, but libtpu has no estimate"
 
 
+class Work(NamedTuple):
+    """What one contender runs for a problem on a chip: calls, whose cycles add up."""
+
+    chip: str
+    who: str
+    name: str
+    jobs: Sequence[Job]
+
+
 def measured(work: Work, timeout: float) -> int | None:
-    """Estimated cycles of a call; None, with the reason printed, if it has none."""
-    chip, who, job = work
-    try:
-        (result,) = compile_all([job], chip, cycles=True, timeout=timeout)
+    """Estimated cycles of the calls; None, with the reason printed, if one has none."""
+    total = 0
+    for result in compile_all(work.jobs, work.chip, cycles=True, timeout=timeout):
         error = result.error if not result.ok else "" if result.cycles else NO_ESTIMATE
-    except subprocess.TimeoutExpired:
-        result, error = None, f"not estimated within {timeout:.0f} seconds"
-    if error:
-        print(f"{job.name}, {who}, {chip}: {error[:600]}", flush=True)
-    return result.cycles if result is not None and result.ok else None
+        if error or result.cycles is None:
+            print(f"{work.name}, {work.who}, {work.chip}: {error[:600]}", flush=True)
+            return None
+        total += result.cycles
+    return total
 
 
 def work_of(
-    chosen: Sequence[Problem], library: Sequence[str], who: Sequence[str], chip: str
+    chosen: Sequence[Problem | Operation],
+    library: Sequence[str],
+    who: Sequence[str],
+    chip: str,
 ) -> Iterator[Work]:
-    makers = {"ours": our_job, "upstream": upstream_job}
+    makers = {"ours": our_jobs, "upstream": upstream_jobs}
     for problem in chosen:
         for name in who:
             try:
-                yield chip, name, makers[name](problem, chip)
+                yield Work(chip, name, problem.name, list(makers[name](problem, chip)))
             except Exception as error:
                 text = str(error).strip() or repr(error)
                 print(f"{problem.name}, {name}, {chip}: {text[:600]}", flush=True)
     for name in who:
         for job in library_jobs(library, name, chip) if library else ():
-            yield chip, name, job
+            yield Work(chip, name, job.name, [job])
 
 
 def shown(cycles: dict[str, dict[str, Any]]) -> None:
@@ -524,7 +546,8 @@ def main() -> None:
     arguments = parser.parse_args()
     results = arguments.results
     wanted = lambda name: not arguments.names or any(n in name for n in arguments.names)
-    chosen = [problem for problem in problems() if wanted(problem.name)]
+    every = (*problems(), *operations())
+    chosen = [problem for problem in every if wanted(problem.name)]
     library = [name for name in CASES if wanted(name)]
     who = (arguments.only,) if arguments.only else ("ours", "upstream")
     chips = arguments.chip or CHIPS
@@ -536,10 +559,10 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.processes) as pool:
         started = {pool.submit(measured, w, arguments.timeout): w for w in work}
         for future in as_completed(started):
-            chip, contender, job = started[future]
-            rows = stored.setdefault("cycles", {}).setdefault(chip, {})
+            done = started[future]
+            rows = stored.setdefault("cycles", {}).setdefault(done.chip, {})
             if future.result() is not None:
-                rows.setdefault(job.name, {})[contender] = future.result()
+                rows.setdefault(done.name, {})[done.who] = future.result()
             results.write_text(json.dumps(stored, indent=1) + "\n")
     for chip in chips:
         rows = stored.get("cycles", {}).get(chip, {})

@@ -33,11 +33,16 @@ SCALE = WIDTH**-0.5
 
 Case = tuple[Callable[..., Any], Sequence[Shape]]  # a function and its operands
 CASES: dict[str, Callable[[], Case]] = {}
+DEVICES: dict[str, int] = {}  # that run a case at once, where they are several
 
 
-def case(name: str) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
+def case(
+    name: str, devices: int = 1
+) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
     def add(make: Callable[[], Case]) -> Callable[[], Case]:
         CASES[name] = make
+        if devices > 1:
+            DEVICES[name] = devices
         return make
 
     return add
@@ -159,6 +164,16 @@ def threefry() -> Case:
     return run, (Shape((2,), jnp.uint32),)
 
 
+@case("library: all-gather", devices=4)
+def all_gather() -> Case:
+    from jax.experimental.pallas.ops.tpu.all_gather import all_gather
+
+    def run(x: Any) -> Any:
+        return all_gather(x, mesh=jax.sharding.get_abstract_mesh(), axis_name="x")
+
+    return run, (Shape((4 * 256, 128), F32),)
+
+
 # --- what a program calls ---
 
 
@@ -222,28 +237,30 @@ def _array(type_: Any) -> tuple[tuple[int, ...], str]:
     return tuple(map(int, shape)), NAMES[element]
 
 
-def lowering_for(chip: str) -> Any:
-    """A context in which upstream lowers for a chip that is not there."""
+def lowering_for(chip: str, devices: int = 1) -> Any:
+    """A context in which upstream lowers for chips that are not there."""
     row = TPUS[chip]
     device = jax.sharding.AbstractDevice(
         device_kind=row.device_kinds[0], num_cores=row.cores, platform="tpu"
     )
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    mesh = jax.sharding.AbstractMesh((devices,), ("x",), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def main(who: str, chip: str, *chosen: str) -> None:
-    lowering = lowering_for(chip)
     if who == "ours":
         import pallasite
 
         pallasite.install()
         os.environ["PALLASITE_TARGET"] = chip
         os.environ["PALLASITE_BACKEND"] = "tpu"
-        lowering = contextlib.nullcontext()
     for name, make in CASES.items():
         if chosen and not any(each in name for each in chosen):
             continue
+        devices = DEVICES.get(name, 1)
+        lowering: Any = contextlib.nullcontext()
+        if who == "upstream" or devices > 1:
+            lowering = lowering_for(chip, devices)
         try:
             function, operands = make()
             with lowering:
@@ -253,8 +270,9 @@ def main(who: str, chip: str, *chosen: str) -> None:
             print(f"{name}, {who}, {chip}: {text[:600]}", file=sys.stderr, flush=True)
             continue
         for number, job in enumerate(jobs):
-            named = {"name": f"{name}, call {number + 1}" if len(jobs) > 1 else name}
-            print(json.dumps(asdict(job) | named), flush=True)
+            called = f"{name}, call {number + 1}" if len(jobs) > 1 else name
+            told = {"name": called, "devices": devices}
+            print(json.dumps(asdict(job) | told), flush=True)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ class _Walk(FactsWalk):
         results = [v for v in own if v in used or v in block.yields]
         if any(v.is_ref for v in results):
             return block
+        again = _positions(step, results)
+        results = [v for v in results if v not in again]
         test = _Test(self.facts, self.producers, own)
         chosen: dict[Value, Value] = {}
         for op in step:
@@ -85,8 +87,12 @@ class _Walk(FactsWalk):
         )
         which = b.cast(test.result(b), I32)
         made = b.emit("cond", which, regions=regions, names=[v.name for v in results])
-        rest = Block(block.params, after, block.yields)
-        rest = substitute(rest, dict(zip(results, made, strict=True)))
+        rest = clone(Block((), tuple(again.values())))
+        copies = zip(again, (op.result for op in rest.ops), strict=True)
+        rest = Block(block.params, (*rest.ops, *after), block.yields)
+        rest = substitute(
+            rest, {**dict(zip(results, made, strict=True)), **dict(copies)}
+        )
         return Block(block.params, (*b.ops, *rest.ops), rest.yields)
 
 
@@ -192,11 +198,44 @@ def _version(step: Ops, results: list[Value], chosen: dict[Value, Value]) -> Blo
     return clone(block)
 
 
+def _positions(step: Ops, results: Sequence[Value]) -> dict[Value, Op]:
+    """Of the results of a step, numbers and positions: cheaper to make again.
+
+    With what they are made of, as far as that is of the step.
+    """
+    own = {v for op in step for v in op.results}
+    found: dict[Value, Op] = {}
+    for op in step:
+        if op.regions or table()[op.name].effect is not Effect.PURE:
+            continue
+        if len(op.results) != 1 or op.result.is_ref:
+            continue
+        cheap = op.name == "constant" or not op.result.tile.dtype.is_float
+        if cheap and all(v in found or v not in own for v in op.operands):
+            found[op.result] = op
+    needed, pending = set[Value](), [v for v in results if v in found]
+    while pending:
+        value = pending.pop()
+        needed.add(value)
+        pending += [v for v in found[value].operands if v in found]
+    return {v: op for v, op in found.items() if v in needed}
+
+
 def _step(block: Block) -> tuple[Ops, Ops, Ops]:
-    """Its ops on tiles, and what comes before and after them, which is done once."""
+    """Its ops on tiles, and what comes before and after them, which is done once.
+
+    Steps in branches have versions of their own: those of the block end before them.
+    """
     heavy = [n for n, op in enumerate(block.ops) if not _is_light(op)]
+    inner = (n for n, op in enumerate(block.ops) if _has_products(op))
+    end = next(inner, len(block.ops))
+    heavy = [n for n in heavy if n < end]
     start, stop = (heavy[0], heavy[-1] + 1) if heavy else (0, 0)
     return block.ops[:start], block.ops[start:stop], block.ops[stop:]
+
+
+def _has_products(op: Op) -> bool:
+    return any(inner.name == "dot" for region in op.regions for inner in walk(region))
 
 
 def _is_light(op: Op) -> bool:
@@ -210,6 +249,23 @@ class _Spread(NamedTuple):
     base: Value | None  # None: 0
     low: int
     high: int
+
+
+_KNOWN = {"add", "sub", "and", "div"}
+
+
+def _rounded_down(x: _Spread, mask: int) -> _Spread | None:
+    """`x & mask`, where that is `x` less what it is past a multiple: `mask` = -2**n."""
+    if mask >= 0 or -mask & (-mask - 1):
+        return None
+    return _Spread(x.base, x.low + mask + 1, x.high)
+
+
+def _quotient(x: _Spread, by: int) -> _Spread | None:
+    """`x / by`, of numbers that are known and not negative."""
+    if x.base is not None or x.low < 0 or by <= 0:
+        return None
+    return _Spread(None, x.low // by, x.high // by)
 
 
 class _Test:
@@ -312,10 +368,17 @@ class _Test:
             return _Spread(None, 0, max(value.tile.shape[op.attrs["dim"]] - 1, 0))
         if op.name in ("broadcast_in_dim", "reshape", "transpose", "slice"):
             return self.spread(op.operands[0])
-        if op.name not in ("add", "sub") or self.facts.may_wrap(op):
+        if op.name not in _KNOWN or self.facts.may_wrap(op):
             return None
         x, y = (self.spread(v) for v in op.operands)
-        return None if x is None or y is None else self.combined(op.name, x, y)
+        if x is None or y is None:
+            return None
+        if op.name in ("add", "sub"):
+            return self.combined(op.name, x, y)
+        number = y.low if y.base is None and y.low == y.high else 0
+        if op.name == "and":
+            return _rounded_down(x, number)
+        return _quotient(x, number)
 
     def combined(self, name: str, x: _Spread, y: _Spread) -> _Spread | None:
         low, high = (y.low, y.high) if name == "add" else (-y.high, -y.low)

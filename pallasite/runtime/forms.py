@@ -15,16 +15,16 @@ from typing import Any
 class Form:
     """An array as a custom call takes it.
 
-    Its elements are cast, its last two dimensions may be exchanged; then it is padded,
-    and dimensions are cut into blocks: (rows, lanes) cut into blocks of (r, l) are
-    (rows / r, lanes / l, r, l). Block numbers come before the last two dimensions, so
-    that blocks of any size are whole in them.
+    Its elements are cast, its dimensions may be put into another order; then it is
+    padded, and dimensions are cut into blocks: (rows, lanes) cut into blocks of (r, l)
+    are (rows / r, lanes / l, r, l). Block numbers come before the last two dimensions,
+    so that blocks of any size are whole in them.
 
     Attributes:
         shape: of the array itself.
         dtype: of its elements, by numpy name.
         carried_dtype: of the elements in the call.
-        is_exchanged: the last two dimensions are, before all that follows.
+        order: of its dimensions, before all that follows; empty: as they are.
         padding: elements before and after, per dimension; of the value `fill`.
         blocks: per dimension, what it is cut into; None: it stays whole.
         fill: in the padding.
@@ -40,13 +40,13 @@ class Form:
     fill: float | int | bool = 0
     least_rank: int = 0
     element: int | None = None
-    is_exchanged: bool = False
+    order: tuple[int, ...] = ()
 
     @cached_property
     def changes(self) -> bool:
         """Whether anything is different in the call."""
         same = self.dtype == self.carried_dtype and self.carried_shape == self.shape
-        return not same or self.is_exchanged or any(map(any, self.padding))
+        return not same or bool(self.order) or any(map(any, self.padding))
 
     @cached_property
     def carried_shape(self) -> tuple[int, ...]:
@@ -65,10 +65,7 @@ class Form:
 
     @cached_property
     def _in_order(self) -> tuple[int, ...]:
-        if not self.is_exchanged:
-            return self.shape
-        *outer, rows, columns = self.shape
-        return (*outer, columns, rows)
+        return tuple(self.shape[d] for d in self.order) if self.order else self.shape
 
     @cached_property
     def _padded(self) -> tuple[int, ...]:
@@ -79,8 +76,8 @@ class Form:
     def pack(self, numbers: Any, x: Any) -> Any:
         """The array in the form of the call; `numbers` is numpy or jax.numpy."""
         x = numbers.asarray(x).astype(self.carried_dtype)
-        if self.is_exchanged:
-            x = numbers.swapaxes(x, -2, -1)
+        if self.order:
+            x = numbers.transpose(x, self.order)
         if self.element is not None:
             return x.reshape(-1)[self.element]
         if any(map(any, self.padding)):
@@ -100,7 +97,9 @@ class Form:
             zip(self.padding, self._in_order, strict=False)
         ):
             x = x[(slice(None),) * dim + (slice(low, low + n),)]
-        x = numbers.swapaxes(x, -2, -1) if self.is_exchanged else x
+        if self.order:
+            back = sorted(range(len(self.order)), key=lambda d: self.order[d])
+            x = numbers.transpose(x, back)
         return x.astype(self.dtype)
 
     @cached_property

@@ -129,6 +129,19 @@ MASKS = {
         KEEP,
     ),
     "length": ("%m: bool[4,8] = lt %columns, %l", KEEP),
+    "blocks of rows, rounded down": (
+        """%mask: i32[4,8] = constant {value=-2}
+           %first: i32[4,8] = and %rows, %mask
+           %m: bool[4,8] = le %columns, %first""",
+        KEEP,
+    ),
+    "numbers of blocks of rows": (
+        """%two: i32[4,8] = constant {value=2}
+           %number: i32[4,8] = div %r, %two
+           %block: i32[4,8] = add %q, %number
+           %m: bool[4,8] = ge %block, %columns""",
+        KEEP,
+    ),
 }
 
 
@@ -165,6 +178,39 @@ def test_small_masks_and_steps_without_products_are_kept():
     kernel = steps(*MASKS["causal"])
     assert unmasked_steps(kernel, least=64, needed=None) is kernel
     assert unmasked_steps(kernel, least=2) is kernel
+
+
+def test_a_step_in_a_branch_has_versions_of_its_own():
+    """The step before it ends there, and positions that both use are made again."""
+    inner = """
+      store %ob[:, :] = %s
+      %some: bool = gt %qi, %kj
+      %which: i32 = cast %some {dtype=i32}
+      cond %which
+        branch () {}
+        branch () {
+          %old: f32[4,8] = load %ob[:, :]
+          %d: f32[4,4] = dot %old, %v {contract=((1,), (1,)), batch=((), ()),
+              dtype=f32, precision=None}
+          %later: i32[4,8] = add %columns, %r
+          %m2: bool[4,8] = ge %rows, %later
+          %t: f32[4,8] = select_n %m2, %low, %old
+          store %ob[:, :] = %t
+        }
+    """
+    text = STEPS.replace("MASK", "%m: bool[4,8] = ge %rows, %columns")
+    text = text.replace("SELECT", KEEP).replace("      store %ob[:, :] = %s\n", inner)
+    kernel = canonicalize(parse_kernel(text))
+    new = changed(kernel)
+    first, branch = [o for o in pipeline_body(new).ops if o.name == "cond"]
+    assert not first.results and [len(r.ops) for r in first.regions][1] == 2
+    assert [op.name for op in walk(new.body)].count("cond") == 3
+    assert any(op.name == "cond" for op in walk(branch.regions[1]))
+
+
+def pipeline_body(kernel: Kernel):
+    (pipeline,) = [op for op in kernel.body.ops if op.name == "pipeline"]
+    return pipeline.regions[-1]
 
 
 # --- random masks ---
@@ -224,6 +270,9 @@ class Maker:
             value = b.op(
                 self.pick("add", "sub"), *self.pick((value, line), (line, value))
             )
+        if self.pick(True, False):
+            name, number = self.pick(("and", -4), ("and", 5), ("div", 2), ("div", -2))
+            value = b.op(name, value, b.constant(number, value.tile))
         return value
 
 

@@ -60,9 +60,9 @@ def forms_of(
         ref = kernel.inputs[operand].ref
         name = ref.dtype.numpy_name
         padding = ((0, 0),) * (len(ref.shape) - 1) + ((0, added),)
-        forms[operand] = Form(
-            ref.shape, name, name, padding=padding, is_exchanged=turned
-        )
+        *outer, rows, columns = range(len(ref.shape))
+        order = (*outer, columns, rows) if turned else ()
+        forms[operand] = Form(ref.shape, name, name, padding=padding, order=order)
     if not forms:
         return None
     return tuple((n, forms.get(n)) for n in range(len(kernel.inputs)))

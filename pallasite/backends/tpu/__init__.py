@@ -26,6 +26,7 @@ from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
 LANES = 128  # of a vector register of every TPU
+LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
 
 
 class TpuBackend:
@@ -53,6 +54,7 @@ class TpuBackend:
         from pallasite.backends.tpu.gathers import loop_over_gathers
         from pallasite.backends.tpu.limits import check_limits
         from pallasite.backends.tpu.matrix_units import schedule_units
+        from pallasite.backends.tpu.order_dims import order_dims
         from pallasite.backends.tpu.prints import add_log
         from pallasite.backends.tpu.repeats import join_repeats
         from pallasite.backends.tpu.resident import keep_on_chip
@@ -65,6 +67,7 @@ class TpuBackend:
         from pallasite.passes.legalize import legalize
         from pallasite.passes.place_windows import place_windows
         from pallasite.passes.replicate_columns import replicate_columns
+        from pallasite.passes.unmasked_steps import unmasked_steps
 
         chip = options.chip if isinstance(options.chip, Tpu) else None
         if core_of(options) != "tc":
@@ -78,12 +81,14 @@ class TpuBackend:
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
             Pass("keep_on_chip", keep_on_chip),
+            Pass("order_dims", order_dims),
             *self._blocks(options),
             Pass("replicate_columns", partial(replicate_columns, lanes=LANES)),
             Pass("known_comparisons", known_comparisons),
             Pass("canonicalize", canonicalize),
             Pass("place_windows", place_windows),
             Pass("guard_bounds", guard_bounds),
+            Pass("unmasked_steps", partial(unmasked_steps, least=LEAST_MASK)),
             Pass("idle_windows", idle_windows),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),

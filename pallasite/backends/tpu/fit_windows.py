@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pallasite.backends.tpu.aliased import reads_other_blocks
+from pallasite.backends.tpu.order_dims import ORDERS, array_at
 from pallasite.backends.tpu.prints import has_log
 from pallasite.backends.tpu.resident import MOST_BYTES
 from pallasite.backends.tpu.schedule import main_pipeline
@@ -84,6 +85,9 @@ class CallArrays:
         op = main_pipeline(scheduled)
         attrs = {} if op is None else op.attrs
         noted = {n: rest for n, *rest in attrs.get(FORMS, ())}
+        orders = {
+            array_at(original, *at): order for *at, order in attrs.get(ORDERS, ())
+        }
         count, log = len(scheduled.inputs), has_log(scheduled)
         sources = attrs.get(OPERANDS) or tuple(range(count))
         own = slice(None, -1 if log else None)
@@ -91,6 +95,7 @@ class CallArrays:
         def form(number: int, old: Value, new: Value) -> Form | None:
             dtypes = (old.ref.dtype.numpy_name, new.ref.dtype.numpy_name)
             found = Form(old.ref.shape, *dtypes, *noted.get(number, ()))
+            found = replace(found, order=orders.get(old, ()))
             return found if found.changes else None
 
         pairs = zip(sources[own], scheduled.inputs[own], strict=True)
@@ -119,9 +124,14 @@ def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
     results = zip(kernel.outputs, arrays.results, strict=True)
     pairs = [(kernel.inputs[source], form) for source, form in arrays.operands]
     for param, form in [*pairs, *results]:
-        if form is None or not any(form.blocks) or param not in windows:
+        if form is None or param not in windows:
             continue
-        block = fitting_block(param.ref, windows[param])
+        if not form.order and not any(form.blocks):
+            continue
+        fix = f"use a block of {fitting_block(param.ref, windows[param])}"
+        if form.order and not any(form.blocks):
+            shape = tuple(param.ref.shape[d] for d in form.order)
+            fix += f", or pass an array of shape {shape}"
         text = compose(
             "an array is copied into another order for each call on a TPU",
             [
@@ -131,7 +141,7 @@ def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
                 ("why", f"a TPU copies blocks in tiles of {tiling(param.ref)}"),
             ],
             at,
-            f"use a block of {block}",
+            fix,
         )
         warnings.warn_explicit(
             text, PerformanceWarning, at.file, at.line, registry=_said

@@ -1,5 +1,7 @@
 """Blocks and element types that the chip lacks, in a form it takes."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,9 @@ def assert_right(kernel, seed=0):
         (Form((10,), "float16", "float32", ((0, 2),), (4,)), (3, 1, 4)),
         (Form((3, 6, 8), "bool", "int8", (), (None, 1, 4)), (3, 6, 2, 1, 4)),
         (Form((7,), "int32", "int32", ((2, 3),)), (12,)),
+        (Form((2, 5, 3, 4), "int8", "int8", order=(0, 2, 1, 3)), (2, 3, 5, 4)),
+        (Form((5, 3, 4), "int8", "int8", ((0, 0), (0, 2), (0, 0)), (None, 2, None),
+              order=(1, 2, 0)), (3, 3, 2, 5)),
         (Form((), "bool", "int8", least_rank=2), (1, 1)),
     ],
 )  # fmt: skip
@@ -414,3 +419,54 @@ def test_blocks_returned_to_along_axes_of_unknown_size():
     imported = kernel_of(call, array(dtype=jnp.int32))
     (got,) = simulated(imported, [np.array(2, np.int32)])
     np.testing.assert_array_equal(got, np.full((2, 8, 128), 3.0, np.float32))
+
+
+# --- dimensions in another order ---
+
+
+def scaled_heads(x, y, width, block=16):
+    """Rows of one head at a time, of (length, heads, width)."""
+    length, heads, _ = x.shape
+
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = 2 * x_ref[...] + y_ref[...]
+
+    def spec(rank):
+        dims = {3: (block, None, width), 4: (None, block, None, width)}[rank]
+        head = {3: lambda h, i: (i, h, 0), 4: lambda h, i: (h % 2, i, h, 0)}[rank]
+        return pl.BlockSpec(dims, head)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(heads, length // block),
+        in_specs=[spec(3), spec(4)],
+        out_specs=spec(3),
+    )(x, y)
+
+
+def test_a_dimension_seen_one_by_one_is_put_in_front():
+    """So that tiles are of rows and lanes that the body sees."""
+    shapes = array(32, 4, 128), array(2, 32, 4, 128)
+    kernel = kernel_of(lambda *xs: scaled_heads(*xs, 128), *shapes)
+    compiled = Compiled(get("tpu"), kernel, Options(), shared=())
+    arrays = CallArrays.of(compiled.scheduled, kernel)
+    forms = [*(form for _, form in arrays.operands), *arrays.results]
+    assert [f.carried_shape for f in forms if f is not None] == [
+        (4, 32, 128),
+        (2, 4, 32, 128),
+        (4, 32, 128),
+    ]
+    assert_right(kernel)
+
+
+def test_that_is_announced_with_the_shape_that_needs_no_copy():
+    kernel = kernel_of(
+        lambda *xs: scaled_heads(*xs, 64), array(32, 3, 64), array(2, 32, 3, 64)
+    )
+    assert_right(kernel)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        get("tpu").launch(Compiled(get("tpu"), kernel, Options(), shared=()))
+    texts = [str(w.message) for w in said if w.category is PerformanceWarning]
+    assert any("an array of shape (2, 3, 32, 64)" in text for text in texts), texts

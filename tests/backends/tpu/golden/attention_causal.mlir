@@ -9,12 +9,13 @@ module @attention {
     %c1 = arith.constant dense<0xFF800000> : vector<128x128xf32>
     %c2 = arith.constant 0 : index
     %c3 = arith.constant dense<0.0> : vector<128x128xf32>
-    %c4 = arith.constant dense<0.0883883461356163> : vector<128x128xf32>
-    %c5 = arith.constant 128 : i32
-    %c6 = arith.constant dense<-1.0000000150474662e+30> : vector<128x128xf32>
+    %c4 = arith.constant 128 : i32
+    %c5 = arith.constant 127 : i32
+    %c6 = arith.constant dense<0.0883883461356163> : vector<128x128xf32>
     %c7 = arith.constant dense<0xFF800000> : vector<128xf32>
     %c8 = arith.constant dense<0.0> : vector<128xf32>
-    %c9 = arith.constant 3 : i32
+    %c9 = arith.constant dense<-1.0000000150474662e+30> : vector<128x128xf32>
+    %c10 = arith.constant 3 : i32
     %0 = arith.cmpi eq, %i2, %c0 : i32
     %1 = arith.extui %0 : i1 to i32
     %2 = arith.cmpi sgt, %1, %c0 : i32
@@ -27,56 +28,93 @@ module @attention {
     %4 = arith.extui %3 : i1 to i32
     %5 = arith.cmpi sgt, %4, %c0 : i32
     scf.if %5 {
-      %6 = vector.load %ref[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
-      %7 = vector.shape_cast %6 : vector<1x128x128xf32> to vector<128x128xf32>
-      %8 = vector.load %ref_1[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
-      %9 = vector.shape_cast %8 : vector<1x128x128xf32> to vector<128x128xf32>
-      %10 = tpu.matmul %7, %9, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [1], [0], [0], [0, 0, 1, 0], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
-      %11 = arith.mulf %10, %c4 : vector<128x128xf32>
-      %12 = arith.muli %i1, %c5 : i32
-      %13 = tpu.iota {dimensions = array<i32: 0>} : vector<128x128xi32>
-      %14 = vector.broadcast %12 : i32 to vector<128x128xi32>
-      %15 = arith.addi %14, %13 : vector<128x128xi32>
-      %16 = arith.muli %i2, %c5 : i32
-      %17 = tpu.iota {dimensions = array<i32: 1>} : vector<128x128xi32>
-      %18 = vector.broadcast %16 : i32 to vector<128x128xi32>
-      %19 = arith.addi %18, %17 : vector<128x128xi32>
-      %20 = arith.cmpi sle, %19, %15 : vector<128x128xi32>
-      %21 = arith.select %20, %11, %c6 : vector<128x128xi1>, vector<128x128xf32>
-      %22 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %23 = vector.multi_reduction <maximumf>, %21, %c7 [1] : vector<128x128xf32> to vector<128xf32>
-      %24 = vector.shape_cast %23 : vector<128xf32> to vector<128x1xf32>
-      %25 = vector.broadcast %24 : vector<128x1xf32> to vector<128x128xf32>
-      %26 = arith.maximumf %22, %25 : vector<128x128xf32>
-      %27 = arith.subf %21, %26 : vector<128x128xf32>
-      %28 = math.exp %27 : vector<128x128xf32>
-      %29 = arith.subf %22, %26 : vector<128x128xf32>
-      %30 = math.exp %29 : vector<128x128xf32>
-      %31 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %32 = arith.mulf %30, %31 : vector<128x128xf32>
-      %33 = vector.multi_reduction <add>, %28, %c8 [1] : vector<128x128xf32> to vector<128xf32>
-      %34 = vector.shape_cast %33 : vector<128xf32> to vector<128x1xf32>
-      %35 = vector.broadcast %34 : vector<128x1xf32> to vector<128x128xf32>
-      %36 = arith.addf %32, %35 : vector<128x128xf32>
-      vector.store %36, %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %37 = vector.load %ref_2[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
-      %38 = vector.shape_cast %37 : vector<1x128x128xf32> to vector<128x128xf32>
-      %39 = tpu.matmul %28, %38, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [0], [0], [1], [0, 0, 1, 1], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
-      %40 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %41 = arith.mulf %30, %40 : vector<128x128xf32>
-      %42 = arith.addf %41, %39 : vector<128x128xf32>
-      vector.store %42, %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      vector.store %26, %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      %6 = arith.muli %i2, %c4 : i32
+      %7 = arith.muli %i1, %c4 : i32
+      %8 = arith.addi %6, %c5 : i32
+      %9 = arith.cmpi sle, %8, %7 : i32
+      %10 = arith.extui %9 : i1 to i32
+      %11 = arith.cmpi sgt, %10, %c0 : i32
+      scf.if %11 {
+        %12 = vector.load %ref[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %13 = vector.shape_cast %12 : vector<1x128x128xf32> to vector<128x128xf32>
+        %14 = vector.load %ref_1[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %15 = vector.shape_cast %14 : vector<1x128x128xf32> to vector<128x128xf32>
+        %16 = tpu.matmul %13, %15, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [1], [0], [0], [0, 0, 1, 0], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
+        %17 = arith.mulf %16, %c6 : vector<128x128xf32>
+        %18 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %19 = vector.multi_reduction <maximumf>, %17, %c7 [1] : vector<128x128xf32> to vector<128xf32>
+        %20 = vector.shape_cast %19 : vector<128xf32> to vector<128x1xf32>
+        %21 = vector.broadcast %20 : vector<128x1xf32> to vector<128x128xf32>
+        %22 = arith.maximumf %18, %21 : vector<128x128xf32>
+        %23 = arith.subf %17, %22 : vector<128x128xf32>
+        %24 = math.exp %23 : vector<128x128xf32>
+        %25 = arith.subf %18, %22 : vector<128x128xf32>
+        %26 = math.exp %25 : vector<128x128xf32>
+        %27 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %28 = arith.mulf %26, %27 : vector<128x128xf32>
+        %29 = vector.multi_reduction <add>, %24, %c8 [1] : vector<128x128xf32> to vector<128xf32>
+        %30 = vector.shape_cast %29 : vector<128xf32> to vector<128x1xf32>
+        %31 = vector.broadcast %30 : vector<128x1xf32> to vector<128x128xf32>
+        %32 = arith.addf %28, %31 : vector<128x128xf32>
+        vector.store %32, %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %33 = vector.load %ref_2[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %34 = vector.shape_cast %33 : vector<1x128x128xf32> to vector<128x128xf32>
+        %35 = tpu.matmul %24, %34, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [0], [0], [1], [0, 0, 1, 1], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
+        %36 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %37 = arith.mulf %26, %36 : vector<128x128xf32>
+        %38 = arith.addf %37, %35 : vector<128x128xf32>
+        vector.store %38, %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        vector.store %22, %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      } else {
+        %39 = vector.load %ref[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %40 = vector.shape_cast %39 : vector<1x128x128xf32> to vector<128x128xf32>
+        %41 = vector.load %ref_1[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %42 = vector.shape_cast %41 : vector<1x128x128xf32> to vector<128x128xf32>
+        %43 = tpu.matmul %40, %42, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [1], [0], [0], [0, 0, 1, 0], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
+        %44 = arith.mulf %43, %c6 : vector<128x128xf32>
+        %45 = tpu.iota {dimensions = array<i32: 0>} : vector<128x128xi32>
+        %46 = vector.broadcast %7 : i32 to vector<128x128xi32>
+        %47 = arith.addi %46, %45 : vector<128x128xi32>
+        %48 = tpu.iota {dimensions = array<i32: 1>} : vector<128x128xi32>
+        %49 = vector.broadcast %6 : i32 to vector<128x128xi32>
+        %50 = arith.addi %49, %48 : vector<128x128xi32>
+        %51 = arith.cmpi sle, %50, %47 : vector<128x128xi32>
+        %52 = arith.select %51, %44, %c9 : vector<128x128xi1>, vector<128x128xf32>
+        %53 = vector.load %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %54 = vector.multi_reduction <maximumf>, %52, %c7 [1] : vector<128x128xf32> to vector<128xf32>
+        %55 = vector.shape_cast %54 : vector<128xf32> to vector<128x1xf32>
+        %56 = vector.broadcast %55 : vector<128x1xf32> to vector<128x128xf32>
+        %57 = arith.maximumf %53, %56 : vector<128x128xf32>
+        %58 = arith.subf %52, %57 : vector<128x128xf32>
+        %59 = math.exp %58 : vector<128x128xf32>
+        %60 = arith.subf %53, %57 : vector<128x128xf32>
+        %61 = math.exp %60 : vector<128x128xf32>
+        %62 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %63 = arith.mulf %61, %62 : vector<128x128xf32>
+        %64 = vector.multi_reduction <add>, %59, %c8 [1] : vector<128x128xf32> to vector<128xf32>
+        %65 = vector.shape_cast %64 : vector<128xf32> to vector<128x1xf32>
+        %66 = vector.broadcast %65 : vector<128x1xf32> to vector<128x128xf32>
+        %67 = arith.addf %63, %66 : vector<128x128xf32>
+        vector.store %67, %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %68 = vector.load %ref_2[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+        %69 = vector.shape_cast %68 : vector<1x128x128xf32> to vector<128x128xf32>
+        %70 = tpu.matmul %59, %69, %c3 {dimension_numbers = #tpu.dot_dimension_numbers<[1], [0], [0], [1], [0, 0, 1, 1], [], []>, transpose_lhs_hint = false} : vector<128x128xf32>, vector<128x128xf32>, vector<128x128xf32> -> vector<128x128xf32>
+        %71 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        %72 = arith.mulf %61, %71 : vector<128x128xf32>
+        %73 = arith.addf %72, %70 : vector<128x128xf32>
+        vector.store %73, %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+        vector.store %57, %ref_4[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      }
     }
-    %43 = arith.cmpi eq, %i2, %c9 : i32
-    %44 = arith.extui %43 : i1 to i32
-    %45 = arith.cmpi sgt, %44, %c0 : i32
-    scf.if %45 {
-      %46 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %47 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
-      %48 = arith.divf %46, %47 : vector<128x128xf32>
-      %49 = vector.shape_cast %48 : vector<128x128xf32> to vector<1x128x128xf32>
-      vector.store %49, %ref_3[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
+    %74 = arith.cmpi eq, %i2, %c10 : i32
+    %75 = arith.extui %74 : i1 to i32
+    %76 = arith.cmpi sgt, %75, %c0 : i32
+    scf.if %76 {
+      %77 = vector.load %ref_6[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      %78 = vector.load %ref_5[%c2, %c2] : memref<128x128xf32, #tpu.memory_space<vmem>>, vector<128x128xf32>
+      %79 = arith.divf %77, %78 : vector<128x128xf32>
+      %80 = vector.shape_cast %79 : vector<128x128xf32> to vector<1x128x128xf32>
+      vector.store %80, %ref_3[%c2, %c2, %c2] : memref<1x128x128xf32, #tpu.memory_space<vmem>>, vector<1x128x128xf32>
     }
     func.return
   }
