@@ -80,6 +80,7 @@ class Launch:
     has_side_effect: bool = False
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
+    symbol: str = ""  # what profilers of the device call the kernel
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
     # Which operands go to the call, and in which forms they and results do; None: all
     # as they are.
