@@ -233,6 +233,7 @@ def test_a_roofline_draws_measured_points(found):
 
 def test_a_roofline_without_matplotlib_says_what_to_install(found, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'pallasite\[plot\]'"):
         pl.roofline(found)
     with pytest.raises(SpecError, match="draws reports, not int"):
