@@ -67,6 +67,7 @@ class Options:
     debug: bool = False
     metadata: Mapping[str, str] | None = None
     chip: Chip | None = None  # the accelerator compiled for; None: not known
+    lines: bool = False  # the text of every stage says which source lines it is from
 
 
 @dataclass(frozen=True)
