@@ -17,7 +17,7 @@ Line = tuple[str, At | None]
 MOST_CHARACTERS = 1_000_000  # of one stage that are shown
 
 _IR = re.compile(r' loc\("((?:[^"\\]|\\.)*)":(\d+)(?::\d+)?(?: in "[^"]*")?\)')
-_COMMENT = re.compile(r"\s*(?:#|//) (?:(\S.*):(\d+)(?::\d+)?(?: \(.*\))?)?$")
+_COMMENT = re.compile(r"\s*(?:#|//) (?:(\S.*?):(\d+)(?::\d+)?(?: \(.*\))?)?$")
 _HASH_LINE = re.compile(r'\s*#line (\d+) "((?:[^"\\]|\\.)*)"')
 _DEBUG = re.compile(r",? !dbg !(\d+)")
 _METADATA = re.compile(r"^!(\d+) = (?:distinct )?!(\w+)\((.*)\)$")

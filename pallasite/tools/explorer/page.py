@@ -10,7 +10,7 @@ import linecache
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ Progress = Callable[[str], None]
 Jaxprs = Sequence[tuple[Kernel, Any]]
 
 
+@dataclass(frozen=True)
+class Page:
+    """A page, and whether all kernels on it compile."""
+
+    html: str
+    ok: bool
+
+
 def page_of(
     title: str,
     sites: Sequence[Site],
@@ -47,8 +55,8 @@ def page_of(
     jaxprs: Jaxprs = (),
     measure: bool | None = None,
     progress: Progress | None = None,
-) -> str:
-    """The page.
+) -> Page:
+    """The page about some calls.
 
     Args:
         title: what is shown.
@@ -76,7 +84,7 @@ def page_of(
         "sources": [_source(file, table.lines_of(file)) for file in table.files],
         "places": table.places,
     }
-    return _filled(title, data)
+    return Page(_filled(title, data), all(view["ok"] for view in views))
 
 
 class _Locations:
@@ -118,6 +126,7 @@ def _view(
     }
     return {
         "kernel": report.name,
+        "ok": report.ok,
         "title": report.title,
         "target": chip.name,
         "report": [[heading, list(texts)] for heading, texts in report.rows()],
@@ -226,13 +235,12 @@ def _filled(title: str, data: Any) -> str:
     """The page with its parts; `<` in data cannot end the script."""
     place = resources.files("pallasite.tools.explorer")
     read = lambda name: (place / name).read_text(encoding="utf-8")
+    page = read("page.html").replace("@TITLE@", html.escape(title))
     parts = {
-        "@TITLE@": html.escape(title),
         "@STYLE@": read("page.css"),
-        "@DATA@": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "@SCRIPT@": read("page.js"),
+        "@DATA@": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
-    page = read("page.html")
     for name, text in parts.items():
         page = page.replace(name, text, 1)
     return page
