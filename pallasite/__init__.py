@@ -71,6 +71,8 @@ from pallasite.sharding.rule import Partition as Partition
 from pallasite.tools.aot import aot as aot
 from pallasite.tools.explain import explain as explain
 from pallasite.tools.lower import lower as lower
+from pallasite.tools.profile import profile as profile
+from pallasite.tools.roofline_picture import roofline as roofline
 from pallasite.tune.autotune import autotune as autotune
 from pallasite.tune.choices import configs as configs
 from pallasite.tune.results import Tuned as Tuned

@@ -1,4 +1,4 @@
-"""Command line: `pallasite run`, `check`, `explain`, `tune`, `doctor` and `cache`.
+"""Command line: `pallasite run`, `check`, `explain`, `explore`, `tune`, `doctor` and `cache`.
 
 Also as `python -m pallasite ...`.
 """
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     tuner.add_arguments(tune)
     judge.add_parsers(commands)
     options = parser.parse_args(argv)
-    if options.command in ("check", "explain"):
+    if options.command in ("check", "explain", "explore"):
         if options.in_child:
             _install()  # kernels written for upstream are judged, too
         return judge.run(options, sys.argv[1:] if argv is None else argv)

@@ -95,6 +95,10 @@ class CompileError(PallasError, RuntimeError):
     """The compiler that a backend uses refused generated code; its output is kept."""
 
 
+class MissingPackageError(PallasError, ImportError):
+    """A package is not installed that only this feature needs."""
+
+
 class CheckError(PallasError, RuntimeError):
     """Checked mode found a bug in the kernel.
 

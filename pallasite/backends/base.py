@@ -67,6 +67,7 @@ class Options:
     debug: bool = False
     metadata: Mapping[str, str] | None = None
     chip: Chip | None = None  # the accelerator compiled for; None: not known
+    lines: bool = False  # the text of every stage says which source lines it is from
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Launch:
     has_side_effect: bool = False
     handler: int | None = None  # address of an XLA FFI handler to register (CPU)
     keep_alive: Any = None  # owner of the handler's code
+    symbol: str = ""  # what profilers of the device call the kernel
     scratch_results: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape, numpy dtype
     # Which operands go to the call, and in which forms they and results do; None: all
     # as they are.

@@ -40,6 +40,7 @@ from pallasite.language.specs import (
 from pallasite.language.trace import (
     add_notes,
     check_signature,
+    keep_jaxpr,
     location_of,
     name_of,
     parameter_names,
@@ -483,6 +484,7 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
     im = Importer(request.name, captures, RULES)
     im.builder.loc = request.at
     kernel = _import(request, bound, traced, im)
+    keep_jaxpr(kernel, traced)
     call = Call(
         kernel,
         request.interpret,

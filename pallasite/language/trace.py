@@ -152,6 +152,29 @@ def trace(
     return Traced(jaxpr, tuple(captured), out_tree[0])
 
 
+_kept: contextvars.ContextVar[list[tuple[Any, Any]] | None] = contextvars.ContextVar(
+    "kept", default=None
+)
+
+
+@contextlib.contextmanager
+def jaxprs_kept() -> Iterator[list[tuple[Any, Any]]]:
+    """Kernels traced in a `with` block: the IR of each, and the jaxpr it is from."""
+    found: list[tuple[Any, Any]] = []
+    token = _kept.set(found)
+    try:
+        yield found
+    finally:
+        _kept.reset(token)
+
+
+def keep_jaxpr(kernel: Any, traced: Traced) -> None:
+    """Hand a kernel and its jaxpr to the `jaxprs_kept` around, if there is one."""
+    found = _kept.get()
+    if found is not None:
+        found.append((kernel, traced.jaxpr))
+
+
 def _pose_as(fn: Any, author: Callable[..., Any]) -> None:
     """JAX's errors name the function they trace: let that be the author's."""
     fn.__wrapped__ = _underlying(author)

@@ -55,13 +55,13 @@ def compile_sites(
         for number, site in enumerate(sites, 1):
             name = site.call.kernel.name
             tell(f"{target.name}: {number} of {len(sites)}, {name}")
-            found.append(analyse(_native(site, target), target))
+            found.append(analyse(native(site, target), target))
         if isinstance(target.chip, Tpu):
             found = estimated(found, folder, timeout, tell)
     return [each.report for each in found]
 
 
-def _native(site: Site, target: Named) -> Site:
+def native(site: Site, target: Named) -> Site:
     """The call as if it asked for no emulation, nor for another platform's backend."""
     call = replace(site.call, interpret=False)
     backend = None if call.backend == "interpret" else call.backend

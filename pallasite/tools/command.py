@@ -1,4 +1,4 @@
-"""The commands `pallasite check` and `pallasite explain`.
+"""The commands `pallasite check`, `pallasite explain` and `pallasite explore`.
 
 A command runs in a child process: what ends that (a compiler's abort, a signal) is
 reported like any other result, with an exit status of its own.
@@ -32,10 +32,18 @@ EXPLAIN = f"""examples:
   pallasite explain kernels.py::softmax --args 'f32[8192,2048]' --target tpu:v6e
 
 {STATUS}"""
+EXPLORE = f"""examples:
+  pallasite explore train.py
+  pallasite explore kernels.py::softmax --args 'f32[8192,2048]' -o softmax.html
+  pallasite explore kernels.py::softmax --args 'f32[8192,2048]' --target cpu,tpu:v6e
+  pallasite explore kernels.py::softmax --args 'f32[8192,2048]' --serve
+
+{STATUS}"""
+PORT = 8765
 
 
 def add_parsers(commands: Any) -> None:
-    """Add both commands to the subparsers of `pallasite`."""
+    """Add the commands to the subparsers of `pallasite`."""
     check = _parser(
         commands, "check", CHECK, "compile kernels for chips that need not be here"
     )
@@ -47,9 +55,24 @@ def add_parsers(commands: Any) -> None:
     explain = _parser(
         commands, "explain", EXPLAIN, "say what runs kernels, and what limits them"
     )
-    explain.add_argument(
-        "--no-measure", action="store_true", help="run nothing, ask no compiler"
+    explore = _parser(
+        commands, "explore", EXPLORE, "write a page that shows kernels at every stage"
     )
+    explore.add_argument(
+        "-o", "--output", metavar="PAGE", help="default: FILE with the ending .html"
+    )
+    explore.add_argument(
+        "--serve",
+        nargs="?",
+        const=PORT,
+        type=int,
+        metavar="PORT",
+        help=f"show the page at http://localhost:{PORT}, made anew when it is reloaded",
+    )
+    for parser in (explain, explore):
+        parser.add_argument(
+            "--no-measure", action="store_true", help="run nothing, ask no compiler"
+        )
 
 
 def _parser(commands: Any, name: str, epilog: str, text: str) -> Any:
@@ -82,6 +105,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.in_child:
         return _here(options)
     command = [sys.executable, "-m", "pallasite", *arguments, "--in-child"]
+    if getattr(options, "serve", None) is not None:
+        from pallasite.tools.explorer.serve import serve
+
+        return serve(command, options.serve)
     status = subprocess.run(command, check=False).returncode
     if status >= 0:
         return status
@@ -98,6 +125,8 @@ def _here(options: argparse.Namespace) -> int:
 
     line = _Line()
     try:
+        if options.command == "explore":
+            return _explore(options, line)
         report = _report(options, line)
     except PallasError as error:
         line.clear()
@@ -126,6 +155,27 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
     return Aot(tuple(sites)).compile(
         *targets, dump=dump, timeout=options.timeout, progress=line.show
     )
+
+
+def _explore(options: argparse.Namespace, line: "_Line") -> int:
+    from pallasite.language.trace import jaxprs_kept
+    from pallasite.tools.explorer.page import page_of
+    from pallasite.tools.sources import sites_of
+
+    targets = [t for t in (options.target or "").split(",") if t]
+    _known(targets)
+    line.show(f"reading {options.source}")
+    with jaxprs_kept() as jaxprs:
+        sites = sites_of(options.source, options.args)
+    measure = False if options.no_measure else None
+    page = page_of(options.source, sites, targets, jaxprs, measure, line.show)
+    line.clear()
+    file = options.source.partition("::")[0]
+    path = Path(options.output or Path(Path(file).name).with_suffix(".html"))
+    path.write_text(page.html, encoding="utf-8")
+    data = {"ok": page.ok, "page": str(path), "bytes": path.stat().st_size}
+    print(json.dumps(data) if options.json else f"{path}: {data['bytes']:,} bytes")
+    return OK if page.ok else REFUSED
 
 
 def _known(targets: list[str]) -> None:

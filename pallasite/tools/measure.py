@@ -1,12 +1,13 @@
 """How long a kernel call takes on this computer."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallasite.ir.nodes import Value, walk
+from pallasite.ir.nodes import walk
 from pallasite.primitive import Call, call_p
 
 BATCHES = 5
@@ -30,7 +31,8 @@ def measure(call: Call) -> float:
     Operands are made up: floats between 0 and 1, integers of 0.
     """
     rng = np.random.default_rng(0)
-    operands = [jax.numpy.asarray(_made_up(p, rng)) for p in call.kernel.inputs]
+    refs = [param.ref for param in call.kernel.inputs]
+    operands = [jax.numpy.asarray(made_up(r.shape, r.dtype.np, rng)) for r in refs]
 
     @jax.jit
     def run(*operands: Any) -> Any:
@@ -50,8 +52,10 @@ def _batch(run: Any, operands: list[Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def _made_up(param: Value, rng: np.random.Generator) -> np.ndarray:
-    ref = param.ref
-    if not ref.dtype.is_float:
-        return np.zeros(ref.shape, ref.dtype.np)
-    return rng.random(ref.shape, np.float32).astype(ref.dtype.np)
+def made_up(
+    shape: Sequence[int], dtype: np.dtype, rng: np.random.Generator
+) -> np.ndarray:
+    """An array to run something with: floats between 0 and 1, integers of 0."""
+    if not jax.numpy.issubdtype(dtype, np.floating):
+        return np.zeros(shape, dtype)
+    return rng.random(tuple(shape), np.float32).astype(dtype)

@@ -30,7 +30,7 @@ def explain_sites(
         measure: see `pl.explain`.
     """
     targets = [named(each) for each in wanted] if wanted else [this_computer()]
-    found = [_one(site, t, measure) for t in targets for site in sites]
+    found = [explain_site(site, t, measure) for t in targets for site in sites]
     return Report(tuple(each.report for each in found))
 
 
@@ -54,7 +54,8 @@ def is_here(target: Named) -> bool:
     return any(chip_of_device(d.device_kind) is target.chip for d in devices)
 
 
-def _one(site: Site, target: Named, wanted: bool | None) -> Analysis:
+def explain_site(site: Site, target: Named, wanted: bool | None) -> Analysis:
+    """What is known of one call on one target; `wanted`: see `pl.explain`."""
     found = analyse(site, target)
     here = is_here(target)
     if here and wanted is not False:

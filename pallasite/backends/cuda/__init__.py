@@ -132,6 +132,7 @@ class CudaBackend:
             TARGET,
             _config(launched, compiled["ptx"]),
             api_version=3,
+            symbol=launched.name,
             aliases=compiled.scheduled.aliases,
             scratch_results=tuple(((n,), "uint8") for n in launched.scratch),
             operands=forms_of(compiled.imported, launched.repacked),

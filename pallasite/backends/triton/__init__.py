@@ -106,6 +106,7 @@ class TritonBackend:
             TARGET,
             config,
             api_version=4,
+            symbol=emit.function_name(scheduled),
             aliases=scheduled.aliases,
             has_side_effect=bool(sites),
             scratch_results=tuple((s.shape, s.numpy_dtype) for s in scratch),

@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from pallasite.ir.nodes import Block, BlockDim, Kernel, Op, Value, Window
+from pallasite.ir.nodes import Block, BlockDim, Kernel, Loc, Op, Value, Window
 from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, Shown, Wgmma, While
 from pallasite.ir.types import DTYPES
@@ -27,6 +27,7 @@ from pallasite.passes.analysis.memory import Roots
 
 MOST_ROWS = 1 << 20  # executions of one piece of code that are followed one by one
 FLOATING, OTHER, SPECIAL = "floating", "other", "special"
+PRODUCT, ACCESSED, MOVED = "product", "accessed", "moved"
 # Of operations on floats, those that move or choose and compute nothing.
 _NO_FLOP = {"select_n", "cast", "bitcast", "stop_gradient"}
 
@@ -113,13 +114,53 @@ def count(kernel: Kernel, least: bool = False) -> Work:
     counter = _Counter(kernel, least)
     total = counter.block(kernel.body, _Rows(1))
     return Work(
-        {str(key[1]): n for key, n in total.items() if key[0] == "product"},
+        {str(key[1]): n for key, n in total.items() if key[0] == PRODUCT},
         total[FLOATING,],
         total[OTHER,],
         total[SPECIAL,],
         (*counter.traffic, *counter.prefetched(), *counter.direct(total)),
         counter.exact,
     )
+
+
+@dataclass(frozen=True)
+class LineWork:
+    """What the ops of one source line do in one call.
+
+    Attributes:
+        flops: operations on floats, matrix products among them.
+        other: operations on integers and booleans, comparisons and choices.
+        transcendentals: exponentials and their like.
+        accessed: bytes read from and written to refs, in any memory.
+        moved: bytes of blocks copied between main memory and the chip, where a grid
+            starts.
+    """
+
+    flops: int
+    other: int
+    transcendentals: int
+    accessed: int
+    moved: int
+
+
+def count_by_line(kernel: Kernel) -> dict[tuple[str, int], LineWork]:
+    """Of every file and line that ops come from, the work of one call.
+
+    Of branches that data choose from all are counted, and one round of loops whose
+    length only data know.
+    """
+    counter = _LineCounter(kernel, False)
+    counter.block(kernel.body, _Rows(1))
+    return {
+        line: LineWork(
+            total[FLOATING,] + sum(n for key, n in total.items() if key[0] == PRODUCT),
+            total[OTHER,],
+            total[SPECIAL,],
+            total[ACCESSED,],
+            total[MOVED,],
+        )
+        for line, total in counter.lines.items()
+    }
 
 
 Total = Counter[tuple[object, ...]]
@@ -223,13 +264,13 @@ class _Counter:
         dot = Dot.of(op)
         dtype = dot.lhs.value.type.dtype.name
         done = 2 * op.result.tile.size * dot.depth * rows.count
-        return Total({("product", dtype): done})
+        return Total({(PRODUCT, dtype): done})
 
     def count_wgmma(self, op: Op, rows: _Rows) -> Total:
         found = Wgmma.of(op)
         depth = found.lhs.type.shape[found.contract[0]]
         done = 2 * found.sums.tile.size * depth * rows.count
-        return Total({("product", found.lhs.type.dtype.name): done})
+        return Total({(PRODUCT, found.lhs.type.dtype.name): done})
 
     def count_for(self, op: Op, rows: _Rows) -> Total:
         loop = Loop.of(op)
@@ -344,6 +385,46 @@ _STRUCTURED = {
 }
 
 
+class _LineCounter(_Counter):
+    """Counts as the others do, and notes at which line."""
+
+    def __init__(self, kernel: Kernel, least: bool):
+        super().__init__(kernel, least)
+        self.lines: dict[tuple[str, int], Total] = {}
+        self._inside = False  # an op whose regions are a part of it
+
+    def op(self, op: Op, rows: _Rows) -> Total:
+        if op.name in _STRUCTURED and op.regions:
+            before = len(self.traffic)
+            total = super().op(op, rows)
+            moved = sum(row.bytes for row in self.traffic[before:])
+            self.note(op.loc, Total({(MOVED,): moved}))
+            return total
+        outer, self._inside = self._inside, True
+        total = super().op(op, rows)
+        self._inside = outer
+        if not outer:
+            own = Total({key: n for key, n in total.items() if key[0] != "direct"})
+            own[ACCESSED,] = _accessed(op) * rows.count
+            self.note(op.loc, own)
+        return total
+
+    def note(self, loc: Loc | None, total: Total) -> None:
+        if loc is not None and any(total.values()):
+            self.lines.setdefault((loc.file, loc.line), Total()).update(total)
+
+
+def _accessed(op: Op) -> int:
+    """Bytes of refs that a load, store or atomic reads and writes."""
+    if op.name == "load":
+        return bytes_of(op.result.type)
+    if op.name == "store":
+        return bytes_of(op.operands[1].type)
+    if op.name in ("atomic_rmw", "atomic_cas"):
+        return 2 * bytes_of(op.result.type)
+    return moved_by(op)
+
+
 def _kind(op: Op) -> str | None:
     """What an arithmetic op counts as; None: nothing."""
     result = op.results[0].tile
@@ -386,12 +467,14 @@ def _places(
     if not dims:
         nothing = np.zeros((0, rows.count * steps), np.int64)
         return nothing, nothing
-    parts = [_extent(dim, n, np.asarray(c, np.int64)) for dim, n, c in dims]
+    parts = [extent(dim, n, np.asarray(c, np.int64)) for dim, n, c in dims]
     first, size = zip(*parts, strict=True)
     return np.stack(first), np.stack(size)
 
 
-def _extent(dim: BlockDim, n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def extent(dim: BlockDim, n: int, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Along a dimension of `n` elements, the first of some blocks, and how many of each
+    are inside."""
     number = np.clip(number, 0, last_number(dim, n))
     if dim.kind == "element":
         start = number - dim.padding[0]

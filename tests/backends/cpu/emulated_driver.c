@@ -16,6 +16,7 @@ enum { PAST_THE_END = 64, RUBBISH = 0xA5, MOST_THREADS = 64 };
 
 extern void *handler(void *frame);
 void *pallasite_spare;
+void *pallasite_recorder;
 void pallasite_print(void *a, void *b, void *c) {}
 
 static int64_t pool;

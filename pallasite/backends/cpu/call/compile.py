@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pallasite import target
-from pallasite.backends.cpu.call import kept_memory
+from pallasite.backends.cpu.call import kept_memory, recording
 from pallasite.backends.cpu.ops.debugging import FILL, PRINT, filler, printer
 from pallasite.errors import CompileError
 from pallasite.runtime import cache as cache_files
@@ -134,7 +134,8 @@ def import_python(library: Any) -> None:
     """Register the symbols of this process that machine code uses."""
     for name, function in ((PRINT, printer()), (FILL, filler())):
         library.import_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
-    library.import_symbol(kept_memory.SLOT, ctypes.addressof(kept_memory.slot))
+    for module in (kept_memory, recording):
+        library.import_symbol(module.SLOT, ctypes.addressof(module.slot))
 
 
 @cache

@@ -9,7 +9,7 @@ are those of XLA's C header `xla/ffi/api/c_api.h`.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallasite.backends.cpu.call import kept_memory, threads
+from pallasite.backends.cpu.call import kept_memory, recording, threads
 from pallasite.backends.cpu.call.parallel_units import Sharing
 from pallasite.backends.cpu.llvm.writer import (
     FALSE,
@@ -70,6 +70,7 @@ def emit_handler(
         fits = f.compare("icmp eq", count, integer(expected))
         _fail_unless(f, frame, fits, INVALID_ARGUMENT, "wrong number of buffers")
 
+    since = recording.begin(f)
     pointers = _buffers(f, frame, FRAME_ARGS, arguments)
     pointers += _buffers(f, frame, FRAME_RESULTS, results)
     memory = _CallMemory(arena_bytes, shared_bytes, zero_bytes)
@@ -79,6 +80,7 @@ def emit_handler(
     else:
         block, message = _share(f, frame, sharing, pointers, memory)
     memory.release(f, block)
+    recording.end_of_call(f, since)
     succeeded = f.compare("icmp eq", message, NULL)
     _fail_unless(f, frame, succeeded, FAILED_PRECONDITION, message)
     f.line("ret ptr null")
@@ -128,7 +130,9 @@ def _share(
     alone, together, joined = f.labels("alone", "together", "joined")
     f.branch_if(f.compare("icmp eq", workers, integer(1)), alone, together)
     f.label(alone)
+    since = recording.begin(f)
     message = _call_kernel(f, [*pointers, integer(0), units, arenas])
+    recording.end_of_units(f, since, integer(0), units)
     end_alone = f.block
     f.branch(joined)
     f.label(together)

@@ -12,6 +12,7 @@ and the short ones then fill the gaps.
 """
 
 from pallasite import target
+from pallasite.backends.cpu.call import recording
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val
 
 # Byte offsets in a job. The counters that all threads write have their own lines. After
@@ -37,21 +38,13 @@ def runs_offset(operands: int) -> int:
 def emit_jobs(module: Module, operands: int) -> None:
     """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands."""
     module.declare("free", "void", ["ptr"])
+    recording.define(module)
     _emit_work(module, operands)
     _emit_task(module)
     _emit_drop(module)
     _emit_wait(module)
     _emit_run(module)
     _emit_count_threads(module)
-
-
-def _write(f: Function, text: str) -> None:
-    for line in text.strip().splitlines():
-        line = line.strip()
-        if line.endswith(":"):
-            f.label(line[:-1])
-        elif line:
-            f.line(line)
 
 
 def _at(name: str, offset: int, base: str = "%job") -> str:
@@ -85,8 +78,7 @@ def _emit_work(module: Module, operands: int) -> None:
         for n in range(operands)
     )
     listed = "".join(f"ptr {pointer}, " for pointer in pointers)
-    _write(
-        f,
+    f.write(
         f"""
         {_at("workers", WORKERS)}
         {_at("units.at", UNITS)}
@@ -112,7 +104,9 @@ def _emit_work(module: Module, operands: int) -> None:
         %fine = icmp eq ptr %earlier, null
         br i1 %fine, label %run, label %finish
         run:
+        %since = call i64 @now()
         %message = call ptr @kernel({listed}i64 %first, i64 %last, ptr %arena)
+        call void @record(i64 %since, i64 %first, i64 %last)
         %good = icmp eq ptr %message, null
         br i1 %good, label %finish, label %report
         report:
@@ -174,8 +168,7 @@ def _emit_wait(module: Module) -> None:
     module.declare("sched_yield", "i32", [])
     params = [("ptr", "counter"), ("i64", "count")]
     f = Function(module, "wait_for", params, linkage="internal", attributes="noinline")
-    _write(
-        f,
+    f.write(
         f"""
         br label %wait
         wait:
@@ -202,14 +195,13 @@ def _emit_wait(module: Module) -> None:
 def _emit_task(module: Module) -> None:
     """`@task(job)`: what a thread of the pool runs."""
     f = Function(module, "task", [("ptr", "job")], "void", "internal")
-    _write(f, "call void @work(ptr %job)\ncall void @drop(ptr %job)\nret void")
+    f.write("call void @work(ptr %job)\ncall void @drop(ptr %job)\nret void")
 
 
 def _emit_drop(module: Module) -> None:
     """`@drop(job)`: one holder less; the last one frees the job."""
     f = Function(module, "drop", [("ptr", "job")], "void", "internal")
-    _write(
-        f,
+    f.write(
         f"""
         {_at("refs", REFS)}
         %before = atomicrmw sub ptr %refs, i64 1 acq_rel
@@ -231,8 +223,7 @@ def _emit_run(module: Module) -> None:
     """
     params = [("ptr", "frame"), ("ptr", "job"), ("i64", "helpers")]
     f = Function(module, "run_job", params, "ptr", "internal")
-    _write(
-        f,
+    f.write(
         f"""
         %args = alloca [40 x i8], align 8
         %spoilt = alloca [24 x i8], align 8
@@ -307,8 +298,7 @@ def _pause(module: Module) -> str:
 def _emit_count_threads(module: Module) -> None:
     """`@count_threads(frame)`: the size of XLA's pool; 1 if XLA does not say."""
     f = Function(module, "count_threads", [("ptr", "frame")], "i64", "internal")
-    _write(
-        f,
+    f.write(
         f"""
         %args = alloca [32 x i8], align 8
         %count = alloca i64, align 8

@@ -149,6 +149,14 @@ class Function:
     def line(self, text: str) -> None:
         self.lines.append(f"  {text}")
 
+    def write(self, text: str) -> None:
+        """Lines and labels as they are written in LLVM."""
+        for line in map(str.strip, text.splitlines()):
+            if line.endswith(":"):
+                self.label(line[:-1])
+            elif line:
+                self.line(line)
+
     def value(self, type: str, instruction: str) -> Val:
         """The result of an instruction that must run each time (load, call)."""
         result = Val(type, self._fresh("v"))

@@ -1,0 +1,214 @@
+"""The steps of a grid in the order that a chip takes them, and the blocks of each.
+
+Index maps are evaluated for the first steps, all at once; what a map reads from memory
+only the run knows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from pallasite import target
+from pallasite.backends.base import Compiled
+from pallasite.backends.cpu.call.handler import CHUNKS_PER_THREAD
+from pallasite.backends.cpu.call.parallel_units import Sharing
+from pallasite.ir.nodes import Kernel, Op
+from pallasite.ir.roles import Pipeline, Shown
+from pallasite.passes.analysis.block_table import evaluate_map
+from pallasite.passes.analysis.cost import MAIN_MEMORY
+from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.work import extent
+
+MOST_STEPS = 1024
+GROUP = "triton.group"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Grid indices, a row per axis, of the first steps; and what order that is."""
+
+    steps: np.ndarray
+    text: str
+
+
+def grid_of(kernel: Kernel, compiled: Compiled | None, platform: str) -> dict[str, Any]:
+    """What the page shows of a kernel's grid; `note` says why there is nothing.
+
+    Args:
+        kernel: after the shared passes.
+        compiled: what the target's backend made of it, if it did.
+        platform: of the target.
+    """
+    shown = _with_windows(kernel, compiled)
+    op = _only_grid(shown)
+    if op is None:
+        return {"note": "the kernel has no grid of its own"}
+    pipeline = Pipeline.of(op)
+    sizes = [n for n in pipeline.grid if n is not None]
+    if len(sizes) < len(pipeline.grid):
+        return {"note": "the size of the grid is known only when the kernel runs"}
+    if not prod(sizes):
+        return {"note": "the grid has no programs"}
+    order = _order(shown, sizes, compiled, platform)
+    axes = analyze(shown).axes
+    is_own = shown is kernel or _same_grid(kernel, op)
+    return {
+        "sizes": sizes,
+        "parallel": [axis.parallel for axis in axes],
+        "steps": order.steps.T.tolist(),
+        "total": prod(sizes),
+        "order": order.text,
+        "blocks": "" if is_own else "grid and blocks are those that the passes chose",
+        "operands": [_operand(each, order.steps) for each in pipeline.shown],
+        "scratch": [_scratch(each) for each in shown.body.ops if each.name == "alloc"],
+    }
+
+
+def _with_windows(kernel: Kernel, compiled: Compiled | None) -> Kernel:
+    """The last form of a kernel whose grid still has windows."""
+    if compiled is not None:
+        for step in reversed(compiled.steps):
+            op = _only_grid(step.kernel)
+            if op is not None and Pipeline.of(op).windows:
+                return step.kernel
+    return kernel
+
+
+def _only_grid(kernel: Kernel) -> Op | None:
+    found = [op for op in kernel.body.ops if op.name == "pipeline"]
+    return found[0] if len(found) == 1 and Pipeline.of(found[0]).grid else None
+
+
+def _same_grid(kernel: Kernel, op: Op) -> bool:
+    own = _only_grid(kernel)
+    if own is None:
+        return False
+    mine, theirs = Pipeline.of(own), Pipeline.of(op)
+    blocks = lambda p: [window.block_shape for window in p.windows]
+    return mine.grid == theirs.grid and blocks(mine) == blocks(theirs)
+
+
+# --- order ---
+
+
+def _order(
+    kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None, platform: str
+) -> Order:
+    if platform == "cuda":
+        return _of_gpu(kernel, sizes, compiled)
+    if platform == "cpu" and compiled is not None:
+        sharing = Sharing.of(compiled.scheduled)
+        if sharing is not None and sharing.units is not None:
+            return _of_threads(sharing, sizes, sharing.units)
+        return Order(_numbered(sizes, _first(sizes)), "one thread takes all, in order")
+    text = "in the order of the grid, the last axis fastest"
+    return Order(_numbered(sizes, _first(sizes)), text)
+
+
+def _first(sizes: Sequence[int]) -> np.ndarray:
+    return np.arange(min(prod(sizes), MOST_STEPS))
+
+
+def _numbered(sizes: Sequence[int], numbers: np.ndarray) -> np.ndarray:
+    """Grid indices of steps counted in the order of the grid."""
+    indices = np.unravel_index(numbers, tuple(sizes))
+    return np.stack(indices).astype(np.int32)
+
+
+def _nested(
+    sizes: Sequence[int], outer: Sequence[int], units: np.ndarray
+) -> np.ndarray:
+    """For each number along the outer axes, all steps along the others."""
+    inner = [a for a in range(len(sizes)) if a not in outer]
+    inside = prod(sizes[a] for a in inner)
+    units = units[: -(-MOST_STEPS // inside)]
+    steps = np.zeros((len(sizes), len(units) * inside), np.int32)
+    if outer:
+        places = _numbered([sizes[a] for a in outer], np.repeat(units, inside))
+        steps[list(outer)] = places
+    if inner:
+        numbers = np.tile(np.arange(inside), len(units))
+        steps[inner] = _numbered([sizes[a] for a in inner], numbers)
+    return steps[:, :MOST_STEPS]
+
+
+def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
+    """Thread 0 takes its part from the end, in chunks, and then the others' parts."""
+    threads = target.host().threads
+    parts = threads * CHUNKS_PER_THREAD
+    chunk = max(-(-units // parts), sharing.least_chunk)
+    workers = max(min(threads, -(-units // chunk)), 1)
+    length = -(-units // workers)
+    taken: list[int] = []
+    for part in range(workers):
+        low, last = part * length, min((part + 1) * length, units)
+        while last > low and len(taken) < MOST_STEPS:
+            first = max(last - chunk, low)
+            taken += range(first, last)
+            last = first
+    steps = _nested(sizes, sharing.parallel, np.array(taken, np.int64))
+    text = (
+        f"as one of {workers} threads: each has a part of the parallel axes, and takes "
+        f"ranges of {chunk} from its end, then what is left of the others'"
+    )
+    return Order(steps, text if workers > 1 else "one thread takes all, in ranges")
+
+
+def _of_gpu(kernel: Kernel, sizes: Sequence[int], compiled: Compiled | None) -> Order:
+    info = analyze(kernel)
+    outer = list(info.parallel)
+    shape = [sizes[a] for a in outer]
+    units = np.arange(min(prod(shape), MOST_STEPS))
+    text = "blocks of threads in the order they start, as many at once as fit"
+    scheduled = _only_grid(compiled.scheduled) if compiled is not None else None
+    group = scheduled.attrs.get(GROUP, 1) if scheduled is not None else 1
+    if group > 1 and len(outer) >= 2:
+        units = _grouped(units, shape, group)
+        text += f"; {group} rows at a time, column by column"
+    if len(outer) < len(sizes):
+        text += "; the sequential axes are a loop in each"
+    return Order(_nested(sizes, outer, units), text)
+
+
+def _grouped(number: np.ndarray, shape: Sequence[int], group: int) -> np.ndarray:
+    """What `triton.group` makes of program numbers, along the last two axes."""
+    rows, columns = shape[-2:]
+    outside, tile = np.divmod(number, rows * columns)
+    before, within = np.divmod(tile, group * columns)
+    first = before * group
+    height = np.minimum(group, rows - first)
+    row, column = first + within % height, within // height
+    return (outside * rows + row) * columns + column
+
+
+# --- blocks ---
+
+
+def _operand(shown: Shown, steps: np.ndarray) -> dict[str, Any]:
+    array, window = shown.array.ref, shown.window
+    found: dict[str, Any] = {
+        "name": shown.array.name or "unnamed",
+        "mode": window.mode,
+        "dtype": array.dtype.name,
+        "shape": list(array.shape),
+        "block": [1 if d.kind == "squeezed" else d.size for d in window.dims],
+        "starts": None,
+    }
+    if window.space in MAIN_MEMORY:
+        return found | {"note": "stays in main memory, accessed directly"}
+    numbers = evaluate_map(shown.index_map, steps)
+    if numbers is None or any(dim.kind == "bounded" for dim in window.dims):
+        return found | {"note": "data decide where its blocks are"}
+    count = steps.shape[1]
+    starts = []
+    for dim, n, each in zip(window.dims, array.shape, numbers, strict=True):
+        column = np.broadcast_to(np.asarray(each, np.int64), (count,))
+        starts.append(extent(dim, n, column)[0].tolist())
+    return found | {"starts": starts}
+
+
+def _scratch(op: Op) -> dict[str, str]:
+    return {"name": op.result.name or "scratch", "type": str(op.result.type)}
