@@ -92,11 +92,15 @@ class Graph:
             return leaves
 
         closed = jaxcompat.lower_high_level(jax.make_jaxpr(flat)(*args))
-        jaxpr, values = jaxcompat.opened(closed)
+        return Graph.of_jaxpr(*jaxcompat.opened(closed)), made[0]
+
+    @staticmethod
+    def of_jaxpr(jaxpr: Any, values: Sequence[Any]) -> "Graph":
+        """The graph of a jaxpr and its constants."""
         graph = Graph([], [Val(v.aval) for v in jaxpr.invars], [])
         consts = graph._constants(jaxpr, values)
         graph.outputs = graph._add(jaxpr, consts, graph.inputs)
-        return graph, made[0]
+        return graph
 
     def _constants(self, jaxpr: Any, values: Sequence[Any]) -> list[Val]:
         """The constants of a jaxpr; a value that is known already is not added."""
@@ -133,9 +137,26 @@ class Graph:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    @property
-    def producers(self) -> dict[Val, Node]:
-        return {value: node for node in self.nodes for value in node.results}
+    def sort(self) -> None:
+        """Drop what no output needs, and put the rest in an order that can run."""
+        makers = {value: node for node in self.nodes for value in node.results}
+        done: dict[Node, None] = {}
+        for value in self.outputs:
+            waiting = [makers[value]] if value in makers else []
+            while waiting:
+                node = waiting[-1]
+                before = [makers[v] for v in node.operands if v in makers]
+                missing = [n for n in before if n not in done]
+                if missing:
+                    waiting += missing
+                    continue
+                done.setdefault(waiting.pop())
+        self.nodes = list(done)
+
+    def uses(self, value: Val) -> int:
+        """How many equations and results use a value."""
+        used = [v for node in self.nodes for v in dict.fromkeys(node.operands)]
+        return sum(v is value for v in [*used, *self.outputs])
 
     def without_unused(self, outputs: Sequence[Atom] | None = None) -> list[Node]:
         """The equations that `outputs` (default: all) need, in order."""
