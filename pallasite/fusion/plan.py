@@ -52,9 +52,7 @@ class _FusedCall:
             for value in results:
                 self._try(self._fuse_result, value, "result", self.call.kernel.outputs)
             for value in list(dict.fromkeys(self.node.operands)):
-                self._try(
-                    self._fuse_operand, value, "operand", self.call.kernel.inputs
-                )
+                self._try(self._fuse_operand, value, "operand", self.call.kernel.inputs)
         self._set(replace(self.call, fused=tuple(self.notes)))
 
     def _try(self, fuse: Any, value: Atom, role: str, params: Any) -> None:
@@ -103,9 +101,7 @@ class _FusedCall:
         self.node.operands = [*self.node.operands, *expression.leaves]
         gone = set(expression.results)
         self.graph.nodes = [
-            n
-            for n in self.graph.nodes
-            if n is self.node or not gone & set(n.results)
+            n for n in self.graph.nodes if n is self.node or not gone & set(n.results)
         ]
         self._finish(new)
         return f"{expression.names}{_reads(expression)}; {saved}"

@@ -7,15 +7,22 @@ those equations use. Both give an `Expression`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import NotFusible
-from pallasite.fusion.block_rules import BlockIndexTransform, Blocks, seen_shape
+from pallasite.fusion.block_rules import (
+    BlockIndexTransform,
+    Blocks,
+    is_numbered,
+    seen_shape,
+    size_of,
+)
 from pallasite.fusion.graph import Atom, Const, Graph, Node, Val
 from pallasite.fusion.propagate import (
     evaluate,
@@ -27,6 +34,7 @@ from pallasite.ir import types as T
 from pallasite.language.specs import Element
 
 INDEX = jax.ShapeDtypeStruct((), "int32")
+MOST_STEPS = 1 << 20  # that are looked at one by one
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,9 @@ class Region:
         reasons: why an equation was left out, the first of each kind.
     """
 
-    def __init__(self, graph: Graph, rank: int):
-        self.graph, self.rank = graph, rank
+    def __init__(self, graph: Graph, value: Val, dims: Sequence[Any]):
+        self.graph, self.rank = graph, len(dims)
+        self.counts = block_counts(value.shape, dims)  # steps: blocks of that value
         self.nodes: list[Node] = []
         self.blocks: dict[Atom, Blocks] = {}
         self.reasons: list[str] = []
@@ -151,8 +160,22 @@ class Region:
     def _check_same(self, value: Atom, blocks: Blocks) -> None:
         if value not in self.blocks:
             return
-        if not same_blocks(self.blocks[value], blocks, [INDEX] * self.rank):
+        if not self.same(value, self.blocks[value], blocks):
             raise NotFusible("two uses of a value need different blocks of it")
+
+    def same(self, value: Atom, a: Blocks, b: Blocks) -> bool:
+        """Whether two descriptions mean the same block of a value at every step."""
+        if a is None or b is None or tuple(a.dims) != tuple(b.dims):
+            return a is b
+        if prod(self.counts) > MOST_STEPS:
+            return same_blocks(a, b, [INDEX] * self.rank)
+        steps = np.meshgrid(*map(np.arange, self.counts), indexing="ij", sparse=True)
+        last = [n - 1 for n in block_counts(value.shape, a.dims)]
+        with jax.ensure_compile_time_eval():
+            pairs = zip(a.at(steps), b.at(steps), last, strict=True)
+            return all(
+                bool(np.all(np.minimum(i, n) == np.minimum(j, n))) for i, j, n in pairs
+            )
 
     def expression(
         self, results: Sequence[Val], given: Val | None = None
@@ -163,6 +186,12 @@ class Region:
         return Expression(
             self.rank, nodes, given, leaves, tuple(results), dict(self.blocks)
         )
+
+
+def block_counts(shape: Sequence[int], dims: Sequence[Any]) -> list[int]:
+    """How many block indices each dimension of an array has."""
+    pairs = zip(shape, dims, strict=True)
+    return [ceil(n / size_of(d)) if is_numbered(d) else n for n, d in pairs]
 
 
 def _numbered_alike(blocks: BlockIndexTransform, outs: Sequence[Blocks]) -> bool:
@@ -192,7 +221,7 @@ def producers_of(
         dims: its blocks.
         shrinking: go through reductions and slices, too.
     """
-    region = Region(graph, len(dims))
+    region = Region(graph, value, dims)
     region.blocks[value] = whole(dims)
     region.walk_back((), set(), shrinking=shrinking)
     return region.expression([value]), region.reasons
@@ -217,7 +246,7 @@ def consumers_of(
         if not region:
             return None, reasons
         results = _escaping(graph, region)
-        back = Region(graph, len(dims))
+        back = Region(graph, value, dims)
         back.blocks = {v: pushed[v] for v in results}
         try:
             back.walk_back(region, after, given=value)
@@ -282,10 +311,9 @@ def _escaping(graph: Graph, region: Sequence[Node]) -> list[Val]:
 
 def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
     """Blocks that are needed must be those that are there."""
-    outer = [INDEX] * region.rank
     for value, blocks in pushed.items():
         needed = region.blocks.get(value)
-        if needed is not None and not same_blocks(needed, blocks, outer):
+        if needed is not None and not region.same(value, needed, blocks):
             raise NotFusible("a block is needed that another step computes")
 
 
