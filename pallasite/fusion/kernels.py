@@ -229,7 +229,8 @@ def with_producers(kernel: Kernel, number: int, expression: Expression) -> Kerne
     for each in fuser.pipeline.shown:
         windows += fuser.windows if each.array is param else [each]
     added = [fuser.params[leaf] for leaf in expression.leaves]
-    params = [*kernel.params[:number], *added, *kernel.params[number + 1 :]]
+    inputs = kernel.inputs
+    params = [*inputs[:number], *added, *inputs[number + 1 :], *kernel.outputs]
     more = len(added) - 1
     aliases = [(i + more if i > number else i, o) for i, o in kernel.aliases]
     return fuser.rebuilt(windows, body, params, kernel.num_outputs, aliases)
