@@ -9,6 +9,7 @@ from pallasite.calls.estimate_cost import estimate_cost as estimate_cost
 from pallasite.calls.mesh import core_map as core_map
 from pallasite.calls.mesh import kernel as kernel
 from pallasite.calls.pallas_call import pallas_call as pallas_call
+from pallasite.fusion.fuse import fuse as fuse
 from pallasite.install import install as install
 from pallasite.language.device_ids import DeviceIdType as DeviceIdType
 from pallasite.language.helpers import align_to as align_to

@@ -51,6 +51,10 @@ class UnsupportedError(PallasError, NotImplementedError):
     """The language or a backend does not have an operation."""
 
 
+class NotFusible(UnsupportedError):
+    """Blocks of a value do not pass through the function that makes or uses it."""
+
+
 class NoBackwardKernel(UnsupportedError):
     """A kernel's cotangents cannot be computed by a generated kernel; `what` says why.
 

@@ -137,6 +137,7 @@ class Call:
     debug: bool = False
     metadata: tuple[tuple[str, str], ...] = ()
     partition: bool | Partition | None = None  # under sharded jit; False: kept whole
+    fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -672,7 +673,7 @@ class Site:
     sources: tuple[int, ...] = ()
 
 
-_NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call")
+_NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
 
 
 def sites_in(fn: Any, *args: Any) -> list[Site]:

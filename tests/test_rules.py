@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
     {"primitive"},
     {"autodiff"},
     {"calls"},
+    {"fusion"},
     {"tools"},
     {"tune"},
     {"kernels"},

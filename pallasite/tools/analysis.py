@@ -70,6 +70,7 @@ def analyse(site: Site, target: Named) -> Analysis:
         axes=axes,
         work=work,
         bound=bound,
+        fused=call.fused,
     )
     made, why, said, error = _compile(call, target)
     report = replace(report, why=why, error=error)

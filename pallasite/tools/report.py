@@ -76,6 +76,7 @@ class KernelReport:
     passes: tuple[PassNote, ...] = ()
     hints: tuple[str, ...] = ()
     note: str = ""
+    fused: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -93,6 +94,8 @@ class KernelReport:
         yield "target", [self.target]
         why = f": {self.why}" if self.why else ""
         yield "backend", [self.backend + why]
+        if self.fused:
+            yield "fused", list(self.fused)
         if self.error:
             yield "error", self.error.splitlines()
         if self.axes:

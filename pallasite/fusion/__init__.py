@@ -1,0 +1,1 @@
+"""Fusion: the functions around a kernel, computed on its blocks."""

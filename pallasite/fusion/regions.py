@@ -1,0 +1,341 @@
+"""What around a kernel call can be computed on its blocks.
+
+`producers_of` starts at an operand and follows blocks back through the equations that
+make it; `consumers_of` starts at a result and follows blocks on, then back to what else
+those equations use. Both give an `Expression`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallasite import jaxcompat
+from pallasite.errors import NotFusible
+from pallasite.fusion.block_rules import (
+    BlockIndexTransform,
+    Blocks,
+    is_numbered,
+    seen_shape,
+    size_of,
+)
+from pallasite.fusion.graph import Atom, Const, Graph, Node, Val
+from pallasite.fusion.propagate import (
+    evaluate,
+    pull_through,
+    push_through,
+    same_blocks,
+)
+from pallasite.ir import types as T
+from pallasite.language.specs import Element
+
+INDEX = jax.ShapeDtypeStruct((), "int32")
+MOST_STEPS = 1 << 20  # that are looked at one by one
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Equations that are computed on blocks.
+
+    Attributes:
+        rank: how many indices the block has that all others follow from.
+        nodes: the equations, in order.
+        given: a value whose block is there: the kernel's result; None for operands.
+        leaves: the values it reads.
+        results: the values it makes.
+        blocks: of all these values; None for scalars.
+    """
+
+    rank: int
+    nodes: tuple[Node, ...]
+    given: Val | None
+    leaves: tuple[Atom, ...]
+    results: tuple[Val, ...]
+    blocks: Mapping[Atom, Blocks]
+
+    @property
+    def names(self) -> str:
+        """The primitives, as reports name them."""
+        return ", ".join(dict.fromkeys(node.primitive.name for node in self.nodes))
+
+    def block_type(self, value: Atom) -> jax.ShapeDtypeStruct:
+        blocks = self.blocks[value]
+        shape = () if blocks is None else seen_shape(blocks.dims)
+        return jax.ShapeDtypeStruct(shape, value.aval.dtype)
+
+    def traced(self) -> Any:
+        """The jaxpr from indices, blocks of leaves and the given block to results."""
+
+        def run(*args: Any) -> list[Any]:
+            indices, pending = args[: self.rank], iter(args[self.rank :])
+            known: dict[Atom, Any] = {leaf: next(pending) for leaf in self.leaves}
+            if self.given is not None:
+                known[self.given] = next(pending)
+
+            def read(atom: Atom) -> Any:
+                is_number = isinstance(atom, Const) and atom not in known
+                return atom.value if is_number else known[atom]
+
+            for node in self.nodes:
+                operands = [read(v) for v in node.operands]
+                made = evaluate(node, operands, self.blocks, lambda: indices)
+                known.update(zip(node.results, made, strict=True))
+            return [known[v] for v in self.results]
+
+        types = [self.block_type(leaf) for leaf in self.leaves]
+        if self.given is not None:
+            types.append(self.block_type(self.given))
+        with jaxcompat.own_tracing():
+            made = jax.make_jaxpr(run)(*[INDEX] * self.rank, *types)
+            return jaxcompat.lower_high_level(made)
+
+
+class Region:
+    """Blocks of values around a call, found by walking the graph backwards.
+
+    Attributes:
+        reasons: why an equation was left out, the first of each kind.
+    """
+
+    def __init__(self, graph: Graph, value: Val, dims: Sequence[Any]):
+        self.graph, self.rank = graph, len(dims)
+        self.counts = block_counts(value.shape, dims)  # steps: blocks of that value
+        self.nodes: list[Node] = []
+        self.blocks: dict[Atom, Blocks] = {}
+        self.reasons: list[str] = []
+
+    def walk_back(
+        self,
+        needed: Sequence[Node],
+        barred: set[Val],
+        given: Val | None = None,
+        shrinking: bool = True,
+    ) -> None:
+        """Follow blocks from results to operands, through all equations that let them.
+
+        Args:
+            needed: equations that must.
+            barred: values of the call itself and what follows from it.
+            given: where to stop.
+            shrinking: go through equations that make less than they read, too.
+
+        Raises:
+            NotFusible: one of `needed` does not.
+        """
+        must = set(needed)
+        for node in reversed(self.graph.nodes):
+            outs = tuple(self.blocks.get(v) for v in node.results)
+            if all(out is None for out in outs) or given in node.results:
+                continue
+            if node not in must and barred & set(node.results):
+                continue
+            try:
+                if node not in must and not shrinking and _shrinks(node):
+                    continue
+                self._enter(node, outs)
+            except NotFusible as error:
+                if node in must:
+                    raise
+                self.reasons.append(error.what)
+
+    def _enter(self, node: Node, outs: tuple[Blocks, ...]) -> None:
+        if any(v not in self.blocks for v in node.results):
+            raise NotFusible(f"only a part of what {node.primitive} makes is used")
+        ins = pull_through(node, outs)
+        for value, blocks in zip(node.operands, ins, strict=True):
+            if T.dtype_of(value.aval.dtype) is None:
+                raise NotFusible(f"kernels have no {value.aval.dtype}")
+            if blocks is not None and not _numbered_alike(blocks, outs):
+                raise NotFusible(f"blocks of {node.primitive} begin between blocks")
+            self._check_same(value, blocks)
+        for value, blocks in zip(node.operands, ins, strict=True):
+            if isinstance(value, Val) or value.shape:
+                self.blocks[value] = blocks
+        self.nodes.append(node)
+
+    def _check_same(self, value: Atom, blocks: Blocks) -> None:
+        if value not in self.blocks:
+            return
+        if not self.same(value, self.blocks[value], blocks):
+            raise NotFusible("two uses of a value need different blocks of it")
+
+    def same(self, value: Atom, a: Blocks, b: Blocks) -> bool:
+        """Whether two descriptions mean the same block of a value at every step."""
+        if a is None or b is None or tuple(a.dims) != tuple(b.dims):
+            return a is b
+        if prod(self.counts) > MOST_STEPS:
+            return same_blocks(a, b, [INDEX] * self.rank)
+        steps = np.meshgrid(*map(np.arange, self.counts), indexing="ij", sparse=True)
+        last = [n - 1 for n in block_counts(value.shape, a.dims)]
+        with jax.ensure_compile_time_eval():
+            pairs = zip(a.at(steps), b.at(steps), last, strict=True)
+            return all(
+                bool(np.all(np.minimum(i, n) == np.minimum(j, n))) for i, j, n in pairs
+            )
+
+    def expression(
+        self, results: Sequence[Val], given: Val | None = None
+    ) -> Expression:
+        made = {v for node in self.nodes for v in node.results}
+        leaves = tuple(v for v in self.blocks if v not in made and v is not given)
+        nodes = tuple(reversed(self.nodes))
+        return Expression(
+            self.rank, nodes, given, leaves, tuple(results), dict(self.blocks)
+        )
+
+
+def block_counts(shape: Sequence[int], dims: Sequence[Any]) -> list[int]:
+    """How many block indices each dimension of an array has."""
+    pairs = zip(shape, dims, strict=True)
+    return [ceil(n / size_of(d)) if is_numbered(d) else n for n, d in pairs]
+
+
+def _numbered_alike(blocks: BlockIndexTransform, outs: Sequence[Blocks]) -> bool:
+    """Whether blocks begin at elements only where those they come from do."""
+    starts = lambda b: any(isinstance(d, Element) for d in b.dims)
+    return not starts(blocks) or any(b is not None and starts(b) for b in outs)
+
+
+def _shrinks(node: Node) -> bool:
+    operands = [prod(v.shape) for v in node.operands]
+    return max(operands, default=0) > max(prod(v.shape) for v in node.results)
+
+
+def whole(dims: Sequence[Any]) -> BlockIndexTransform:
+    """Blocks that are what all others follow from."""
+    return BlockIndexTransform(tuple(dims), lambda *indices: indices)
+
+
+def producers_of(
+    graph: Graph, value: Val, dims: Sequence[Any], shrinking: bool
+) -> tuple[Expression, list[str]]:
+    """What makes an operand, from blocks; and why it is not more.
+
+    Args:
+        graph: where the call is.
+        value: the operand.
+        dims: its blocks.
+        shrinking: go through reductions and slices, too.
+    """
+    region = Region(graph, value, dims)
+    region.blocks[value] = whole(dims)
+    region.walk_back((), set(), shrinking=shrinking)
+    return region.expression([value]), region.reasons
+
+
+def consumers_of(
+    graph: Graph, call: Node, value: Val, dims: Sequence[Any]
+) -> tuple[Expression | None, list[str]]:
+    """What is made of a result, from blocks; and why it is not more.
+
+    Args:
+        graph: where the call is.
+        call: the call.
+        value: its result.
+        dims: the blocks of that.
+    """
+    after = _downstream(graph, call)
+    refused: set[Node] = set()
+    reasons: list[str] = []
+    while True:
+        region, pushed = _pushed(graph, value, dims, after, refused, reasons)
+        if not region:
+            return None, reasons
+        results = _escaping(graph, region)
+        back = Region(graph, value, dims)
+        back.blocks = {v: pushed[v] for v in results}
+        try:
+            back.walk_back(region, after, given=value)
+            _check_blocks(back, pushed)
+        except NotFusible as error:
+            # The last equation of the region that leads there cannot be part of it.
+            reasons.append(error.what)
+            refused.add(region[-1])
+            continue
+        return back.expression(results, value), reasons
+
+
+def _downstream(graph: Graph, call: Node) -> set[Val]:
+    found = set(call.results)
+    for node in graph.nodes:
+        if any(isinstance(v, Val) and v in found for v in node.operands):
+            found.update(node.results)
+    return found
+
+
+def _pushed(
+    graph: Graph,
+    value: Val,
+    dims: Sequence[Any],
+    after: set[Val],
+    refused: set[Node],
+    reasons: list[str],
+) -> tuple[list[Node], dict[Atom, Blocks]]:
+    """The equations that blocks of a result reach, and the blocks of what they make."""
+    blocks: dict[Atom, Blocks] = {value: whole(dims)}
+    region: list[Node] = []
+    for node in graph.nodes:
+        if node in refused:
+            continue
+        following = [v for v in node.operands if isinstance(v, Val) and v in after]
+        if not following or any(v not in blocks for v in following):
+            continue
+        try:
+            outs = push_through(node, [blocks.get(v) for v in node.operands])
+            sizes = [prod(v.shape) for v in node.operands]
+            if any(prod(v.shape) > max(sizes) for v in node.results):
+                raise NotFusible(f"{node.primitive} makes more than it is given")
+            if any(T.dtype_of(v.aval.dtype) is None for v in node.results):
+                raise NotFusible(f"{node.primitive} makes what kernels do not have")
+        except NotFusible as error:
+            reasons.append(error.what)
+            continue
+        region.append(node)
+        blocks.update(zip(node.results, outs, strict=True))
+    return region, blocks
+
+
+def _escaping(graph: Graph, region: Sequence[Node]) -> list[Val]:
+    """What a region makes and others use."""
+    inside = set(region)
+    used = {v for v in graph.outputs if isinstance(v, Val)}
+    for node in graph.nodes:
+        if node not in inside:
+            used.update(v for v in node.operands if isinstance(v, Val))
+    return [v for node in region for v in node.results if v in used]
+
+
+def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
+    """Blocks that are needed must be those that are there."""
+    for value, blocks in pushed.items():
+        needed = region.blocks.get(value)
+        if needed is not None and not region.same(value, needed, blocks):
+            raise NotFusible("a block is needed that another step computes")
+
+
+def index_jaxpr(blocks: BlockIndexTransform, limits: Sequence[int | None]) -> Any:
+    """The jaxpr from indices to those of other blocks.
+
+    Args:
+        blocks: the other blocks.
+        limits: the largest index of each dimension, where one may be larger; it then
+            means the last block.
+    """
+
+    def run(*indices: Any) -> list[Any]:
+        return [jnp.asarray(i, jnp.int32) for i in blocks.at(indices)]
+
+    def clamped(*indices: Any) -> list[Any]:
+        pairs = zip(indices, limits, strict=True)
+        return run(*(i if n is None else jnp.clip(i, 0, n) for i, n in pairs))
+
+    types = [INDEX] * len(limits)
+    with jaxcompat.own_tracing():
+        made = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*types))
+        if not jaxcompat.opened(made)[0].eqns:  # indices as they are
+            return made
+        return jaxcompat.lower_high_level(jax.make_jaxpr(clamped)(*types))
