@@ -346,3 +346,10 @@ def test_rules_of_checkify_are_called():
     assert checked(jnp.float32(1))[0].get() is None
     assert checked(jnp.float32(2))[0].get().startswith("x is 2.0")
     assert seen == [checkify.float_checks] * 2
+
+
+def test_array_of_dlpack_shares_memory():
+    exported = jnp.arange(8.0)  # aligned as XLA wants it
+    array = jaxcompat.array_of_dlpack(exported, *exported.devices())
+    assert array.unsafe_buffer_pointer() == exported.unsafe_buffer_pointer()
+    assert array.tolist() == list(range(8)) and array.committed

@@ -51,6 +51,7 @@ PUBLIC = {
     "tpu",
     "tpu_sc",
     "fuser",
+    "torch",
     "triton",
 }
 USES_PUBLIC = {"kernels", "tune"}
