@@ -348,8 +348,11 @@ def test_rules_of_checkify_are_called():
     assert seen == [checkify.float_checks] * 2
 
 
-def test_array_of_dlpack_shares_memory():
-    exported = jnp.arange(8.0)  # aligned as XLA wants it
-    array = jaxcompat.array_of_dlpack(exported, *exported.devices())
+def test_dlpack_shares_memory():
+    exported = jnp.arange(8.0)
+    (device,) = exported.devices()
+    stream = jaxcompat.stream_for_imports(device)
+    capsule = jaxcompat.dlpack_of_array(exported, stream)
+    array = jaxcompat.array_of_dlpack(capsule, device, stream)
     assert array.unsafe_buffer_pointer() == exported.unsafe_buffer_pointer()
     assert array.tolist() == list(range(8)) and array.committed

@@ -86,11 +86,8 @@ class Program:
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Every result in memory of its own, as an operator of torch must have it."""
-        tensors.after_other_streams(self.device)
-        made = self._run(*(tensors.to_jax(x, self.jax_device) for x in operands))
-        if self.device.type == "cpu":
-            jax.block_until_ready(made)
-        outs = list(map(tensors.to_torch, made))
+        made = self._run(*tensors.to_jax(operands, self.jax_device))
+        outs = tensors.to_torch(made, self.device)
         of = {"operand": operands, "result": outs}
         return [
             outs[n] if kind == "own" else of[kind][n].detach().clone()

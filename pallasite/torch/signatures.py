@@ -2,9 +2,10 @@
 
 import functools
 import inspect
+import itertools
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,40 +46,49 @@ def wrap(
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        program, out_tree = signatures.program(leaves, tree)
+        compiled = signatures.compiled_for(leaves, tree)
         operands = [x for x in leaves if isinstance(x, torch.Tensor)]
-        results = apply(program, operands)
-        return jax.tree.unflatten(out_tree, results[: program.results])
+        results = apply(compiled.program, operands)
+        own = results[: compiled.program.results]
+        return jax.tree.unflatten(compiled.out_tree, own)
 
     # torch.compile takes the call as it is, without reading the code of JAX.
     return torch._dynamo.nonstrict_trace(wrapped)
 
 
+@dataclass
+class _Compiled:
+    """A program, the tree of its results, and the number of the last call with it."""
+
+    program: Program
+    out_tree: Any
+    last_call: int = 0
+
+
 class _Signatures:
-    """The compiled programs of one function, and the tree of each one's results."""
+    """The compiled programs of one function."""
 
     def __init__(self, function: Callable[..., Any], limit: int):
         self.function, self.limit = function, limit
         self.label = getattr(function, "__name__", type(function).__name__).strip("<>")
-        self.programs: OrderedDict[Any, tuple[Program, Any]] = OrderedDict()
+        self.compiled: dict[Any, _Compiled] = {}
+        self.calls = itertools.count()
         self.warned = False
 
-    def program(self, leaves: list[Any], tree: Any) -> tuple[Program, Any]:
+    def compiled_for(self, leaves: list[Any], tree: Any) -> "_Compiled":
         grad = torch.is_grad_enabled()
         key = (tree, jaxcompat.trace_context(), *(_signature(x, grad) for x in leaves))
         try:
-            found = self.programs.get(key)
+            found = self.compiled.get(key)
         except TypeError:
             raise self._not_hashable(leaves, tree) from None
         if found is None:
-            found = self._make(leaves, tree)
-            self.programs[key] = found
-            self._drop_oldest()
-        else:
-            self.programs.move_to_end(key)
+            self._make_room()
+            found = self.compiled[key] = self._make(leaves, tree)
+        found.last_call = next(self.calls)
         return found
 
-    def _make(self, leaves: list[Any], tree: Any) -> tuple[Program, Any]:
+    def _make(self, leaves: list[Any], tree: Any) -> "_Compiled":
         places = [n for n, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         operands = [leaves[n] for n in places]
         names = _names(self.function, tree)
@@ -103,7 +113,7 @@ class _Signatures:
             program = with_backward(self.label, flat, avals, wanted, device)
         else:
             program = Program(self.label, flat, avals, device)
-        return program, out_tree
+        return _Compiled(program, out_tree)
 
     def _device(self, operands: list[torch.Tensor], names: list[str]) -> torch.device:
         """The one device that all tensors are on."""
@@ -122,24 +132,24 @@ class _Signatures:
                 )
         return first
 
-    def _drop_oldest(self) -> None:
-        if len(self.programs) <= self.limit:
+    def _make_room(self) -> None:
+        if len(self.compiled) < self.limit:
             return
-        self.programs.popitem(last=False)
-        if not self.warned:
-            self.warned = True
-            shapes = [
-                tuple(a.shape) for a in next(reversed(self.programs.values()))[0].avals
-            ]
-            warnings.warn(
-                PerformanceWarning(
-                    f"{self.label} was called with more than {self.limit} signatures; "
-                    "those used least recently are dropped, and compiled again when "
-                    f"needed (the newest has shapes {shapes}). Pad tensors to a few "
-                    "sizes, or keep more: wrap(f, max_signatures=...)"
-                ),
-                stacklevel=5,
-            )
+        oldest = min(self.compiled, key=lambda key: self.compiled[key].last_call)
+        dropped = self.compiled.pop(oldest).program
+        if self.warned:
+            return
+        self.warned = True
+        shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in dropped.avals)
+        warnings.warn(
+            PerformanceWarning(
+                f"{self.label} was called with more than {self.limit} signatures: the "
+                "one used least recently is dropped for each new one, and compiled "
+                f"again when needed (now {shapes}). Pad tensors to a few sizes, or "
+                "keep more: wrap(f, max_signatures=...)"
+            ),
+            stacklevel=5,
+        )
 
     def _not_hashable(self, leaves: list[Any], tree: Any) -> KernelTypeError:
         names = _names(self.function, tree)

@@ -3,23 +3,28 @@
 On a GPU, torch queues work on its current stream and JAX on streams of its own. Both
 sides follow the stream protocol of DLPack, so nothing waits on the host:
 
-- A tensor becomes an array: torch records an event on its current stream and the stream
-  that JAX names waits for it; JAX runs nothing on the array before.
-- An array becomes a tensor: torch's current stream waits for the event of JAX's result.
+- Tensors become arrays: the stream that JAX names waits for torch's current stream, and
+  JAX uses the arrays no sooner.
+- Arrays become tensors: torch's current stream waits for the event of JAX's result.
 
 So what JAX reads is kept until JAX has read it: torch reuses memory in the order of its
 stream, which by then waits for the result. The memory of a result is JAX's again when
 torch drops the tensor; the next wrapped call that writes to it waits for torch's stream
-first, since it takes a tensor from there (`after_other_streams` for the other streams).
+first, since it takes a tensor from there (`_current_stream`, for other streams).
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from torch.utils.dlpack import (  # pyright: ignore[reportMissingImports]
+    from_dlpack,
+    to_dlpack,
+)
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
@@ -130,31 +135,48 @@ def jax_device(device: torch.device) -> jax.Device:
     )
 
 
-def to_jax(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """The tensor as an array, in the same memory where XLA can take it as it is.
+def to_jax(operands: Iterable[torch.Tensor], device: jax.Device) -> list[jax.Array]:
+    """Tensors as arrays, in the same memory where XLA can take it as it is.
 
     Rows must be one after another and start at a multiple of 64 bytes; torch copies
     the tensor first where they do not, and where a conjugation or negation is pending.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if tensor.data_ptr() % ALIGNMENT:
-        tensor = tensor.clone()
-    return jaxcompat.array_of_dlpack(tensor, device)
+    plain = [_plain(x) for x in operands]
+    stream = jaxcompat.stream_for_imports(device)
+    if stream is not None:
+        where = plain[0].device
+        torch.cuda.ExternalStream(stream, where).wait_stream(_current_stream(where))
+    return [jaxcompat.array_of_dlpack(to_dlpack(x), device, stream) for x in plain]
 
 
-def to_torch(array: jax.Array) -> torch.Tensor:
-    """The array as a tensor in the same memory."""
-    return torch.from_dlpack(array)
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as DLPack and XLA take it: dense, aligned, without a graph."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def after_other_streams(device: torch.device) -> None:
-    """Make torch's current stream wait for the stream of the call before this one.
+def to_torch(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Tensor]:
+    """Arrays as tensors in the same memory."""
+    stream = None
+    if device.type == "cuda":
+        # DLPack writes 1 for the default stream of CUDA.
+        stream = torch.cuda.current_stream(device).cuda_stream or 1
+    else:
+        jax.block_until_ready(arrays)
+    return [from_dlpack(jaxcompat.dlpack_of_array(x, stream)) for x in arrays]
+
+
+def _current_stream(device: torch.device) -> Any:
+    """torch's current stream, which waits for the stream of the call before this one.
 
     JAX gives the memory of a dropped result to its next program, which waits for the
     current stream alone; another stream may still read that memory.
     """
-    if device.type != "cuda":
-        return
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a CUDA graph cannot capture what JAX runs",
@@ -166,6 +188,7 @@ def after_other_streams(device: torch.device) -> None:
     if last is not None and last != current:
         current.wait_stream(last)
     _last_streams[device] = current
+    return current
 
 
 _last_streams: dict[torch.device, Any] = {}
