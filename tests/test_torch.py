@@ -298,6 +298,11 @@ def test_mistakes(mistake: str):
         assert part in str(error.value)
 
 
+def test_programs_of_other_processes_are_refused():
+    with pytest.raises(UnsupportedError, match="scale_elsewhere"):
+        torch.ops.pallasite.call([torch.ones(3)], "scale_elsewhere")
+
+
 def test_devices_must_be_one():
     with pytest.raises(KernelTypeError) as error:
         pallasite.torch.wrap(scale)(torch.ones(3), torch.ones(3, device="meta"))

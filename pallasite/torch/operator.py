@@ -23,22 +23,34 @@ torch.library.define(
 
 @torch.library.impl("pallasite::call", ("cpu", "cuda"))
 def _run(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    return programs[program].run(operands)
+    return _program(program).run(operands)
 
 
 @torch.library.register_fake("pallasite::call")
 def _fake(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
     del operands
-    return programs[program].fake()
+    return _program(program).fake()
 
 
 @torch.library.register_vmap("pallasite::call")
 def _batch(
     info: Any, in_dims: Any, operands: list[torch.Tensor], program: str
 ) -> tuple[list[torch.Tensor], list[int]]:
-    batched = programs[program].batched(tuple(in_dims[0]), info.batch_size)
+    batched = _program(program).batched(tuple(in_dims[0]), info.batch_size)
     results = _call(operands, batched.name)
     return results, [0] * len(results)
+
+
+def _program(name: str) -> Program:
+    found = programs.get(name)
+    if found is None:
+        raise UnsupportedError(
+            "a graph of torch calls a program that this process has not",
+            [("program", name)],
+            fix="call or compile the wrapped function in the process that runs it; to "
+            "write it to a file, use jax.export",
+        )
+    return found
 
 
 _call = torch.ops.pallasite.call.default
