@@ -1,5 +1,7 @@
 """The smallest kernel: add two vectors whose length no block size divides."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import numpy as np
 import pallasite as pl
 
 
-def add_kernel(x_ref, y_ref, o_ref):
+def add_kernel(x_ref: Any, y_ref: Any, o_ref: Any):
     o_ref[...] = x_ref[...] + y_ref[...]
 
 
-def add(x, y, block=256):
+def add(x: jax.Array, y: jax.Array, block: int = 256):
     spec = pl.BlockSpec((block,), lambda i: (i,))
     return pl.pallas_call(
         add_kernel,

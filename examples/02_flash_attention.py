@@ -1,6 +1,7 @@
 """Flash attention with its state carried in scratch along the key axis of the grid."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,17 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 
 
-def flash_kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, scale):
+def flash_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    o_ref: Any,
+    m_ref: Any,
+    l_ref: Any,
+    acc_ref: Any,
+    *,
+    scale: float,
+):
     """One block of queries against one block of keys; softmax state in scratch."""
 
     @pl.when(pl.program_id(2) == 0)
@@ -33,7 +44,9 @@ def flash_kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, scale):
         o_ref[...] = (acc_ref[...] / l_ref[...]).astype(o_ref.dtype)
 
 
-def flash_attention(q, k, v, block_q=64, block_k=64):
+def flash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, block_q: int = 64, block_k: int = 64
+):
     heads, length, depth = q.shape
     queries = pl.BlockSpec((None, block_q, depth), lambda h, i, j: (h, i, 0))
     keys = pl.BlockSpec((None, block_k, depth), lambda h, i, j: (h, j, 0))
@@ -52,7 +65,7 @@ def flash_attention(q, k, v, block_q=64, block_k=64):
     )(q, k, v)
 
 
-def reference(q, k, v):
+def reference(q: jax.Array, k: jax.Array, v: jax.Array):
     scores = jnp.einsum("hqd,hkd->hqk", q, k) * q.shape[-1] ** -0.5
     return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores), v)
 

@@ -1,5 +1,7 @@
 """Checked mode finds a read of scratch that nobody initialised, and says where."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,7 +9,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 
 
-def row_sums_kernel(x_ref, o_ref, acc_ref):
+def row_sums_kernel(x_ref: Any, o_ref: Any, acc_ref: Any):
     """Forgets to clear the accumulator before the first step."""
     acc_ref[...] += x_ref[...].sum(axis=1, keepdims=True)
 
@@ -16,7 +18,7 @@ def row_sums_kernel(x_ref, o_ref, acc_ref):
         o_ref[...] = acc_ref[...]
 
 
-def row_sums(x, interpret):
+def row_sums(x: jax.Array, interpret: Any):
     return pl.pallas_call(
         row_sums_kernel,
         out_shape=jax.ShapeDtypeStruct((x.shape[0], 1), x.dtype),

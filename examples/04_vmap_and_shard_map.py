@@ -1,5 +1,7 @@
 """A kernel under vmap (one more grid axis) and shard_map (one part per device)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 import pallasite as pl
 
 
-def rms_norm_kernel(x_ref, scale_ref, o_ref):
+def rms_norm_kernel(x_ref: Any, scale_ref: Any, o_ref: Any):
     x = x_ref[...]
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     o_ref[...] = x * jax.lax.rsqrt(mean_square + 1e-6) * scale_ref[...]
 
 
-def rms_norm(x, scale):
+def rms_norm(x: jax.Array, scale: jax.Array):
     rows = pl.BlockSpec((8, x.shape[1]), lambda i: (i, 0))
     return pl.pallas_call(
         rms_norm_kernel,
@@ -27,7 +29,7 @@ def rms_norm(x, scale):
     )(x, scale)
 
 
-def reference(x, scale):
+def reference(x: jax.Array, scale: jax.Array):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 

@@ -1,5 +1,7 @@
 """Code written for upstream Pallas runs unmodified after `pallasite.install()`."""
 
+# pyright: basic
+
 import jax
 import jax.numpy as jnp
 import numpy as np

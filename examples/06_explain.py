@@ -18,7 +18,7 @@ ROWS, WIDTH = 8, 512
 # A sum of everything: every step adds to one number, so steps run one after another.
 
 
-def total_kernel(x_ref, o_ref):
+def total_kernel(x_ref: Any, o_ref: Any):
     @pl.when(pl.program_id(0) == 0)
     def _():
         o_ref[...] = jnp.zeros_like(o_ref)
@@ -26,7 +26,7 @@ def total_kernel(x_ref, o_ref):
     o_ref[...] += jnp.sqrt(x_ref[...]).sum(keepdims=True)
 
 
-def total(x):
+def total(x: jax.Array):
     return pl.pallas_call(
         total_kernel,
         out_shape=S((1, 1), x.dtype),
@@ -36,11 +36,11 @@ def total(x):
     )(x)
 
 
-def part_kernel(x_ref, o_ref):
+def part_kernel(x_ref: Any, o_ref: Any):
     o_ref[...] = jnp.sqrt(x_ref[...]).sum(keepdims=True)
 
 
-def total_in_parts(x):
+def total_in_parts(x: jax.Array):
     """Each step has a block of the result; the parts are added up after the call."""
     steps = 8
     parts = pl.pallas_call(
@@ -56,14 +56,14 @@ def total_in_parts(x):
 # A wave, in blocks of which the second is almost empty.
 
 
-def wave_kernel(x_ref, o_ref):
+def wave_kernel(x_ref: Any, o_ref: Any):
     value = x_ref[...]
     for _ in range(8):
         value = jnp.sin(value) + value * 0.5
     o_ref[...] = value
 
 
-def wave(x, rows: int = 1024):
+def wave(x: jax.Array, rows: int = 1024):
     block = pl.BlockSpec((rows, WIDTH), lambda i: (i, 0))
     return pl.pallas_call(
         wave_kernel,
@@ -74,7 +74,7 @@ def wave(x, rows: int = 1024):
     )(x)
 
 
-def wave_that_fits(x):
+def wave_that_fits(x: jax.Array):
     return wave(x, rows=260)
 
 

@@ -1,9 +1,12 @@
 """One portable kernel on every backend present: error, time, ratio to plain XLA."""
 
+import functools
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 if shutil.which("nvidia-smi") is None:
     # Without a GPU, keep JAX from probing for accelerators it cannot find.
@@ -19,7 +22,7 @@ from pallasite.__main__ import usable_backends
 SIZE, BLOCK = 512, 128
 
 
-def matmul_gelu_kernel(x_ref, y_ref, bias_ref, o_ref):
+def matmul_gelu_kernel(x_ref: Any, y_ref: Any, bias_ref: Any, o_ref: Any):
     """A matmul accumulated over the last grid axis, with bias and gelu at its end."""
 
     @pl.when(pl.program_id(2) == 0)
@@ -33,7 +36,7 @@ def matmul_gelu_kernel(x_ref, y_ref, bias_ref, o_ref):
         o_ref[...] = jax.nn.gelu(o_ref[...] + bias_ref[...], approximate=False)
 
 
-def matmul_gelu(x, y, bias, **how):
+def matmul_gelu(x: jax.Array, y: jax.Array, bias: jax.Array, **how: Any):
     steps = SIZE // BLOCK
     return pl.pallas_call(
         matmul_gelu_kernel,
@@ -49,12 +52,12 @@ def matmul_gelu(x, y, bias, **how):
     )(x, y, bias)
 
 
-def plain(x, y, bias):
+def plain(x: jax.Array, y: jax.Array, bias: jax.Array):
     return jax.nn.gelu(jnp.dot(x, y) + bias, approximate=False)
 
 
-def best_time(fn, args, repeats=10):
-    times = []
+def best_time(fn: Callable[..., Any], args: Any, repeats: int = 10) -> float:
+    times: list[float] = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(fn(*args))
@@ -62,7 +65,7 @@ def best_time(fn, args, repeats=10):
     return min(times)
 
 
-def progress(text):
+def progress(text: str):
     """A line that says what is running; cleared before the table is printed."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
@@ -70,7 +73,7 @@ def progress(text):
         print(text, file=sys.stderr, flush=True)
 
 
-def ways_to_run():
+def ways_to_run() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each way with its name: emulation, checked mode, then the native backends."""
     yield "emulation", {"interpret": True}
     yield "checked", {"interpret": pl.Checked()}
@@ -82,13 +85,13 @@ def main():
     key = jax.random.key(0)
     x, y = jax.random.normal(key, (2, SIZE, SIZE))
     bias = jax.random.normal(key, (1, SIZE))
-    reference = jax.jit(plain)
+    reference: Callable[..., jax.Array] = jax.jit(plain)
     want = np.asarray(reference(x, y, bias))
-    rows = []
+    rows: list[tuple[str, float, float, float]] = []
     for name, how in ways_to_run():
         progress(f"running the kernel: {name} ...")
-        call = lambda *args, how=how: matmul_gelu(*args, **how)
-        fn = call if name == "checked" else jax.jit(call)
+        call = functools.partial(matmul_gelu, **how)
+        fn: Callable[..., jax.Array] = call if name == "checked" else jax.jit(call)
         error = float(np.abs(np.asarray(fn(x, y, bias)) - want).max())
         repeats = 1 if name == "checked" else 10
         plain_time = best_time(reference, (x, y, bias))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ DEVICES = 4
 SIZE, BLOCK = 64, 8
 
 
-def matmul_kernel(x_ref, y_ref, o_ref):
+def matmul_kernel(x_ref: Any, y_ref: Any, o_ref: Any):
     @pl.when(pl.program_id(2) == 0)
     def _():
         o_ref[...] = jnp.zeros_like(o_ref)
@@ -34,7 +35,7 @@ def matmul_kernel(x_ref, y_ref, o_ref):
     o_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
 
 
-def matmul(x, y):
+def matmul(x: jax.Array, y: jax.Array):
     block = (BLOCK, BLOCK)
     return pl.pallas_call(
         matmul_kernel,
@@ -55,8 +56,8 @@ def compute() -> list[np.ndarray]:
     x, y = rng.standard_normal((2, SIZE, SIZE)).astype(np.float32)
     whole = np.round(x * 8), np.round(y * 8)  # sums of these are exact in any order
 
-    def product(x, y, spec_x, spec_y):
-        def place(array, spec):
+    def product(x: np.ndarray, y: np.ndarray, spec_x: P, spec_y: P) -> np.ndarray:
+        def place(array: np.ndarray, spec: P):
             sharding = NamedSharding(mesh, spec)
             return jax.make_array_from_callback(
                 array.shape, sharding, lambda index: array[index]

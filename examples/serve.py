@@ -65,8 +65,8 @@ class Request:
 
     prompt: list[int]
     answer: int
-    generated: list[int] = dataclasses.field(default_factory=list)
-    pages: list[int] = dataclasses.field(default_factory=list)
+    generated: list[int] = dataclasses.field(default_factory=list[int])
+    pages: list[int] = dataclasses.field(default_factory=list[int])
     cached: int = 0
 
     @property
@@ -84,7 +84,13 @@ class Request:
     donate_argnames=("key_pages", "value_pages"),
 )
 def step(
-    params, key_pages, value_pages, batch, *, model: train.Model, implementation: str
+    params: train.Params,
+    key_pages: list[jax.Array],
+    value_pages: list[jax.Array],
+    batch: Any,
+    *,
+    model: train.Model,
+    implementation: str,
 ):
     """The next token of each sequence, and the pages with the new keys and values.
 
@@ -97,7 +103,7 @@ def step(
     how: Any = {"implementation": implementation}
     key_pages, value_pages = list(key_pages), list(value_pages)
 
-    def attend(layer, query, key, value):
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array):
         key_pages[layer], value_pages[layer] = (
             kernels.update_pages(pages, new[0], batch["slots"], **how)
             for pages, new in (
@@ -136,7 +142,7 @@ class Server:
 
     def __init__(
         self,
-        params,
+        params: train.Params,
         model: train.Model,
         *,
         sequences: int,
@@ -247,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
         page=size.page,
         longest=size.prompts + size.answers,
     )
-    answered = {}
+    answered: dict[str, list[Request]] = {}
     for name, implementation in {"kernels": "pallasite", "plain jnp": "xla"}.items():
         server(implementation=implementation).serve(made_requests(2, size.prompts, 2))
         served = server(implementation=implementation)

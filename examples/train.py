@@ -101,7 +101,11 @@ def hidden_states(
         attend: `attend(layer, query, key, value)`, with heads as the third dimension.
     """
     how: Any = {"implementation": implementation}
-    params = jax.tree.map(lambda w: w.astype(model.dtype), params)
+
+    def cast(weight: jax.Array) -> jax.Array:
+        return weight.astype(model.dtype)
+
+    params = jax.tree.map(cast, params)
     x = params["embedding"][tokens]
     batch, length = tokens.shape
     for number, p in enumerate(params["layers"]):
@@ -127,7 +131,7 @@ def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    def attend(layer, query, key, value) -> Any:
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         del layer
         return kernels.attention(query, key, value, mask=masks.Causal(), **how)
 
@@ -146,10 +150,17 @@ def adam(
 ) -> tuple[Params, Params]:
     """One step of Adam; `state` has the two averages and the number of steps."""
     count = state["count"] + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mean"], grads)
-    square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, state["square"], grads)
 
-    def moved(w, m, v):
+    def average(m: jax.Array, g: jax.Array):
+        return 0.9 * m + 0.1 * g
+
+    def average_square(v: jax.Array, g: jax.Array):
+        return 0.95 * v + 0.05 * g * g
+
+    mean = jax.tree.map(average, state["mean"], grads)
+    square = jax.tree.map(average_square, state["square"], grads)
+
+    def moved(w: jax.Array, m: jax.Array, v: jax.Array):
         return w - rate * (m / (1 - 0.9**count)) / (
             jnp.sqrt(v / (1 - 0.95**count)) + 1e-8
         )
@@ -159,7 +170,15 @@ def adam(
 
 
 @functools.partial(jax.jit, static_argnames=("model", "implementation", "rate"))
-def step(params, state, text, *, model: Model, implementation: str, rate: float):
+def step(
+    params: Params,
+    state: Params,
+    text: jax.Array,
+    *,
+    model: Model,
+    implementation: str,
+    rate: float,
+):
     loss, grads = jax.value_and_grad(loss_of)(params, text, model, implementation)
     params, state = adam(params, grads, state, rate)
     return params, state, loss
@@ -253,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     model, batch, length, steps, rate = SIZES[options.size]
     texts = batches(batch, length, options.steps or steps)
     count = max(n for n in (1, 2, 4, 8) if n <= len(jax.devices()))
-    curves = {}
+    curves: dict[str, list[float]] = {}
     runs = [("kernels", 1, "pallasite"), ("plain jnp", 1, "xla")]
     if count > 1:
         runs.append((f"kernels, {count} devices", count, "pallasite"))

@@ -346,3 +346,13 @@ def test_rules_of_checkify_are_called():
     assert checked(jnp.float32(1))[0].get() is None
     assert checked(jnp.float32(2))[0].get().startswith("x is 2.0")
     assert seen == [checkify.float_checks] * 2
+
+
+def test_dlpack_shares_memory():
+    exported = jnp.arange(8.0)
+    (device,) = exported.devices()
+    stream = jaxcompat.stream_for_imports(device)
+    capsule = jaxcompat.dlpack_of_array(exported, stream)
+    array = jaxcompat.array_of_dlpack(capsule, device, stream)
+    assert array.unsafe_buffer_pointer() == exported.unsafe_buffer_pointer()
+    assert array.tolist() == list(range(8)) and array.committed

@@ -52,6 +52,7 @@ PUBLIC = {
     "tpu",
     "tpu_sc",
     "fuser",
+    "torch",
     "triton",
 }
 USES_PUBLIC = {"kernels", "tune"}

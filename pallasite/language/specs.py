@@ -23,6 +23,21 @@ from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.trace import user_location
 
 
+# One form for each number of arguments: with `Callable[..., Any]` a type checker does
+# not know the parameters of a lambda.
+IndexMap = (
+    Callable[[], Any]
+    | Callable[[Any], Any]
+    | Callable[[Any, Any], Any]
+    | Callable[[Any, Any, Any], Any]
+    | Callable[[Any, Any, Any, Any], Any]
+    | Callable[[Any, Any, Any, Any, Any], Any]
+    | Callable[[Any, Any, Any, Any, Any, Any], Any]
+    | Callable[[Any, Any, Any, Any, Any, Any, Any], Any]
+    | Callable[[Any, Any, Any, Any, Any, Any, Any, Any], Any]
+)
+
+
 @dataclass(frozen=True)
 class Squeezed:
     """A block dimension of one element that the kernel does not see (same as None)."""
@@ -109,7 +124,7 @@ class BlockSpec:
     def __init__(
         self,
         block_shape: Sequence[Dim] | None = None,
-        index_map: Callable[..., Any] | None = None,
+        index_map: IndexMap | None = None,
         *,
         memory_space: Any = None,
         pipeline_mode: Any = None,

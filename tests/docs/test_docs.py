@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.optional import skip_without_packages
+
 ROOT = Path(__file__).parents[2]
 NO_RUN = "<!-- no-run -->"
 BLOCK = re.compile(
@@ -44,7 +46,9 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page: Path, run_python: Callable[..., str]):
-    run_python("-c", RUNNER, page, python_code(page.read_text()))
+    code = python_code(page.read_text())
+    skip_without_packages(code)
+    run_python("-c", RUNNER, page, code)
 
 
 def test_python_code_keeps_lines_and_leaves_out_no_run():

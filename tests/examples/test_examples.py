@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.optional import skip_without_packages
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, run_python: Callable[..., str]):
+    skip_without_packages(example.read_text())
     run_python(example)

@@ -1,0 +1,194 @@
+"""Tensors as JAX arrays and back, in the same memory and in the order of both streams.
+
+On a GPU, torch queues work on its current stream and JAX on streams of its own. Both
+sides follow the stream protocol of DLPack, so nothing waits on the host:
+
+- Tensors become arrays: the stream that JAX names waits for torch's current stream, and
+  JAX uses the arrays no sooner.
+- Arrays become tensors: torch's current stream waits for the event of JAX's result.
+
+So what JAX reads is kept until JAX has read it: torch reuses memory in the order of its
+stream, which by then waits for the result. The memory of a result is JAX's again when
+torch drops the tensor; the next wrapped call that writes to it waits for torch's stream
+first, since it takes a tensor from there (`_current_stream`, for other streams).
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+from torch.utils.dlpack import (  # pyright: ignore[reportMissingImports]
+    from_dlpack,
+    to_dlpack,
+)
+
+from pallasite import jaxcompat
+from pallasite.errors import KernelTypeError, UnsupportedError
+
+JAX_DTYPES: dict[torch.dtype, np.dtype] = {
+    dtype: jnp.dtype(name)
+    for dtype, name in [
+        (torch.bool, "bool"),
+        (torch.int8, "int8"),
+        (torch.int16, "int16"),
+        (torch.int32, "int32"),
+        (torch.int64, "int64"),
+        (torch.uint8, "uint8"),
+        (torch.uint16, "uint16"),
+        (torch.uint32, "uint32"),
+        (torch.uint64, "uint64"),
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float32, "float32"),
+        (torch.float64, "float64"),
+        (torch.complex64, "complex64"),
+        (torch.complex128, "complex128"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (torch.float8_e4m3fnuz, "float8_e4m3fnuz"),
+        (torch.float8_e5m2, "float8_e5m2"),
+        (torch.float8_e5m2fnuz, "float8_e5m2fnuz"),
+    ]
+}
+TORCH_DTYPES = {dtype: mine for mine, dtype in JAX_DTYPES.items()}
+# Of 64-bit dtypes, the one that `jax_enable_x64` leaves in place of each.
+NARROWER = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
+# XLA takes memory as it is only where it starts at a multiple of this.
+ALIGNMENT = 64
+
+
+def aval_of(tensor: torch.Tensor, name: str) -> jax.ShapeDtypeStruct:
+    """The tensor's shape and dtype as JAX has them; what JAX has not is refused.
+
+    Args:
+        name: what the error calls the tensor.
+    """
+    dtype = JAX_DTYPES.get(tensor.dtype)
+    facts = [("operand", f"{name}: {tensor.dtype}{list(tensor.shape)}")]
+    if dtype is None:
+        raise KernelTypeError(
+            f"JAX has no dtype for {tensor.dtype}",
+            facts,
+            fix="convert the tensor: x.to(torch.float32)",
+        )
+    if tensor.dtype in NARROWER and not jaxcompat.flag("jax_enable_x64"):
+        raise KernelTypeError(
+            f"{tensor.dtype} needs jax_enable_x64, which is off",
+            facts,
+            fix=f"convert the tensor: x.to({NARROWER[tensor.dtype]}); or allow 64 bits "
+            "before the first call: jax.config.update('jax_enable_x64', True)",
+        )
+    if tensor.layout != torch.strided:
+        raise KernelTypeError(
+            "a wrapped function takes dense tensors",
+            [*facts, ("layout", tensor.layout)],
+            fix="convert the tensor: x.to_dense()",
+        )
+    return jax.ShapeDtypeStruct(tuple(map(int, tensor.shape)), dtype)
+
+
+def dtype_of(aval: Any, name: str) -> torch.dtype:
+    """The torch dtype of a result that `name` describes."""
+    if aval.dtype not in TORCH_DTYPES:
+        raise UnsupportedError(
+            f"torch has no dtype for {aval.dtype}",
+            [("result", f"{name}: {aval.dtype}{list(aval.shape)}")],
+            fix="convert it in the wrapped function: y.astype(jnp.float32)",
+        )
+    return TORCH_DTYPES[aval.dtype]
+
+
+@functools.cache
+def jax_device(device: torch.device) -> jax.Device:
+    """The device of JAX in whose memory tensors of `device` are."""
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"JAX shares no memory with torch's device {str(device)!r}",
+            fix="move the tensors to a CPU or an NVIDIA GPU: x.to('cpu')",
+        )
+    try:
+        found = jax.local_devices(backend=device.type)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"tensors are on {str(device)!r}, and this JAX has no such device",
+            [("JAX has", ", ".join(map(str, jax.devices())))],
+            fix="install jax[cuda13] and leave 'cuda' and 'cpu' in JAX_PLATFORMS, or "
+            "move the tensors: x.to('cpu')",
+        ) from error
+    if device.type == "cpu":
+        return found[0]
+    for each in found:
+        if each.local_hardware_id == device.index:
+            return each
+    raise UnsupportedError(
+        f"tensors are on {str(device)!r}, which JAX does not see",
+        [("JAX has", ", ".join(map(str, found)))],
+        fix="let both see the same GPUs: CUDA_VISIBLE_DEVICES",
+    )
+
+
+def to_jax(operands: Iterable[torch.Tensor], device: jax.Device) -> list[jax.Array]:
+    """Tensors as arrays, in the same memory where XLA can take it as it is.
+
+    Rows must be one after another and start at a multiple of 64 bytes; torch copies
+    the tensor first where they do not, and where a conjugation or negation is pending.
+    """
+    plain = [_plain(x) for x in operands]
+    stream = jaxcompat.stream_for_imports(device)
+    if stream is not None:
+        where = plain[0].device
+        torch.cuda.ExternalStream(stream, where).wait_stream(_current_stream(where))
+    return [jaxcompat.array_of_dlpack(to_dlpack(x), device, stream) for x in plain]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as DLPack and XLA take it: dense, aligned, without a graph."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def to_torch(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Tensor]:
+    """Arrays as tensors in the same memory."""
+    stream = None
+    if device.type == "cuda":
+        # DLPack writes 1 for the default stream of CUDA.
+        stream = torch.cuda.current_stream(device).cuda_stream or 1
+    else:
+        jax.block_until_ready(arrays)
+    return [from_dlpack(jaxcompat.dlpack_of_array(x, stream)) for x in arrays]
+
+
+def _current_stream(device: torch.device) -> Any:
+    """torch's current stream, which waits for the stream of the call before this one.
+
+    JAX gives the memory of a dropped result to its next program, which waits for the
+    current stream alone; another stream may still read that memory.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a CUDA graph cannot capture what JAX runs",
+            fix="call the wrapped function outside of torch.cuda.graph, and compile "
+            "with a mode other than 'reduce-overhead' and 'max-autotune'",
+        )
+    current = torch.cuda.current_stream(device)
+    last = _last_streams.get(device)
+    if last is not None and last != current:
+        current.wait_stream(last)
+    _last_streams[device] = current
+    return current
+
+
+_last_streams: dict[torch.device, Any] = {}
