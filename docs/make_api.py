@@ -153,7 +153,7 @@ def markdown(doc: str) -> list[str]:
     lines: list[str] = []
     for title, body in sections(doc):
         if title == "Example":
-            lines += ["```python", *body, "```", ""]
+            lines += ["```pycon", *body, "```", ""]
         elif title in LISTS:
             lines += [f"**{title}**", "", *map(bullet, body), ""]
         else:
@@ -249,7 +249,7 @@ def page(name: str) -> str:
     module = importlib.import_module(module_name)
     items = public(module)
     lines = [f"# {module_name}", "", inspect.getdoc(module) or "", ""]
-    lines += ["```python", usage, "```", ""]
+    lines += ["```py", usage, "```", ""]
     if name != "pallasite":
         for item in items:
             lines += entry(item, 2)

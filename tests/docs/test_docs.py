@@ -1,9 +1,12 @@
-"""Runs the code of README.md and docs/*.md, a page at a time, as a reader would.
+"""Runs the code of README.md and of every page of docs, as a reader would.
 
 A page's python blocks run in order in one fresh interpreter. A block after the line
-`<!-- no-run -->` is left out.
+`<!-- no-run -->` is left out. What a page's `output` blocks show is what its code
+prints, in that order and nothing else; `...` in one stands for any text.
 """
 
+import difflib
+import doctest
 import re
 import textwrap
 from collections.abc import Callable
@@ -18,6 +21,7 @@ NO_RUN = "<!-- no-run -->"
 BLOCK = re.compile(
     r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.M | re.S
 )
+OUTPUT = re.compile(r"^```output\n(.*?)^```$", re.M | re.S)
 # The code compiles under the page's own name, so an error points at its line there.
 RUNNER = """
 import sys
@@ -37,18 +41,38 @@ def python_code(markdown: str) -> str:
     return code
 
 
+def check_output(markdown: str, printed: str) -> None:
+    """Asserts that the page's `output` blocks, where it has any, are what it prints."""
+    shown = "".join(OUTPUT.findall(markdown))
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if shown and not doctest.OutputChecker().check_output(shown, printed, options):
+        lines = [text.splitlines() for text in (shown, printed)]
+        raise AssertionError(
+            "\n".join(difflib.unified_diff(*lines, "shown", "printed", lineterm=""))
+        )
+
+
 PAGES = [
     page
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if python_code(page.read_text()).strip()
 ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page_runs(page: Path, run_python: Callable[..., str]):
-    code = python_code(page.read_text())
+    text = page.read_text()
+    code = python_code(text)
     skip_without_packages(code)
-    run_python("-c", RUNNER, page, code)
+    check_output(text, run_python("-c", RUNNER, page, code))
+
+
+def test_output_blocks_are_compared():
+    page = "```output\na 1\n```\n```text\nb\n```\n```output\nc ... d\n```\n"
+    check_output(page, "a  1\nc 2 d\n")
+    check_output("no output shown", "a\n")
+    with pytest.raises(AssertionError, match="-a 1"):
+        check_output(page, "a 2\nc 2 d\n")
 
 
 def test_python_code_keeps_lines_and_leaves_out_no_run():
