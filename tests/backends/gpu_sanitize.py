@@ -12,6 +12,7 @@ started again after the kernel it died of. Exit code 1: something was reported.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 # Lines of the processes to the one that started them.
 STARTED, ENDED = "@started ", "@ended "
@@ -99,8 +101,13 @@ class Findings:
     unlike: list[str] = field(default_factory=list)  # what failed or died
 
 
-def read(lines: Sequence[str], names: Sequence[str], found: Findings) -> list[str]:
-    """Count what a process printed; the subjects that are left of `names`."""
+def read(
+    lines: Sequence[str], names: Sequence[str], found: Findings, is_late: bool
+) -> list[str]:
+    """Count what a process printed; the subjects that are left of `names`.
+
+    One that was ended because the time is over did not die of what it ran.
+    """
     current, left = "start", list(names)
     for line in lines:
         if line.startswith(STARTED):
@@ -114,7 +121,7 @@ def read(lines: Sequence[str], names: Sequence[str], found: Findings) -> list[st
             current = f"after {current}"
         elif is_report(line):
             found.reports.append(f"{current}: {line.strip('= ').strip()}")
-    if not current.startswith(("after ", "start")):
+    if not current.startswith(("after ", "start")) and not is_late:
         found.unlike.append(f"{current} died")
         found.ends["died"] += 1
     return left
@@ -147,13 +154,16 @@ def supervise(
             text=True,
             errors="replace",
             env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
         )
-        stop = threading.Timer(max(end - time.monotonic(), 0.1), process.kill)
+        # The sanitizer's own process, and the one that it watches.
+        kill = partial(os.killpg, process.pid, signal.SIGKILL)
+        stop = threading.Timer(max(end - time.monotonic(), 0.1), kill)
         stop.start()
         with process:
             lines = list(process.stdout or ())
         stop.cancel()
-        left = read(lines, left, found)
+        left = read(lines, left, found, time.monotonic() >= end)
         if len(left) == before:
             found.unlike.append("no start: " + "".join(lines)[-300:])
             break

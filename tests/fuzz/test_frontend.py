@@ -97,7 +97,10 @@ def check_python(choices: Stream, engine: str) -> str | None:
         if engine != "gpu":
             return None
         run = functools.partial(call, interpret=False)
-        return pl.lower(run)(*call.arrays).choice("cuda").backend
+        chosen = pl.lower(run)(*call.arrays).choice("cuda")
+        if chosen.launch is None:
+            raise UnsupportedError(f"all refuse: {chosen}".splitlines()[0])
+        return chosen.backend
     call = random_call(choices, hangs=False)
     (kernel,) = kernels_in(functools.partial(call, interpret=True), *call.arrays)
     if len(kernel.inputs) > len(call.arrays):

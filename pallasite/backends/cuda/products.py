@@ -4,8 +4,8 @@
 memory that only feed products: these become copies of the copy engine into rings in
 shared memory. So do what threads would wait for: *lines* beside them, numbers of the
 rows or columns of a step, and *boxes* that left sides are computed from (weights that
-a kernel makes floats of), which threads load from there. What a Hopper warpgroup cannot multiply is refused here, with
-the reason.
+a kernel makes floats of), which threads load from there. What a Hopper warpgroup cannot
+multiply is refused here, with the reason.
 """
 
 from collections.abc import Iterator, Sequence
