@@ -56,8 +56,18 @@ class Blocks:
         """How many programs may run at once."""
         grid = self.found.pipeline.grid
         steps = [n for a in self.found.info.parallel if (n := grid[a]) is not None]
-        changed = (dim.size / n for dim, n in sizes.items() if not dim.products)
+        changed = (
+            self._blocks_along(dim, n) / self._blocks_along(dim, dim.size)
+            for dim, n in sizes.items()
+            if not dim.products
+        )
         return prod(steps) * prod(changed)
+
+    def _blocks_along(self, dim: LoopDim, size: int) -> int:
+        """Blocks of a size that a dimension has: one, if they are larger than it."""
+        number, d = dim.windows[0]
+        extent = self.found.pipeline.arrays[number].ref.shape[d]
+        return max(-(-extent // size), 1)
 
     @property
     def steps(self) -> int:

@@ -1,7 +1,7 @@
 """Every way to run a random kernel here, each as a check of one Case.
 
 A check raises: a PallasError of REFUSALS where the engine does not take the kernel, and
-anything else where it is wrong.
+anything else where it is wrong. One whose kernels run in several ways returns which.
 """
 
 import os
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pallasite.errors import (
+    CompileError,
     FallbackWarning,
     PallasError,
     ResourceError,
@@ -37,7 +38,7 @@ from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.unmasked_steps import unmasked_steps
-from pallasite.primitive import Call, Checked, bind_call
+from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory
 from tests.backends.cuda import host as cuda
 from tests.backends.tpu import harness as tpu
@@ -51,7 +52,7 @@ from tests.fuzz.test_passes import check_vmap
 
 REFUSALS: tuple[type[PallasError], ...] = (UnsupportedError, ResourceError, SpecError)
 Run = Callable[[Case], list[np.ndarray]]
-Check = Callable[[Case, int], None]
+Check = Callable[[Case, int], str | None]
 
 OPTIMISED_EVERY = 16  # kernels
 DEVICE_LOST = 77  # the exit code of a process whose GPU reported an error
@@ -145,11 +146,25 @@ def in_cuda_text(case: Case, number: int) -> None:
     compare(lambda c: cuda.simulated(c.kernel, c.arrays, seed=number), case)
 
 
-def on_gpu(case: Case, number: int, backend: str | None = None) -> None:
+def on_gpu(case: Case, number: int, backend: str | None = None) -> str:
     """A GPU of this computer, through one backend or the one that is the default."""
     call = Call(case.kernel, backend=backend)
     with jax.enable_x64(True), jax.default_device(jax.devices("gpu")[0]):
+        taken_by = backend or default_backend(call)
         compare(lambda c: _on_device(call, c), case)
+    return taken_by
+
+
+def default_backend(call: Call) -> str:
+    """The backend that runs a call on a GPU; what it is refused for, if none does."""
+    chosen = choose(call, "cuda")
+    for _, error in chosen.refusals:
+        if isinstance(error, CompileError):
+            raise error
+    if chosen.launch is None:
+        reasons = [str(error).splitlines()[0] for _, error in chosen.refusals]
+        raise UnsupportedError("all refuse: " + "; ".join(reasons))
+    return chosen.backend
 
 
 def _on_device(call: Call, case: Case) -> list[np.ndarray]:
@@ -157,8 +172,6 @@ def _on_device(call: Call, case: Case) -> list[np.ndarray]:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FallbackWarning)
             return [np.asarray(r) for r in bind_call(call, case.arrays)]
-    except FallbackWarning as warning:
-        raise UnsupportedError("both refuse: " + str(warning).splitlines()[1]) from None
     except jax.errors.JaxRuntimeError as error:
         if "CUDA_ERROR" not in str(error):
             raise

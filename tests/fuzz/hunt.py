@@ -2,6 +2,7 @@
 
     python -m tests.fuzz.hunt --seconds 3600 --seed 1 --engine cpu,tpu --family grids
     python -m tests.fuzz.hunt --engine cpu --family grids --kernel 1000041
+    python -m tests.fuzz.hunt --engine gpu --kernels 2000  # by the default backends
 
 Kernels have numbers: a seed's first kernel is `seed * 1_000_000`. Every family is drawn
 in turn, and each batch goes to all engines (`engines.py`). A kernel that an engine gets
@@ -59,6 +60,7 @@ class Outcome:
     job: Job
     refused: list[str] = field(default_factory=list)  # the reasons
     found: dict[int, str] = field(default_factory=dict)  # by kernel number
+    ways: list[str] = field(default_factory=list)  # those of kernels that were right
 
 
 # --- one batch, in a process of its own ---
@@ -68,22 +70,20 @@ def stream_of(number: int) -> bytes:
     return random.Random(number).randbytes(BYTES)
 
 
-def verdict(job: Job, number: int, stream: bytes) -> tuple[str, str] | None:
-    """`("refused", reason)`, `("wrong", what)`, or None where all is well."""
+def verdict(job: Job, number: int, stream: bytes) -> tuple[str, Any]:
+    """`("refused", reason)`, `("wrong", what)`, or `("right", which way it ran)`."""
     case: Any = None
     try:
         if job.family == "python":
-            check_python(Stream(stream), job.engine)
-            return None
+            return "right", check_python(Stream(stream), job.engine)
         case = _case(job, number, stream)
-        ENGINES[job.engine](case, number)
+        return "right", ENGINES[job.engine](case, number)
     except REFUSALS as error:
         return "refused", error.what
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         text = what if case is None or repr(case) in what else f"{what}\n{case!r}"
         return "wrong", f"{text}\n{traceback.format_exc(limit=-4)}"
-    return None
 
 
 def _case(job: Job, number: int, stream: bytes):
@@ -100,11 +100,10 @@ def run_job(job: Job) -> Outcome:
         return outcome
     for number in job.numbers:
         stream = stream_of(number)
-        found = verdict(job, number, stream)
-        if found is None:
-            continue
-        kind, what = found
-        if kind == "refused":
+        kind, what = verdict(job, number, stream)
+        if kind == "right":
+            outcome.ways += [] if what is None else [what]
+        elif kind == "refused":
             outcome.refused.append(what)
         else:
             outcome.found[number] = _simplest(job, number, stream) or what
@@ -127,11 +126,12 @@ def _simplest(job: Job, number: int, stream: bytes) -> str | None:
 
     def fails(stream: bytes) -> bool:
         nonlocal least
-        found = time.monotonic() < end and verdict(job, number, stream)
-        if found and found[0] == "wrong":
-            least = found[1]
-            return True
-        return False
+        if time.monotonic() >= end:
+            return False
+        kind, what = verdict(job, number, stream)
+        if kind == "wrong":
+            least = what
+        return kind == "wrong"
 
     simplest(stream, fails)
     return least
@@ -203,11 +203,12 @@ class Hunt:
     target: Target = work
     method: str = "spawn"  # how processes start
     reducing_s: float = REDUCING_S
-    # By engine and family, the last by engine and reason.
+    # By engine and family; the last two by engine and reason, engine and way.
     tried: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: Counter[tuple[str, str]] = field(default_factory=Counter)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    ways: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def run(self) -> None:
         self.end = time.monotonic() + self.seconds
@@ -262,6 +263,7 @@ class Hunt:
         self.tried[key] += len(job.numbers)
         self.refused[key] += len(outcome.refused)
         self.wrong[key] += len(outcome.found)
+        self.ways.update((job.engine, way) for way in outcome.ways)
         for reason in outcome.refused:
             self.reasons[job.engine, re.sub(r"\d+", "N", reason)] += 1
         for number, what in outcome.found.items():
@@ -296,18 +298,20 @@ class Hunt:
         return f"{tried - refused}/{refused}/{wrong}" if tried else "-"
 
     def report(self) -> str:
-        lines = [self.table(), "", "refused most often:"]
+        lines = [self.table(), ""]
+        lines += [f"{engine} by {way}: {n}" for (engine, way), n in self.ways.items()]
+        lines.append("refused most often:")
         for (engine, reason), count in self.reasons.most_common(10):
             lines.append(f"  {count:6} {engine}: {reason}")
         return "\n".join(lines)
 
 
 def all_jobs(
-    seed: int, engines: Sequence[str], families: Sequence[str]
+    seed: int, engines: Sequence[str], families: Sequence[str], count: int = PER_SEED
 ) -> Iterator[Job]:
-    """Batch after batch, each for all engines."""
+    """Batch after batch until there are `count` kernels, each for all engines."""
     first = seed * PER_SEED
-    for start in range(first, first + PER_SEED, BATCH):
+    for start in range(first, first + count, BATCH):
         family = families[(start - first) // BATCH % len(families)]
         for engine in engines:
             if family != "python" or engine in PYTHON_ENGINES:
@@ -322,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", type=names, default=present())
     parser.add_argument("--family", type=names, default=EACH_FAMILY)
     parser.add_argument("--kernel", type=int, help="run this one only")
+    parser.add_argument("--kernels", type=int, default=PER_SEED, help="at most")
     text = "seconds to make a kernel that is wrong simple"
     parser.add_argument("--reduce", type=float, default=REDUCING_S, help=text)
     parser.add_argument("--folder", type=Path, default=Path("build/fuzz"))
@@ -330,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unknown = [name for name in given if name not in known]
         if unknown:
             parser.error(f"no {unknown[0]}: there are {', '.join(known)}")
-    jobs = all_jobs(options.seed, options.engine, options.family)
+    jobs = all_jobs(options.seed, options.engine, options.family, options.kernels)
     if options.kernel is not None:
         number = (options.kernel,)
         jobs = (Job(e, f, number) for f in options.family for e in options.engine)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import pallasite as pl
 from pallasite.errors import UnsupportedError
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import Call, bind_call, kernels_in
@@ -85,18 +86,28 @@ def check_calls(
             _assert_close([r[k] for r in mapped_results], wanted, call)
 
 
-def check_python(choices: Stream, engine: str) -> None:
-    """One call on an engine; on a device and in the emulation its vmap, too."""
+def check_python(choices: Stream, engine: str) -> str | None:
+    """One call on an engine; on a device and in the emulation its vmap, too.
+
+    Returns the backend that took it, where there are several.
+    """
     if engine in ("cpu", "gpu", "emulation"):
         call = random_call(choices, hangs=engine != "gpu")
         check_calls([call], [choices.integer(0, 2)], interpret=engine == "emulation")
-        return
+        if engine != "gpu":
+            return None
+        run = functools.partial(call, interpret=False)
+        chosen = pl.lower(run)(*call.arrays).choice("cuda")
+        if chosen.launch is None:
+            raise UnsupportedError(f"all refuse: {chosen}".splitlines()[0])
+        return chosen.backend
     call = random_call(choices, hangs=False)
     (kernel,) = kernels_in(functools.partial(call, interpret=True), *call.arrays)
     if len(kernel.inputs) > len(call.arrays):
         raise UnsupportedError("simulators are not given arrays from outside a kernel")
     got = SIMULATORS[engine](run_passes(kernel), call.arrays)
     _assert_close(got, call.in_python(*call.arrays), call)
+    return None
 
 
 def _element(arrays: Sequence[np.ndarray], dims: Sequence[int | None], k: int):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pallasite.errors import UnsupportedError
-from tests.fuzz import hunt
+from pallasite.errors import CompileError, UnsupportedError
+from pallasite.primitive import Call, Choice
+from tests.fuzz import engines, hunt
+from tests.fuzz.engines import default_backend
 from tests.fuzz.generate import FAMILIES
 from tests.fuzz.hunt import Hunt, Job, Outcome, all_jobs, run_job
 
@@ -43,6 +45,30 @@ def test_jobs_go_through_all_families_and_engines():
     assert ("vmap", "python") not in pairs  # Python's kernels have one of their own
     assert {(e, f) for e in ("cpu", "vmap") for f in FAMILIES} <= pairs
     assert min(min(job.numbers) for job in first) == 7_000_000
+    few = list(all_jobs(7, ["cpu"], ["grids"], count=20))
+    assert [len(job.numbers) for job in few] == [hunt.BATCH] * 3
+
+
+def test_the_report_says_how_kernels_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those right on a GPU by the backend that took them; code that fails is wrong."""
+
+    def engine(case, number):
+        return default_backend(Call(case.kernel))
+
+    monkeypatch.setitem(hunt.ENGINES, "gpu", engine)
+    run = Hunt(iter(()), 60, tmp_path)
+    run._count(run_job(Job("gpu", "elementwise", (0, 1))))
+    run._count(Outcome(Job("gpu", "grids", (3,)), ways=["cuda"]))
+    assert "gpu by triton: 2\ngpu by cuda: 1\n" in run.report()
+
+    def refused(call, platform):
+        return Choice("triton", (("cuda", CompileError("ptxas says no")),))
+
+    monkeypatch.setattr(engines, "choose", refused)
+    (found,) = run_job(Job("gpu", "elementwise", (0,))).found.values()
+    assert "ptxas says no" in found
 
 
 def dying(jobs: Connection) -> None:

@@ -25,7 +25,6 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.backends.cuda.pairs import pairs
 from pallasite.backends.cuda.products import AFTER_LOADS, ROUNDED
 from pallasite.backends.cuda.shared import (
     ROW_BYTES,
@@ -646,7 +645,7 @@ class Explicit(Shared):
         tile = Tile("", op.result.tile.dtype, spread)
         source = self.env[op.operands[0]]
         if op.result in self.only_multiplied and source.spread == spread:
-            text = pairs(op, tile, [source], "@")
+            text = self.in_pairs(op, tile, [source], "@")
             if text is not None:
                 self.late[op.result] = replace(tile, name=text, is_computed=True)
                 return

@@ -2,14 +2,15 @@
 
 Sums, differences and products of 16-bit floats are the same whether computed so or in
 f32 and rounded: f32 has more than twice their digits. A pair of 8-bit integers becomes
-a pair of floats by putting its bits into those of a larger number, which is taken off.
+a pair of floats by putting its bits into those of a larger number, which is taken off;
+so does a pair of 4-bit integers that are halves of bytes, from the bytes.
 Instructions of Hopper and later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pallasite.backends.cuda.core import Tile
-from pallasite.ir.nodes import Op
+from pallasite.ir.nodes import Op, Value
 
 ARITHMETIC = ("add", "sub", "mul")
 FLOATS = ("bf16", "f16")
@@ -20,6 +21,21 @@ def _arithmetic(name: str, kind: str) -> str:
         f"DEVICE u32 pairs_{name}_{kind}(u32 x, u32 y) {{ u32 r; "
         f'asm("{name}.rn.{kind}x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y)); '
         "return r; }\n"
+    )
+
+
+# Of each float: a number whose last bits are units, with 8 of them.
+LARGE = {"bf16": 0x4308, "f16": 0x6408}  # 128 + 8; 1024 + 8
+
+
+def _of_halves(half: str, kind: str) -> str:
+    """8 plus the 4-bit integers beside a large number, from which it is taken off."""
+    shift = " >> 4" if half == "high" else ""
+    large = f"in_register({LARGE[kind] * 0x10001:#x})"
+    return (
+        f"DEVICE u32 pairs_of_{half}_i4_{kind}(u32 x, u32 y) {{\n"
+        f"  const u32 both = __byte_perm(x, y, 0x4400), large = {large};\n"
+        f"  return pairs_sub_{kind}(both{shift} & 0xf000f ^ large, large);\n}}\n"
     )
 
 
@@ -34,17 +50,45 @@ FUNCTIONS = {
     },
     # 128 plus the low bits, minus 128 or, of negative numbers, 256.
     "pairs_of_i8_bf16": (
-        "DEVICE u32 pairs_of_i8_bf16(u8 x, u8 y) {\n"
-        "  const u32 both = __byte_perm(x | y << 8, in_register(0x43), 0x4140);\n"
-        "  return pairs_sub_bf16(both & 0xff7fff7f, both & 0xff80ff80);\n}\n"
+        "DEVICE u32 pairs_of_i8_bf16(u32 x, u32 y) {\n"
+        "  const u32 both = __byte_perm(x, y, 0x4400);\n"
+        "  const u32 large = in_register(0x43004300);\n"
+        "  return pairs_sub_bf16(both & 0x7f007f | large, both & 0x800080 | large);\n"
+        "}\n"
     ),
     # 1024 + 128 + the number, minus 1152.
     "pairs_of_i8_f16": (
-        "DEVICE u32 pairs_of_i8_f16(u8 x, u8 y) {\n"
-        "  const u32 both = __byte_perm(x | y << 8, 0, 0x4140);\n"
+        "DEVICE u32 pairs_of_i8_f16(u32 x, u32 y) {\n"
+        "  const u32 both = __byte_perm(x, y, 0x4400) & 0xff00ff;\n"
         "  return pairs_sub_f16(both ^ 0x64806480, 0x64806480);\n}\n"
     ),
+    **{
+        f"pairs_of_{half}_i4_{kind}": _of_halves(half, kind)
+        for half in ("low", "high")
+        for kind in FLOATS
+    },
 }
+
+
+def half_of_bytes(value: Value, made: Mapping[Value, Op]) -> tuple[str, Value] | None:
+    """Which half of the bytes of another tile 4-bit integers are, and that tile."""
+    bytes_ = _shifted("shift_right_arithmetic", value, made)
+    if bytes_ is None or bytes_.tile.dtype.name != "i8":
+        return None
+    below = _shifted("shift_left", bytes_, made)
+    return ("high", bytes_) if below is None else ("low", below)
+
+
+def _shifted(name: str, value: Value, made: Mapping[Value, Op]) -> Value | None:
+    """What a tile is, shifted by half a byte; None: it is something else."""
+    op = made.get(value)
+    if op is None or op.name != name:
+        return None
+    count = made.get(op.operands[1])
+    while count is not None and count.name == "broadcast_in_dim":
+        count = made.get(count.operands[0])
+    is_half = count is not None and count.attrs.get("value") == 4
+    return op.operands[0] if is_half else None
 
 
 def pairs(op: Op, result: Tile, operands: Sequence[Tile], i: str = "i") -> str | None:

@@ -2,9 +2,10 @@
 
 `Plan(program)` finds each `dot`, the addition it can be part of, and the loads of main
 memory that only feed products: these become copies of the copy engine into rings in
-shared memory. So do *lines* beside them, numbers of the rows or columns of a step that
-threads would wait for. What a Hopper warpgroup cannot multiply is refused here, with
-the reason.
+shared memory. So do what threads would wait for: *lines* beside them, numbers of the
+rows or columns of a step, and *boxes* that left sides are computed from (weights that
+a kernel makes floats of), which threads load from there. What a Hopper warpgroup cannot
+multiply is refused here, with the reason.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,6 +92,7 @@ class Ring:
     tiles: tuple[TileType, ...]
     is_shared: bool  # by all loads of these arrays and shapes
     lines: frozenset[int] = frozenset()  # tiles that are as they are in main memory
+    loaded: frozenset[int] = frozenset()  # tiles that threads load: lines and boxes
     stages: int = 1
 
     @property
@@ -116,12 +118,9 @@ class Group:
     block: Block
     ring: Ring
 
-    def is_line(self, load: Op) -> bool:
-        return self.loads.index(load) in self.ring.lines
-
-    @property
-    def has_lines(self) -> bool:
-        return bool(self.ring.lines)
+    def is_loaded(self, load: Op) -> bool:
+        """Whether threads load it from the ring."""
+        return self.loads.index(load) in self.ring.loaded
 
 
 class Plan:
@@ -143,7 +142,7 @@ class Plan:
         self.rings: list[Ring] = []
         self.groups = [
             Group(loads, block, self.ring(loads))
-            for loads, block in self.with_lines(self.together())
+            for loads, block in self.with_loaded(self.together())
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # programs of a multiprocessor at once
@@ -371,17 +370,49 @@ class Plan:
         places = {id(op): n for n, op in enumerate(self.home[id(loads[0])].ops)}
         return sorted(loads, key=lambda op: places[id(op)])
 
-    def with_lines(
+    def with_loaded(
         self, groups: Sequence[tuple[list[Op], Block]]
     ) -> Iterator[tuple[list[Op], Block]]:
-        """The lines that each step of a loop loads come with its first operands."""
+        """The lines and boxes that each step of a loop loads come with its first
+        operands."""
         taken = {id(op) for loads, _ in groups for op in loads}
         for loads, block in groups:
-            lines = list[Op]()
+            found = list[Op]()
             if block is not self.program:
-                lines = [o for o in block.ops if id(o) not in taken and self.is_line(o)]
-            taken |= {id(op) for op in lines}
-            yield self.in_order([*loads, *lines]), block
+                boxes = self.boxes(block)
+                rest = (op for op in block.ops if id(op) not in taken)
+                found = [op for op in rest if id(op) in boxes or self.is_line(op)]
+            taken |= {id(op) for op in found}
+            yield self.in_order([*loads, *found]), block
+
+    def boxes(self, block: Block) -> set[int]:
+        """The loads of a block from which alone it computes left sides of products.
+
+        What meets other products has the time of those to arrive.
+        """
+        here = {v: op for op in block.ops for v in op.results}
+        found = set[int]()
+        for product in self.products:
+            reached = dict[int, Op]()
+            pending = [here[v] for v in (product.lhs.value,) if v in here]
+            while pending:
+                op = pending.pop()
+                if id(op) not in reached:
+                    reached[id(op)] = op
+                    pending += [here[v] for v in op.operands if v in here]
+            ops = reached.values()
+            if not any(op.name == "dot" or op.regions for op in ops):
+                found |= {id(op) for op in ops if self.is_box(op)}
+        return found
+
+    def is_box(self, op: Op) -> bool:
+        """Whether the copy engine can load a tile into panels."""
+        if self.not_streamed(op):
+            return False
+        rows, columns = op.result.tile.shape
+        dtype = op.result.tile.dtype
+        fits = rows <= BOX and rows % 8 == 0 and columns * dtype.bytes % SWIZZLE == 0
+        return fits and dtype.name in MULTIPLIED
 
     def is_line(self, op: Op) -> bool:
         """Whether an op loads whole blocks of numbers that are next to each other."""
@@ -421,7 +452,8 @@ class Plan:
         arrays = tuple(root_among(self.made, op.operands[0]) for op in loads)
         tiles = tuple(op.result.tile for op in loads)
         sides = {id(s.load) for p in self.products for s in p.sides}
-        lines = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
+        loaded = frozenset(n for n, op in enumerate(loads) if id(op) not in sides)
+        lines = frozenset(n for n in loaded if self.is_line(loads[n]))
         is_shared = all(
             self.home[id(product.dot)] is self.home[id(side.load)]
             for product in self.products
@@ -429,10 +461,10 @@ class Plan:
             if side.load is not None and side.load in loads
         )
         for ring in self.rings if is_shared else ():
-            same = ring.arrays, ring.tiles, ring.lines
-            if ring.is_shared and same == (arrays, tiles, lines):
+            same = ring.arrays, ring.tiles, ring.loaded
+            if ring.is_shared and same == (arrays, tiles, loaded):
                 return ring
-        self.rings.append(Ring(arrays, tiles, is_shared, lines))
+        self.rings.append(Ring(arrays, tiles, is_shared, lines, loaded))
         return self.rings[-1]
 
     def choose_stages(self) -> None:

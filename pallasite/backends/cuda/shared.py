@@ -166,9 +166,9 @@ class Shared(Memory):
     def in_parts(self, place: Place, ring: Ring, i: str) -> str | None:
         """The number of an element in a slot, where each thread swizzles once.
 
-        The thread's part of a column and the register's have no bits in common, and the
-        register's part of a row is a multiple of the rows that are swizzled together.
-        So the swizzle is an exclusive or of the thread's part alone.
+        The thread's part of a column and the register's have no bits in common, nor
+        have their parts of a row. So the swizzle is an exclusive or of the thread's
+        part, which is computed once, and of the register's, which the compiler knows.
         """
         spread, starts = place.spread, place.view.starts
         spots = {spot.dim.axis: spot for spot in place.spots}
@@ -187,10 +187,15 @@ class Shared(Memory):
             return None
         lanes = _bits([p for p in spread.lanes if p.dim == column])
         digits = _bits([p for p in spread.digits if p.dim == column])
-        rows = [p.stride % ROWS for p in spread.digits if p.dim == row and p.count > 1]
-        if lanes is None or digits is None or lanes & digits or any(rows):
+        if lanes is None or digits is None or lanes & digits or lanes >= columns:
             return None
-        if lanes >= columns:
+        below = [p for p in spread.digits if p.dim == row and p.count > 1]
+        below = [p for p in below if p.stride % ROWS]  # rows swizzled together
+        own_rows = _bits([p for p in spread.lanes if p.dim == row])
+        rows = _bits(below)
+        if below and (own_rows is None or rows is None or own_rows & rows):
+            return None
+        if below and multiple_of(starts[-2]) % ROWS:
             return None
         numbers = f"{ring.swizzle}, {ring.dtype.bytes}"
         own_row = f"{text_of(starts[-2])} + {self.base(spread, row)}"
@@ -200,7 +205,11 @@ class Shared(Memory):
         at = f"{text_of(first)} + {spread.digit_text(column, i)}"
         down_text = f"({own_row}) + ({spread.digit_text(row, i)})"
         panel = f"({at}) / {columns} * {columns * ring.rows}"
-        return f"({down_text}) * {columns} + {panel} + (({at}) % {columns} ^ {own})"
+        within = f"({at}) % {columns} ^ {own}"
+        if below:
+            part = f"swizzled_part<{numbers}>({spread.digit_text(row, i)}, 0)"
+            within = f"(({at}) % {columns} ^ {part}) ^ {own}"
+        return f"({down_text}) * {columns} + {panel} + ({within})"
 
     def integer_variable(self, text: str) -> str:
         name = self.out.fresh("y")

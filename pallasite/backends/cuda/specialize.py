@@ -312,7 +312,7 @@ class _Loading(_Role):
             source = b.subview(self.value(access.ref), access.index, indices)
             target = self.buffer(b, group, load, slot)
             # Products of f32 are of its upper 19 bits, to which copies round it.
-            is_f32 = load.result.tile.dtype == F32 and not group.is_line(load)
+            is_f32 = load.result.tile.dtype == F32 and not group.is_loaded(load)
             notes: dict[str, Any] = {ROUNDED: True} if is_f32 else {}
             b.emit("copy_start", source, target, full, priority=0, **notes)
 
@@ -442,16 +442,16 @@ class _Computing(_Role):
             early = set()
         first = [op for op in block.ops if id(op) in early]
         rest = [op for op in block.ops if id(op) not in early]
-        return self.lines_at_their_use([*first, *rest])
+        return self.loads_at_their_use([*first, *rest])
 
-    def lines_at_their_use(self, ops: Sequence[Op]) -> list[Op]:
-        """Ops in an order in which lines take no registers before they are used."""
+    def loads_at_their_use(self, ops: Sequence[Op]) -> list[Op]:
+        """Ops in an order in which what threads load takes no registers before."""
         late = list[Op]()
         values = set[Value]()
         for op in ops:
             group = self.plan.group_of.get(id(op))
-            is_line = group is not None and group.is_line(op)
-            if is_line or (op.name in SAME_NUMBERS and op.operands[0] in values):
+            is_loaded = group is not None and group.is_loaded(op)
+            if is_loaded or (op.name in SAME_NUMBERS and op.operands[0] in values):
                 late.append(op)
                 values.add(op.result)
         placed = list(ops)
@@ -502,7 +502,7 @@ class _Computing(_Role):
             full = self.barrier(b, self.memory.full[group.ring], slot)
             b.emit("barrier_wait", full, parity)
             self.open[group] = slot
-        if group.is_line(op):
+        if group.is_loaded(op):
             self.new[op.result] = b.load(self.buffer(b, group, op, self.open[group]))
         elif not self.is_multiplied_only(op.result):
             self.kept(op, b)  # used in another way, too: loaded as any tile
@@ -537,7 +537,7 @@ class _Computing(_Role):
         return self.plan.uses(op, group)
 
     def free(self, group: Group, slot: Value, b: Builder) -> None:
-        notes: dict[str, Any] = {AFTER_LOADS: True} if group.has_lines else {}
+        notes: dict[str, Any] = {AFTER_LOADS: True} if group.ring.loaded else {}
         empty = self.barrier(b, self.memory.empty[group.ring], slot)
         b.emit("barrier_arrive", empty, **notes)
 

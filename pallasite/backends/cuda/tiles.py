@@ -17,7 +17,7 @@ from pallasite.backends.cuda.elementwise import (
     narrowed,
 )
 from pallasite.backends.cuda.layouts import WARP, Lane, Spread
-from pallasite.backends.cuda.pairs import pairs
+from pallasite.backends.cuda.pairs import half_of_bytes, pairs
 from pallasite.backends.cuda.text import c_type, is_narrow, number
 from pallasite.ir.nodes import Op, Value
 from pallasite.ir.types import BOOL, F32, I32, DType
@@ -63,7 +63,7 @@ class Tiles(Core):
             self.env[op.result] = Tile(f"({element('@')})", tile.dtype, spread, True)
             return
         result = replace(self.declare(tile.dtype, spread, op), lanes=lanes)
-        in_pairs = pairs(op, result, operands) if self.arch else None
+        in_pairs = self.in_pairs(op, result, operands, "i") if self.arch else None
         if in_pairs is not None:
             self.out.line(
                 f"EACH({result.registers // 2}) {result.name}[i] = {in_pairs};"
@@ -75,6 +75,18 @@ class Tiles(Core):
         else:
             self.fill(result, element)
         self.env[op.result] = result
+
+    def in_pairs(
+        self, op: Op, result: Tile, operands: Sequence[Tile], i: str
+    ) -> str | None:
+        """The pair number `i` of a result; None: there is no such instruction."""
+        is_cast = op.name == "cast"
+        half = half_of_bytes(op.operands[0], self.producers) if is_cast else None
+        if half is None:
+            return pairs(op, result, operands, i)
+        name, value = half
+        text = pairs(op, result, [self.env[value]], i)
+        return text and text.replace("_of_i8_", f"_of_{name}_i4_")
 
     def is_rough(self, op: Op) -> bool:
         """Whether the result is rounded to 16 bits or fewer, here or further on.

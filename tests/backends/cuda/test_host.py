@@ -420,3 +420,21 @@ def test_two_computed_products_of_one_sum(tmp_path, small_chip):
     (got,) = run(function, x, y, folder=tmp_path)
     want = jnp.concatenate([x + x, x * x], 1).astype(f32) @ y.astype(f32)
     assert kernels.error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(bf16, 4), (jnp.float16, 8)])
+def test_weights_made_floats_of(dtype, bits, tmp_path, small_chip):
+    """All that 4 or 8 bits can be, in both halves of bytes."""
+    values = np.arange(256).astype(np.uint8).view(np.int8).reshape(2, 128)
+    values = jnp.asarray(np.resize(values, (128, 128)))
+    shape = (256 if bits == 4 else 128, 128)
+    scales = kernels.normal(shape[0] // 64, 128, dtype=dtype, seed=1)
+    weights = library.QuantizedWeights(values, scales, bits)
+    assert weights.shape == shape
+    x = kernels.normal(16, shape[0], dtype=dtype)
+    (call,) = calls_in(lambda x: library.weight_only_matmul(x, weights), x)
+    parts = 8 // bits
+    operands = [*[x] * parts, values, *[scales[:, None]] * parts]
+    (got,) = host.run(call.kernel, [np.asarray(a) for a in operands], tmp_path)
+    want = x.astype(f32) @ weights.dequantize().astype(f32)
+    assert kernels.error(got.sum(axis=0), want) < 1e-2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import kernels as library
 from pallasite.backends.cuda import passes_for
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
@@ -312,6 +313,23 @@ def test_other_numbers_of_a_step_are_loaded_by_threads(change):
     made = specialize(canonicalize(turn_tiles(kernel(text))), CHIP)
     (roles,) = [op for op in walk(made.body) if op.name == "roles"]
     assert spaces_of_loads(roles.regions[1]) == ["block"]
+
+
+def test_weights_that_become_floats_are_copied_ahead_of_their_step():
+    """Few rows stay few: they are the columns of a product whose rows are weights."""
+    weights = jax.eval_shape(
+        lambda w: library.quantize_weights(w, bits=4),
+        jax.ShapeDtypeStruct((2048, 1024), bf16),
+    )
+    x = jax.ShapeDtypeStruct((16, 2048), bf16)
+    (made,) = pl.lower(library.weight_only_matmul)(x, weights).kernels
+    made = run(run(made), passes_for(GPUS["h100"]))
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    loading, computing = roles.regions
+    copied = [op.operands[1].ref for op in walk(loading) if op.name == "copy_start"]
+    assert {ref.shape for ref in copied if ref.dtype.name == "i8"} == {(128, 128)}
+    assert {ref.shape[0] for ref in copied if ref.layout} == {16, 128}
+    assert set(spaces_of_loads(computing)) == {"smem"}
 
 
 # --- order ---

@@ -1,0 +1,73 @@
+"""What `gpu_sanitize.py` makes of a sanitizer's output; a script stands in for one."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.backends import gpu_sanitize
+
+# Reports a bad access of the second subject, and dies of the third.
+STAND_IN = """\
+import os, sys
+print("========= COMPUTE-SANITIZER")
+for name in sys.argv[sys.argv.index("--run") + 1:]:
+    print("@started " + name, flush=True)
+    if name == "zoo b cuda":
+        print("========= Invalid __global__ read of size 4 bytes")
+        print("=========     at pl_b+0x10")
+    if name == "zoo c cuda":
+        os.kill(os.getpid(), 9)
+    print("@ended " + ("refused" if name == "zoo d cuda" else "ran"), flush=True)
+print("========= ERROR SUMMARY: 0 errors")
+"""
+
+
+# The process that a sanitizer watches outlives it, and has its output.
+SLOW = """\
+import subprocess, sys
+subprocess.run(["sh", "-c", "echo @started zoo a cuda; sleep 60"])
+"""
+
+
+@pytest.fixture
+def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs all with a script in the place of the sanitizer."""
+    names = [f"zoo {name} cuda" for name in "abcde"]
+    monkeypatch.setattr(gpu_sanitize, "subjects", lambda tool: names)
+
+    def run(text: str, *options: str) -> int:
+        script = tmp_path / "sanitizer"
+        script.write_text(f"#!{sys.executable}\n{text}")
+        script.chmod(0o755)
+        given = ["--sanitizer", str(script), "--processes", "1", *options]
+        return gpu_sanitize.main(given)
+
+    return run
+
+
+def test_reports_deaths_and_refusals_are_told_apart(
+    sanitize: Callable[..., int], capsys: pytest.CaptureFixture
+):
+    assert sanitize(STAND_IN) == 1
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "memcheck: 3 ran, 1 died, 1 refused; 1 reports"
+    assert others == [
+        "  zoo c cuda died",
+        "  zoo b cuda: Invalid __global__ read of size 4 bytes",
+    ]
+
+
+def test_it_ends_when_the_time_is_over(
+    sanitize: Callable[..., int], capsys: pytest.CaptureFixture
+):
+    assert sanitize(SLOW, "--seconds", "1") == 0
+    assert capsys.readouterr().out == "memcheck: 4 not reached; 0 reports\n"
+
+
+def test_tools_other_than_memcheck_see_our_own_code():
+    names = gpu_sanitize.subjects("racecheck")
+    assert "check softmax" in names and "zoo add_vectors cuda" in names
+    assert not any(name.endswith("triton") for name in names)
+    assert len(gpu_sanitize.subjects("memcheck")) > 1.8 * len(names)
