@@ -36,11 +36,17 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        # Python's numbers, strings and the like stay what they are to the function.
+        is_array = [hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves]
+        flat = [x for x, a in zip(leaves, is_array, strict=True) if a]
         trees: list[Any] = []
 
-        def run(*leaves: Any) -> list[Any]:
-            own_args, own_kwargs = jax.tree.unflatten(tree, leaves)
+        def run(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            pairs = zip(leaves, is_array, strict=True)
+            both = [next(given) if a else x for x, a in pairs]
+            own_args, own_kwargs = jax.tree.unflatten(tree, both)
             results, out_tree = jax.tree.flatten(function(*own_args, **own_kwargs))
             trees.append(out_tree)
             return results
