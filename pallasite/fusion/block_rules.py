@@ -8,7 +8,7 @@ made of blocks of the operands (`push`), and computes the one from the others
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class BlockIndexTransform:
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     def then(
-        self, dims: Sequence[Any], indices: Callable[[Indices], Sequence[Any]]
+        self, dims: Sequence[Any], indices: Callable[[Indices], Iterable[Any]]
     ) -> "BlockIndexTransform":
         """Blocks of another value, whose indices follow from those of this one."""
         return self.replace(

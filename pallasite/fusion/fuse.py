@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import eval_jaxpr
 
 from pallasite import jaxcompat
 
@@ -62,7 +63,7 @@ def _run(jaxpr: Any, operands: list[Any], count: int) -> list[Any]:
     """The results of a jaxpr; the first `count` operands are its constants."""
 
     def unfused(*both: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, both[:count], *both[count:])
+        return eval_jaxpr(jaxpr, both[:count], *both[count:])
 
     graph = _planned(jaxpr, operands[:count])
     if graph is None:

@@ -98,12 +98,12 @@ def push_through(node: Node, ins: Sequence[Blocks]) -> Sequence[Blocks]:
 def evaluate(
     node: Node,
     operands: Sequence[Any],
-    blocks: Mapping[Val, Blocks],
+    blocks: Mapping[Any, Blocks],
     outer: Callable[[], Sequence[Any]] | None,
 ) -> list[Any]:
     """The blocks of a node's results, from those of its operands."""
-    of = lambda v: blocks.get(v) if isinstance(v, Val) else None
-    ins, outs = tuple(map(of, node.operands)), tuple(map(of, node.results))
+    ins = tuple(map(blocks.get, node.operands))
+    outs = tuple(map(blocks.get, node.results))
     if all(out is None for out in outs):  # scalars
         return node.bind(operands)
     eqn = equation(node, ins=ins, outs=outs, outer=outer)

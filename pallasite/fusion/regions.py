@@ -77,8 +77,9 @@ class Expression:
                 known[self.given] = next(pending)
 
             def read(atom: Atom) -> Any:
-                is_number = isinstance(atom, Const) and atom not in known
-                return atom.value if is_number else known[atom]
+                if isinstance(atom, Const) and atom not in known:
+                    return atom.value
+                return known[atom]
 
             for node in self.nodes:
                 operands = [read(v) for v in node.operands]
