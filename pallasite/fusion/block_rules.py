@@ -241,6 +241,16 @@ RULES["convert_element_type"] = dataclasses.replace(
 RULES["copy"] = RULES["copy_p"] = ELEMENTWISE
 
 
+def _evaluate_block(eqn: Equation, x: Any, *_: Any) -> Any:
+    return x
+
+
+# Says over which devices of a `shard_map` a value varies; of a block there is no need.
+RULES["pvary"] = RULES["pcast"] = dataclasses.replace(
+    ELEMENTWISE, evaluate=_evaluate_block
+)
+
+
 def _pull_bits(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     if eqn.shapes_in[0] != eqn.shapes_out[0]:
         raise eqn.refuse("the elements of both types must have one size")
@@ -531,10 +541,6 @@ def _pull_slice(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     return [
         out.then(dims, lambda idx: (f(i) for i, (_, f) in zip(idx, moved, strict=True)))
     ]
-
-
-def _evaluate_block(eqn: Equation, x: Any, *_: Any) -> Any:
-    return x
 
 
 RULES["slice"] = Rule(_pull_slice, _evaluate_block)

@@ -26,6 +26,7 @@ from pallasite.fusion.block_rules import (
 from pallasite.fusion.graph import Atom, Const, Graph, Node, Val
 from pallasite.fusion.propagate import (
     evaluate,
+    is_scalar_arithmetic,
     pull_through,
     push_through,
     same_blocks,
@@ -130,7 +131,10 @@ class Region:
         must = set(needed)
         for node in reversed(self.graph.nodes):
             outs = tuple(self.blocks.get(v) for v in node.results)
-            if all(out is None for out in outs) or given in node.results:
+            is_number = node.results[0] in self.blocks and is_scalar_arithmetic(node)
+            if all(out is None for out in outs) and not is_number:
+                continue
+            if given in node.results:
                 continue
             if node not in must and barred & set(node.results):
                 continue
@@ -146,7 +150,9 @@ class Region:
     def _enter(self, node: Node, outs: tuple[Blocks, ...]) -> None:
         if any(v not in self.blocks for v in node.results):
             raise NotFusible(f"only a part of what {node.primitive} makes is used")
-        ins = pull_through(node, outs)
+        ins = [None] * len(node.operands)
+        if any(out is not None for out in outs):
+            ins = pull_through(node, outs)
         for value, blocks in zip(node.operands, ins, strict=True):
             if T.dtype_of(value.aval.dtype) is None:
                 raise NotFusible(f"kernels have no {value.aval.dtype}")

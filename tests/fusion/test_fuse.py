@@ -123,7 +123,7 @@ FUSED = {
         ),
         (X, W),
     ),
-    "a scalar": (lambda x, w, s: matmul(x, w) * s, (X, W, jnp.float32(3))),
+    "a scalar": (lambda x, w, s: matmul(x, w) * (s + 1), (X, W, jnp.float32(3))),
     "a cast result": (lambda x, w: matmul(x, w).astype(jnp.bfloat16), (X, W)),
     "blocks over the edge": (
         lambda x, w, b: jax.nn.relu(matmul(x[:, :24], w[:24], block=24) + b),
@@ -265,7 +265,10 @@ def test_mapped_and_partitioned_calls_stay_fused():
     devices = np.asarray(jax.devices())
     if len(devices) < 8:
         pytest.skip("8 devices")
-    mesh = Mesh(devices[:8].reshape(4, 2), ("i", "j"))
+    mesh = Mesh(devices[:8].reshape(2, 4), ("i", "j"))
+    specs = (P("i"), P(), P(), P("i"))
+    own = jax.shard_map(pl.fuse(epilogue), mesh=mesh, in_specs=specs, out_specs=P("i"))
+    assert names_in(own, X, W, B, R) == ONE_CALL
     place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     x, w = array(64, 48, seed=6), W
     r = array(64, 64, seed=7)
