@@ -157,13 +157,15 @@ class Rule:
         pull: blocks of the results to blocks of the operands.
         evaluate: blocks of the operands, as values, to those of the results.
         push: blocks of the operands to those of the results; None: not known.
-        scalar_operands: operands that block indices follow from.
+        scalar_operands: operands that must be known as numbers.
+        is_indexed: whether block indices follow from those.
     """
 
     pull: Callable[[Equation, tuple[Blocks, ...]], Sequence[Blocks]]
     evaluate: Callable[..., Any]
     push: Callable[[Equation, Sequence[Blocks]], Sequence[Blocks]] | None = None
     scalar_operands: Callable[[Equation], Sequence[int]] = lambda eqn: ()
+    is_indexed: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -576,6 +578,7 @@ RULES["dynamic_slice"] = Rule(
     _pull_dynamic_slice,
     _evaluate_block,
     scalar_operands=lambda eqn: range(1, len(eqn.shapes_in)),
+    is_indexed=True,
 )
 
 

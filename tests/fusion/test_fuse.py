@@ -146,6 +146,16 @@ def test_one_kernel_computes_it(name):
     close(np.asarray(jax.jit(fused)(*args), np.float32), expected)
 
 
+def test_a_layer_that_a_number_names_is_read_in_place():
+    f = lambda x, w, n: matmul(x, w[n] * 2)
+    fused, args = pl.fuse(f), (X, STACK, jnp.int32(1))
+    assert not {"dynamic_slice", "mul"} & set(names_in(fused, *args))
+    np.testing.assert_allclose(jax.jit(fused)(*args), f(*args), 1e-4, 1e-4)
+    for target in ("tpu:v5e", "gpu:h200"):
+        (report,) = pl.explain(fused, target, measure=False)(*args).kernels
+        assert report.backend in ("tpu", "triton", "cuda")
+
+
 def test_the_compiled_program_is_one_call():
     lowered = jax.jit(pl.fuse(epilogue)).lower(X, W, B, R)
     lines = lowered.compile().as_text().split("ENTRY")[1].splitlines()
