@@ -314,7 +314,11 @@ def _pushed(
         if node in refused:
             continue
         following = [v for v in node.operands if isinstance(v, Val) and v in after]
-        if not following or any(v not in blocks for v in following):
+        if not following:
+            continue
+        if any(v not in blocks for v in following):
+            if any(v in blocks for v in following):
+                reasons.append(f"{node.primitive} needs more than this result")
             continue
         try:
             outs = push_through(node, [blocks.get(v) for v in node.operands])
