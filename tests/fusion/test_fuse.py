@@ -151,9 +151,9 @@ def test_a_layer_that_a_number_names_is_read_in_place():
     fused, args = pl.fuse(f), (X, STACK, jnp.int32(1))
     assert not {"dynamic_slice", "mul"} & set(names_in(fused, *args))
     np.testing.assert_allclose(jax.jit(fused)(*args), f(*args), 1e-4, 1e-4)
-    for target in ("tpu:v5e", "gpu:h200"):
-        (report,) = pl.explain(fused, target, measure=False)(*args).kernels
-        assert report.backend in ("tpu", "triton", "cuda")
+    # A TPU's index maps read scalars only where they are prefetched.
+    (report,) = pl.explain(fused, "tpu:v5e", measure=False)(*args).kernels
+    assert report.backend == "tpu"
 
 
 def test_the_compiled_program_is_one_call():
