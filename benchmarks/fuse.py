@@ -69,19 +69,19 @@ def cases(n: int) -> list[Case]:
         return jnp.asarray(numbers.normal(size=shape), dtype)
 
     q = jnp.asarray(numbers.integers(-127, 127, size=(n, n)), jnp.int8)
-    few, many, bf16 = 128, n, jnp.bfloat16
+    rows, depth, bf16 = 16, 64, jnp.bfloat16
     row = normal(n)
     return [
         (
             "bias, gelu, residual",
             epilogue,
-            (normal(many, few), normal(few, n), row, normal(many, n)),
+            (normal(n, depth), normal(depth, n), row, normal(n, n)),
         ),
-        ("int8 weights", dequantised, (normal(few, n, dtype=bf16), q, row)),
+        ("int8 weights", dequantised, (normal(rows, n, dtype=bf16), q, row)),
         (
             "int8 weights, bias, gelu, residual",
             both,
-            (normal(few, n, dtype=bf16), q, row, row, normal(few, n)),
+            (normal(rows, n, dtype=bf16), q, row, row, normal(rows, n)),
         ),
     ]
 

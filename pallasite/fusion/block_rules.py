@@ -8,7 +8,7 @@ made of blocks of the operands (`push`), and computes the one from the others
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class BlockIndexTransform:
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     def then(
-        self, dims: Sequence[Any], indices: Callable[[Indices], Sequence[Any]]
+        self, dims: Sequence[Any], indices: Callable[[Indices], Iterable[Any]]
     ) -> "BlockIndexTransform":
         """Blocks of another value, whose indices follow from those of this one."""
         return self.replace(
@@ -157,13 +157,15 @@ class Rule:
         pull: blocks of the results to blocks of the operands.
         evaluate: blocks of the operands, as values, to those of the results.
         push: blocks of the operands to those of the results; None: not known.
-        scalar_operands: operands that block indices follow from.
+        scalar_operands: operands that must be known as numbers.
+        is_indexed: whether block indices follow from those.
     """
 
     pull: Callable[[Equation, tuple[Blocks, ...]], Sequence[Blocks]]
     evaluate: Callable[..., Any]
     push: Callable[[Equation, Sequence[Blocks]], Sequence[Blocks]] | None = None
     scalar_operands: Callable[[Equation], Sequence[int]] = lambda eqn: ()
+    is_indexed: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -239,6 +241,16 @@ RULES["convert_element_type"] = dataclasses.replace(
     ELEMENTWISE, evaluate=_evaluate_cast
 )
 RULES["copy"] = RULES["copy_p"] = ELEMENTWISE
+
+
+def _evaluate_block(eqn: Equation, x: Any, *_: Any) -> Any:
+    return x
+
+
+# Says over which devices of a `shard_map` a value varies; of a block there is no need.
+RULES["pvary"] = RULES["pcast"] = dataclasses.replace(
+    ELEMENTWISE, evaluate=_evaluate_block
+)
 
 
 def _pull_bits(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
@@ -533,10 +545,6 @@ def _pull_slice(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
     ]
 
 
-def _evaluate_block(eqn: Equation, x: Any, *_: Any) -> Any:
-    return x
-
-
 RULES["slice"] = Rule(_pull_slice, _evaluate_block)
 
 
@@ -570,6 +578,7 @@ RULES["dynamic_slice"] = Rule(
     _pull_dynamic_slice,
     _evaluate_block,
     scalar_operands=lambda eqn: range(1, len(eqn.shapes_in)),
+    is_indexed=True,
 )
 
 

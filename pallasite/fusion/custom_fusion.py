@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import eval_jaxpr
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
@@ -49,7 +50,7 @@ class custom_fusion:
 
     def __init__(self, fun: Callable[..., Any]):
         functools.update_wrapper(self, fun)
-        self.fun = fun
+        self.fun, self.__name__ = fun, getattr(fun, "__name__", "function")
         self.eval_rule: Callable[..., Sequence[Any]] | None = None
         self.pull_block_spec_rule: Callable[..., Sequence[Any]] | None = None
         self.push_block_spec_rule: Callable[..., Sequence[Any]] | None = None
@@ -109,7 +110,7 @@ class custom_fusion:
 
 def _run(*operands: Any, unfused: Any, num_constants: int, **_: Any) -> list[Any]:
     constants, args = operands[:num_constants], operands[num_constants:]
-    return jax.core.eval_jaxpr(unfused, constants, *args)
+    return eval_jaxpr(unfused, constants, *args)
 
 
 def _types(*avals: Any, unfused: Any, **_: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import eval_jaxpr
 
 from pallasite import jaxcompat
 
@@ -36,11 +37,17 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        # Python's numbers, strings and the like stay what they are to the function.
+        is_array = [hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves]
+        flat = [x for x, a in zip(leaves, is_array, strict=True) if a]
         trees: list[Any] = []
 
-        def run(*leaves: Any) -> list[Any]:
-            own_args, own_kwargs = jax.tree.unflatten(tree, leaves)
+        def run(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            pairs = zip(leaves, is_array, strict=True)
+            both = [next(given) if a else x for x, a in pairs]
+            own_args, own_kwargs = jax.tree.unflatten(tree, both)
             results, out_tree = jax.tree.flatten(function(*own_args, **own_kwargs))
             trees.append(out_tree)
             return results
@@ -56,7 +63,7 @@ def _run(jaxpr: Any, operands: list[Any], count: int) -> list[Any]:
     """The results of a jaxpr; the first `count` operands are its constants."""
 
     def unfused(*both: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, both[:count], *both[count:])
+        return eval_jaxpr(jaxpr, both[:count], *both[count:])
 
     graph = _planned(jaxpr, operands[:count])
     if graph is None:

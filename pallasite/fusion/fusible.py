@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+from jax.core import eval_jaxpr
 from jax.interpreters import ad, batching, mlir
 
 from pallasite import jaxcompat
@@ -85,7 +86,7 @@ class _Fusible:
 
 def _run(*operands: Any, fusible: _Fusible) -> list[Any]:
     n = fusible.num_constants
-    return jax.core.eval_jaxpr(fusible.unfused, operands[:n], *operands[n:])
+    return eval_jaxpr(fusible.unfused, operands[:n], *operands[n:])
 
 
 def _types(*avals: Any, fusible: _Fusible) -> tuple[list[Any], Any]:

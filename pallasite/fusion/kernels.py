@@ -112,7 +112,9 @@ class _Fuser:
         self.params: dict[Atom, Value] = {}  # of leaves
         self.blocks: dict[Atom, Value] = {}  # what the body loads leaves from
         self.windows: list[Shown] = []
-        for n, leaf in enumerate(expression.leaves):
+        # Index maps may read scalars, so those come first.
+        leaves = list(enumerate(expression.leaves))
+        for n, leaf in sorted(leaves, key=lambda each: bool(each[1].shape)):
             self._add_leaf(leaf, n)
 
     def _add_leaf(self, leaf: Atom, n: int) -> None:
@@ -138,8 +140,13 @@ class _Fuser:
         params = tuple(Value(p.type, p.name) for p in old.params)
         with self.im.nested() as builder:
             indices = inline(builder, old, params)
-            found = self.im.run(index_jaxpr(blocks, self._limits()), indices)
+            scalars = [self._number(builder, s) for s in self.expression.scalars]
+            jaxpr = index_jaxpr(blocks, self._limits(), len(scalars))
+            found = self.im.run(jaxpr, [*indices, *scalars])
             return builder.block(params, found)
+
+    def _number(self, builder: Builder, scalar: Atom) -> Value:
+        return builder.cast(builder.load(self.params[scalar]), T.I32)
 
     def _limits(self) -> list[int | None]:
         """The last index of each dimension, where the map may yield a larger one."""

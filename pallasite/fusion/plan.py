@@ -7,7 +7,7 @@ there, but perhaps many times in the kernel that reads it.
 from dataclasses import replace
 from typing import Any
 
-from pallasite.errors import NotFusible, PallasError, UnsupportedError
+from pallasite.errors import NotFusible, UnsupportedError
 from pallasite.fusion.graph import Atom, Graph, Node, Val
 from pallasite.fusion.kernels import (
     dims_of,
@@ -57,15 +57,13 @@ class _FusedCall:
 
     def _try(self, fuse: Any, value: Atom, role: str, params: Any) -> None:
         values = self.node.results if role == "result" else self.node.operands
-        if not isinstance(value, Val) or value not in values:
+        if not isinstance(value, Val) or value not in values or 0 in value.shape:
             return
         name = f"{role} {params[values.index(value)].name}"
         reasons: list[str] = []
         try:
             done = fuse(value, reasons)
-        except (NotFusible, UnsupportedError) as error:
-            done, reasons = "", [error.what]
-        except PallasError as error:
+        except UnsupportedError as error:
             done, reasons = "", [error.what]
         if done:
             self.notes.append(f"{name}: {done}")
@@ -92,7 +90,7 @@ class _FusedCall:
         new = with_consumers(kernel, number, expression, keeps)
         outside = sum(v.bytes for v in (value, *expression.results))
         outside += _bytes(expression)
-        saved = self._saving(kernel, new, outside, True, reasons)
+        saved = self._saving(kernel, new, outside, reasons)
         if saved is None:
             return ""
         made = [*expression.results, *([value] if keeps else [])]
@@ -117,11 +115,11 @@ class _FusedCall:
     # --- operands ---
 
     def _fuse_operand(self, value: Val, reasons: list[str]) -> str:
-        if self.node.operands.count(value) != 1:
-            return ""
         kernel, number = self.call.kernel, self.node.operands.index(value)
         if value not in {v for node in self.graph.nodes for v in node.results}:
             return ""  # an argument
+        if self.node.operands.count(value) != 1:
+            raise NotFusible("the kernel has it twice")
         shown = shown_of(kernel, kernel.inputs[number], "in")
         dies = self.graph.uses(value) == 1
         for shrinking in (True, False):
@@ -133,7 +131,7 @@ class _FusedCall:
                 continue
             new = with_producers(kernel, number, expression)
             outside = value.bytes + _bytes(expression) if dies else 0
-            saved = self._saving(kernel, new, outside, dies, reasons)
+            saved = self._saving(kernel, new, outside, reasons)
             if saved is not None:
                 operands = self.node.operands
                 self.node.operands = [
@@ -148,14 +146,13 @@ class _FusedCall:
     # --- both ---
 
     def _saving(
-        self, old: Kernel, new: Kernel, outside: int, dies: bool, reasons: list[str]
+        self, old: Kernel, new: Kernel, outside: int, reasons: list[str]
     ) -> str | None:
         """What fusing saves, in words; None if it does not.
 
         Args:
             old, new: the kernel before and after.
             outside: bytes moved outside of the kernel before, and not after.
-            dies: whether the equations do not run outside any more.
             reasons: gets why it does not.
         """
         before, after = count(old), count(new)

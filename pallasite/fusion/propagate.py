@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallasite import jaxcompat
 from pallasite.errors import NotFusible
 from pallasite.fusion.block_rules import (
+    ELEMENTWISE,
     BlockIndexTransform,
     Blocks,
     Equation,
@@ -95,18 +96,28 @@ def push_through(node: Node, ins: Sequence[Blocks]) -> Sequence[Blocks]:
     return push(eqn, ins)
 
 
+def is_scalar_arithmetic(node: Node) -> bool:
+    """Whether a node computes a number from numbers."""
+    if any(v.shape for v in (*node.operands, *node.results)):
+        return False
+    try:
+        return rule_of(equation(node)).pull is ELEMENTWISE.pull
+    except NotFusible:
+        return False
+
+
 def evaluate(
     node: Node,
     operands: Sequence[Any],
-    blocks: Mapping[Val, Blocks],
+    blocks: Mapping[Any, Blocks],
     outer: Callable[[], Sequence[Any]] | None,
 ) -> list[Any]:
     """The blocks of a node's results, from those of its operands."""
-    of = lambda v: blocks.get(v) if isinstance(v, Val) else None
-    ins, outs = tuple(map(of, node.operands)), tuple(map(of, node.results))
-    if all(out is None for out in outs):  # scalars
-        return node.bind(operands)
+    ins = tuple(map(blocks.get, node.operands))
+    outs = tuple(map(blocks.get, node.results))
     eqn = equation(node, ins=ins, outs=outs, outer=outer)
+    if all(out is None for out in outs) and not is_scalar_arithmetic(node):
+        return node.bind(operands)
     made = rule_of(eqn).evaluate(eqn, *operands)
     return list(made) if node.primitive.multiple_results else [made]
 

@@ -20,12 +20,15 @@ from pallasite.fusion.block_rules import (
     BlockIndexTransform,
     Blocks,
     is_numbered,
+    rule_of,
     seen_shape,
     size_of,
 )
 from pallasite.fusion.graph import Atom, Const, Graph, Node, Val
 from pallasite.fusion.propagate import (
+    equation,
     evaluate,
+    is_scalar_arithmetic,
     pull_through,
     push_through,
     same_blocks,
@@ -48,6 +51,7 @@ class Expression:
         leaves: the values it reads.
         results: the values it makes.
         blocks: of all these values; None for scalars.
+        scalars: the leaves that block indices follow from.
     """
 
     rank: int
@@ -56,6 +60,7 @@ class Expression:
     leaves: tuple[Atom, ...]
     results: tuple[Val, ...]
     blocks: Mapping[Atom, Blocks]
+    scalars: tuple[Val, ...] = ()
 
     @property
     def names(self) -> str:
@@ -75,14 +80,16 @@ class Expression:
             known: dict[Atom, Any] = {leaf: next(pending) for leaf in self.leaves}
             if self.given is not None:
                 known[self.given] = next(pending)
+            outer = (*indices, *(known[s] for s in self.scalars))
 
             def read(atom: Atom) -> Any:
-                is_number = isinstance(atom, Const) and atom not in known
-                return atom.value if is_number else known[atom]
+                if isinstance(atom, Const) and atom not in known:
+                    return atom.value
+                return known[atom]
 
             for node in self.nodes:
                 operands = [read(v) for v in node.operands]
-                made = evaluate(node, operands, self.blocks, lambda: indices)
+                made = evaluate(node, operands, self.blocks, lambda: outer)
                 known.update(zip(node.results, made, strict=True))
             return [known[v] for v in self.results]
 
@@ -106,6 +113,7 @@ class Region:
         self.counts = block_counts(value.shape, dims)  # steps: blocks of that value
         self.nodes: list[Node] = []
         self.blocks: dict[Atom, Blocks] = {}
+        self.scalars: list[Val] = []  # that block indices follow from
         self.reasons: list[str] = []
 
     def walk_back(
@@ -129,7 +137,10 @@ class Region:
         must = set(needed)
         for node in reversed(self.graph.nodes):
             outs = tuple(self.blocks.get(v) for v in node.results)
-            if all(out is None for out in outs) or given in node.results:
+            is_number = node.results[0] in self.blocks and is_scalar_arithmetic(node)
+            if all(out is None for out in outs) and not is_number:
+                continue
+            if given in node.results or set(self.scalars) & set(node.results):
                 continue
             if node not in must and barred & set(node.results):
                 continue
@@ -145,7 +156,10 @@ class Region:
     def _enter(self, node: Node, outs: tuple[Blocks, ...]) -> None:
         if any(v not in self.blocks for v in node.results):
             raise NotFusible(f"only a part of what {node.primitive} makes is used")
-        ins = pull_through(node, outs)
+        ins = [None] * len(node.operands)
+        if any(out is not None for out in outs):
+            self._note_scalars(node)
+            ins = pull_through(node, outs, self._scalars)
         for value, blocks in zip(node.operands, ins, strict=True):
             if T.dtype_of(value.aval.dtype) is None:
                 raise NotFusible(f"kernels have no {value.aval.dtype}")
@@ -157,6 +171,17 @@ class Region:
                 self.blocks[value] = blocks
         self.nodes.append(node)
 
+    def _note_scalars(self, node: Node) -> None:
+        eqn = equation(node)
+        rule = rule_of(eqn)
+        for n in rule.scalar_operands(eqn) if rule.is_indexed else ():
+            value = node.operands[n]
+            if isinstance(value, Val) and value not in self.scalars:
+                self.scalars.append(value)
+
+    def _scalars(self, outer: Sequence[Any]) -> dict[Val, Any]:
+        return dict(zip(self.scalars, outer[self.rank :], strict=False))
+
     def _check_same(self, value: Atom, blocks: Blocks) -> None:
         if value not in self.blocks:
             return
@@ -167,8 +192,9 @@ class Region:
         """Whether two descriptions mean the same block of a value at every step."""
         if a is None or b is None or tuple(a.dims) != tuple(b.dims):
             return a is b
-        if prod(self.counts) > MOST_STEPS:
-            return same_blocks(a, b, [INDEX] * self.rank)
+        if self.scalars or prod(self.counts) > MOST_STEPS:
+            numbers = [INDEX] * (self.rank + len(self.scalars))
+            return same_blocks(a, b, numbers)
         steps = np.meshgrid(*map(np.arange, self.counts), indexing="ij", sparse=True)
         last = [n - 1 for n in block_counts(value.shape, a.dims)]
         with jax.ensure_compile_time_eval():
@@ -184,7 +210,13 @@ class Region:
         leaves = tuple(v for v in self.blocks if v not in made and v is not given)
         nodes = tuple(reversed(self.nodes))
         return Expression(
-            self.rank, nodes, given, leaves, tuple(results), dict(self.blocks)
+            self.rank,
+            nodes,
+            given,
+            leaves,
+            tuple(results),
+            dict(self.blocks),
+            tuple(s for s in self.scalars if s in self.blocks),
         )
 
 
@@ -207,7 +239,7 @@ def _shrinks(node: Node) -> bool:
 
 def whole(dims: Sequence[Any]) -> BlockIndexTransform:
     """Blocks that are what all others follow from."""
-    return BlockIndexTransform(tuple(dims), lambda *indices: indices)
+    return BlockIndexTransform(tuple(dims), lambda *outer: outer[: len(dims)])
 
 
 def producers_of(
@@ -282,7 +314,11 @@ def _pushed(
         if node in refused:
             continue
         following = [v for v in node.operands if isinstance(v, Val) and v in after]
-        if not following or any(v not in blocks for v in following):
+        if not following:
+            continue
+        if any(v not in blocks for v in following):
+            if any(v in blocks for v in following):
+                reasons.append(f"{node.primitive} needs more than this result")
             continue
         try:
             outs = push_through(node, [blocks.get(v) for v in node.operands])
@@ -317,23 +353,28 @@ def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
             raise NotFusible("a block is needed that another step computes")
 
 
-def index_jaxpr(blocks: BlockIndexTransform, limits: Sequence[int | None]) -> Any:
-    """The jaxpr from indices to those of other blocks.
+def index_jaxpr(
+    blocks: BlockIndexTransform, limits: Sequence[int | None], scalars: int
+) -> Any:
+    """The jaxpr from indices, and scalars, to the indices of other blocks.
 
     Args:
         blocks: the other blocks.
         limits: the largest index of each dimension, where one may be larger; it then
             means the last block.
+        scalars: how many there are.
     """
+    rank = len(limits)
 
-    def run(*indices: Any) -> list[Any]:
-        return [jnp.asarray(i, jnp.int32) for i in blocks.at(indices)]
+    def run(*outer: Any) -> list[Any]:
+        return [jnp.asarray(i, jnp.int32) for i in blocks.at(outer)]
 
-    def clamped(*indices: Any) -> list[Any]:
-        pairs = zip(indices, limits, strict=True)
-        return run(*(i if n is None else jnp.clip(i, 0, n) for i, n in pairs))
+    def clamped(*outer: Any) -> list[Any]:
+        pairs = zip(outer[:rank], limits, strict=True)
+        indices = [i if n is None else jnp.clip(i, 0, n) for i, n in pairs]
+        return run(*indices, *outer[rank:])
 
-    types = [INDEX] * len(limits)
+    types = [INDEX] * (rank + scalars)
     with jaxcompat.own_tracing():
         made = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*types))
         if not jaxcompat.opened(made)[0].eqns:  # indices as they are

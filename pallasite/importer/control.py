@@ -39,6 +39,21 @@ def _kernel_call(im: Importer, eqn: Any, *args: Value) -> None:
     )
 
 
+@RULES.rule("custom_fusion")
+def _custom_fusion(im: Importer, eqn: Any, *args: Value) -> list[Value]:
+    """A function with rules for blocks, as its author computes it in kernels."""
+    count, impl = eqn.params["num_constants"], eqn.params["rules"].pallas_impl
+
+    def run(*operands: Any) -> list[Any]:
+        constants, own = operands[:count], operands[count:]
+        if impl is None:
+            return jax.core.eval_jaxpr(eqn.params["unfused"], constants, *own)
+        given, by_name = jax.tree.unflatten(eqn.params["in_tree"], own)
+        return jax.tree.leaves(impl(*given, **by_name))
+
+    return im.splice(run, args)
+
+
 @RULES.rule("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 def _custom_call(im: Importer, eqn: Any, *args: Value) -> Sequence[Value]:
     """The function's code, with the name of its rule where that can matter."""

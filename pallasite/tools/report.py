@@ -57,6 +57,7 @@ class KernelReport:
         passes: what was done to the kernel.
         hints: what would make it faster, the most useful first.
         note: what else there is to say, about the numbers that are missing.
+        fused: what `pl.fuse` moved into the kernel, and why not more.
     """
 
     name: str

@@ -249,3 +249,14 @@ def test_a_custom_fusion_passes_blocks_by_its_own_rules():
     np.testing.assert_allclose(
         gradient, jax.grad(lambda x: (4 * x @ X.T).sum())(X), 1e-4
     )
+
+    @double.def_pallas_impl
+    def _(x):
+        return jnp.add(x, x)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = double(x_ref[...])
+
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    np.testing.assert_array_equal(call(X), 2 * X)
+    assert "mul" not in pl.lower(call)(X).kernels[0].text

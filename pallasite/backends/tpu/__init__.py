@@ -138,7 +138,11 @@ class TpuBackend:
         return (Stage("mosaic", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
-        from pallasite.backends.tpu.compile import call_config, core_of
+        from pallasite.backends.tpu.compile import (
+            call_config,
+            core_of,
+            input_fusion,
+        )
         from pallasite.backends.tpu.fit_windows import CallArrays, warn_of_forms
         from pallasite.backends.tpu.prints import LANES, ROWS, reader, sites_of
         from pallasite.backends.tpu.remote import check_collective_id, talks_to_devices
@@ -153,9 +157,10 @@ class TpuBackend:
         sites = sites_of(kernel)
         check_collective_id(kernel, options.compiler_params)
         talks = talks_to_devices(kernel.body)
+        fusible = input_fusion(options.compiler_params, kernel)
         return Launch(
             target="tpu_custom_call",
-            config=call_config(compiled["mosaic"], options, vmem, talks),
+            config=call_config(compiled["mosaic"], options, vmem, talks, fusible),
             api_version=1,
             aliases=arrays.aliases,
             log_words=ROWS * LANES if sites else 0,

@@ -9,11 +9,13 @@ import base64
 import functools
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pallasite.backends.base import Options
 from pallasite.errors import CompileError, SpecError
+from pallasite.ir.nodes import Kernel
+from pallasite.ir.roles import Pipeline
 
 # The oldest version of the serialised dialect that has all we write: any newer libtpu
 # reads it.
@@ -102,11 +104,28 @@ def knows_attribute(text: str) -> bool:
     return True
 
 
+def input_fusion(params: Mapping[str, Any], kernel: Kernel) -> list[bool]:
+    """`allow_input_fusion`, one entry per operand of the call.
+
+    The author counts the arguments of the call: sizes of a dynamic grid come before
+    those, values that the kernel closes over after. A kernel with fewer operands is
+    another one, made of the author's (a derivative): nothing is said about its.
+    """
+    given = [bool(allowed) for allowed in params.get("allow_input_fusion") or ()]
+    if not any(given):
+        return []
+    pipelines = [op for op in kernel.body.ops if op.name == "pipeline"]
+    sizes = sum(len(Pipeline.of(op).dynamic_sizes) for op in pipelines)
+    others = len(kernel.inputs) - sizes - len(given)
+    return [] if others < 0 else [False] * sizes + given + [False] * others
+
+
 def call_config(
     text: str,
     options: Options,
     vmem_bytes: int | None = None,
     has_communication: bool = False,
+    fusible_inputs: Sequence[bool] = (),
 ) -> str:
     """The backend_config of the custom call, as JSON.
 
@@ -115,6 +134,7 @@ def call_config(
         options: what the author said.
         vmem_bytes: the limit on vector memory, where the author names none.
         has_communication: whether it copies to or signals other devices.
+        fusible_inputs: which operands XLA may compute in the call (`input_fusion`).
     """
     params = dict(options.compiler_params)
     _check_params(params)
@@ -129,8 +149,8 @@ def call_config(
     config |= {k: params[k] for k in PASSED_ON if params.get(k) is not None}
     if has_communication:
         config["has_communication"] = True
-    if params.get("allow_input_fusion"):
-        config["allow_input_fusion"] = list(params["allow_input_fusion"])
+    if fusible_inputs:
+        config["allow_input_fusion"] = list(fusible_inputs)
     if options.cost_estimate is not None:
         config["cost_estimate"] = dict(options.cost_estimate)
     top: dict[str, Any] = {"custom_call_config": config}

@@ -91,6 +91,19 @@ def test_call_config_carries_what_the_author_said():
     assert call["needs_layout_passes"] is True
 
 
+@pytest.mark.parametrize(
+    "given, passed",
+    [([True, False], [True, False]), ([True], [True, False]), ([True] * 3, None)],
+)
+def test_input_fusion_is_allowed_for_the_operands_there_are(given, passed):
+    import json
+
+    options = Options(compiler_params={"allow_input_fusion": given})
+    made = Compiled(get("tpu"), kernel_of("vector_add"), options)
+    config = json.loads(get("tpu").launch(made).config)["custom_call_config"]
+    assert config.get("allow_input_fusion") == passed
+
+
 def test_unknown_compiler_parameter_is_refused():
     options = Options(compiler_params={"num_warps": 4})
     with pytest.raises(SpecError, match="no compiler parameter num_warps"):
