@@ -1,4 +1,4 @@
-"""Command line: `pallasite run`, `check`, `explain`, `explore`, `tune`, `doctor` and `cache`.
+"""Command line: `pallasite run`, `check`, `explain`, `explore`, `tune` and others.
 
 Also as `python -m pallasite ...`.
 """

@@ -1,7 +1,7 @@
 """Texts of stages as lines, each with the source line it comes from.
 
-Every stage says so in its own way: our IR and Mosaic by `loc(...)`, a jaxpr and TTIR by
-comments, CUDA C++ by `#line`, LLVM by debug metadata, PTX and assembly by `.loc`. What
+Every stage says so in its own way: our IR and Mosaic by `loc(...)`, a jaxpr, TTIR and
+CUDA C++ by comments, LLVM by debug metadata, PTX and assembly by `.loc`. What
 says it is taken out of what is shown. A stage without any is shown without links.
 """
 
@@ -18,11 +18,11 @@ MOST_CHARACTERS = 1_000_000  # of one stage that are shown
 
 _IR = re.compile(r' loc\("((?:[^"\\]|\\.)*)":(\d+)(?::\d+)?(?: in "[^"]*")?\)')
 _COMMENT = re.compile(r"\s*(?:#|//) (?:(\S.*?):(\d+)(?::\d+)?(?: \(.*\))?)?$")
-_HASH_LINE = re.compile(r'\s*#line (\d+) "((?:[^"\\]|\\.)*)"')
 _DEBUG = re.compile(r",? !dbg !(\d+)")
 _METADATA = re.compile(r"^!(\d+) = (?:distinct )?!(\w+)\((.*)\)$")
 _FIELD = re.compile(r'(\w+): (?:"((?:[^"\\]|\\.)*)"|!?([\w.]+))')
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
+_SECTION = re.compile(r"\s*\.(section|text|data)\b")
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
 
 
@@ -73,18 +73,6 @@ def _comments(text: str) -> Iterator[Line]:
             yield line[: found.start()], at
 
 
-def _hash_lines(text: str) -> Iterator[Line]:
-    """`#line` counts on; the emitter writes one before each line that has an origin."""
-    at: At | None = None
-    for line in text.splitlines():
-        found = _HASH_LINE.match(line)
-        if found:
-            at = _at(found[2], found[1])
-        else:
-            yield line, at
-            at = None
-
-
 def _llvm(text: str) -> Iterator[Line]:
     metadata: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
@@ -113,7 +101,12 @@ def _assembly(text: str) -> Iterator[Line]:
     """Instructions come from the `.loc` before them, until a label or another one."""
     files: dict[str, str] = {}
     at: At | None = None
+    is_debug = False
     for line in text.splitlines():
+        if _SECTION.match(line):
+            is_debug = ".debug" in line
+        if is_debug:
+            continue
         file, place = _FILE.match(line), _LOC.match(line)
         if file:
             folder = f"{file[2]}/" if file[2] else ""
@@ -138,7 +131,7 @@ def _at(file: str, line: str) -> At:
 _READERS: dict[str, Callable[[str], Iterator[Line]]] = {
     "jaxpr": _comments,
     "ttir": _comments,
-    "cuda": _hash_lines,
+    "cuda": _comments,
     "llvm": _llvm,
     "asm": _assembly,
     "ptx": _assembly,

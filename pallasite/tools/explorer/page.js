@@ -18,7 +18,7 @@
 
   // --- what is shown; the address keeps it ---
 
-  const state = { view: 0, file: 0, cost: 0, a: "", b: "", at: -1, step: 0 };
+  const state = { view: 0, file: 0, cost: 0, a: "", b: "", at: -1, form: 0, step: 0 };
   const remember = () => {
     const parts = Object.entries(state).map(([key, value]) => `${key}=${encodeURIComponent(value)}`);
     history.replaceState(null, "", `#${parts.join("&")}`);
@@ -31,6 +31,7 @@
     if (!data.views[state.view]) state.view = 0;
   };
   const view = () => data.views[state.view];
+  const shownGrid = () => view().grids[state.form] ?? view().grids[0];
 
   // --- lines ---
 
@@ -273,8 +274,9 @@
 
   let operands = [], timer = null;
   const fillGrid = () => {
-    const grid = view().grid, holder = $("operands");
+    const grid = shownGrid(), holder = $("operands");
     stop();
+    options($("form"), view().grids.map((each, n) => [n, each.name]), view().grids.indexOf(grid));
     const is = !grid.note;
     $("player").hidden = !is;
     document.querySelector(".legend").hidden = !is;
@@ -287,8 +289,7 @@
     }
     const count = grid.steps.length;
     const first = count < grid.total ? ` The first ${count} of ${grid.total} programs.` : "";
-    $("grid-note").textContent = [`Order: ${grid.order}.`, grid.blocks && `Here ${grid.blocks}.`, first.trim()]
-      .filter(Boolean).join(" ");
+    $("grid-note").textContent = `Order: ${grid.order}.${first}`;
     operands = grid.operands.map((each) => new Operand(each));
     const scratch = grid.scratch.map((each) => {
       const card = element("div", "operand");
@@ -303,7 +304,7 @@
     go(state.step);
   };
   const go = (to) => {
-    const grid = view().grid;
+    const grid = shownGrid();
     if (grid.note) return;
     const count = grid.steps.length;
     state.step = Math.max(0, Math.min(to, count - 1));
@@ -322,7 +323,7 @@
   };
   const play = () => {
     if (timer) { stop(); remember(); return; }
-    const last = view().grid.steps.length - 1;
+    const last = shownGrid().steps.length - 1;
     if (state.step >= last) go(0);
     timer = setInterval(() => {
       if (state.step >= last) { stop(); remember(); } else go(state.step + 1);
@@ -336,7 +337,7 @@
     last: () => go(Infinity), play,
   };
   const act = (name) => {
-    if (view().grid.note) return;
+    if (shownGrid().note) return;
     if (name !== "play") stop();
     acts[name]();
     if (!timer) remember();
@@ -370,7 +371,8 @@
   };
 
   const onChoice = (select, act) => select.addEventListener("change", () => { act(select.value); remember(); });
-  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", at: -1, step: 0 }); show(); });
+  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", at: -1, form: 0, step: 0 }); show(); });
+  onChoice($("form"), (value) => { Object.assign(state, { form: Number(value), step: 0 }); fillGrid(); });
   onChoice($("file"), (value) => { state.file = Number(value); fillSource(); source.light(state.at, null); });
   onChoice($("cost"), (value) => { state.cost = Number(value); fillCosts(); });
   for (const key of ["a", "b"]) {
