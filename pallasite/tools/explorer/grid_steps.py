@@ -50,9 +50,13 @@ def grids_of(
     chosen = _with_windows(kernel, compiled)
     order = partial(_order, compiled=compiled, platform=platform)
     run = _grid("as it is run", chosen, order)
-    if run == _grid("as it is run", kernel, order) and "note" in run:
-        return [run]
-    return [run, _grid("as it is written", kernel, _in_order)]
+    written = _grid("as it is written", kernel, _in_order)
+    if "note" in run:
+        return [run] if "note" in written else [written]
+    # What steps share is seen best in the kernel as it was written.
+    if len(written.get("parallel", ())) == len(run["parallel"]):
+        run["parallel"] = written["parallel"]
+    return [run, written]
 
 
 def _grid(name: str, kernel: Kernel, order: Callable[..., Order]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ CUDA C++ by comments, LLVM by debug metadata, PTX and assembly by `.loc`. What
 says it is taken out of what is shown. A stage without any is shown without links.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ _DEBUG = re.compile(r",? !dbg !(\d+)")
 _METADATA = re.compile(r"^!(\d+) = (?:distinct )?!(\w+)\((.*)\)$")
 _FIELD = re.compile(r'(\w+): (?:"((?:[^"\\]|\\.)*)"|!?([\w.]+))')
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
+_FILES = re.compile(_FILE.pattern, re.MULTILINE).finditer
 _SECTION = re.compile(r"\s*\.(section|text|data)\b")
-_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at (\d+) (\d+))?")
+_NOT_SOURCES = ("generated", "kernel.cu", "")
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def _llvm(text: str) -> Iterator[Line]:
 
 def _assembly(text: str) -> Iterator[Line]:
     """Instructions come from the `.loc` before them, until a label or another one."""
-    files: dict[str, str] = {}
+    # PTX names its files at the end.
+    files = {m[1]: "/".join(filter(None, [m[2], m[3]])) for m in _FILES(text)}
     at: At | None = None
     is_debug = False
     for line in text.splitlines():
@@ -107,16 +111,23 @@ def _assembly(text: str) -> Iterator[Line]:
             is_debug = ".debug" in line
         if is_debug:
             continue
-        file, place = _FILE.match(line), _LOC.match(line)
-        if file:
-            folder = f"{file[2]}/" if file[2] else ""
-            files[file[1]] = folder + file[3]
-        elif place:
-            known = files.get(place[1])
-            at = _at(known, place[2]) if known and place[2] != "0" else None
+        place = _LOC.match(line)
+        if place:
+            at = _origin(files, place)
+        elif _FILE.match(line):
+            continue
         elif not line.lstrip().startswith((".Ltmp", "Ltmp", "$L__tmp")):
             is_code = line[:1].isspace() and not line.lstrip().startswith((".", "//"))
             yield line, at if is_code else None
+
+
+def _origin(files: dict[str, str], place: re.Match[str]) -> At | None:
+    """Of what is inlined from a helper, where it is inlined."""
+    for file, line in ((place[1], place[2]), (place[3], place[4])):
+        name = files.get(file, "") if file else ""
+        if line != "0" and os.path.basename(name) not in _NOT_SOURCES:
+            return _at(name, line)
+    return None
 
 
 def _plain(text: str) -> Iterator[Line]:

@@ -39,12 +39,14 @@
     "(%[\\w.$]+)|(\"(?:[^\"\\\\]|\\\\.)*\"|'(?:[^'\\\\]|\\\\.)*')|(#.*$|//.*$|;.*$)|" +
     "\\b(def|return|for|while|if|else|in|import|from|lambda|with|as|not|and|or|None|True|False|" +
     "kernel|pipeline|body|map|branch|cond|yield|load|store|dot|define|ret|br|call|phi|module|func)\\b", "g");
-  const colored = (text, isSource) => {
+  const COMMENTS = { source: "#", llvm: ";" };
+  const colored = (text, kind) => {
+    const mark = COMMENTS[kind] ?? "//";
     const made = element("span", "code");
     let done = 0;
     for (const found of text.matchAll(WORDS)) {
       const [all, name, quoted, comment, word] = found;
-      if (comment && isSource !== comment.startsWith("#")) continue;
+      if (comment && !comment.startsWith(mark)) continue;
       made.append(text.slice(done, found.index));
       made.append(element("span", name ? "name" : quoted ? "text" : comment ? "comment" : "word", all));
       done = found.index + all.length;
@@ -52,13 +54,13 @@
     made.append(text.slice(done) || " ");
     return made;
   };
-  const line = (number, text, at, isSource) => {
+  const line = (number, text, at, kind) => {
     const made = element("div", "line");
     made.setAttribute("role", "option");
     made.setAttribute("aria-selected", "false");
     made.append(element("span", "number", number));
-    if (isSource) made.append(element("span", "cost"));
-    made.append(colored(text, isSource));
+    if (kind === "source") made.append(element("span", "cost"));
+    made.append(colored(text, kind));
     if (at >= 0) made.dataset.at = at;
     return made;
   };
@@ -153,7 +155,7 @@
     data.places.forEach(([f, n], at) => { if (f === state.file) numbers.set(n, at); });
     source.fill(file.lines.map((text, n) => {
       const number = file.first + n;
-      return line(number, text, numbers.get(number) ?? -1, true);
+      return line(number, text, numbers.get(number) ?? -1, "source");
     }));
     fillCosts();
   };
@@ -177,7 +179,7 @@
     if (!stage) { pane.fill([]); return; }
     const places = [];
     for (const [count, at] of stage.runs) for (let n = 0; n < count; n += 1) places.push(at);
-    pane.fill(stage.text.split("\n").map((text, n) => line(n + 1, text, places[n] ?? -1, false)));
+    pane.fill(stage.text.split("\n").map((text, n) => line(n + 1, text, places[n] ?? -1, stage.name)));
     pane.light(state.at, null);
   };
   const options = (select, names, chosen) => {

@@ -146,7 +146,11 @@ def _explained(
     if not isinstance(chip.chip, Tpu) or measure is not None or is_here(chip):
         return explain_site(site, chip, measure), []
     with tempfile.TemporaryDirectory() as folder:
-        (found,) = estimated([analyse(site, chip)], Path(folder))
+        found = analyse(site, chip)
+        try:
+            (found,) = estimated([found], Path(folder))
+        except PallasError as error:  # all that needs no libtpu is shown all the same
+            return found.with_report(note=error.what), []
         codes = sorted(Path(folder).rglob(f"*-{CODE}.txt"))
         return found, [codes[-1].read_text(errors="replace")] if codes else []
 
