@@ -62,8 +62,8 @@ def page():
 
 @pytest.fixture(scope="module")
 def data(page):
-    found = re.search(r'id="data">(.*?)</script>', page.html, re.DOTALL)
-    return json.loads(found[1])
+    (found,) = re.findall(r'id="data">(.*?)</script>', page.html, re.DOTALL)
+    return json.loads(found)
 
 
 def lines_at(data, stage, line):
