@@ -14,6 +14,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import __main__ as command_line
+from pallasite.backends import base
 from pallasite.language.trace import jaxprs_kept
 from pallasite.passes.analysis.work import count, count_by_line
 from pallasite.primitive import sites_in
@@ -106,6 +107,34 @@ def test_code_is_linked_to_the_op_it_computes(data):
     assert not any(
         "!dbg" in s["text"] or " loc(" in s["text"] for s in by_name.values()
     )
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = 2 * x_ref[...]
+
+
+def double(x):
+    return pl.pallas_call(double_kernel, out_shape=S(x.shape, x.dtype))(x)
+
+
+@pytest.mark.parametrize(("function", "count"), [(double, 1), (product, 2)])
+def test_source_lines_do_not_change_machine_code(function, count):
+    (site,) = sites_in(function, *[X] * count)
+    plain, linked_ = (
+        base.Compiled(base.get("cpu"), site.call.kernel, base.Options(lines=lines))
+        for lines in (False, True)
+    )
+    # Also where the kernel is inlined into its handler.
+    assert linked("asm", linked_["asm"]).is_linked
+    assert not linked("asm", plain["asm"]).is_linked
+    # At a function's entry LLVM may have them in another order.
+    assert sorted(instructions(linked_["asm"])) == sorted(instructions(plain["asm"]))
+
+
+def instructions(text):
+    lines = (line for line, _ in linked("asm", text).lines)
+    code = (line.split()[0] for line in lines if line[:1].isspace() and line.strip())
+    return [name for name in code if name[0] not in ".#/"]
 
 
 def test_costs_of_lines_are_those_of_the_kernel():

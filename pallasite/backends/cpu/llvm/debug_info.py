@@ -37,33 +37,32 @@ class Origins:
 
     def as_debug_info(self, functions: Sequence[str]) -> list[str]:
         """The functions with `!dbg` instead of marks, and the metadata after them."""
+        if not self._numbers:
+            return [without_marks(text) for text in functions]
         shared = _called_from_several(functions)
-        places = {number: at for at, number in self._numbers.items()}
         found = []
         for text in functions:
             name = _name(text)
-            if name in shared or not _MARK.search(text):
-                found.append(without_marks(text))
-            else:
-                found.append(self._described(text, name, places))
+            text = without_marks(text) if name in shared else text
+            found.append(self._described(text, name))
         return [*found, self._text()]
 
-    def _described(
-        self, text: str, name: str, places: dict[int, tuple[str, int]]
-    ) -> str:
-        """One function; its calls must all have a place, if only "line 0"."""
-        first = places[int(_MARK.findall(text)[0])]
-        scope = self._subprogram(name, *first)
+    def _described(self, text: str, name: str) -> str:
+        """One function. All have a place, also without lines of their own: else those
+        of what is inlined there would be lost. So must calls, if only "line 0"."""
+        places = {number: at for at, number in self._numbers.items()}
+        marks = _MARK.findall(text)
+        file, line = places[int(marks[0]) if marks else 1]
+        scope = self._subprogram(name, file, line)
         head, *lines = text.splitlines()
         described = [f"{head.removesuffix('{')}!dbg !{scope} {{"]
         for line in lines:
             found = _MARK.search(line)
             if found is not None:
-                place = self._place(scope, first[0], *places[int(found[1])])
+                place = self._place(scope, file, *places[int(found[1])])
                 line = f"{line[: found.start()]}, !dbg !{place}"
-            elif _CALL.search(line):
-                place = self._place(scope, first[0], first[0], 0)
-                line = f"{line}, !dbg !{place}"
+            elif _CALL.search(line) or " call " in line:
+                line = f"{line}, !dbg !{self._place(scope, file, file, 0)}"
             described.append(line)
         return "\n".join(described)
 
