@@ -25,6 +25,11 @@ class Loc:
         where = f" in {self.function}" if self.function else ""
         return f"{self.file}:{self.line}{where}"
 
+    @property
+    def comment(self) -> str:
+        """What generated code has at the end of lines that come from here."""
+        return f"  // {self.file}:{self.line}"
+
 
 @dataclass(frozen=True, eq=False)
 class Value:

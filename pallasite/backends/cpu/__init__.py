@@ -86,7 +86,7 @@ class CpuBackend:
 
     def stages(self, options: Options) -> Sequence[Stage]:
         return (
-            Stage("llvm", make_llvm),
+            Stage("llvm", partial(make_llvm, lines=options.lines)),
             Stage("asm", compiler.make_assembly, is_view=True),
             Stage("object", compiler.make_object),
         )
@@ -118,9 +118,9 @@ class CpuBackend:
         return f"cpu 1, {compiler.version()}"
 
 
-def make_llvm(scheduled: str) -> str:
+def make_llvm(scheduled: str, lines: bool = False) -> str:
     """The LLVM module of a scheduled kernel."""
-    return emit_kernel(scheduled_kernel(scheduled))
+    return emit_kernel(scheduled_kernel(scheduled), lines)
 
 
 def llvm_text(kernel: Kernel) -> str:

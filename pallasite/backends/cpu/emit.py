@@ -13,6 +13,7 @@ from pallasite.backends.cpu.dot import dot
 from pallasite.backends.cpu.dot.pack_once import PackedOnce
 from pallasite.backends.cpu.emitter import Emitter, Rule
 from pallasite.backends.cpu.llvm import cut_loops
+from pallasite.backends.cpu.llvm.debug_info import Origins
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.ops import (
     called_functions,
@@ -57,13 +58,16 @@ def is_native(op: Op) -> bool:
     return op.name in NATIVE and (op.name != "top_k" or top_k.has_top_k(op))
 
 
-def emit_kernel(kernel: Kernel) -> str:
+def emit_kernel(kernel: Kernel, lines: bool = False) -> str:
     """The LLVM module of a kernel; its entry point is the function `handler`.
+
+    With `lines` instructions say which source line they are from.
 
     The kernel writes only memory it owns (`own_inputs`), and its index maps yield
     numbers of blocks there are (`place_windows`).
     """
     module, sharing = Module(), Sharing.of(kernel)
+    module.origins = Origins() if lines else None
     module.called = called_functions.called_kinds(kernel)
     packed = PackedOnce.of(kernel)
     params = _pointer_params(kernel, sharing)

@@ -111,10 +111,13 @@ class Emitter:
             raise UnsupportedError(f"backend 'cpu' has no op '{op.name}'", *_facts(op))
         if op.regions and has_writes(op):
             self.before_write(None, self.scope.position)
+        module = self.f.module
+        outer, module.origin = module.origin, module.origin_of(op.loc)
         try:
             for value in op.results:  # here, where the op is known, not at its use
                 scalars.spelling(value.type.dtype)
             rule(self, op)
+            module.origin = outer
         except UnsupportedError as error:
             if error.at is not None:
                 raise
@@ -178,6 +181,7 @@ class Emitter:
             return
         scope = self.scope
         meaning.scope, meaning.last = scope.number, self.last_use(value)
+        meaning.origin = self.f.module.origin
         scope.tiles.append(meaning)
         if meaning.buffer is not None or meaning.is_free:
             return

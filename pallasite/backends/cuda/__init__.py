@@ -116,10 +116,12 @@ class CudaBackend:
     def stages(self, options: Options) -> Sequence[Stage]:
         chip = _chip(options)
         arch = _arch(chip)
-        approx = {"approx_math": bool(options.compiler_params.get("approx_math"))}
+        approx = bool(options.compiler_params.get("approx_math"))
+        most, lines = chip.shared.bytes, options.lines
+        make = partial(make_cuda, shared_bytes=most, approx_math=approx, lines=lines)
         return (
-            Stage("cuda", partial(make_cuda, shared_bytes=chip.shared.bytes, **approx)),
-            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch)),
+            Stage("cuda", make),
+            Stage("ptx", partial(nvrtc.stored_ptx, arch=arch, lines=lines)),
             Stage("ptxas", partial(nvrtc.report, arch=arch), is_view=True),
         )
 
@@ -188,9 +190,11 @@ def _quoted(text: str) -> str:
     return '"' + kept.replace("\n", "\\0A").replace("\t", "\\09") + '"'
 
 
-def make_cuda(scheduled: str, shared_bytes: int, approx_math: bool = False) -> str:
+def make_cuda(
+    scheduled: str, shared_bytes: int, approx_math: bool = False, lines: bool = False
+) -> str:
     """The CUDA C++ of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled), shared_bytes, approx_math)
+    return emit.emit(scheduled_kernel(scheduled), shared_bytes, approx_math, lines)
 
 
 BACKEND = CudaBackend()

@@ -90,16 +90,19 @@ def function_name(kernel: Kernel) -> str:
     return "pl_" + re.sub(r"\W", "_", kernel.name, flags=re.ASCII)
 
 
-def emit(kernel: Kernel, shared_bytes: int, approx_math: bool = False) -> str:
+def emit(
+    kernel: Kernel, shared_bytes: int, approx_math: bool = False, lines: bool = False
+) -> str:
     """The CUDA C++ of a promoted kernel.
 
     Args:
         kernel: after all passes.
         shared_bytes: what a program may have.
         approx_math: the author prefers instructions that are less exact.
+        lines: comments say which source lines code comes from.
     """
     emitter = Emitter(kernel, shared_bytes)
-    emitter.approx_math = approx_math
+    emitter.approx_math, emitter.with_lines = approx_math, lines
     return emitter.text()
 
 
@@ -109,6 +112,7 @@ class Emitter(TensorMemory):
     def __init__(self, kernel: Kernel, shared_bytes: int):
         super().__init__()
         self.kernel, self.most_shared = kernel, shared_bytes
+        self.with_lines = False
         self.program = Pipeline.of(find_pipeline(kernel))
         accesses = accesses_of(kernel)
         check_inputs_are_kept(kernel, accesses, "cuda")
@@ -228,7 +232,11 @@ class Emitter(TensorMemory):
         rule = RULES.get(op.name)
         if rule is None:
             self.refuse(op)
+        outer = self.out.origin
+        if self.with_lines:
+            self.out.origin = op.loc.comment if op.loc else ""
         rule(self, op)
+        self.out.origin = outer
         self.facts.note_op(op)
         for value in op.results:
             self.producers[value] = op

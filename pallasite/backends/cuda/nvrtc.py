@@ -31,8 +31,10 @@ def is_available() -> bool:
     return _found() is not None
 
 
-def compile_ptx(text: str, arch: str) -> str:
+def compile_ptx(text: str, arch: str, lines: bool = False) -> str:
     """The PTX of CUDA C++ text for an architecture such as "sm_90a".
+
+    With `lines` it has the source lines that comments of the text name.
 
     Raises:
         CompileError: NVRTC is not installed, or refuses the text.
@@ -45,6 +47,7 @@ def compile_ptx(text: str, arch: str) -> str:
         )
     )
     options = [*_OPTIONS, f"--gpu-architecture={arch.replace('sm_', 'compute_')}"]
+    options += ["--generate-line-info"] if lines else []
     array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), array)
@@ -66,8 +69,27 @@ def compile_ptx(text: str, arch: str) -> str:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def stored_ptx(text: str, arch: str) -> str:
+_ORIGIN = re.compile(r"  // (\S.*):(\d+)$")
+
+
+def _with_directives(text: str) -> str:
+    """Comments that name source lines as directives, which the compiler reads."""
+    found, was_known = [], False
+    for line in text.splitlines():
+        origin = _ORIGIN.search(line)
+        if origin is not None:
+            found.append(f'#line {origin[2]} "{origin[1]}"')
+        elif was_known:
+            found.append('#line 1 "generated"')
+        was_known = origin is not None
+        found.append(line)
+    return "\n".join([*found, ""])
+
+
+def stored_ptx(text: str, arch: str, lines: bool = False) -> str:
     """The same, from disk where it was compiled before."""
+    if lines:
+        return compile_ptx(_with_directives(text), arch, lines)
     key = "\n".join(["cuda", version(), arch, text])
     found = cache_files.load(key)
     if found is None:

@@ -73,13 +73,14 @@ class Writer:
         self.lines: list[str] = []
         self.depth = 1
         self.count = 0
+        self.origin = ""  # a comment at the end of lines: which source line they are of
 
     def fresh(self, hint: str = "v") -> str:
         self.count += 1
         return f"{hint}{self.count - 1}"
 
     def line(self, text: str) -> None:
-        self.lines.append("  " * self.depth + text)
+        self.lines.append("  " * self.depth + text + self.origin)
 
     @contextmanager
     def block(self, head: str = "", tail: str = "}") -> Iterator[None]:

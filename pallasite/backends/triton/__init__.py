@@ -83,7 +83,7 @@ class TritonBackend:
         )
 
     def stages(self, options: Options) -> Sequence[Stage]:
-        return (Stage("ttir", make_ttir),)
+        return (Stage("ttir", partial(make_ttir, lines=options.lines)),)
 
     def launch(self, compiled: Compiled) -> Launch:
         return stored_launch(compiled, partial(self._launch, compiled))
@@ -127,9 +127,9 @@ def _chip(options: Options) -> Gpu:
     return options.chip if isinstance(options.chip, Gpu) else GPUS["h100"]
 
 
-def make_ttir(scheduled: str) -> str:
+def make_ttir(scheduled: str, lines: bool = False) -> str:
     """The TTIR module of a scheduled kernel."""
-    return emit.emit(scheduled_kernel(scheduled))
+    return emit.emit(scheduled_kernel(scheduled), lines)
 
 
 BACKEND = TritonBackend()

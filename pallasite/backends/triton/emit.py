@@ -61,17 +61,17 @@ def _allocs(kernel: Kernel) -> list[Op]:
     return [op for op in walk(kernel.body) if op.name == "alloc"]
 
 
-def emit(kernel: Kernel) -> str:
-    """The TTIR module of a promoted kernel."""
-    return Emitter(kernel).module()
+def emit(kernel: Kernel, lines: bool = False) -> str:
+    """The TTIR module of a promoted kernel; with source lines as comments if wanted."""
+    return Emitter(kernel, lines).module()
 
 
 class Emitter(Prints):
     """Walks a kernel and writes its module."""
 
-    def __init__(self, kernel: Kernel):
+    def __init__(self, kernel: Kernel, lines: bool = False):
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.with_lines = kernel, lines
         accesses = accesses_of(kernel)
         check_inputs_are_kept(kernel, accesses, "triton")
         self.fenced = fenced(kernel, accesses)
@@ -133,7 +133,11 @@ class Emitter(Prints):
         rule = RULES.get(op.name)
         if rule is None:
             self.refuse(op)
+        outer = self.out.origin
+        if self.with_lines:
+            self.out.origin = op.loc.comment if op.loc else ""
         rule(self, op)
+        self.out.origin = outer
         self.facts.note_op(op)
         for value in op.results:
             self.producers[value] = op

@@ -117,13 +117,14 @@ class Writer:
         self.depth = 1
         self.count = 0
         self.scopes: list[dict[str, str]] = [{}]
+        self.origin = ""  # a comment at the end of lines: which source line they are of
 
     def fresh(self) -> str:
         self.count += 1
         return f"%{self.count - 1}"
 
     def line(self, text: str) -> None:
-        self.lines.append("  " * self.depth + text)
+        self.lines.append("  " * self.depth + text + self.origin)
 
     def let(self, expression: str, shared: bool = True) -> str:
         """The name of a pure expression's value; `shared` False for impure ones."""

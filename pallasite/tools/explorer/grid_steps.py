@@ -4,8 +4,9 @@ Index maps are evaluated for the first steps, all at once; what a map reads from
 only the run knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,36 +35,51 @@ class Order:
     text: str
 
 
-def grid_of(kernel: Kernel, compiled: Compiled | None, platform: str) -> dict[str, Any]:
-    """What the page shows of a kernel's grid; `note` says why there is nothing.
+def grids_of(
+    kernel: Kernel, compiled: Compiled | None, platform: str
+) -> list[dict[str, Any]]:
+    """What the page shows of a kernel's grid: as it is written, and as it is run.
+
+    A `note` says why there are no steps.
 
     Args:
         kernel: after the shared passes.
         compiled: what the target's backend made of it, if it did.
         platform: of the target.
     """
-    shown = _with_windows(kernel, compiled)
-    op = _only_grid(shown)
+    chosen = _with_windows(kernel, compiled)
+    order = partial(_order, compiled=compiled, platform=platform)
+    run = _grid("as it is run", chosen, order)
+    written = _grid("as it is written", kernel, _in_order)
+    if "note" in run:
+        return [run] if "note" in written else [written]
+    # What steps share is seen best in the kernel as it was written.
+    if len(written.get("parallel", ())) == len(run["parallel"]):
+        run["parallel"] = written["parallel"]
+    return [run, written]
+
+
+def _grid(name: str, kernel: Kernel, order: Callable[..., Order]) -> dict[str, Any]:
+    op = _only_grid(kernel)
     if op is None:
-        return {"note": "the kernel has no grid of its own"}
+        return {"name": name, "note": "the kernel has no grid of its own"}
     pipeline = Pipeline.of(op)
     sizes = [n for n in pipeline.grid if n is not None]
     if len(sizes) < len(pipeline.grid):
-        return {"note": "the size of the grid is known only when the kernel runs"}
+        note = "the size of the grid is known only when the kernel runs"
+        return {"name": name, "note": note}
     if not prod(sizes):
-        return {"note": "the grid has no programs"}
-    order = _order(shown, sizes, compiled, platform)
-    axes = analyze(shown).axes
-    is_own = shown is kernel or _same_grid(kernel, op)
+        return {"name": name, "note": "the grid has no programs"}
+    found = order(kernel, sizes)
     return {
+        "name": name,
         "sizes": sizes,
-        "parallel": [axis.parallel for axis in axes],
-        "steps": order.steps.T.tolist(),
+        "parallel": [axis.parallel for axis in analyze(kernel).axes],
+        "steps": found.steps.T.tolist(),
         "total": prod(sizes),
-        "order": order.text,
-        "blocks": "" if is_own else "grid and blocks are those that the passes chose",
-        "operands": [_operand(each, order.steps) for each in pipeline.shown],
-        "scratch": [_scratch(each) for each in shown.body.ops if each.name == "alloc"],
+        "order": found.text,
+        "operands": [_operand(each, found.steps) for each in pipeline.shown],
+        "scratch": [_scratch(each) for each in kernel.body.ops if each.name == "alloc"],
     }
 
 
@@ -82,15 +98,6 @@ def _only_grid(kernel: Kernel) -> Op | None:
     return found[0] if len(found) == 1 and Pipeline.of(found[0]).grid else None
 
 
-def _same_grid(kernel: Kernel, op: Op) -> bool:
-    own = _only_grid(kernel)
-    if own is None:
-        return False
-    mine, theirs = Pipeline.of(own), Pipeline.of(op)
-    blocks = lambda p: [window.block_shape for window in p.windows]
-    return mine.grid == theirs.grid and blocks(mine) == blocks(theirs)
-
-
 # --- order ---
 
 
@@ -104,7 +111,12 @@ def _order(
         if sharing is not None and sharing.units is not None:
             return _of_threads(sharing, sizes, sharing.units)
         return Order(_numbered(sizes, _first(sizes)), "one thread takes all, in order")
-    text = "in the order of the grid, the last axis fastest"
+    return _in_order(kernel, sizes)
+
+
+def _in_order(kernel: Kernel, sizes: Sequence[int]) -> Order:
+    """As results are defined, and as a TPU runs it."""
+    text = "that of the grid, the last axis fastest"
     return Order(_numbered(sizes, _first(sizes)), text)
 
 

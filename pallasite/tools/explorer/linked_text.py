@@ -1,10 +1,11 @@
 """Texts of stages as lines, each with the source line it comes from.
 
-Every stage says so in its own way: our IR and Mosaic by `loc(...)`, a jaxpr and TTIR by
-comments, CUDA C++ by `#line`, LLVM by debug metadata, PTX and assembly by `.loc`. What
+Every stage says so in its own way: our IR and Mosaic by `loc(...)`, a jaxpr, TTIR and
+CUDA C++ by comments, LLVM by debug metadata, PTX and assembly by `.loc`. What
 says it is taken out of what is shown. A stage without any is shown without links.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ MOST_CHARACTERS = 1_000_000  # of one stage that are shown
 
 _IR = re.compile(r' loc\("((?:[^"\\]|\\.)*)":(\d+)(?::\d+)?(?: in "[^"]*")?\)')
 _COMMENT = re.compile(r"\s*(?:#|//) (?:(\S.*?):(\d+)(?::\d+)?(?: \(.*\))?)?$")
-_HASH_LINE = re.compile(r'\s*#line (\d+) "((?:[^"\\]|\\.)*)"')
 _DEBUG = re.compile(r",? !dbg !(\d+)")
 _METADATA = re.compile(r"^!(\d+) = (?:distinct )?!(\w+)\((.*)\)$")
 _FIELD = re.compile(r'(\w+): (?:"((?:[^"\\]|\\.)*)"|!?([\w.]+))')
 _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"([^"]*)"\s+)?"([^"]*)"')
-_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+_FILES = re.compile(_FILE.pattern, re.MULTILINE).finditer
+_SECTION = re.compile(r"\s*\.(section|text|data)\b")
+_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)(?:.*inlined_at (\d+) (\d+))?")
+_NOT_SOURCES = ("generated", "kernel.cu", "")
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,6 @@ def _comments(text: str) -> Iterator[Line]:
             yield line[: found.start()], at
 
 
-def _hash_lines(text: str) -> Iterator[Line]:
-    """`#line` counts on; the emitter writes one before each line that has an origin."""
-    at: At | None = None
-    for line in text.splitlines():
-        found = _HASH_LINE.match(line)
-        if found:
-            at = _at(found[2], found[1])
-        else:
-            yield line, at
-            at = None
-
-
 def _llvm(text: str) -> Iterator[Line]:
     metadata: dict[str, dict[str, str]] = {}
     for line in text.splitlines():
@@ -111,19 +102,32 @@ def _llvm(text: str) -> Iterator[Line]:
 
 def _assembly(text: str) -> Iterator[Line]:
     """Instructions come from the `.loc` before them, until a label or another one."""
-    files: dict[str, str] = {}
+    # PTX names its files at the end.
+    files = {m[1]: "/".join(filter(None, [m[2], m[3]])) for m in _FILES(text)}
     at: At | None = None
+    is_debug = False
     for line in text.splitlines():
-        file, place = _FILE.match(line), _LOC.match(line)
-        if file:
-            folder = f"{file[2]}/" if file[2] else ""
-            files[file[1]] = folder + file[3]
-        elif place:
-            known = files.get(place[1])
-            at = _at(known, place[2]) if known and place[2] != "0" else None
+        if _SECTION.match(line):
+            is_debug = ".debug" in line
+        if is_debug:
+            continue
+        place = _LOC.match(line)
+        if place:
+            at = _origin(files, place)
+        elif _FILE.match(line):
+            continue
         elif not line.lstrip().startswith((".Ltmp", "Ltmp", "$L__tmp")):
             is_code = line[:1].isspace() and not line.lstrip().startswith((".", "//"))
             yield line, at if is_code else None
+
+
+def _origin(files: dict[str, str], place: re.Match[str]) -> At | None:
+    """Of what is inlined from a helper, where it is inlined."""
+    for file, line in ((place[1], place[2]), (place[3], place[4])):
+        name = files.get(file, "") if file else ""
+        if line != "0" and os.path.basename(name) not in _NOT_SOURCES:
+            return _at(name, line)
+    return None
 
 
 def _plain(text: str) -> Iterator[Line]:
@@ -138,7 +142,7 @@ def _at(file: str, line: str) -> At:
 _READERS: dict[str, Callable[[str], Iterator[Line]]] = {
     "jaxpr": _comments,
     "ttir": _comments,
-    "cuda": _hash_lines,
+    "cuda": _comments,
     "llvm": _llvm,
     "asm": _assembly,
     "ptx": _assembly,

@@ -18,7 +18,7 @@
 
   // --- what is shown; the address keeps it ---
 
-  const state = { view: 0, file: 0, cost: 0, a: "", b: "", at: -1, step: 0 };
+  const state = { view: 0, file: 0, cost: 0, a: "", b: "", at: -1, form: 0, step: 0 };
   const remember = () => {
     const parts = Object.entries(state).map(([key, value]) => `${key}=${encodeURIComponent(value)}`);
     history.replaceState(null, "", `#${parts.join("&")}`);
@@ -31,6 +31,7 @@
     if (!data.views[state.view]) state.view = 0;
   };
   const view = () => data.views[state.view];
+  const shownGrid = () => view().grids[state.form] ?? view().grids[0];
 
   // --- lines ---
 
@@ -38,12 +39,14 @@
     "(%[\\w.$]+)|(\"(?:[^\"\\\\]|\\\\.)*\"|'(?:[^'\\\\]|\\\\.)*')|(#.*$|//.*$|;.*$)|" +
     "\\b(def|return|for|while|if|else|in|import|from|lambda|with|as|not|and|or|None|True|False|" +
     "kernel|pipeline|body|map|branch|cond|yield|load|store|dot|define|ret|br|call|phi|module|func)\\b", "g");
-  const colored = (text, isSource) => {
+  const COMMENTS = { source: "#", llvm: ";" };
+  const colored = (text, kind) => {
+    const mark = COMMENTS[kind] ?? "//";
     const made = element("span", "code");
     let done = 0;
     for (const found of text.matchAll(WORDS)) {
       const [all, name, quoted, comment, word] = found;
-      if (comment && isSource !== comment.startsWith("#")) continue;
+      if (comment && !comment.startsWith(mark)) continue;
       made.append(text.slice(done, found.index));
       made.append(element("span", name ? "name" : quoted ? "text" : comment ? "comment" : "word", all));
       done = found.index + all.length;
@@ -51,13 +54,13 @@
     made.append(text.slice(done) || " ");
     return made;
   };
-  const line = (number, text, at, isSource) => {
+  const line = (number, text, at, kind) => {
     const made = element("div", "line");
     made.setAttribute("role", "option");
     made.setAttribute("aria-selected", "false");
     made.append(element("span", "number", number));
-    if (isSource) made.append(element("span", "cost"));
-    made.append(colored(text, isSource));
+    if (kind === "source") made.append(element("span", "cost"));
+    made.append(colored(text, kind));
     if (at >= 0) made.dataset.at = at;
     return made;
   };
@@ -152,7 +155,7 @@
     data.places.forEach(([f, n], at) => { if (f === state.file) numbers.set(n, at); });
     source.fill(file.lines.map((text, n) => {
       const number = file.first + n;
-      return line(number, text, numbers.get(number) ?? -1, true);
+      return line(number, text, numbers.get(number) ?? -1, "source");
     }));
     fillCosts();
   };
@@ -176,7 +179,7 @@
     if (!stage) { pane.fill([]); return; }
     const places = [];
     for (const [count, at] of stage.runs) for (let n = 0; n < count; n += 1) places.push(at);
-    pane.fill(stage.text.split("\n").map((text, n) => line(n + 1, text, places[n] ?? -1, false)));
+    pane.fill(stage.text.split("\n").map((text, n) => line(n + 1, text, places[n] ?? -1, stage.name)));
     pane.light(state.at, null);
   };
   const options = (select, names, chosen) => {
@@ -273,8 +276,9 @@
 
   let operands = [], timer = null;
   const fillGrid = () => {
-    const grid = view().grid, holder = $("operands");
+    const grid = shownGrid(), holder = $("operands");
     stop();
+    options($("form"), view().grids.map((each, n) => [n, each.name]), view().grids.indexOf(grid));
     const is = !grid.note;
     $("player").hidden = !is;
     document.querySelector(".legend").hidden = !is;
@@ -287,8 +291,7 @@
     }
     const count = grid.steps.length;
     const first = count < grid.total ? ` The first ${count} of ${grid.total} programs.` : "";
-    $("grid-note").textContent = [`Order: ${grid.order}.`, grid.blocks && `Here ${grid.blocks}.`, first.trim()]
-      .filter(Boolean).join(" ");
+    $("grid-note").textContent = `Order: ${grid.order}.${first}`;
     operands = grid.operands.map((each) => new Operand(each));
     const scratch = grid.scratch.map((each) => {
       const card = element("div", "operand");
@@ -303,7 +306,7 @@
     go(state.step);
   };
   const go = (to) => {
-    const grid = view().grid;
+    const grid = shownGrid();
     if (grid.note) return;
     const count = grid.steps.length;
     state.step = Math.max(0, Math.min(to, count - 1));
@@ -322,7 +325,7 @@
   };
   const play = () => {
     if (timer) { stop(); remember(); return; }
-    const last = view().grid.steps.length - 1;
+    const last = shownGrid().steps.length - 1;
     if (state.step >= last) go(0);
     timer = setInterval(() => {
       if (state.step >= last) { stop(); remember(); } else go(state.step + 1);
@@ -336,7 +339,7 @@
     last: () => go(Infinity), play,
   };
   const act = (name) => {
-    if (view().grid.note) return;
+    if (shownGrid().note) return;
     if (name !== "play") stop();
     acts[name]();
     if (!timer) remember();
@@ -370,7 +373,8 @@
   };
 
   const onChoice = (select, act) => select.addEventListener("change", () => { act(select.value); remember(); });
-  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", at: -1, step: 0 }); show(); });
+  onChoice($("view"), (value) => { Object.assign(state, { view: Number(value), a: "", b: "", at: -1, form: 0, step: 0 }); show(); });
+  onChoice($("form"), (value) => { Object.assign(state, { form: Number(value), step: 0 }); fillGrid(); });
   onChoice($("file"), (value) => { state.file = Number(value); fillSource(); source.light(state.at, null); });
   onChoice($("cost"), (value) => { state.cost = Number(value); fillCosts(); });
   for (const key of ["a", "b"]) {

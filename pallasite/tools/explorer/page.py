@@ -26,7 +26,7 @@ from pallasite.runtime.bundles import CODE
 from pallasite.target import Chip, Named, Tpu, named
 from pallasite.tools.analysis import Analysis, analyse
 from pallasite.tools.check import estimated, native
-from pallasite.tools.explorer.grid_steps import grid_of
+from pallasite.tools.explorer.grid_steps import grids_of
 from pallasite.tools.explorer.linked_text import At, LinkedText, linked
 from pallasite.tools.explorer.roofline_svg import roofline_svg
 from pallasite.tools.report import KernelReport
@@ -134,7 +134,7 @@ def _view(
         "no_jaxpr": not any(name == "jaxpr" for name, _ in texts),
         "costs": costs,
         "exact": report.work.exact if report.work is not None else True,
-        "grid": grid_of(kernel, compiled, chip.platform),
+        "grids": grids_of(kernel, compiled, chip.platform),
         "roofline": _roofline(report),
     }
 
@@ -146,7 +146,11 @@ def _explained(
     if not isinstance(chip.chip, Tpu) or measure is not None or is_here(chip):
         return explain_site(site, chip, measure), []
     with tempfile.TemporaryDirectory() as folder:
-        (found,) = estimated([analyse(site, chip)], Path(folder))
+        found = analyse(site, chip)
+        try:
+            (found,) = estimated([found], Path(folder))
+        except PallasError as error:  # all that needs no libtpu is shown all the same
+            return found.with_report(note=error.what), []
         codes = sorted(Path(folder).rglob(f"*-{CODE}.txt"))
         return found, [codes[-1].read_text(errors="replace")] if codes else []
 

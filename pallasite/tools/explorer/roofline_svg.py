@@ -93,7 +93,7 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def _number(power: float) -> str:
-    return f"{power:g}" if power < 1000 else short(power).strip()
+    return f"{power:g}" if power < 1000 else f"1e{round(log10(power))}"
 
 
 def _line(kind: str, x: float, y: float, to_x: float, to_y: float) -> str:

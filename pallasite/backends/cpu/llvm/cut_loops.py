@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pallasite.backends.cpu.llvm.debug_info import without_marks
 from pallasite.backends.cpu.llvm.writer import Function, Span, Val
 
 MANY = 50  # loops in a function; with fewer it stays whole
@@ -121,7 +122,8 @@ def _function(f: Function, span: Span, piece: Piece, returns: str) -> str:
     lines = [f"{span.before}:", piece.text, f"{span.after}:", *_leave(piece, returns)]
     text = _EITHER.sub(renamed, "\n".join(lines))
     params = [(value.type, numbers[value.text[1:]]) for value in piece.uses]
-    name = f.module.name_of((text, returns, tuple(params)), "loop")
+    code = without_marks(text)
+    name = f.module.name_of((code, returns, tuple(params)), "loop")
     if not f.module.defines(name):
         made = Function(f.module, name, params, returns, "internal", "noinline")
         made.lines = [text]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
+from pallasite.backends.cpu.llvm.debug_info import Origins, mark
 from pallasite.backends.cpu.llvm.values import (
     FALSE,
     NULL,
@@ -24,6 +25,7 @@ from pallasite.backends.cpu.llvm.values import (
     steps,
     vector,
 )
+from pallasite.ir.nodes import Loc
 
 __all__ = ["FALSE", "NULL", "TRUE", "Function", "Loop", "Module", "Val", "integer"]
 
@@ -45,6 +47,12 @@ class Module:
         )  # kinds of ops, see `called_functions.py`
         self._names: dict[Hashable, str] = {}
         self._counts: Counter[Hashable] = Counter()
+        self.origins: Origins | None = None  # where lines are to say what they are from
+        self.origin = 0  # of the lines being written
+
+    def origin_of(self, loc: Loc | None) -> int:
+        """The number of a source line; 0 if it is not known or not wanted."""
+        return self.origins.number(loc) if self.origins and loc else 0
 
     def declare(self, name: str, returns: str, params: Sequence[str]) -> None:
         line = f"declare {returns} @{name}({', '.join(params)})"
@@ -94,6 +102,8 @@ class Module:
         )
         declared = [self._declared[name] for name in sorted(self._declared)]
         bodies = [function.text for function in self.functions]
+        if self.origins is not None:
+            bodies = self.origins.as_debug_info(bodies)
         return (
             "\n\n".join(filter(None, ["\n".join(constants), *bodies, *declared])) + "\n"
         )
@@ -147,7 +157,8 @@ class Function:
     # --- instructions ---
 
     def line(self, text: str) -> None:
-        self.lines.append(f"  {text}")
+        origin = self.module.origin
+        self.lines.append(f"  {text}{mark(origin)}" if origin else f"  {text}")
 
     def write(self, text: str) -> None:
         """Lines and labels as they are written in LLVM."""

@@ -83,6 +83,7 @@ class Tile:
     scope: int = -1  # the block it belongs to; only there may it be forced in place
     last: int = -1  # position of its last use in that block
     keep: bool = False  # the first op that evaluates all of it should store it
+    origin: int = 0  # the source line of the code that computes it (`Module.origin`)
     _memo: tuple[object, dict[tuple[Val, ...], Val]] = (None, {})  # of one moment
 
     @property
@@ -120,9 +121,13 @@ class Tile:
         return known[key]
 
     def _evaluated(self, f: Function, indices: Indices) -> Val:
+        outer, f.module.origin = f.module.origin, self.origin or f.module.origin
         if isinstance(self.source, Formula):
-            return self.source.element(indices)
-        return self.source.read(f, self.dtype, indices)
+            value = self.source.element(indices)
+        else:
+            value = self.source.read(f, self.dtype, indices)
+        f.module.origin = outer
+        return value
 
     @property
     def comes_from_memory(self) -> bool:
