@@ -22,7 +22,6 @@ from pallasite.ir.nodes import BlockDim, Window
 from pallasite.language.memory_spaces import MemorySpace
 from pallasite.language.trace import user_location
 
-
 # One form for each number of arguments: with `Callable[..., Any]` a type checker does
 # not know the parameters of a lambda.
 IndexMap = (
