@@ -142,8 +142,13 @@ def to_jax(operands: Iterable[torch.Tensor], device: Any) -> list[jax.Array]:
     stream = jaxcompat.stream_for_imports(device)
     if stream is not None:
         where = plain[0].device
-        torch.cuda.ExternalStream(stream, where).wait_stream(_current_stream(where))
+        _stream_at(stream, where).wait_stream(_current_stream(where))
     return [jaxcompat.array_of_dlpack(to_dlpack(x), device, stream) for x in plain]
+
+
+@functools.cache
+def _stream_at(address: int, device: torch.device) -> Any:
+    return torch.cuda.ExternalStream(address, device)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
