@@ -6,6 +6,7 @@ torch traces it without running it (`register_fake`), so it is one node in the g
 twice as long.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,10 @@ class _Apply(torch.autograd.Function):
         for n, gradient in zip(backward.wanted, made, strict=True):
             gradients[n] = gradient
         return None, *gradients
+
+
+# torch asks for the signature at every call, and inspecting the function takes longer.
+_Apply.forward.__signature__ = inspect.signature(_Apply.forward)
 
 
 def _or_zeros(
