@@ -32,7 +32,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 def table(device: str) -> dict[str, float]:
     """Microseconds of each way to call an rms norm of (8, 128)."""
-    import torch  # pyright: ignore[reportMissingImports]
+    import torch
 
     import pallasite.torch
 
@@ -61,7 +61,7 @@ def table(device: str) -> dict[str, float]:
 
 def main() -> None:
     try:
-        import torch  # pyright: ignore[reportMissingImports]
+        import torch
     except ModuleNotFoundError:
         print("torch is not installed: nothing to measure")
         return

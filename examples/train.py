@@ -122,7 +122,7 @@ def hidden_states(
         h = kernels.rms_norm(x, p["mlp_norm"], **how)
         gated = kernels.gated_linear_unit(h @ p["gate"], h @ p["up"], **how)
         x = x + gated @ p["down"]
-    return kernels.rms_norm(x, params["norm"], **how)  # type: ignore[return-value]
+    return kernels.rms_norm(x, params["norm"], **how)
 
 
 def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):

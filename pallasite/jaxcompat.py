@@ -19,6 +19,7 @@ import numpy as np
 # `jax.extend` would give these too, but importing it loads parts of upstream Pallas.
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxprs_in_params as jaxprs_in_params
+from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
@@ -352,20 +353,18 @@ def flag(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-def stream_for_imports(device: jax.Device) -> int | None:
+def stream_for_imports(device: Any) -> int | None:
     """The stream of a GPU on which memory that JAX is given must be ready."""
     if device.platform == "cpu":
         return None
     return device.get_stream_for_external_ready_events()
 
 
-def array_of_dlpack(capsule: Any, device: jax.Device, stream: int | None) -> jax.Array:
+def array_of_dlpack(capsule: Any, device: Any, stream: int | None) -> jax.Array:
     """An array in the memory that a DLPack capsule describes, ready on `stream`.
 
     The core of `jax.dlpack.from_dlpack`, which takes ten times as long.
     """
-    from jax._src.lib import _jax
-
     return _jax.dlpack_managed_tensor_to_buffer(capsule, device, stream, False)
 
 
@@ -374,8 +373,6 @@ def dlpack_of_array(array: jax.Array, stream: int | None) -> Any:
 
     The core of `jax.Array.__dlpack__`.
     """
-    from jax._src.lib import _jax
-
     return _jax.buffer_to_dlpack_managed_tensor(array, stream=stream)
 
 

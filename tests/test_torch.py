@@ -416,23 +416,32 @@ def test_compiled_graphs_follow_shapes():
 # Streams
 
 
-@pytest.mark.gpu
-def test_streams_are_in_order():
-    op = pallasite.torch.wrap(lambda x: x + 1)
-    late = torch.zeros(1 << 20, device="cuda")
-    op(late)
+def mixed_streams(op: Callable[[Any], Any]) -> list[float]:
+    """One number of each result of calls on two streams, with work before and after.
+
+    The memory of a call's result is dropped before the work that reads it has run.
+    """
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    reads = []
+    op(torch.zeros(1 << 20, device="cuda"))
     torch.cuda.synchronize()
     for n, stream in enumerate(streams * 3):
         with torch.cuda.stream(stream):
-            late.zero_()
+            late = torch.zeros(1 << 20, device="cuda")
             torch.cuda._sleep(20_000_000)  # what JAX must wait for
             late.fill_(n)
             after = op(late)
-            read = after * 2  # what must wait for JAX
-            del after
             torch.cuda._sleep(20_000_000)
-        assert torch.equal(read.cpu(), torch.full((1 << 20,), 2.0 * (n + 1)))
+            reads.append(after * 2)  # what must wait for JAX, and the next call for it
+            del after
+    torch.cuda.synchronize()
+    return [float(read.unique().sum()) for read in reads]
+
+
+@pytest.mark.gpu
+def test_streams_are_in_order():
+    op = pallasite.torch.wrap(lambda x: x + 1)
+    assert mixed_streams(op) == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
 
 
 @pytest.mark.gpu

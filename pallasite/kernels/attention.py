@@ -7,7 +7,7 @@ generated backward kernels.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,57 @@ class AttentionConfig:
 SPACE = {"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)}
 
 
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = ...,
+    mask: masks.Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    return_log_sum_exp: Literal[False] = ...,
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> jax.Array: ...
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = ...,
+    mask: masks.Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    return_log_sum_exp: Literal[True],
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = ...,
+    mask: masks.Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    sinks: jax.Array | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: jax.Array | None = ...,
+    return_log_sum_exp: bool = ...,
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def attention(
     query: jax.Array,
     key: jax.Array,

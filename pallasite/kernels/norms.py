@@ -6,6 +6,7 @@ gradients are the generated backward kernels (docs/backward_kernels.md).
 
 import dataclasses
 import functools
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,28 @@ from jax import lax
 from pallasite.kernels import common, configs
 
 
+@overload
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = ...,
+    *,
+    residual: None = ...,
+    epsilon: float = ...,
+    scale_offset: float = ...,
+    implementation: common.Implementation = ...,
+    config: common.RowConfig | None = ...,
+) -> jax.Array: ...
+@overload
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = ...,
+    *,
+    residual: jax.Array,
+    epsilon: float = ...,
+    scale_offset: float = ...,
+    implementation: common.Implementation = ...,
+    config: common.RowConfig | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 def rms_norm(
     x: jax.Array,
     scale: jax.Array | None = None,
@@ -44,6 +67,30 @@ def rms_norm(
     return normed if residual is None else (normed, total)
 
 
+@overload
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = ...,
+    bias: jax.Array | None = ...,
+    *,
+    residual: None = ...,
+    epsilon: float = ...,
+    scale_offset: float = ...,
+    implementation: common.Implementation = ...,
+    config: common.RowConfig | None = ...,
+) -> jax.Array: ...
+@overload
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = ...,
+    bias: jax.Array | None = ...,
+    *,
+    residual: jax.Array,
+    epsilon: float = ...,
+    scale_offset: float = ...,
+    implementation: common.Implementation = ...,
+    config: common.RowConfig | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 def layer_norm(
     x: jax.Array,
     scale: jax.Array | None = None,

@@ -8,7 +8,7 @@ and values travel with them.
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,51 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
     return np.concatenate([np.r_[parts[n], parts[-1 - n]] for n in range(devices)])
 
 
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: masks.Mask | None = ...,
+    *,
+    axis: str,
+    order: Order = ...,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    return_log_sum_exp: Literal[False] = ...,
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> jax.Array: ...
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: masks.Mask | None = ...,
+    *,
+    axis: str,
+    order: Order = ...,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    return_log_sum_exp: Literal[True],
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: masks.Mask | None = ...,
+    *,
+    axis: str,
+    order: Order = ...,
+    scale: float | None = ...,
+    soft_cap: float | None = ...,
+    return_log_sum_exp: bool = ...,
+    implementation: common.Implementation = ...,
+    config: AttentionConfig | None = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def ring_attention(
     query: jax.Array,
     key: jax.Array,

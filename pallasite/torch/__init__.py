@@ -4,7 +4,7 @@ The one part of the package that imports torch.
 """
 
 try:
-    import torch as _torch  # pyright: ignore[reportMissingImports]  # noqa: F401
+    import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise

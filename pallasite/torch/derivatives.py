@@ -11,7 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
+import torch
 
 from pallasite import jaxcompat
 from pallasite.torch import tensors

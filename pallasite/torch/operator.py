@@ -6,10 +6,11 @@ torch traces it without running it (`register_fake`), so it is one node in the g
 twice as long.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch  # pyright: ignore[reportMissingImports]
+import torch
 
 from pallasite.errors import UnsupportedError
 from pallasite.torch.programs import Program, programs
@@ -32,13 +33,15 @@ def _fake(operands: list[torch.Tensor], program: str) -> list[torch.Tensor]:
     return _program(program).fake()
 
 
-@torch.library.register_vmap("pallasite::call")
 def _batch(
     info: Any, in_dims: Any, operands: list[torch.Tensor], program: str
 ) -> tuple[list[torch.Tensor], list[int]]:
     batched = _program(program).batched(tuple(in_dims[0]), info.batch_size)
     results = _call(operands, batched.name)
     return results, [0] * len(results)
+
+
+torch.library.register_vmap("pallasite::call", _batch)
 
 
 def _program(name: str) -> Program:
@@ -96,10 +99,7 @@ class _Apply(torch.autograd.Function):
                 fix="wrap the first derivative: pallasite.torch.wrap(jax.grad(f))",
             )
         residuals = ctx.saved_tensors
-        given = [
-            _zeros(program, n) if cotangents[n] is None else cotangents[n]
-            for n in backward.differentiable
-        ]
+        given = [_or_zeros(cotangents[n], program, n) for n in backward.differentiable]
         gradients: list[torch.Tensor | None] = [None] * len(program.avals)
         made = apply(backward.program, [*residuals, *given])
         for n, gradient in zip(backward.wanted, made, strict=True):
@@ -107,6 +107,15 @@ class _Apply(torch.autograd.Function):
         return None, *gradients
 
 
-def _zeros(program: Program, number: int) -> torch.Tensor:
+# torch asks for the signature at every call, and inspecting the function takes longer.
+_Apply.forward.__signature__ = inspect.signature(_Apply.forward)
+
+
+def _or_zeros(
+    cotangent: torch.Tensor | None, program: Program, number: int
+) -> torch.Tensor:
+    """The cotangent of a program's result; zeros where autograd has none."""
+    if cotangent is not None:
+        return cotangent
     shape, dtype = program.out_avals[number].shape, program.out_dtypes[number]
     return torch.zeros(shape, dtype=dtype, device=program.device)

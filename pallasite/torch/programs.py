@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.core
-import torch  # pyright: ignore[reportMissingImports]
+import torch
 
 from pallasite import jaxcompat
 from pallasite.torch import tensors

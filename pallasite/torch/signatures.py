@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import torch  # pyright: ignore[reportMissingImports]
-import torch._dynamo  # pyright: ignore[reportMissingImports]
+import torch
+import torch._dynamo
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, PerformanceWarning

@@ -20,11 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-from torch.utils.dlpack import (  # pyright: ignore[reportMissingImports]
-    from_dlpack,
-    to_dlpack,
-)
+import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, UnsupportedError
@@ -107,7 +104,7 @@ def dtype_of(aval: Any, name: str) -> torch.dtype:
 
 
 @functools.cache
-def jax_device(device: torch.device) -> jax.Device:
+def jax_device(device: torch.device) -> Any:
     """The device of JAX in whose memory tensors of `device` are."""
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
@@ -135,7 +132,7 @@ def jax_device(device: torch.device) -> jax.Device:
     )
 
 
-def to_jax(operands: Iterable[torch.Tensor], device: jax.Device) -> list[jax.Array]:
+def to_jax(operands: Iterable[torch.Tensor], device: Any) -> list[jax.Array]:
     """Tensors as arrays, in the same memory where XLA can take it as it is.
 
     Rows must be one after another and start at a multiple of 64 bytes; torch copies
@@ -145,8 +142,13 @@ def to_jax(operands: Iterable[torch.Tensor], device: jax.Device) -> list[jax.Arr
     stream = jaxcompat.stream_for_imports(device)
     if stream is not None:
         where = plain[0].device
-        torch.cuda.ExternalStream(stream, where).wait_stream(_current_stream(where))
+        _stream_at(stream, where).wait_stream(_current_stream(where))
     return [jaxcompat.array_of_dlpack(to_dlpack(x), device, stream) for x in plain]
+
+
+@functools.cache
+def _stream_at(address: int, device: torch.device) -> Any:
+    return torch.cuda.ExternalStream(address, device)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
