@@ -187,9 +187,11 @@ def main() -> None:
     old = json.loads(path.read_text())["pages"] if path.exists() else {}
     found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "jax": metadata.version("jax")}
     found |= {"chip": facts()["chip"] if platform == "cpu" else chip, "pages": old}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for page in asked.pages or PAGES:
         print(f"\n{page}, size {size}, {chip} (ours, XLA, times as fast)", flush=True)
         rows: dict[str, Any] = {}
+        found["pages"][page] = {"size": size, "steps": rows}
         for step in PAGES[page](size):
             try:
                 row = estimated(step, asked.tpu) if asked.tpu else timed(step)
@@ -199,9 +201,7 @@ def main() -> None:
             print(f"| {step.name} | {shown(row)} |", flush=True)
             if "failed" in row or row.get("why"):
                 print(row.get("failed") or row["why"], flush=True)
-        found["pages"][page] = {"size": size, "steps": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
