@@ -12,6 +12,7 @@ not run keep their numbers.
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -46,7 +47,7 @@ SIZES = {"cpu": 1024, "gpu": 4096, "tpu": 4096}
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a table: a function of a page, and what XLA makes of the same."""
+    """One line of a table: a function of a page, and its rival, mostly plain XLA."""
 
     name: str
     run: Callable[..., Any]
@@ -122,10 +123,22 @@ def attention_steps(size: int) -> Iterator[Step]:
     yield Step(name, gradient(library), gradient(plain), theirs, ours)
 
 
+def performance_steps(size: int) -> Iterator[Step]:
+    """Mistakes and what mends them: the rival is the kernel with the mistake."""
+    page = definitions("performance")
+    square = (Shape((size, size), F32),)
+    yield Step("sequential axis", page.total_in_parts, page.total, square)
+    edge = (Shape((size + 16, 512), F32),)
+    tall = functools.partial(page.wave, rows=size)
+    fitting = functools.partial(page.wave, rows=(size + 16) // 4)
+    yield Step("blocks past the edge", fitting, tall, edge)
+
+
 PAGES = {
     "matmul": matmul_steps,
     "softmax": softmax_steps,
     "flash_attention": attention_steps,
+    "performance": performance_steps,
 }
 
 
