@@ -167,10 +167,11 @@ def made_up(shapes: tuple[Shape, ...]) -> list[jax.Array]:
 def estimated(step: Step, chip: str) -> dict[str, Any]:
     """libtpu's estimate of cycles of the step's kernels; nothing was measured."""
     report = pl.aot(step.run, *step.operands).compile(f"tpu:{chip}", timeout=280)
-    cycles = [k.estimate.cycles if k.estimate else None for k in report.kernels]
-    if None in cycles:
+    cycles = [k.estimate.cycles for k in report.kernels if k.estimate]
+    known = [each for each in cycles if each is not None]
+    if len(known) < len(report.kernels):
         return {"cycles": None, "why": str(report)[-600:]}
-    return {"cycles": sum(cycles)}
+    return {"cycles": sum(known)}
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -198,8 +199,12 @@ def main() -> None:
     chip = asked.tpu or (device.name if device else platform)
     path = asked.results / f"learn_{chip}.json"
     old = json.loads(path.read_text())["pages"] if path.exists() else {}
-    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "jax": metadata.version("jax")}
-    found |= {"chip": facts()["chip"] if platform == "cpu" else chip, "pages": old}
+    found: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "jax": metadata.version("jax"),
+        "chip": facts()["chip"] if platform == "cpu" else chip,
+        "pages": old,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     for page in asked.pages or PAGES:
         print(f"\n{page}, size {size}, {chip} (ours, XLA, times as fast)", flush=True)
