@@ -12,6 +12,7 @@ not run keep their numbers.
 
 import argparse
 import ast
+import functools
 import json
 import os
 import re
@@ -46,7 +47,7 @@ SIZES = {"cpu": 1024, "gpu": 4096, "tpu": 4096}
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a table: a function of a page, and what XLA makes of the same."""
+    """One line of a table: a function of a page, and its rival, mostly plain XLA."""
 
     name: str
     run: Callable[..., Any]
@@ -122,10 +123,22 @@ def attention_steps(size: int) -> Iterator[Step]:
     yield Step(name, gradient(library), gradient(plain), theirs, ours)
 
 
+def performance_steps(size: int) -> Iterator[Step]:
+    """Mistakes and what mends them: the rival is the kernel with the mistake."""
+    page = definitions("performance")
+    square = (Shape((size, size), F32),)
+    yield Step("sequential axis", page.total_in_parts, page.total, square)
+    edge = (Shape((size + 16, 512), F32),)
+    tall = functools.partial(page.wave, rows=size)
+    fitting = functools.partial(page.wave, rows=(size + 16) // 4)
+    yield Step("blocks past the edge", fitting, tall, edge)
+
+
 PAGES = {
     "matmul": matmul_steps,
     "softmax": softmax_steps,
     "flash_attention": attention_steps,
+    "performance": performance_steps,
 }
 
 
@@ -154,10 +167,11 @@ def made_up(shapes: tuple[Shape, ...]) -> list[jax.Array]:
 def estimated(step: Step, chip: str) -> dict[str, Any]:
     """libtpu's estimate of cycles of the step's kernels; nothing was measured."""
     report = pl.aot(step.run, *step.operands).compile(f"tpu:{chip}", timeout=280)
-    cycles = [k.estimate.cycles if k.estimate else None for k in report.kernels]
-    if None in cycles:
+    cycles = [k.estimate.cycles for k in report.kernels if k.estimate]
+    known = [each for each in cycles if each is not None]
+    if len(known) < len(report.kernels):
         return {"cycles": None, "why": str(report)[-600:]}
-    return {"cycles": sum(cycles)}
+    return {"cycles": sum(known)}
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -185,11 +199,17 @@ def main() -> None:
     chip = asked.tpu or (device.name if device else platform)
     path = asked.results / f"learn_{chip}.json"
     old = json.loads(path.read_text())["pages"] if path.exists() else {}
-    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "jax": metadata.version("jax")}
-    found |= {"chip": facts()["chip"] if platform == "cpu" else chip, "pages": old}
+    found: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "jax": metadata.version("jax"),
+        "chip": facts()["chip"] if platform == "cpu" else chip,
+        "pages": old,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
     for page in asked.pages or PAGES:
         print(f"\n{page}, size {size}, {chip} (ours, XLA, times as fast)", flush=True)
         rows: dict[str, Any] = {}
+        found["pages"][page] = {"size": size, "steps": rows}
         for step in PAGES[page](size):
             try:
                 row = estimated(step, asked.tpu) if asked.tpu else timed(step)
@@ -199,9 +219,7 @@ def main() -> None:
             print(f"| {step.name} | {shown(row)} |", flush=True)
             if "failed" in row or row.get("why"):
                 print(row.get("failed") or row["why"], flush=True)
-        found["pages"][page] = {"size": size, "steps": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

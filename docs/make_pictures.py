@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/tpu.md, as SVG.
+"""Draws the pictures of docs/tpu.md and docs/learn, as SVG.
 
 `python docs/make_pictures.py` writes them to docs/pictures/; a test fails if they are
 out of date.
@@ -9,6 +9,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("pictures")
 INK, PALE, BUSY, MOVED, WRONG = "#37474f", "#eceff1", "#26a69a", "#5c6bc0", "#ef6c00"
+
+CELL = 28  # pixels of an element of an array
 
 
 def box(x: float, y: float, width: float, height: float, fill: str) -> str:
@@ -103,9 +105,90 @@ def units() -> str:
     return picture(620, 190, shapes)
 
 
+def cells(x: float, y: float, rows: int, columns: int, fill: str = PALE) -> list[str]:
+    """Elements of an array, CELL pixels each."""
+    places = [(row, column) for row in range(rows) for column in range(columns)]
+    return [box(x + c * CELL, y + r * CELL, CELL, CELL, fill) for r, c in places]
+
+
+def frame(x: float, y: float, rows: int, columns: int, ink: str = INK) -> str:
+    """The border of a block of so many elements."""
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{columns * CELL}" height="{rows * CELL}" '
+        f'fill="none" stroke="{ink}" stroke-width="3"/>'
+    )
+
+
+def grid() -> str:
+    """An array of 4 x 6 in blocks of 2 x 2, and the program of each."""
+    left, top = 20, 40
+    shapes = [label(left, 20, "an array of 4 x 6 in blocks of 2 x 2: a grid of 2 x 3")]
+    for i in range(2):
+        for j in range(3):
+            x, y = left + j * 2 * CELL, top + i * 2 * CELL
+            fill = BUSY if (i, j) == (1, 2) else PALE
+            shapes += cells(x, y, 2, 2, fill)
+            shapes.append(frame(x, y, 2, 2))
+            ink = "white" if fill == BUSY else INK
+            shapes.append(label(x + CELL, y + CELL + 5, f"({i}, {j})", "middle", ink))
+    right = left + 6 * CELL + 24
+    lines = (
+        "BlockSpec((2, 2), lambda i, j: (i, j))",
+        "program (1, 2) sees block (1, 2):",
+        "rows 2 and 3, columns 4 and 5",
+        "the kernel's ref has shape (2, 2)",
+    )
+    shapes += [label(right, top + 30 + 26 * n, line) for n, line in enumerate(lines)]
+    return picture(520, top + 4 * CELL + 20, shapes)
+
+
+def edge() -> str:
+    """An array of 3 x 5 in blocks of 2 x 2: what is outside."""
+    left, top = 20, 40
+    shapes = [label(left, 20, "an array of 3 x 5 in blocks of 2 x 2")]
+    shapes += cells(left, top, 4, 6, "white") + cells(left, top, 3, 5)
+    shapes += [
+        frame(left + j * 2 * CELL, top + i * 2 * CELL, 2, 2)
+        for i in range(2)
+        for j in range(3)
+    ]
+    x, y = left + 4 * CELL, top + 2 * CELL
+    shapes += cells(x, y, 2, 2, WRONG) + cells(x, y, 1, 1, BUSY)
+    shapes.append(frame(x, y, 2, 2))
+    right = left + 6 * CELL + 24
+    lines = (
+        ("block (1, 2): one element is inside", BUSY),
+        ("three are outside the array:", WRONG),
+        ("what is written there is dropped,", INK),
+        ("what is read there is fill=, or undefined", INK),
+    )
+    for n, (line, ink) in enumerate(lines):
+        shapes.append(label(right, top + 30 + 26 * n, line, fill=ink))
+    return picture(540, top + 4 * CELL + 20, shapes)
+
+
+def revisits() -> str:
+    """Three steps along j: the input's block moves, the output's stays."""
+    top, width = 40, 6 * CELL + 70
+    shapes = [label(20, 20, "three steps: j moves the input's block, not the output's")]
+    for j in range(3):
+        left = 20 + j * (width + 20)
+        shapes += cells(left, top, 4, 6) + cells(left + 6 * CELL + 20, top, 4, 1)
+        shapes += cells(left + j * 2 * CELL, top, 2, 2, BUSY)
+        shapes += cells(left + 6 * CELL + 20, top, 2, 1, MOVED)
+        shapes.append(frame(left + j * 2 * CELL, top, 2, 2))
+        shapes.append(frame(left + 6 * CELL + 20, top, 2, 1))
+        text = f"program (0, {j}): " + (
+            "o = 0, then o += ..." if j == 0 else "o += ..."
+        )
+        shapes.append(label(left, top + 4 * CELL + 20, text))
+    return picture(3 * (width + 20) + 20, top + 4 * CELL + 36, shapes)
+
+
 def pictures() -> dict[str, str]:
     """Every picture, by its file's name."""
-    return {"steps.svg": steps(), "tiles.svg": tiles(), "units.svg": units()}
+    drawn = (steps, tiles, units, grid, edge, revisits)
+    return {f"{draw.__name__}.svg": draw() for draw in drawn}
 
 
 if __name__ == "__main__":
