@@ -26,6 +26,7 @@ PAGES = {
     "tpu": ("pallasite.tpu", "from pallasite import tpu as pltpu"),
     "tpu_sc": ("pallasite.tpu_sc", "from pallasite import tpu_sc as plsc"),
     "mosaic_gpu": ("pallasite.mosaic_gpu", "from pallasite import mosaic_gpu as plgpu"),
+    "fuser": ("pallasite.fuser", "from pallasite import fuser"),
     "triton": ("pallasite.triton", "from pallasite import triton as pltriton"),
     "errors": ("pallasite.errors", "from pallasite import errors"),
 }
@@ -66,11 +67,11 @@ def tree(module: ModuleType) -> ast.Module:
 
 
 def definition(value: Any) -> Definition | None:
-    """The `def` or `class` of a value of ours."""
+    """The `def` or `class` of a value of ours; the last, after its overloads."""
     home = getattr(value, "__module__", "") or ""
     if not home.startswith("pallasite") or not hasattr(value, "__qualname__"):
         return None
-    for statement in tree(importlib.import_module(home)).body:
+    for statement in reversed(tree(importlib.import_module(home)).body):
         if isinstance(statement, Definition) and statement.name == value.__name__:
             return statement
     return None
@@ -136,8 +137,27 @@ def fields(value: type, class_: ast.ClassDef) -> list[str] | None:
             return parameters(statement, bound=True)
     if not dataclasses.is_dataclass(value):
         return None
-    annotated = [ast.unparse(s) for s in class_.body if isinstance(s, ast.AnnAssign)]
-    return [field for field in annotated if not field.startswith("_")]
+    annotated = [field(s) for s in class_.body if isinstance(s, ast.AnnAssign)]
+    return [each for each in annotated if not each.startswith("_")]
+
+
+def field(written: ast.AnnAssign) -> str:
+    """A field as a parameter, without what `dataclasses.field` says of it besides."""
+    text = f"{ast.unparse(written.target)}: {ast.unparse(written.annotation)}"
+    match written.value:
+        case None:
+            return text
+        case ast.Call(func=function, keywords=words) if "field" in ast.unparse(
+            function
+        ):
+            given = [w.value for w in words if w.arg == "default"]
+            made = any(w.arg == "default_factory" for w in words)
+            value = ast.unparse(given[0]) if given else "..." if made else None
+        case default:
+            value = ast.unparse(default)
+    if value is None:
+        return text
+    return f"{text} = {'...' if value.startswith('_') else value}"
 
 
 def signature(name: str, written: list[str]) -> list[str]:
