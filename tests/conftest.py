@@ -119,7 +119,8 @@ def _set_environment() -> None:
     set_flags({"xla_force_host_platform_device_count": 8})
     if environ.get("JAX_PLATFORMS") == "cpu":
         set_flags(QUICK)
-    # XLA's own locations of ops, which no test reads, are a tenth of a small program.
+    # Tracebacks in StableHLO, which no test reads, are a tenth of the time that a
+    # small program takes to compile.
     environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
     environ.setdefault("PALLASITE_VERIFY", "1")

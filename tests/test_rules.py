@@ -76,6 +76,10 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def parts(self) -> tuple[str, ...]:
         return self.path.relative_to(self.package).with_suffix("").parts
@@ -84,9 +88,13 @@ class Source:
         name = self.path.relative_to(self.package.parent)
         return f"{name}:{getattr(node, 'lineno', 1)}"
 
-    def imports(self) -> Iterator[tuple[ast.AST, str]]:
+    @cached_property
+    def imports(self) -> list[tuple[ast.AST, str]]:
         """Every absolute dotted name imported, anywhere in the file."""
-        for node in ast.walk(self.tree):
+        return list(self._imports())
+
+    def _imports(self) -> Iterator[tuple[ast.AST, str]]:
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -97,9 +105,13 @@ class Source:
                     if isinstance(argument, ast.Constant):
                         yield node, str(argument.value)
 
-    def own_imports(self) -> Iterator[tuple[ast.AST, tuple[str, ...]]]:
+    @cached_property
+    def own_imports(self) -> list[tuple[ast.AST, tuple[str, ...]]]:
         """Every pallasite module imported; `("__init__",)` for the package itself."""
-        for node, name in self.imports():
+        return list(self._own_imports())
+
+    def _own_imports(self) -> Iterator[tuple[ast.AST, tuple[str, ...]]]:
+        for node, name in self.imports:
             root, *parts = name.split(".")
             if root != self.package.name:
                 continue
@@ -146,7 +158,7 @@ def layers_in_order(source: Source) -> Iterator[str]:
     importer = source.parts[0]
     if importer in PUBLIC:
         return
-    for node, imported in source.own_imports():
+    for node, imported in source.own_imports:
         if imported[0] in PUBLIC:
             allowed = importer in USES_PUBLIC
         else:
@@ -160,7 +172,7 @@ def backends_apart(source: Source) -> Iterator[str]:
     importer = _backend(source.parts)
     if importer in (None, "base"):
         return
-    for node, imported in source.own_imports():
+    for node, imported in source.own_imports:
         if _backend(imported) not in (None, "base", importer):
             yield f"{source.at(node)}: {importer} imports {'.'.join(imported)}"
 
@@ -176,31 +188,32 @@ def _backend(parts: tuple[str, ...]) -> str | None:
 def private_jax_in_one_file(source: Source) -> Iterator[str]:
     if source.parts == ("jaxcompat",):
         return
-    for node, name in source.imports():
+    for node, name in source.imports:
         if _is_under(name, "jax._src"):
             yield f"{source.at(node)}: imports {name}; add a function to jaxcompat.py"
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src":
+    for node in source.nodes:
+        is_src = isinstance(node, ast.Attribute) and node.attr == "_src"
+        if is_src and ast.unparse(node) == "jax._src":
             yield f"{source.at(node)}: uses jax._src; add a function to jaxcompat.py"
 
 
 def no_jax_in_the_compiler(source: Source) -> Iterator[str]:
     if source.parts[0] not in WITHOUT_JAX or source.parts in WITH_JAX:
         return
-    for node, name in source.imports():
+    for node, name in source.imports:
         if _is_under(name, "jax") or _is_under(name, "jaxlib"):
             yield f"{source.at(node)}: {source.parts[0]} imports {name}"
 
 
 def no_upstream_pallas(source: Source) -> Iterator[str]:
-    for node, name in source.imports():
+    for node, name in source.imports:
         for upstream in ("jax.experimental.pallas", "jax._src.pallas"):
             if isinstance(node, ast.stmt) and _is_under(name, upstream):
                 yield f"{source.at(node)}: imports {name}"
 
 
 def errors_say_something(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Raise) and _is_bare_not_implemented(node.exc):
             yield f"{source.at(node)}: NotImplementedError without a message"
         if (
@@ -238,7 +251,7 @@ def roles_by_name(source: Source) -> Iterator[str]:
     """Only `ir/` and the type rules know where a structured op has its parts."""
     if source.parts[0] in ("ir", "ops"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
             part, index = node.value.attr, node.slice
             name = index.value if isinstance(index, ast.Constant) else None
@@ -255,11 +268,11 @@ def rules_in_tables(source: Source) -> Iterator[str]:
     """No function is found by a name put together, or by listing what there is."""
     modules = {
         alias.asname or alias.name
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Call):
             continue
         if isinstance(node.func, ast.Name) and node.func.id in _LISTINGS:
@@ -337,7 +350,7 @@ def test_circles_between_modules_are_named():
     name = lambda parts: ".".join(parts).removesuffix(".__init__")
     imports = {name(source.parts): set[str]() for source in sources}
     for source in sources:
-        for _, imported in source.own_imports():
+        for _, imported in source.own_imports:
             if name(imported) in imports.keys() - {name(source.parts)}:
                 imports[name(source.parts)].add(name(imported))
     assert sorted(map(sorted, circles(imports))) == sorted(map(sorted, CIRCLES))

@@ -34,7 +34,7 @@ def put(values: Any, dtype: Any = None) -> Any:
     import jax  # after `set_flags`
 
     array = np.asarray(values)
-    return jax.device_put(array if dtype is None else array.astype(dtype))
+    return jax.device_put(array if dtype is None else array.astype(np.dtype(dtype)))
 
 
 def set_flags(options: Mapping[str, Any]) -> None:

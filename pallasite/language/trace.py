@@ -307,7 +307,12 @@ def user_location() -> Loc | None:
 
 def shorten(path: str) -> str:
     """A path as the user would name it: relative to the working directory."""
-    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return _within(os.getcwd(), path) if os.path.isabs(path) else path
+
+
+@functools.lru_cache(maxsize=1024)  # every equation asks, for few files
+def _within(folder: str, path: str) -> str:
+    relative = os.path.relpath(path, folder)
     return path if relative.startswith("..") else relative
 
 

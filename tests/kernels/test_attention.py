@@ -11,6 +11,7 @@ import pallasite as pl
 from pallasite import kernels
 from pallasite.ir.nodes import walk
 from pallasite.kernels import masks
+from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
 
@@ -18,7 +19,7 @@ SMALL = kernels.AttentionConfig(block_q=32, block_kv=32)
 
 
 def normal(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def operands(batch, queries, keys, heads, kv_heads, width, value_width, **how):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallasite import kernels
+from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, values_agree
 
@@ -16,7 +17,7 @@ LENGTHS = jnp.array([0, 1, KEYS], jnp.int32)
 
 
 def normal(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def contiguous(dtype=jnp.float32):

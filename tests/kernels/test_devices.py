@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallasite import config, kernels
 from pallasite.kernels import masks
+from tests.xla import put
 
 from .agreement import _close as close
 
@@ -25,11 +26,11 @@ BLOCKS = kernels.CollectiveMatmulConfig(kernels.MatmulConfig(16, 16, 16))
 
 
 def normal(*shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def integers(low, high, *shape):
-    return jnp.asarray(np.random.default_rng(0).integers(low, high, shape), "int32")
+    return put(np.random.default_rng(0).integers(low, high, shape), "int32")
 
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:

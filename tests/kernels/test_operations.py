@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallasite import kernels
+from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
 
@@ -34,11 +35,11 @@ class Case:
 
 
 def normal(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return put(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def integers(low, high, *shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), "int32")
+    return put(np.random.default_rng(seed).integers(low, high, shape), "int32")
 
 
 def case(operation, *operands, gradients=True, modes=False, sharded=None, **options):
@@ -61,7 +62,8 @@ def experts(x, logits, gate, up, down, *, implementation="pallasite", **how):
 
 
 def quantized(weights, bits, dtype="int8"):
-    weights = kernels.quantize_weights(weights, bits=bits, group_size=16, dtype=dtype)
+    how = dict(bits=bits, group_size=16, dtype=dtype)
+    weights = jax.jit(functools.partial(kernels.quantize_weights, **how))(weights)
     return weights.values, weights.scales
 
 
@@ -113,8 +115,11 @@ QUANTISED = (
 )
 
 # What is past the lengths (page 8 from its second token on) is not a number.
+PAST = np.zeros((10, 8, 2), bool)
+PAST[8, 1:] = True
 TOKEN_SCALES = tuple(
-    0.02 * jnp.abs(normal(10, 8, 2, seed=n)).at[8, 1:].set(jnp.nan) for n in (3, 4)
+    put(np.where(PAST, np.nan, 0.02 * np.abs(normal(10, 8, 2, seed=n))), "float32")
+    for n in (3, 4)
 )
 
 CASES = {

@@ -42,8 +42,8 @@ unsigned short host_to_f16(float x) {
 
 namespace host {
 constexpr size_t STACK = 1 << 17;
-// A context only starts a thread: between threads `_longjmp` goes, which, other than
-// `swapcontext`, calls no system.
+// A context only starts a thread. Threads are switched by `_longjmp`, which makes no
+// system call, as `swapcontext` does.
 struct Fiber { ucontext_t start; jmp_buf place; bool started; };
 static jmp_buf scheduler;
 static std::vector<Fiber> fibers;
