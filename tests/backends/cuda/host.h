@@ -48,6 +48,7 @@ inline void meet(int id, int threads, bool waits = true) {
 }  // namespace host
 
 template <class T> void __stcs(T* to, T x) { *to = x; }
+template <class T> T __ldcg(const T* from) { return *from; }
 
 static void __syncthreads() { host::meet(0, host::contexts.size()); }
 static void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }
