@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from pallasite.ir.nodes import Access, Block, Kernel, Op, walk
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Affine, Forms
 from pallasite.passes.analysis.carried import covers_whole
@@ -32,7 +32,7 @@ AHEAD = "cuda.ahead"  # how many programs later the block is loaded that is pref
 # to a fifth are as good as each other, two fifths are displaced before they are used).
 CACHE_SHARE = 1 / 6
 PREFETCHING = ("sm_90", "sm_100")  # chips that prefetch a block by one instruction
-LINE_BYTES = 16  # what a prefetch starts at and is of, a multiple of
+PREFETCHED_BYTES = 16  # what address and length of a prefetch are multiples of
 
 
 def streams(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -43,8 +43,8 @@ def streams(kernel: Kernel, chip: Gpu) -> Kernel:
     notes: dict[Op, dict[str, Any]] = {op: {ONCE: True} for op in found}
     in_order = list(_in_order(kernel, found)) if chip.arch in PREFETCHING else []
     if in_order:
-        bytes_each = sum(op.result.tile.size * _bytes(op) for op in in_order)
-        ahead = max(1, int(chip.cache.bytes * CACHE_SHARE) // bytes_each)
+        each_program = sum(map(_block_bytes, in_order))
+        ahead = max(1, int(chip.cache.bytes * CACHE_SHARE) // each_program)
         for op in in_order:
             notes[op][AHEAD] = ahead
     return kernel.with_(body=_noted(kernel.body, notes))
@@ -58,12 +58,12 @@ def _noted(block: Block, notes: Mapping[Op, Mapping[str, Any]]) -> Block:
     return replace(block, ops=tuple(ops))
 
 
-def _bytes(load: Op) -> int:
-    return load.result.tile.dtype.bytes
+def _block_bytes(load: Op) -> int:
+    return load.result.tile.size * load.result.tile.dtype.bytes
 
 
 def _in_order(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
-    """Loads of blocks of which program n loads the n-th."""
+    """Loads of whole blocks of which program n loads the n-th."""
     pipeline = Pipeline.of(find_pipeline(kernel))
     sizes = [n for n in pipeline.sizes if isinstance(n, int)]
     forms = Forms(pipeline.ids)
@@ -71,22 +71,34 @@ def _in_order(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
     views = {op.result: op for op in pipeline.body.ops if op.name == "block_view"}
     for op in ops:
         view = views.get(op.operands[0])
-        if op.name != "load" or view is None or Access.of(op).mask is not None:
+        if op.name != "load" or view is None or view.operands[0] not in kernel.params:
             continue
-        array, *indices = view.operands
-        dims = view.attrs["window"].dims
-        is_whole = covers_whole(op.operands[0].ref.shape, Access.of(op).index)
-        numbered = all(dim.kind in ("blocked", "squeezed") for dim in dims)
-        if array not in kernel.params or not is_whole or not numbered:
-            continue
-        shape = array.ref.shape
-        block = [1 if dim.kind == "squeezed" else dim.size for dim in dims]
-        starts = [forms.of(index).affine for index in indices]
-        if _is_run(block, shape) and prod(block) * _bytes(op) % LINE_BYTES == 0:
-            first = _first_element(starts, block, shape)
-            steps = [prod(sizes[a + 1 :]) * prod(block) for a in range(len(sizes))]
-            if first is not None and first.const == 0 and _equal(first, steps, sizes):
+        access = Access.of(op)
+        is_whole = covers_whole(access.ref.ref.shape, access.index)
+        is_aligned = _block_bytes(op) % PREFETCHED_BYTES == 0
+        if access.mask is None and is_whole and is_aligned:
+            array, *indices = view.operands
+            starts = [forms.of(index).affine for index in indices]
+            if _follows_programs(view.attrs["window"], starts, array.ref.shape, sizes):
                 yield op
+
+
+def _follows_programs(
+    window: Window,
+    starts: Sequence[Affine | None],
+    shape: Sequence[int],
+    sizes: Sequence[int],
+) -> bool:
+    """Whether block n of an array, as it is in memory, is that of program n."""
+    if not all(dim.kind in ("blocked", "squeezed") for dim in window.dims):
+        return False
+    block = [1 if dim.kind == "squeezed" else dim.size for dim in window.dims]
+    first = _first_element(starts, block, shape)
+    if first is None or first.const != 0 or not _is_run(block, shape):
+        return False
+    steps = [prod(sizes[axis + 1 :]) * prod(block) for axis in range(len(sizes))]
+    axes = zip(first.coeffs, steps, sizes, strict=True)
+    return all(moved == step or size == 1 for moved, step, size in axes)
 
 
 def _is_run(block: Sequence[int], shape: Sequence[int]) -> bool:
@@ -106,11 +118,6 @@ def _first_element(
         term = start.times(block[d] * prod(shape[d + 1 :]))
         total = term if total is None else total.plus(term)
     return total
-
-
-def _equal(first: Affine, steps: Sequence[int], sizes: Sequence[int]) -> bool:
-    axes = zip(first.coeffs, steps, sizes, strict=True)
-    return all(each == step or size == 1 for each, step, size in axes)
 
 
 def _found(kernel: Kernel, chip: Gpu) -> Iterator[Op]:
