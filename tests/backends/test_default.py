@@ -1,6 +1,7 @@
 """Which backend runs a call that names none: by the platform it is lowered for."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.export
@@ -88,6 +89,27 @@ def column_sums(x):
         out_specs=pl.BlockSpec((1, 8, 128), lambda i: (0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((1, 8, 128), x.dtype),
     )(x)
+
+
+def repeated_norm(x, times):
+    """So many reductions of rows."""
+
+    def kernel(x_ref, o_ref):
+        rows = x_ref[...]
+        for _ in range(times):
+            rows = rows - rows.max(axis=-1, keepdims=True)
+        o_ref[...] = rows
+
+    spec = pl.BlockSpec((1, 128), lambda i: (i, 0))
+    how = dict(grid=x.shape[0], in_specs=[spec], out_specs=spec)
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, **how)(x)
+
+
+@pytest.mark.parametrize(("times", "first"), [(5, "cuda"), (6, "triton")])
+def test_rows_of_many_reductions_ask_triton_first(times, first):
+    (kernel,) = pl.lower(partial(repeated_norm, times=times))(X).kernels
+    assert base.defaults("cuda", kernel)[0] == first
 
 
 def test_products_and_rows_ask_cuda_first_and_loops_triton():

@@ -149,20 +149,11 @@ FUNCTIONS: dict[str, str] = {
         "}\n"
     ),
     # The same for what is accessed once (`streams.py`).
-    "read_once": (
-        "template <class T> DEVICE T read_once(const T* from) { return *from; }\n"
-        "template <> DEVICE uint4 read_once(const uint4* from) {\n"
-        "  uint4 r;\n"
-        '  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"\n'
-        '    : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));\n'
-        "  return r;\n"
-        "}\n"
-    ),
     "get_once": (
         "template <int B, class X, class Y> "
         "DEVICE void get_once(X* to, const Y* from) {\n"
         "  typedef typename Bytes<B>::T T;\n"
-        "  *reinterpret_cast<T*>(to) = read_once(reinterpret_cast<const T*>(from));\n"
+        "  *reinterpret_cast<T*>(to) = __ldcg(reinterpret_cast<const T*>(from));\n"
         "}\n"
     ),
     "put_once": (

@@ -224,6 +224,12 @@ COPIES = {
         '.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"\n'
         '    :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");\n}\n'
     ),
+    # The same into the L2 cache only.
+    "prefetch": (
+        "DEVICE void prefetch(const void* from, u32 bytes) {\n"
+        '  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"'
+        ' :: "l"(from), "r"(bytes));\n}\n'
+    ),
     # The copies out since the last such call are a group.
     "copies_together": (
         "DEVICE void copies_together() "

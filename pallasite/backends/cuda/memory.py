@@ -12,7 +12,7 @@ from math import gcd
 from pallasite.backends import strided_views
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.layouts import Spread
-from pallasite.backends.cuda.streams import ONCE
+from pallasite.backends.cuda.streams import AHEAD, ONCE
 from pallasite.backends.cuda.text import c_type, number
 from pallasite.backends.cuda.tiles import Tiles
 from pallasite.backends.strided_views import Dim, Edge, StridedViews, dims_of
@@ -317,6 +317,8 @@ class Memory(Tiles, StridedViews[View, Term]):
         mask = None if access.mask is None else self.get(access.mask, spread, op)
         other = None if access.other is None else self.get(access.other, spread, op)
         result = self.declare(tile.dtype, spread, op, "x")
+        if op.attrs.get(AHEAD):
+            self.prefetch(op, place.view)
         pointer = self.based(place, op, const=True)
         count = self.vector(place, mask is not None)
         self.env[op.result] = result
@@ -341,6 +343,22 @@ class Memory(Tiles, StridedViews[View, Term]):
             return f"{test} ? {there} : {spare}" if test else there
 
         self.put(result, element)
+
+    def prefetch(self, op: Op, view: View) -> None:
+        """Start to bring the block of a later program into the cache.
+
+        Program n loads the n-th block of the array. The last may hang over its end and
+        is then left out.
+        """
+        assert view.memory is not None
+        elements, later = op.result.tile.size, self.out.fresh("later")
+        whole_blocks = view.memory.ref.size // elements
+        self.out.line(f"const i64 {later} = (i64)blockIdx.x + {op.attrs[AHEAD]};")
+        where = f"{view.pointer} + {later} * {elements}"
+        self.out.line(
+            f"if (thread == 0 && {later} < {whole_blocks}) "
+            f"prefetch({where}, {elements * view.dtype.bytes});"
+        )
 
     def load_vectors(
         self, place: Place, pointer: str, result: Tile, count: int, get: str

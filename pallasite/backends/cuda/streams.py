@@ -4,34 +4,120 @@ In: a kernel after `promote`. Out: the same, with a note on loads and stores of 
 that are larger than the GPU's cache, if programs access each block once. Then what
 many programs read (the weights of a norm) stays near the multiprocessors, and what is
 written does not displace what is still to be read.
+
+A program that reduces what it loads has nothing to load while it does: too few programs
+fit on a multiprocessor to keep the memory busy meanwhile, and loads of what is cached
+wait for those from memory that were issued before them. So where blocks follow each
+other in memory as their programs do, each program starts to bring a later one's block
+into the L2 cache. On an H200, layernorm of 16384 rows of 8192 bf16 runs at 3.87 TB/s
+without that and at 4.20 with it, which is the rate of a copy.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
-from pallasite.ir.nodes import Block, Kernel, Op, walk
+from pallasite.ir.nodes import Access, Block, Kernel, Op, Window, walk
 from pallasite.ir.roles import Pipeline
+from pallasite.passes.analysis.affine import Affine, Forms
+from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import accesses_of
 from pallasite.target import Gpu
 
 ONCE = "cuda.once"
+AHEAD = "cuda.ahead"  # how many programs later the block is loaded that is prefetched
+# Of the L2 cache, what is prefetched and not loaded yet (measured on an H200: a twelfth
+# to a fifth are as good as each other, two fifths are displaced before they are used).
+CACHE_SHARE = 1 / 6
+PREFETCHING = ("sm_90", "sm_100")  # chips that prefetch a block by one instruction
+PREFETCHED_BYTES = 16  # what address and length of a prefetch are multiples of
 
 
 def streams(kernel: Kernel, chip: Gpu) -> Kernel:
     """Note accesses that are the only ones to what they access."""
-    found = set(_found(kernel, chip))
-    return kernel.with_(body=_noted(kernel.body, found)) if found else kernel
+    found = list(_found(kernel, chip))
+    if not found:
+        return kernel
+    notes: dict[Op, dict[str, Any]] = {op: {ONCE: True} for op in found}
+    in_order = list(_in_order(kernel, found)) if chip.arch in PREFETCHING else []
+    if in_order:
+        each_program = sum(map(_block_bytes, in_order))
+        ahead = max(1, int(chip.cache.bytes * CACHE_SHARE) // each_program)
+        for op in in_order:
+            notes[op][AHEAD] = ahead
+    return kernel.with_(body=_noted(kernel.body, notes))
 
 
-def _noted(block: Block, found: Set[Op]) -> Block:
+def _noted(block: Block, notes: Mapping[Op, Mapping[str, Any]]) -> Block:
     ops = []
     for op in block.ops:
-        attrs = {**op.attrs, ONCE: True} if op in found else op.attrs
-        regions = tuple(_noted(region, found) for region in op.regions)
-        ops.append(op.with_(attrs=attrs, regions=regions))
+        regions = tuple(_noted(region, notes) for region in op.regions)
+        ops.append(op.with_(attrs={**op.attrs, **notes.get(op, {})}, regions=regions))
     return replace(block, ops=tuple(ops))
+
+
+def _block_bytes(load: Op) -> int:
+    return load.result.tile.size * load.result.tile.dtype.bytes
+
+
+def _in_order(kernel: Kernel, ops: Sequence[Op]) -> Iterator[Op]:
+    """Loads of whole blocks of which program n loads the n-th."""
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    sizes = [n for n in pipeline.sizes if isinstance(n, int)]
+    forms = Forms(pipeline.ids)
+    forms.add_ops(pipeline.body.ops)
+    views = {op.result: op for op in pipeline.body.ops if op.name == "block_view"}
+    for op in ops:
+        view = views.get(op.operands[0])
+        if op.name != "load" or view is None or view.operands[0] not in kernel.params:
+            continue
+        access = Access.of(op)
+        is_whole = covers_whole(access.ref.ref.shape, access.index)
+        is_aligned = _block_bytes(op) % PREFETCHED_BYTES == 0
+        if access.mask is None and is_whole and is_aligned:
+            array, *indices = view.operands
+            starts = [forms.of(index).affine for index in indices]
+            if _follows_programs(view.attrs["window"], starts, array.ref.shape, sizes):
+                yield op
+
+
+def _follows_programs(
+    window: Window,
+    starts: Sequence[Affine | None],
+    shape: Sequence[int],
+    sizes: Sequence[int],
+) -> bool:
+    """Whether block n of an array, as it is in memory, is that of program n."""
+    if not all(dim.kind in ("blocked", "squeezed") for dim in window.dims):
+        return False
+    block = [1 if dim.kind == "squeezed" else dim.size for dim in window.dims]
+    first = _first_element(starts, block, shape)
+    if first is None or first.const != 0 or not _is_run(block, shape):
+        return False
+    steps = [prod(sizes[axis + 1 :]) * prod(block) for axis in range(len(sizes))]
+    axes = zip(first.coeffs, steps, sizes, strict=True)
+    return all(moved == step or size == 1 for moved, step, size in axes)
+
+
+def _is_run(block: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a block's elements are next to each other in memory."""
+    first = next((d for d, n in enumerate(block) if n > 1), len(block))
+    return list(block[first + 1 :]) == list(shape[first + 1 :])
+
+
+def _first_element(
+    starts: Sequence[Affine | None], block: Sequence[int], shape: Sequence[int]
+) -> Affine | None:
+    """The number of a block's first element in its array."""
+    total: Affine | None = None
+    for d, start in enumerate(starts):
+        if start is None:
+            return None
+        term = start.times(block[d] * prod(shape[d + 1 :]))
+        total = term if total is None else total.plus(term)
+    return total
 
 
 def _found(kernel: Kernel, chip: Gpu) -> Iterator[Op]:

@@ -26,6 +26,7 @@ int threads();
 }  // namespace host
 
 template <class T> void __stcs(T* to, T x) { *to = x; }
+template <class T> T __ldcg(const T* from) { return *from; }
 
 inline void __syncthreads() { host::meet(0, host::threads()); }
 inline void __syncwarp() { host::meet(100 + threadIdx.x / 32, 32); }

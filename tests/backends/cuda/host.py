@@ -51,13 +51,16 @@ OWN = {
         for n, kind in enumerate(("bf16", "f16"))
     },
     "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
-    "read_once": "template <class T> DEVICE T read_once(const T* p) { return *p; }\n",
     "negated": "DEVICE int negated(int x) { return (int)(0 - (u32)x); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",
     **dict.fromkeys(hopper.BARRIERS, ""),
     **dict.fromkeys(hopper.MAPS, ""),
     **dict.fromkeys(hopper.COPIES, ""),
     "operand": hopper.BARRIERS["operand"],
+    # All of it must be there.
+    "prefetch": "DEVICE void prefetch(const void* from, u32 bytes) {\n"
+    "  const volatile char* p = (const volatile char*)from;\n"
+    "  for (u32 n = 0; n < bytes; ++n) (void)p[n];\n}\n",
 }
 ALIGNMENT = 16  # bytes, of the widest access
 PATTERN = 0x7F

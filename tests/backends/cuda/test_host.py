@@ -1,5 +1,6 @@
 """Emitted kernels run on the CPU (`host.py`): rows, products and attention."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -241,9 +242,49 @@ def test_arrays_larger_than_the_cache_go_past_it(cache, tmp_path, monkeypatch):
     assert [line.split()[0] == "store" for line in once] == [False, True] * (cache < 99)
     text = host.cuda_text(kernel)
     assert ("get_once<16>" in text) == ("put_once<16>" in text) == (cache < 99)
+    assert text.count(" prefetch(a0 + later") == (cache < 99)
     (got,) = host.run(kernel, [np.asarray(x), np.asarray(weights)], tmp_path)
     want = (x - x.max(axis=-1, keepdims=True)) * weights
     assert kernels.error(got, want) < 1e-6
+
+
+def block_sums(x, y, block, backwards):
+    """Blocks of x in the order of programs, and those of y, or from the last on."""
+
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    grid = tuple(pl.cdiv(n, b) for n, b in zip(x.shape, block, strict=True))
+    plain = pl.BlockSpec(block, lambda *ids: ids)
+    other = pl.BlockSpec(block, lambda i: grid[0] - 1 - i) if backwards else plain
+    how = dict(in_specs=[plain, other], out_specs=plain)
+    return pl.pallas_call(kernel, out_shape=kernels.shape(x), grid=grid, **how)(x, y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "prefetched"),
+    [
+        ((20000,), (4096,), ["a0", "a1"]),  # the last block hangs over the end
+        ((16384,), (4096,), ["a0"]),  # backwards
+        ((3, 4, 2048), (1, 1, 2048), ["a0", "a1"]),
+        ((64, 512), (64, 256), []),  # rows of a block are not next to each other
+    ],
+)
+def test_blocks_of_later_programs_are_prefetched(shape, block, prefetched, monkeypatch):
+    """Where they follow each other in memory as programs do; never past the end."""
+    memories = {**GPUS["h100"].memories, "l2": Memory(1 << 14)}
+    chip = replace(GPUS["h100"], memories=memories)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    x, y = (kernels.normal(*shape, seed=n) for n in range(2))
+    backwards = prefetched == ["a0"]
+    function = partial(block_sums, block=block, backwards=backwards)
+    (kernel,) = pl.lower(function)(x, y).kernels
+    text = host.cuda_text(kernel)
+    assert re.findall(r" prefetch\((a\d) \+ later", text) == prefetched
+    (got,) = host.simulated(kernel, [np.asarray(x), np.asarray(y)])
+    if backwards:
+        y = y.reshape(-1, *block)[::-1].reshape(shape)
+    assert kernels.error(got, x + y) < 1e-6
 
 
 def test_one_stage_is_enough(tmp_path, monkeypatch):
