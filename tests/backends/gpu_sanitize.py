@@ -89,6 +89,8 @@ def run_all(names: Sequence[str]) -> None:
         except Exception as error:
             how = f"failed: {type(error).__name__}: {str(error)[:200]}"
         print(ENDED + how.replace("\n", " "), flush=True)
+        if "CUDA_ERROR" in how:  # nothing runs in a process after that
+            sys.exit(1)
 
 
 # --- all processes ---
@@ -205,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         thread.join()
     counts = ", ".join(f"{n} {how}" for how, n in found.ends.items() if n)
     print(f"{options.tool}: {counts}; {len(found.reports)} reports")
-    for line in [*found.unlike, *found.reports]:
+    for line in [*found.reports, *found.unlike]:
         print(f"  {line}")
     return 1 if found.reports else 0
 
