@@ -133,10 +133,11 @@ def is_report(line: str) -> bool:
     """Whether a line of the sanitizer starts a report; indented ones continue one."""
     if not line.startswith("========= ") or line.startswith("=========  "):
         return False
-    quiet = ("COMPUTE-SANITIZER", "ERROR SUMMARY: 0 ", "RACECHECK SUMMARY: 0 ")
+    quiet = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY: 0 ")
     # A process that died is counted as such, by the subject it died of.
     about = (*quiet, "Target application", "Error: process", "Saved host backtrace")
-    return not line.removeprefix("========= ").startswith(about)
+    text = line.removeprefix("========= ").strip()
+    return bool(text) and not text.startswith(about)
 
 
 def supervise(
@@ -191,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(names: Sequence[str]) -> list[str]:
         how = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
+        if options.tool == "synccheck":  # barriers of all programs at once
+            how += ["--num-cuda-barriers", "65536"]
         own = [sys.executable, "-W", "ignore", "-m", "tests.backends.gpu_sanitize"]
         return [options.sanitizer, *how, *own, "--run", *names]
 
