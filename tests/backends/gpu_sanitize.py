@@ -89,6 +89,8 @@ def run_all(names: Sequence[str]) -> None:
         except Exception as error:
             how = f"failed: {type(error).__name__}: {str(error)[:200]}"
         print(ENDED + how.replace("\n", " "), flush=True)
+        if "CUDA_ERROR" in how:  # nothing runs in a process after that
+            sys.exit(1)
 
 
 # --- all processes ---
@@ -131,10 +133,11 @@ def is_report(line: str) -> bool:
     """Whether a line of the sanitizer starts a report; indented ones continue one."""
     if not line.startswith("========= ") or line.startswith("=========  "):
         return False
-    quiet = ("COMPUTE-SANITIZER", "ERROR SUMMARY: 0 ", "RACECHECK SUMMARY: 0 ")
+    quiet = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY: 0 ")
     # A process that died is counted as such, by the subject it died of.
     about = (*quiet, "Target application", "Error: process", "Saved host backtrace")
-    return not line.removeprefix("========= ").startswith(about)
+    text = line.removeprefix("========= ").strip()
+    return bool(text) and not text.startswith(about)
 
 
 def supervise(
@@ -189,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(names: Sequence[str]) -> list[str]:
         how = ["--tool", options.tool, "--print-limit", "20", "--report-api-errors=no"]
+        if options.tool == "synccheck":  # barriers of all programs at once
+            how += ["--num-cuda-barriers", "65536"]
         own = [sys.executable, "-W", "ignore", "-m", "tests.backends.gpu_sanitize"]
         return [options.sanitizer, *how, *own, "--run", *names]
 
@@ -205,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         thread.join()
     counts = ", ".join(f"{n} {how}" for how, n in found.ends.items() if n)
     print(f"{options.tool}: {counts}; {len(found.reports)} reports")
-    for line in [*found.unlike, *found.reports]:
+    for line in [*found.reports, *found.unlike]:
         print(f"  {line}")
     return 1 if found.reports else 0
 

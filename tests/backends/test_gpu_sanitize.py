@@ -54,8 +54,8 @@ def test_reports_deaths_and_refusals_are_told_apart(
     first, *others = capsys.readouterr().out.splitlines()
     assert first == "memcheck: 3 ran, 1 died, 1 refused; 1 reports"
     assert others == [
-        "  zoo c cuda died",
         "  zoo b cuda: Invalid __global__ read of size 4 bytes",
+        "  zoo c cuda died",
     ]
 
 

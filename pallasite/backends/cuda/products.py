@@ -36,6 +36,7 @@ SPARE_BYTES = 2048  # of shared memory: barriers and tensor maps
 RESERVED_BYTES = 1024  # of shared memory, which each block of threads takes besides
 # By how many programs share a multiprocessor: registers of a thread for tiles. Stages.
 SHARED_REGISTERS, SHARED_STAGES = {3: 96, 2: 176}, 2
+PREPARING_REGISTERS = {2: 56}  # the same, of two warpgroups that make left sides
 PRODUCT_REGISTERS = 26  # of a thread, for one instruction besides the sums
 # Three programs leave a thread so few registers that all tiles of a step must fit.
 STEP_REGISTERS = {3: 110}
@@ -140,6 +141,7 @@ class Plan:
         for each in self.products:
             self.by_op[id(self.place_of(each))] = each
         self.rings: list[Ring] = []
+        self.prepared = set[int]()  # ops that make left sides of boxes
         self.groups = [
             Group(loads, block, self.ring(loads))
             for loads, block in self.with_loaded(self.together())
@@ -402,7 +404,9 @@ class Plan:
                     pending += [here[v] for v in op.operands if v in here]
             ops = reached.values()
             if not any(op.name == "dot" or op.regions for op in ops):
-                found |= {id(op) for op in ops if self.is_box(op)}
+                boxes = {id(op) for op in ops if self.is_box(op)}
+                self.prepared |= reached.keys() if boxes else set()
+                found |= boxes
         return found
 
     def is_box(self, op: Op) -> bool:
@@ -471,10 +475,14 @@ class Plan:
         """As deep as shared memory allows where loads repeat; one or two elsewhere.
 
         One warpgroup that multiplies leaves the tensor cores idle while it does the
-        rest, so several such programs share a multiprocessor if they fit.
+        rest, so several such programs share a multiprocessor if they fit; and several
+        with two, if these make left sides and have few sums.
         """
         whole = self.chip.shared.bytes
-        for count, most in SHARED_REGISTERS.items() if self.warpgroups == 1 else ():
+        shared = SHARED_REGISTERS if self.warpgroups == 1 else {}
+        if self.warpgroups == 2 and self.prepared:
+            shared = PREPARING_REGISTERS
+        for count, most in shared.items():
             part = (whole + RESERVED_BYTES) // count - RESERVED_BYTES
             step = STEP_REGISTERS.get(count, self.registers_of_a_step)
             fits = self.registers <= most and self.registers_of_a_step <= step

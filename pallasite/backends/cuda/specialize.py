@@ -51,7 +51,7 @@ MOST_IN_FLIGHT = 200
 # program, and of programs of a multiprocessor; None: all threads keep what they start
 # with.
 REGISTERS = {(1, 1): None, (1, 2): (40, 216), (1, 3): (24, 136)}
-REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160)}
+REGISTERS |= {(2, 1): (40, 232), (3, 1): (32, 160), (2, 2): (24, 104)}
 # The same where tiles take nearly all: without these few, ptxas runs all products of a
 # kernel one after another. The thread that copies has just enough.
 MANY, REGISTERS_OF_MANY = 200, {(2, 1): (24, 240)}
@@ -399,7 +399,8 @@ class _Computing(_Role):
             self.settle_all(builder)
             self.kept(op, builder)
         else:
-            if any(v in self.plan.register_operands for v in op.results):
+            is_operand = any(v in self.plan.register_operands for v in op.results)
+            if is_operand and not self.is_prepared(op):
                 self.settle_register_operands(builder)
             self.settle(op.operands, builder)
             self.kept(op, builder)
@@ -487,11 +488,19 @@ class _Computing(_Role):
                 continue
             makes_tiles = any(v.type.shape and not v.is_ref for v in op.results)
             is_plain = op.name in ("constant", "load", "transpose")
+            is_plain = is_plain or self.is_prepared(op)
             if op.regions or (makes_tiles and not is_plain):
                 return None
             found.add(id(op))
             pending += [v for v in op.operands if v in here]
         return found
+
+    def is_prepared(self, op: Op) -> bool:
+        """Whether an op makes a left side while products before it are in flight.
+
+        Two in flight take registers that programs beside this one do not leave.
+        """
+        return self.plan.per_core == 1 and id(op) in self.plan.prepared
 
     # --- operands ---
 

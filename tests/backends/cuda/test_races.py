@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.backends import cuda
+from pallasite.backends.cuda import products
 from pallasite.interpret.checked import run_checked
+from pallasite.ir.nodes import walk
 from pallasite.ir.parse import parse_kernel
 from pallasite.target import GPUS
 from pallasite.target.chip import Memory
@@ -133,3 +136,25 @@ def test_no_slot_is_freed_while_a_product_reads_it():
     explicit = parse_kernel(host.scheduled_text(kernel))
     operands = [np.asarray(x) for x in OPERANDS]
     run_checked(explicit, operands, pl.Checked(orders=("late",)))
+
+
+@pytest.mark.parametrize("per_core", [2, 1])
+def test_weights_are_loaded_before_their_slot_is_freed(per_core, monkeypatch):
+    """Where programs do not share a multiprocessor, two products are in flight."""
+    chip = replace(GPUS["h100"], cores=2)
+    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
+    if per_core == 1:
+        monkeypatch.setattr(products, "PREPARING_REGISTERS", {})
+    weights = kernels.normal(512, 128, dtype=bf16)
+    weights = library.quantize_weights(weights, bits=4, group_size=64)
+    x, scales = kernels.normal(16, 512, dtype=bf16, seed=1), weights.scales[:, None]
+    how = library.WeightOnlyConfig(splits=1)
+    call = lambda x: library.weight_only_matmul(x, weights, config=how)
+    (kernel,) = pl.lower(call)(x).kernels
+    explicit = parse_kernel(host.scheduled_text(kernel))
+    (roles,) = [op for op in walk(explicit.body) if op.name == "roles"]
+    assert roles.attrs["cuda.per_core"] == per_core
+    operands = [np.asarray(a) for a in (x, x, weights.values, scales, scales)]
+    (got,) = run_checked(explicit, operands, pl.Checked(orders=("late",)))
+    want = x.astype(f32) @ weights.dequantize().astype(f32)
+    assert kernels.error(got[0], want) < 1e-2
