@@ -112,7 +112,146 @@ class _Moved:
         return b.subview(block, tuple(index))
 
 
-def _moved(shown: Shown, axis: int, steps: int) -> _Moved | None:
+@dataclass(frozen=True)
+class _Near:
+    """A window that shows a block near the index along the axis, such as the next one.
+
+    Its number rises by one or stays from program to program, so that those of several
+    programs are next to each other. The new window starts anywhere.
+    """
+
+    array_dim: int
+    size: int  # of a block
+    place: int
+    axis: int
+    blocks: int  # that there are
+
+    def window(self, shown: Shown, factor: int) -> Shown:
+        dims = list(shown.window.dims)
+        dims[self.array_dim] = BlockDim(self.size * factor, "element")
+        shape = list(shown.block.ref.shape)
+        shape[self.place] *= factor
+        old, b = shown.index_map, Builder()
+        ids = [Value(v.type, v.name) for v in old.params]
+        numbers = self.numbers(b, shown, self._first(b, ids, factor), old.yields)
+        first = self.first(b, numbers[self.array_dim], factor)
+        numbers[self.array_dim] = b.mul(first, b.index(self.size))
+        return shown._replace(
+            window=replace(shown.window, dims=tuple(dims)),
+            index_map=b.block(ids, numbers),
+            block=Value(shown.block.ref.with_shape(tuple(shape)), shown.block.name),
+        )
+
+    def _first(self, b: Builder, ids: Sequence[Value], factor: int) -> list[Value]:
+        """The indices of the first of the gathered programs."""
+        first = list(ids)
+        first[self.axis] = b.mul(ids[self.axis], b.index(factor))
+        return first
+
+    def numbers(
+        self, b: Builder, shown: Shown, ids: Sequence[Value], yields: Sequence[Value]
+    ) -> list[Value]:
+        """What the author's map gives for a program."""
+        given = dict(zip(shown.index_map.params, ids, strict=True))
+        copy = clone(Block((), shown.index_map.ops, tuple(yields)), given)
+        b.ops += copy.ops
+        return list(copy.yields)
+
+    def first(self, b: Builder, number: Value, factor: int) -> Value:
+        """The first block of a new window, which is inside the array."""
+        return b.clamp(b.index(0), number, b.index(self.blocks - factor))
+
+    def part(
+        self,
+        b: Builder,
+        shown: Shown,
+        block: Value,
+        ids: Sequence[Value],
+        first_ids: Sequence[Value],
+        factor: int,
+    ) -> Value:
+        """What a program sees of the new block."""
+        own = [shown.index_map.yields[self.array_dim]]
+        (number,) = self.numbers(b, shown, ids, own)
+        (start,) = self.numbers(b, shown, first_ids, own)
+        number = b.clamp(b.index(0), number, b.index(self.blocks - 1))
+        offset = b.sub(number, self.first(b, start, factor))
+        index: list[At | Span] = [Span(0, n) for n in block.ref.shape]
+        index[self.place] = Span(None, self.size)
+        return b.subview(block, tuple(index), [b.mul(offset, b.index(self.size))])
+
+
+def followed_dim(shown: Shown, axis: int) -> int | None:
+    """The dimension along which a window moves with the index along an axis.
+
+    None: it does not, or in another way than by a block or none from step to step.
+    """
+    step = shown.index_map.params[axis % len(shown.index_map.params)]
+    yields = shown.index_map.yields
+    places = [n for n, v in enumerate(yields) if v is step or _is_near(shown, v, step)]
+    return places[0] if len(places) == 1 else None
+
+
+FARTHEST = 1 << 16  # blocks from the index along the axis
+
+
+def _is_near(shown: Shown, value: Value, step: Value) -> bool:
+    """Whether a number is the step's plus a constant, between limits."""
+    made = {v: op for op in shown.index_map.ops for v in op.results}
+
+    def number(v: Value) -> int | None:
+        op = made.get(v)
+        known = op is not None and op.name == "constant"
+        return op.attrs["value"] if op is not None and known else None
+
+    while value is not step:
+        op = made.get(value)
+        if op is None or op.name not in ("add", "sub", "max", "min"):
+            return False
+        x, y = op.operands
+        if number(x) is not None and op.name != "sub":
+            x, y = y, x
+        by = number(y)
+        if by is None or abs(by) > FARTHEST:
+            return False
+        value = x
+    return True
+
+
+def _near(shown: Shown, axis: int, steps: int) -> _Near | None:
+    """How a window moves that shows a block near the index along the axis."""
+    window, shape = shown.window, shown.array.ref.shape
+    array_dim = followed_dim(shown, axis)
+    if array_dim is None or window.mode != "in" or window.fill is not None:
+        return None
+    if any(d.kind not in ("blocked", "squeezed") for d in window.dims):
+        return None
+    axes = len(shown.index_map.params)
+    step = shown.index_map.params[axis % axes]
+    others = [v for n, v in enumerate(shown.index_map.yields) if n != array_dim]
+    if _depends(shown, others, step):
+        return None
+    dim, length = window.dims[array_dim], shape[array_dim]
+    if dim.kind != "blocked" or length % dim.size or length // dim.size < steps:
+        return None
+    squeezed = sum(d.kind == "squeezed" for d in window.dims[:array_dim])
+    place = array_dim - squeezed
+    return _Near(array_dim, dim.size, place, axis % axes, length // dim.size)
+
+
+def _depends(shown: Shown, values: Sequence[Value], on: Value) -> bool:
+    made = {v: op for op in shown.index_map.ops for v in op.results}
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if value is on:
+            return True
+        op = made.get(value)
+        pending += op.operands if op is not None else ()
+    return False
+
+
+def _moved(shown: Shown, axis: int, steps: int) -> "_Moved | _Near | None":
     """How a window moves along an axis; None: it does not."""
     axes = len(shown.index_map.params)
     step = shown.index_map.params[axis % axes]
@@ -120,6 +259,9 @@ def _moved(shown: Shown, axis: int, steps: int) -> _Moved | None:
     inside = any(step in op.operands for op in walk(shown.index_map))
     if not places and not inside:
         return None
+    near = _near(shown, axis, steps) if inside else None
+    if near is not None:
+        return near
     name = shown.array.name or "a window"
     dims = shown.window.dims
     plain = all(d.kind in ("blocked", "squeezed") for d in dims)
@@ -136,7 +278,7 @@ def _moved(shown: Shown, axis: int, steps: int) -> _Moved | None:
 def _gathered(
     pipeline: Pipeline,
     axis: int,
-    moved: list[_Moved | None],
+    moved: list[_Moved | _Near | None],
     factor: int,
     scratch: Mapping[Value, Sequence[Value]],
 ) -> Op:
@@ -151,13 +293,19 @@ def _gathered(
     b = Builder(pipeline.op.loc)
     ids = [Value(i.type, i.name) for i in pipeline.ids]
     first = b.mul(ids[axis], b.index(factor))
+    starts = list(ids)
+    starts[axis] = first
     copies: list[dict[Value, Value]] = []
     for number in range(factor):
         old = list(ids)
         old[axis] = b.add(first, b.index(number))
         views = [
-            block if how is None else how.view(b, block, number)
-            for block, how in zip(blocks, moved, strict=True)
+            how.part(b, each, block, old, starts, factor)
+            if isinstance(how, _Near)
+            else how.view(b, block, number)
+            if how is not None
+            else block
+            for each, block, how in zip(pipeline.shown, blocks, moved, strict=True)
         ]
         own = {ref: refs[number] for ref, refs in scratch.items()}
         own |= zip(pipeline.body.params, (*old, *views), strict=True)

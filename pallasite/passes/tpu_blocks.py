@@ -21,7 +21,7 @@ from pallasite.passes.analysis.grid import WindowMoves
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import Blocks, blocks_of
-from pallasite.passes.gather_steps import gather_programs, gather_steps
+from pallasite.passes.gather_steps import followed_dim, gather_programs, gather_steps
 from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.merge_k_steps import merge_k_steps, split_k_steps
 from pallasite.passes.reblock import axis_of, cut, grow
@@ -39,7 +39,7 @@ JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
-MOST_UNROLLED = 16_000  # of those, in the body of a loop
+MOST_UNROLLED = 24_000  # of those, in the body of a loop
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
 SPECIAL_RATE = 1e12
 COPIES = 3  # of the largest tile that Mosaic may keep besides what the author names
@@ -173,9 +173,8 @@ def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
     """
     for shown in found.pipeline.shown:
         dims, array = shown.window.dims, shown.array.ref
-        index = shown.index_map.params[axis]
-        for d, number in enumerate(shown.index_map.yields[: array.rank]):
-            if number is not index:
+        for d in range(array.rank):
+            if d != followed_dim(shown, axis):
                 continue
             inner = range(d + 1, array.rank)
             whole = all(dims[i].size == array.shape[i] for i in inner)

@@ -17,6 +17,7 @@ WHAT = {
     "unmasked_steps": "steps that no mask touches are apart",
     "unmasked_loops": "rounds that no mask touches are apart",
     "idle_windows": "windows stand still where a guard skips the step",
+    "order_dims": "dimensions seen one by one are in front",
     "fit_windows": "blocks brought into the chip's tiles",
     "replicate_columns": "numbers per row kept in all lanes",
     "join_aliased": "an operand and a result share one window",

@@ -101,6 +101,42 @@ def test_meaning_stays(factor: int):
     np.testing.assert_array_equal(got, want)
 
 
+# What the window over x shows: a block near the one of the step's own number.
+NEAR = {
+    "before": "%c: i32 = constant {value=1} %a: i32 = sub %i, %c %j: i32 = max %a, %z",
+    "after": """%c: i32 = constant {value=1} %last: i32 = constant {value=7}
+        %a: i32 = add %c, %i %j: i32 = min %a, %last""",
+    "outside": "%c: i32 = constant {value=-3} %j: i32 = add %i, %c",
+    "past the end": "%c: i32 = constant {value=5} %j: i32 = add %i, %c",
+    "between": """%c: i32 = constant {value=2} %last: i32 = constant {value=5}
+        %a: i32 = max %i, %c %j: i32 = min %a, %last""",
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_blocks_near_the_step_are_gathered(name: str, factor: int):
+    made = kernel(RUNNING, NEAR[name] + " yield %z, %j", n=40 if factor == 4 else 32)
+    arrays = [
+        np.arange(p.ref.size, dtype="f4").reshape(p.ref.shape) for p in made.inputs
+    ]
+    new = gathered(made, factor)
+    (got,), (want,) = outputs(new, arrays), outputs(made, arrays)
+    np.testing.assert_array_equal(got, want)
+    (pipeline,) = [op for op in new.body.ops if op.name == "pipeline"]
+    assert pipeline.attrs["windows"][0].dims[1].size == 4 * factor
+
+
+@pytest.mark.parametrize("name", ["twice", "of both"])
+def test_blocks_farther_and_farther_from_the_step_are_not(name: str):
+    maps = {
+        "twice": "%j: i32 = add %i, %i yield %z, %j",
+        "of both": "%c: i32 = constant {value=1} %j: i32 = add %i, %c yield %i, %j",
+    }
+    with pytest.raises(CannotReblock, match="does not follow the axis"):
+        gather_steps(kernel(RUNNING, maps[name]), 2)
+
+
 @pytest.mark.parametrize(
     "made, factor, reason",
     [

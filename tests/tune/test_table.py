@@ -10,6 +10,7 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite.errors import SpecError
 from pallasite.tune import choices, table
+from pallasite.tune.space import Space
 from pallasite.tune.table import Entry, Site, Table
 
 NOW = choices.versions()
@@ -147,6 +148,19 @@ def test_a_broken_file_of_the_user_is_no_error():
 def test_shipped_tables_are_of_configurations_the_library_takes():
     for each in table.shipped().entries:
         assert each.site.kernel in dir(kernels)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "v5p"])
+def test_calls_take_what_is_shipped_for_their_chip(chip: str):
+    found = [each for each in table.shipped().entries if each.chip == chip]
+    assert found, "benchmarks/tune_tables.py makes them"
+    space = Space({"block_q": (64, 128, 256, 512), "block_kv": (64, 128, 256, 512)})
+    default = {"block_q": 128, "block_kv": 128}
+    for each in (e for e in found if e.site.kernel == "attention"):
+        with config.override(target=chip):
+            assert choices.choose(each.site, default, space) == each.config
+        with config.override(target="h200"):
+            assert choices.choose(each.site, default, space) == default
 
 
 def test_tunable_needs_arguments_with_defaults():

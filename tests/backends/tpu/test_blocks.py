@@ -202,3 +202,41 @@ def test_kernels_with_larger_blocks_are_right(name: str, monkeypatch):
         np.testing.assert_allclose(
             got.astype(np.float64), want.astype(np.float64), rtol=2e-2, atol=2e-2
         )
+
+
+def second_differences(rows: int, n: int, width: int) -> Kernel:
+    """Of the block above, this one and the one below."""
+    last = n // rows - 1
+
+    def kernel(above_ref, here_ref, below_ref, o_ref):
+        i = pl.program_id(0)
+        above = jnp.where(i > 0, above_ref[rows - 1 :, :], 0.0)
+        below = jnp.where(i < last, below_ref[:1, :], 0.0)
+        x = here_ref[...]
+        up = jnp.concatenate([above, x[:-1]], axis=0)
+        o_ref[...] = up - 2.0 * x + jnp.concatenate([x[1:], below], axis=0)
+
+    block = (rows, width)
+    specs = [
+        pl.BlockSpec(block, lambda i: (jnp.maximum(i - 1, 0), 0)),
+        pl.BlockSpec(block, lambda i: (i, 0)),
+        pl.BlockSpec(block, lambda i: (jnp.minimum(i + 1, last), 0)),
+    ]
+    x = jax.ShapeDtypeStruct((n, width), jnp.float32)
+    call = pl.pallas_call(
+        kernel, out_shape=x, grid=(n // rows,), in_specs=specs, out_specs=specs[1]
+    )
+    (found,) = kernels_in(lambda x: call(x, x, x), x)
+    return run(found)
+
+
+def test_programs_that_see_their_neighbours_blocks_are_joined(monkeypatch):
+    """Windows of overlapping rows show the blocks of several programs."""
+    kernel = second_differences(8, 4096, 2048)
+    assert "grid=(64,)" in head(for_tpu(kernel, TPUS["v5e"]))
+    monkeypatch.setattr("pallasite.passes.tpu_blocks.STEP_SECONDS", SLOW_STARTS)
+    kernel = second_differences(8, 256, 128)
+    assert for_tpu(kernel, TPUS["v5e"]) is not kernel
+    arrays = random_arrays(kernel)
+    (got,), (want,) = simulated(kernel, arrays), emulated(kernel, arrays)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
