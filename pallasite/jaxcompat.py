@@ -250,6 +250,13 @@ def out_aval_like(
     return result
 
 
+def weakly_typed(x: Any) -> Any:
+    """An array that gives way to others' types, as results of Python's numbers do."""
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(x, x.dtype, weak_type=True)
+
+
 def explicit_spec(aval: Any) -> tuple[tuple[str, ...], ...]:
     """The explicit mesh axes that each dimension of a type is sharded over."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None) or ()

@@ -356,3 +356,9 @@ def test_dlpack_shares_memory():
     array = jaxcompat.array_of_dlpack(capsule, device, stream)
     assert array.unsafe_buffer_pointer() == exported.unsafe_buffer_pointer()
     assert array.tolist() == list(range(8)) and array.committed
+
+
+def test_weakly_typed():
+    x = jaxcompat.weakly_typed(jnp.ones(3))
+    assert x.weak_type
+    assert (x + jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16

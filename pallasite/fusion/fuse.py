@@ -72,7 +72,12 @@ def _run(jaxpr: Any, operands: list[Any], count: int) -> list[Any]:
     @jax.custom_jvp
     def fused(*both: Any) -> list[Any]:
         held = [value for _, value in graph.constants[count:]]
-        return graph.run([*both[:count], *held], both[count:])
+        results = graph.run([*both[:count], *held], both[count:])
+        # Kernels give no weak types; what follows is promoted as without them.
+        return [
+            jaxcompat.weakly_typed(x) if var.aval.weak_type else x
+            for x, var in zip(results, jaxpr.outvars, strict=True)
+        ]
 
     @fused.defjvp
     def _(primals: Any, tangents: Any) -> Any:

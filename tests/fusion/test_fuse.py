@@ -309,6 +309,16 @@ def test_an_operand_that_a_kernel_has_twice():
     assert call.fused[-1] == "not operand x_ref: the kernel has it twice"
 
 
+def test_results_of_weak_types_stay_weak():
+    def sign(x):
+        return jnp.where(matmul(x, x) > 0, 1.0, -1.0)
+
+    x = array(16, 16)
+    found = pl.fuse(sign)(x)
+    assert found.weak_type
+    assert (found * x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
 def test_explain_says_what_was_fused():
     text = str(pl.explain(pl.fuse(dequantised), measure=False)(X16, Q, B))
     assert (
