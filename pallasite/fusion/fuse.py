@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from pallasite import jaxcompat
@@ -53,7 +54,8 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
             return results
 
         jaxpr, values = jaxcompat.opened(jax.make_jaxpr(run)(*flat))
-        results = _run(jaxpr, [*values, *flat], len(values))
+        found = _run(jaxpr, [*values, *flat], len(values))
+        results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in found]
         return jax.tree.unflatten(trees[0], results)
 
     return fused

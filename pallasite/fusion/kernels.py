@@ -7,12 +7,12 @@ load or store it as a whole, the block is memory of the kernel.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 from pallasite import jaxcompat
 from pallasite.errors import NotFusible
 from pallasite.fusion.block_rules import is_squeezed, size_of
+from pallasite.fusion.complete import is_surely_stored, shows_every_block
 from pallasite.fusion.graph import Atom
 from pallasite.fusion.regions import Expression, index_jaxpr
 from pallasite.importer.importer import Captures, Importer
@@ -32,8 +32,9 @@ from pallasite.ir.nodes import (
 from pallasite.ir.rewrite import inline, map_ops, substitute, users_of
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.language.specs import Element
-from pallasite.passes.analysis.grid import analyze
+from pallasite.passes.analysis.grid import WindowMoves, analyze
 from pallasite.passes.analysis.memory import VIEWS
+from pallasite.passes.place_windows import place_windows
 
 
 def pipeline_of(kernel: Kernel) -> Pipeline:
@@ -141,29 +142,12 @@ class _Fuser:
         with self.im.nested() as builder:
             indices = inline(builder, old, params)
             scalars = [self._number(builder, s) for s in self.expression.scalars]
-            jaxpr = index_jaxpr(blocks, self._limits(), len(scalars))
+            jaxpr = index_jaxpr(blocks, len(indices), len(scalars))
             found = self.im.run(jaxpr, [*indices, *scalars])
             return builder.block(params, found)
 
     def _number(self, builder: Builder, scalar: Atom) -> Value:
         return builder.cast(builder.load(self.params[scalar]), T.I32)
-
-    def _limits(self) -> list[int | None]:
-        """The last index of each dimension, where the map may yield a larger one."""
-        shown, limits = self.shown, []
-        sizes = dict(zip(shown.index_map.params, self.pipeline.grid, strict=True))
-        rows = zip(
-            shown.index_map.yields,
-            shown.array.ref.shape,
-            shown.window.dims,
-            strict=True,
-        )
-        for value, n, dim in rows:
-            last = ceil(n / dim.size) - 1 if dim.kind == "blocked" else n - 1
-            steps = sizes.get(value)
-            within = steps is not None and steps - 1 <= last
-            limits.append(None if within else last)
-        return limits
 
     def emit(self, builder: Builder, given: Sequence[Value] = ()) -> list[Value]:
         """The expression at a place in the body."""
@@ -229,6 +213,7 @@ def with_producers(kernel: Kernel, number: int, expression: Expression) -> Kerne
     param = kernel.inputs[number]
     if param in kernel.aliased_results:
         raise NotFusible("it is the memory of a result")
+    kernel = place_windows(kernel)  # numbers out of range are clamped to this operand
     shown = shown_of(kernel, param, "in")
     fuser = _Fuser(kernel, shown, expression)
     body = _body_with_producers(fuser, shown.block)
@@ -284,8 +269,11 @@ def with_consumers(
     param = kernel.outputs[number]
     if param in kernel.aliased_results.values():
         raise NotFusible("it is the memory of an operand")
+    kernel = place_windows(kernel)  # numbers out of range are clamped to this result
     shown = shown_of(kernel, param, "out")
     fuser = _Fuser(kernel, shown, expression)
+    if not shows_every_block(fuser.pipeline, shown):
+        raise NotFusible("programs may not see all of its blocks")
     outputs = [_output(fuser, n) for n in range(len(expression.results))]
     body, allocated = _body_with_consumers(fuser, shown.block, outputs, keeps)
     windows: list[Shown] = []
@@ -330,7 +318,9 @@ def _body_with_consumers(
         for shown, made in zip(outputs, fuser.emit(builder, [value]), strict=True):
             builder.store(shown.block, made)
 
-    if all(op.name == "store" and _is_whole(op, block) for op in uses):
+    is_stored_whole = all(op.name == "store" and _is_whole(op, block) for op in uses)
+    staying = {*range(len(fuser.pipeline.grid))} - _moves(fuser).axes
+    if is_stored_whole and is_surely_stored(fuser.pipeline, block, staying):
         # The last store of a block is what counts, of the expression as of the block.
 
         def rewrite(op: Op, builder: Builder) -> Sequence[Value] | None:
@@ -363,14 +353,18 @@ def _body_with_consumers(
     return replace(body, ops=(*body.ops, *builder.ops)), allocated
 
 
+def _moves(fuser: _Fuser) -> WindowMoves:
+    number = [s.array for s in fuser.pipeline.shown].index(fuser.shown.array)
+    return analyze(fuser.kernel).windows[number]
+
+
 def _axes_to_wait_for(fuser: _Fuser) -> list[int]:
     """The axes at whose last step a block of the result is complete.
 
     Raises:
         NotFusible: programs come back to a block after others were seen.
     """
-    number = [s.array for s in fuser.pipeline.shown].index(fuser.shown.array)
-    moves = analyze(fuser.kernel).windows[number]
+    moves = _moves(fuser)
     several = [a for a, n in enumerate(fuser.pipeline.grid) if n != 1]
     waiting = [a for a in several if a not in moves.apart]
     others = [a for a in several if a in moves.apart]

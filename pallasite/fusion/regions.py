@@ -353,30 +353,12 @@ def _check_blocks(region: Region, pushed: Mapping[Atom, Blocks]) -> None:
             raise NotFusible("a block is needed that another step computes")
 
 
-def index_jaxpr(
-    blocks: BlockIndexTransform, limits: Sequence[int | None], scalars: int
-) -> Any:
-    """The jaxpr from indices, and scalars, to the indices of other blocks.
-
-    Args:
-        blocks: the other blocks.
-        limits: the largest index of each dimension, where one may be larger; it then
-            means the last block.
-        scalars: how many there are.
-    """
-    rank = len(limits)
+def index_jaxpr(blocks: BlockIndexTransform, rank: int, scalars: int) -> Any:
+    """The jaxpr from `rank` indices, and scalars, to the indices of other blocks."""
 
     def run(*outer: Any) -> list[Any]:
         return [jnp.asarray(i, jnp.int32) for i in blocks.at(outer)]
 
-    def clamped(*outer: Any) -> list[Any]:
-        pairs = zip(outer[:rank], limits, strict=True)
-        indices = [i if n is None else jnp.clip(i, 0, n) for i, n in pairs]
-        return run(*indices, *outer[rank:])
-
-    types = [INDEX] * (rank + scalars)
     with jaxcompat.own_tracing():
-        made = jaxcompat.lower_high_level(jax.make_jaxpr(run)(*types))
-        if not jaxcompat.opened(made)[0].eqns:  # indices as they are
-            return made
-        return jaxcompat.lower_high_level(jax.make_jaxpr(clamped)(*types))
+        types = [INDEX] * (rank + scalars)
+        return jaxcompat.lower_high_level(jax.make_jaxpr(run)(*types))

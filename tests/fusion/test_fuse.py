@@ -298,6 +298,13 @@ def test_arguments_that_are_not_arrays_stay_what_they_are():
     assert pl.fuse(lambda x: jnp.exp(matmul(x, W)))(nothing).shape == (0, 64)
 
 
+def test_numbers_that_are_returned_are_arrays():
+    x = array(16, 16)
+    _, doubled = pl.fuse(lambda x, s: (matmul(x, x) * s, s * 2))(x, 3.0)
+    assert isinstance(doubled, jax.Array)
+    assert doubled == 6
+
+
 def test_an_operand_that_a_kernel_has_twice():
     def f(x):
         y = x * 2
@@ -307,6 +314,56 @@ def test_an_operand_that_a_kernel_has_twice():
     np.testing.assert_allclose(pl.fuse(f)(square), f(square), 1e-5, 1e-5)
     (call,) = calls_in(pl.fuse(f), square)
     assert call.fused[-1] == "not operand x_ref: the kernel has it twice"
+
+
+def copied(x, rows: int, index_map, out_map=lambda i: (i, 0), kernel=None, grid=None):
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    return pl.pallas_call(
+        kernel or copy,
+        out_shape=jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype),
+        grid=grid or rows // 4,
+        in_specs=[pl.BlockSpec((4, x.shape[1]), index_map)],
+        out_specs=pl.BlockSpec((4, x.shape[1]), out_map),
+    )(x)
+
+
+def rows(n: int) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.float32, (n, 16), 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: copied(x[:8] * 2, 24, lambda i: (i, 0)),
+        lambda x: copied(rows(8) * 2, 24, lambda i: (2 * i - 3, 0)),
+        lambda x: copied(jnp.tril(x[:8]), 12, lambda i: (i - 1, 0)),
+        lambda x: copied(x, 8, lambda i: (i, 0), lambda i: (i, 0), grid=6) + rows(8),
+        lambda x: copied(x, 8, lambda i: (i, 0), lambda i: (i, 0), grid=6) + x[:8],
+    ],
+)
+def test_blocks_out_of_range_are_those_of_the_operand(function):
+    x = array(24, 16)
+    assert jnp.array_equal(jax.jit(pl.fuse(function))(x), function(x))
+
+
+def store_first_blocks(x_ref, o_ref):
+    @pl.when(pl.program_id(0) < 2)
+    def _():
+        o_ref[...] = x_ref[...]
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernel": store_first_blocks}, {"grid": 2}], ids=["guarded", "short"]
+)
+def test_what_follows_blocks_that_are_not_stored_is_computed(options):
+    def function(x):
+        found = copied(x, 12, lambda i: (i, 0), **options)
+        return jnp.where(rows(12) < 8, found, 7.0)
+
+    x = array(12, 16)
+    assert jnp.array_equal(jax.jit(pl.fuse(function))(x), function(x))
 
 
 def test_results_of_weak_types_stay_weak():
