@@ -299,8 +299,7 @@ def test_arguments_that_are_not_arrays_stay_what_they_are():
 
 
 def test_numbers_that_are_returned_are_arrays():
-    x = array(16, 16)
-    _, doubled = pl.fuse(lambda x, s: (matmul(x, x) * s, s * 2))(x, 3.0)
+    _, doubled = pl.fuse(lambda x, s: (x, s * 2))(array(16), 3.0)
     assert isinstance(doubled, jax.Array)
     assert doubled == 6
 
