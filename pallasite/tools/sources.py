@@ -36,7 +36,7 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
         raise SpecError(f"no such file: {name}", fix="FILE.py or FILE.py::FUNCTION")
     if function:
         return kernels_of(*_function(path, function, operands))
-    with recorded() as calls:
+    with recorded() as calls, contextlib.suppress(SystemExit):  # as scripts end
         _run(path, "__main__")
     if not calls:
         raise SpecError(
@@ -48,8 +48,12 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
 def _run(path: Path, name: str) -> dict[str, Any]:
     """What a file defines. What it prints goes where messages do."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    with contextlib.redirect_stdout(sys.stderr):
-        return runpy.run_path(str(path), run_name=name)
+    own, sys.argv = sys.argv, [str(path)]  # the command's options are not the script's
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return runpy.run_path(str(path), run_name=name)
+    finally:
+        sys.argv = own
 
 
 def _function(

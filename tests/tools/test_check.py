@@ -172,6 +172,13 @@ def test_operands_as_text():
         arrays("f32[8], q7[2]")
 
 
+def test_a_script_that_exits_and_reads_its_own_arguments(script):
+    ending = "import sys\nassert sys.argv == [__file__], sys.argv\nsys.exit()\n"
+    script.write_text(script.read_text() + ending)
+    (site,) = sites_of(str(script))
+    assert site.call.kernel.name == "double_kernel"
+
+
 def test_kernels_of_a_file(script, capfd):
     (site,) = sites_of(f"{script}::double", "f32[8,128]")
     assert site.call.kernel.name == "double_kernel"
