@@ -172,11 +172,14 @@ def test_operands_as_text():
         arrays("f32[8], q7[2]")
 
 
+def resize(script, shape: str) -> str:
+    """A size of its own: JAX does not lower the same call twice in a process."""
+    return script.read_text().replace("jnp.ones((8, 128))", f"jnp.ones({shape})")
+
+
 def test_a_script_that_exits_and_reads_its_own_arguments(script):
     ending = "import sys\nassert sys.argv == [__file__], sys.argv\nsys.exit()\n"
-    # A size of its own: JAX does not lower the same call twice in a process.
-    text = script.read_text().replace("jnp.ones((8, 128))", "jnp.ones((5, 77))")
-    script.write_text(text + ending)
+    script.write_text(resize(script, "(5, 77)") + ending)
     (site,) = sites_of(str(script))
     assert site.call.kernel.inputs[0].ref.shape == (5, 77)
 
@@ -184,8 +187,9 @@ def test_a_script_that_exits_and_reads_its_own_arguments(script):
 def test_kernels_of_a_file(script, capfd):
     (site,) = sites_of(f"{script}::double", "f32[8,128]")
     assert site.call.kernel.name == "double_kernel"
+    script.write_text(resize(script, "(6, 77)"))
     (site,) = sites_of(str(script))
-    assert site.call.kernel.inputs[0].ref.shape == (8, 128)
+    assert site.call.kernel.inputs[0].ref.shape == (6, 77)
     assert capfd.readouterr().out == ""  # what the script prints is no result
 
 
