@@ -12,7 +12,7 @@ import numpy as np
 
 from pallasite.ir.nodes import Block, Op, Value, walk
 from pallasite.ir.roles import Pipeline, Shown
-from pallasite.passes.analysis.block_table import all_steps, evaluate_map, last_number
+from pallasite.passes.analysis.block_table import blocks_shown, last_number
 from pallasite.passes.analysis.guards import Part, guard_of
 
 
@@ -22,15 +22,12 @@ def shows_every_block(pipeline: Pipeline, shown: Shown) -> bool:
     if any(dim.kind not in ("blocked", "squeezed") for dim in dims):
         return False
     last = [last_number(dim, n) for dim, n in zip(dims, shape, strict=True)]
-    steps = all_steps(pipeline.grid)
-    indices = None if steps is None else evaluate_map(shown.index_map, steps)
-    if indices is None:
+    blocks = None
+    if shape:
+        blocks = blocks_shown(shown.index_map, shown.window, shape, pipeline.grid)
+    if blocks is None:
         return _follows_axes(pipeline, shown, last)
-    count = prod(n + 1 for n in last)
-    if not indices:
-        return count == 1
-    blocks = np.stack([np.clip(i, 0, n) for i, n in zip(indices, last, strict=True)])
-    return np.unique(blocks, axis=1).shape[1] == count
+    return np.unique(blocks, axis=1).shape[1] == prod(n + 1 for n in last)
 
 
 def _follows_axes(pipeline: Pipeline, shown: Shown, last: list[int]) -> bool:

@@ -17,7 +17,7 @@ from pallasite.fusion.kernels import (
 )
 from pallasite.fusion.regions import Expression, consumers_of, producers_of
 from pallasite.ir.nodes import Kernel
-from pallasite.passes.analysis.work import Work, count
+from pallasite.passes.analysis.work import Work, count, short
 from pallasite.primitive import Call, call_p
 from pallasite.sharding.rule import Partition
 
@@ -159,13 +159,13 @@ class _FusedCall:
         moved = before.bytes + outside
         saved = moved - after.bytes
         if saved <= 0:
-            reasons.insert(0, f"it would move {_size(-saved)} more")
+            reasons.insert(0, f"it would move {short(-saved)}B more")
             return None
         extra = _operations(after) - _operations(before)
         if extra > saved * OPERATIONS_PER_BYTE and extra > _operations(before):
             reasons.insert(0, f"it would compute {extra:,} operations again")
             return None
-        return f"{_size(moved)} moved are {_size(after.bytes)}"
+        return f"{short(moved)}B moved are {short(after.bytes)}B"
 
     def _finish(self, kernel: Kernel) -> None:
         params = tuple(
@@ -190,10 +190,3 @@ def _operations(work: Work) -> int:
 def _reads(expression: Expression) -> str:
     types = [v.aval.str_short() for v in expression.leaves]
     return f" of {', '.join(types)}" if types else ""
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"

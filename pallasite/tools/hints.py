@@ -11,10 +11,10 @@ from math import prod
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.grid import Axis
-from pallasite.passes.analysis.work import Work
+from pallasite.passes.analysis.work import Work, short
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tools.pass_notes import shape_text
-from pallasite.tools.report import duration, percent, short
+from pallasite.tools.report import duration, percent
 from pallasite.tools.roofline import Peaks, Roofline
 
 MOST = 2

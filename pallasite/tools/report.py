@@ -11,7 +11,7 @@ from typing import Any
 
 from pallasite.backends.base import Resource
 from pallasite.passes.analysis.grid import Axis
-from pallasite.passes.analysis.work import Traffic, Work
+from pallasite.passes.analysis.work import Traffic, Work, short
 from pallasite.tools.pass_notes import PassNote, shape_text, sizes
 from pallasite.tools.roofline import Roofline
 
@@ -255,15 +255,6 @@ def _resource(used: Resource) -> str:
     if used.unit != "bytes":
         return f"{used.name} {used.used} of {used.available} {used.unit}"
     return f"{used.name} {short(used.used)}B of {short(used.available)}B"
-
-
-def short(number: float) -> str:
-    """A number with a unit's prefix: "3.2 M"."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000 or prefix == "T":
-            break
-        number /= 1000
-    return f"{number:.3g} {prefix}"
 
 
 def duration(seconds: float) -> str:

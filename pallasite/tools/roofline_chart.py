@@ -11,8 +11,9 @@ from math import ceil, floor, inf, log10
 from typing import Any
 
 from pallasite.errors import SpecError
+from pallasite.passes.analysis.work import short
 from pallasite.target import named
-from pallasite.tools.report import KernelReport, short
+from pallasite.tools.report import KernelReport
 from pallasite.tools.roofline import Peaks
 
 LEAST_DECADES = 3

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 import pallasite as pl
 from pallasite import config
 from pallasite.errors import SpecError
-from pallasite.passes.analysis.work import Traffic, Work
+from pallasite.passes.analysis.work import Traffic, Work, short
 from pallasite.target import TPUS, named
 from pallasite.tools.hints import Facts, hints
-from pallasite.tools.report import duration, short
+from pallasite.tools.report import duration
 from pallasite.tools.roofline import Peaks, roofline
 from pallasite.tools.timing import this_computer
 from tests.zoo import all_cases

@@ -34,6 +34,27 @@ def told_apart(
     grid: Sequence[int | None],
 ) -> frozenset[int] | None:
     """Axes told from the block indices, by trying every step of a small grid."""
+    steps, shown = all_steps(grid), blocks_shown(index_map, window, shape, grid)
+    if steps is None or shown is None:
+        return None
+    _, block = np.unique(shown, axis=1, return_inverse=True)
+    block = block.ravel()
+    count = int(block.max()) + 1
+    return frozenset(
+        axis for axis, position in enumerate(steps) if _tells(block, position, count)
+    )
+
+
+def blocks_shown(
+    index_map: Block,
+    window: Window,
+    shape: Sequence[int],
+    grid: Sequence[int | None],
+) -> np.ndarray | None:
+    """The block's numbers at every step, a row per dimension, clamped to the array.
+
+    None where the grid is not small, or the map or the window is of another kind.
+    """
     steps = all_steps(grid)
     whole_blocks = all(d.kind in ("blocked", "squeezed") for d in window.dims)
     if steps is None or not whole_blocks:
@@ -42,13 +63,7 @@ def told_apart(
     if indices is None:
         return None
     dims = zip(indices, window.dims, shape, strict=True)
-    clamped = [np.clip(i, 0, last_number(dim, n)) for i, dim, n in dims]
-    _, block = np.unique(np.stack(clamped), axis=1, return_inverse=True)
-    block = block.ravel()
-    count = int(block.max()) + 1
-    return frozenset(
-        axis for axis, position in enumerate(steps) if _tells(block, position, count)
-    )
+    return np.stack([np.clip(i, 0, last_number(dim, n)) for i, dim, n in dims])
 
 
 def all_steps(grid: Sequence[int | None]) -> np.ndarray | None:

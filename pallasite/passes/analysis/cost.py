@@ -164,8 +164,11 @@ def moved_by(op: Op) -> int:
     refs = [v.ref for v in op.operands if v.is_ref and v.ref.space in MAIN_MEMORY]
     if op.name == "copy_start":
         return sum(bytes_of(ref) for ref in refs)
-    if not refs or op.name in ("copy_wait", "alloc"):
-        return 0
+    return accessed_by(op) if refs else 0
+
+
+def accessed_by(op: Op) -> int:
+    """Bytes that a load, store or atomic reads and writes, in any memory."""
     if op.name == "load":
         return bytes_of(op.result.tile)
     if op.name == "store":

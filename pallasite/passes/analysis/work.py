@@ -21,7 +21,13 @@ from pallasite.ir.opdef import Unit, table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline, Shown, Wgmma, While
 from pallasite.ir.types import DTYPES
 from pallasite.passes.analysis.block_table import last_number
-from pallasite.passes.analysis.cost import MAIN_MEMORY, bytes_of, moved_by, operations
+from pallasite.passes.analysis.cost import (
+    MAIN_MEMORY,
+    accessed_by,
+    bytes_of,
+    moved_by,
+    operations,
+)
 from pallasite.passes.analysis.grid import analyze_pipeline
 from pallasite.passes.analysis.memory import Roots
 
@@ -405,24 +411,13 @@ class _LineCounter(_Counter):
         self._inside = outer
         if not outer:
             own = Total({key: n for key, n in total.items() if key[0] != "direct"})
-            own[ACCESSED,] = _accessed(op) * rows.count
+            own[ACCESSED,] = (accessed_by(op) or moved_by(op)) * rows.count
             self.note(op.loc, own)
         return total
 
     def note(self, loc: Loc | None, total: Total) -> None:
         if loc is not None and any(total.values()):
             self.lines.setdefault((loc.file, loc.line), Total()).update(total)
-
-
-def _accessed(op: Op) -> int:
-    """Bytes of refs that a load, store or atomic reads and writes."""
-    if op.name == "load":
-        return bytes_of(op.result.type)
-    if op.name == "store":
-        return bytes_of(op.operands[1].type)
-    if op.name in ("atomic_rmw", "atomic_cas"):
-        return 2 * bytes_of(op.result.type)
-    return moved_by(op)
 
 
 def _kind(op: Op) -> str | None:
@@ -540,3 +535,12 @@ def _row(
 ) -> Traffic:
     name, dtype = ref.name or "unnamed", ref.ref.dtype.name
     return Traffic(name, mode, shape, dtype, axes, moves, copied, distinct, exact)
+
+
+def short(number: float) -> str:
+    """A number with a unit's prefix: "3.2 M"."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000 or prefix == "T":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}"

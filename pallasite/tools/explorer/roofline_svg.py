@@ -3,7 +3,7 @@
 import html
 from math import log10
 
-from pallasite.tools.report import short
+from pallasite.passes.analysis.work import short
 from pallasite.tools.roofline_chart import MEASURED, Chart, Point
 
 WIDTH, HEIGHT = 560, 340
