@@ -70,14 +70,9 @@ def shown_of(kernel: Kernel, param: Value, mode: str) -> Shown:
         raise NotFusible("it is not in the memory of blocks")
     if any(d.kind == "bounded" or d.padding != (0, 0) for d in window.dims):
         raise NotFusible("its blocks are of different sizes")
-    if window.fill is not None and _hangs_over(param.ref.shape, window):
+    if window.fill is not None and window.may_hang_over(param.ref.shape):
         raise NotFusible("its blocks hang over the edge and are filled there")
     return shown
-
-
-def _hangs_over(shape: Sequence[int], window: Window) -> bool:
-    pairs = zip(shape, window.dims, strict=True)
-    return any(d.kind != "blocked" or n % d.size for n, d in pairs)
 
 
 def dims_of(window: Window) -> list[Any]:

@@ -5,7 +5,7 @@ use the values of the code around them. `text.py` prints and parses them, `verif
 says which are legal, `build.py` makes them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -117,6 +117,12 @@ class Window:
     @property
     def block_shape(self) -> tuple[int, ...]:
         return tuple(d.size for d in self.dims if d.kind != "squeezed")
+
+    def may_hang_over(self, shape: Sequence[int]) -> bool:
+        """Whether a block can show elements outside an array of this shape."""
+        pairs = zip(self.dims, shape, strict=True)
+        inside = lambda d, n: d.kind == "blocked" and n % max(d.size, 1) == 0
+        return any(d.kind != "squeezed" and not inside(d, n) for d, n in pairs)
 
 
 @dataclass(frozen=True, eq=False)

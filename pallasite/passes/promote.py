@@ -114,6 +114,9 @@ class _Candidates:
         memory = op.operands[0]
         if names != {"load", "store"} or memory not in self.kernel.outputs:
             return False
+        window = op.attrs["window"]
+        if window.fill is not None and window.may_hang_over(memory.ref.shape):
+            return False  # past the edge it reads as the fill, whatever was stored
         return self.uses[memory] == [op] and not self.is_shared(memory)
 
     def is_shared(self, memory: Value) -> bool:

@@ -390,6 +390,30 @@ def test_shared_output_written_now_and_then_is_not_written_back():
     assert "cond" in text
 
 
+def test_filled_block_past_the_edge_keeps_reading_the_fill():
+    """What is stored outside the array is dropped, so it is not read back."""
+    text = """
+    kernel @k(%x: ref<f32[3] any>, %o: ref<f32[3] any>, %p: ref<f32[4] any>) outputs 2 {
+      pipeline %x, %o, %p {grid=(1,), windows=(in[4] fill 2.0, out[4] fill 7.0, out[4]),
+          semantics=("arbitrary",)}
+        map (%i: i32) { yield %i }
+        map (%i1: i32) { yield %i1 }
+        map (%i2: i32) { yield %i2 }
+        body (%i3: i32, %xb: ref<f32[4] block>, %ob: ref<f32[4] block>,
+              %pb: ref<f32[4] block>) {
+          %v: f32[4] = load %xb[:]
+          store %ob[:] = %v
+          %w: f32[4] = load %ob[:]
+          store %pb[:] = %w
+        }
+    }
+    """
+    made = promote(canonicalize(parse_kernel(text)))
+    x = np.arange(3, dtype=np.float32)
+    _, seen = Walker(made, NumpyNumbers()).run([x])
+    np.testing.assert_array_equal(seen, [0, 1, 2, 7])
+
+
 def test_inner_pipeline_becomes_a_loop():
     text = """
     kernel @k(%x: ref<f32[8,32] any>, %o: ref<f32[8,32] any>) outputs 1 {
