@@ -70,6 +70,13 @@ def _rev(op: Op, x: Array) -> Array:
     return lax.rev(x, op.attrs["axes"])
 
 
+@RULES.rule("exchange")
+def _exchange(op: Op, x: Array) -> Array:
+    axis, distance = op.attrs["axis"], op.attrs["distance"]
+    pairs = (*x.shape[:axis], -1, 2, distance, *x.shape[axis + 1 :])
+    return lax.rev(x.reshape(pairs), (axis + 1,)).reshape(x.shape)
+
+
 _REDUCE = {
     "sum": lax.reduce_sum,
     "prod": lax.reduce_prod,

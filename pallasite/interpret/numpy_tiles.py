@@ -106,6 +106,12 @@ def _rev(op: Op, x: Array) -> Array:
     return np.flip(x, op.attrs["axes"])
 
 
+@RULES.rule("exchange")
+def _exchange(op: Op, x: Array) -> Array:
+    axis = op.attrs["axis"]
+    return np.take(x, np.arange(x.shape[axis]) ^ op.attrs["distance"], axis)
+
+
 @RULES.rule("bitcast")
 def _bitcast(op: Op, x: Array) -> Array:
     return bitcast(np.asarray(x), op.operands[0].tile.dtype, op.attrs["dtype"])

@@ -259,7 +259,7 @@ def bitcast_rows(codes: np.ndarray, before: TileType, after: TileType) -> np.nda
 _MOVES = ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad")
 # Of all tile ops with operands.
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys((*_MOVES, "rev"), _move),
+    **dict.fromkeys((*_MOVES, "rev", "exchange"), _move),
     "reduce": _reduce,
     "arg_reduce": _arg_reduce,
     "scan": _scan,

@@ -11,7 +11,6 @@ from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Value
 from pallasite.ir.types import I32, I64, INDEX, DType
 from pallasite.ops.decompose_tile import (
-    exchange,
     filled,
     lengthened,
     next_power_of_two,
@@ -67,7 +66,8 @@ class _Network:
     ) -> list[Value]:
         """Order each pair `distance` apart; upwards in every other run."""
         b = self.b
-        partners = [exchange(b, x, self.axis, distance) for x in rows]
+        apart = {"axis": self.axis, "distance": distance}
+        partners = [b.op("exchange", x, **apart) for x in rows]
         is_less = self.less(partners[:num_keys], rows[:num_keys])
         # The lower of an ascending pair takes the smaller, and so on: keys differ.
         wants_smaller = b.eq(self.clear(distance), self.clear(run))

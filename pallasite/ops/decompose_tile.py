@@ -62,8 +62,7 @@ def positions(b: Builder, x: Value, axis: int) -> Value:
     return b.op("iota", type=x.tile.with_dtype(I32), dim=axis)
 
 
-def exchange(b: Builder, x: Value, axis: int, distance: int) -> Value:
-    """Element i gets element i xor distance; both are powers of two."""
+def exchange(b: Builder, x: Value, *, axis: int, distance: int) -> Value:
     n = x.tile.shape[axis]
     if n == 2 * distance:
         return rotate(b, x, axis, distance)
@@ -92,7 +91,7 @@ def _reverse(b: Builder, x: Value, axis: int) -> Value:
     x = lengthened(b, x, axis, size)
     distance = 1
     while distance < size:
-        x = exchange(b, x, axis, distance)
+        x = b.op("exchange", x, axis=axis, distance=distance)
         distance *= 2
     return take_range(b, x, axis, size - n, size)
 

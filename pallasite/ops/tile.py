@@ -168,6 +168,14 @@ def _dynamic_update_slice(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, 
     return (x,)
 
 
+def _exchange(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    (x,) = tiles(types)
+    n, distance = x.shape[attrs["axis"]], attrs["distance"]
+    if n & (n - 1) or distance & (distance - 1) or not 0 < distance < n:
+        raise TypeRuleError(f"no elements {distance} apart to exchange among {n}")
+    return (x,)
+
+
 def _sort(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     parts = tiles(types)
     if any(p.shape != parts[0].shape for p in parts):
@@ -199,6 +207,7 @@ def _inline_asm(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
 
 _LOWER: dict[str, Callable[..., Any]] = {
     "rev": decompose_tile.rev,
+    "exchange": decompose_tile.exchange,
     "pad": decompose_tile.pad,
     "dynamic_slice": decompose_tile.dynamic_slice,
     "dynamic_update_slice": decompose_tile.dynamic_update_slice,
@@ -227,6 +236,13 @@ _row("slice", _slice, 1, ("starts", "limits", "strides"))
 _row("concatenate", _concatenate, None, ("axis",))
 _row("pad", _pad, 2, ("low", "high", "interior"), doc="negative low or high crops")
 _row("rev", _keep, 1, ("axes",))
+_row(
+    "exchange",
+    _exchange,
+    1,
+    ("axis", "distance"),
+    doc="element i becomes element i xor `distance`; sizes are powers of two",
+)
 _row("reduce", _reduce, 1, ("kind", "axes"), unit=Unit.ALU, max_ulp=4)
 _row(
     "arg_reduce",

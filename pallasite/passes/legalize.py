@@ -147,7 +147,7 @@ _OWN_WIDTH = frozenset({"bitcast", "cast", "clz", "nextafter", "pow"})
 # Their signed operand must be extended with zeros.
 _OF_BITS = frozenset({"shift_right_logical", "population_count"})
 _TILE_OPS = frozenset({"reduce", "scan", "arg_reduce", "broadcast_in_dim", "transpose"})
-_TILE_OPS |= {"reshape", "slice", "concatenate", "pad", "rev", "sort"}
+_TILE_OPS |= {"reshape", "slice", "concatenate", "pad", "rev", "exchange", "sort"}
 _MAKERS = frozenset({"constant", "iota"})
 
 

@@ -126,6 +126,7 @@ def test_movements(rng, name):
     x = two_versions(rng, (3, 4), dtype)
     check_tile_op("transpose", x, perm=(1, 0))
     check_tile_op("rev", x, axes=(1,))
+    check_tile_op("exchange", x, axis=1, distance=2)
     check_tile_op("reshape", x, shape=(2, 6))
     check_tile_op("broadcast_in_dim", x, shape=(3, 2, 4), dims=(0, 2))
     check_tile_op("slice", x, starts=(0, 1), limits=(3, 4), strides=(2, 1))

@@ -24,7 +24,7 @@ NOT_GENERATED |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
 NOT_GENERATED |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
 NOT_GENERATED |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
 NOT_GENERATED |= {"indexed_copy_start", "indexed_copy_wait"}
-NOT_GENERATED |= {"dot_add", "dot_store"}  # passes make these of other ops
+NOT_GENERATED |= {"dot_add", "dot_store", "exchange"}  # made of other ops
 NOT_GENERATED |= {"matrix_unit"}  # needs scratch that stands for the unit
 NOT_GENERATED |= {"inline_asm"}  # means something on a GPU only
 

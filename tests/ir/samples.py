@@ -256,6 +256,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         tile(b), b.constant(0.0, scalar(F32)), low=(1, -1), high=(0, 0), interior=(1, 0)
     ),
     "rev": lambda b, x: b.rev(tile(b), axes=(0,)),
+    "exchange": lambda b, x: b.op("exchange", tile(b), axis=1, distance=2),
     "reduce": lambda b, x: b.reduce(tile(b), kind="sum", axes=(0, 1)),
     "arg_reduce": lambda b, x: b.arg_reduce(tile(b), kind="max", axis=1, dtype=I32),
     "scan": lambda b, x: b.scan(tile(b), kind="sum", axis=1, reverse=True),

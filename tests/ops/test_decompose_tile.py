@@ -53,6 +53,14 @@ def indices(*values: int) -> list[np.ndarray]:
     return [np.array(v, np.int32) for v in values]
 
 
+@pytest.mark.parametrize(("n", "distance"), [(2, 1), (8, 2), (16, 8)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_exchange(n: int, distance: int, axis: int):
+    shape = [3, 4, 5]
+    shape[axis] = n
+    check("exchange", [numbers(tuple(shape), F32)], axis=axis, distance=distance)
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [F32, I32, BOOL], ids=str)
 def test_rev(n: int, dtype):

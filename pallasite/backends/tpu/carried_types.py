@@ -16,7 +16,17 @@ from pallasite.ir.types import BOOL, F16, F32, I8, I32, U32, DType, RefType, Til
 
 # Their results are float16 numbers if their operands are.
 _SHAPE = ("broadcast_in_dim", "reshape", "transpose", "slice", "concatenate", "pad")
-_CHOICE = ("rev", "sort", "select_n", "max", "min", "clamp", "gather", "top_k")
+_CHOICE = (
+    "rev",
+    "exchange",
+    "sort",
+    "select_n",
+    "max",
+    "min",
+    "clamp",
+    "gather",
+    "top_k",
+)
 _EXACT = frozenset((*_SHAPE, *_CHOICE, "neg", "abs", "sign", "floor", "ceil", "round"))
 _EXACT |= {"load", "atomic_rmw", "atomic_cas", "constant", "stop_gradient"}
 _EXACT |= {"for", "while", "cond", "custom"}

@@ -123,6 +123,13 @@ class Tiles(Elementwise):
             x = self.take(x, self.apply("arith.subi", last, index), d)
         self.env[op.result] = x
 
+    def emit_exchange(self, op: Op) -> None:
+        x, axis = self.env[op.operands[0]], op.attrs["axis"]
+        index = self.along(x.shape, axis)
+        distance = self.like(op.attrs["distance"], index)
+        partner = self.apply("arith.xori", index, distance)
+        self.env[op.result] = self.gather(x, self.spread(partner, x.shape), axis)
+
     def emit_concatenate(self, op: Op) -> None:
         axis = op.attrs["axis"]
         shape, _ = self.layout(op.result.tile, op)
@@ -368,6 +375,7 @@ RULES = {
     "transpose": Tiles.emit_transpose,
     "slice": Tiles.emit_slice,
     "rev": Tiles.emit_rev,
+    "exchange": Tiles.emit_exchange,
     "concatenate": Tiles.emit_concatenate,
     "pad": Tiles.emit_pad,
     "dynamic_slice": Tiles.emit_dynamic_slice,

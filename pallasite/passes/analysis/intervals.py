@@ -133,7 +133,15 @@ _POSITIONS: dict[str, Callable[[Op], int]] = {
 }
 
 # Ops that give elements of their first operand and nothing else.
-_MOVES = ("broadcast_in_dim", "reshape", "transpose", "slice", "rev", "dynamic_slice")
+_MOVES = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "slice",
+    "rev",
+    "exchange",
+    "dynamic_slice",
+)
 
 
 _RULES: dict[str, Callable[..., Fact | None]] = {

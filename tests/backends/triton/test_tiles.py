@@ -16,6 +16,7 @@ ONE_OPERAND = {
         dict(starts=(1, 2), limits=(9, 11), strides=(3, 2)),
     ),
     "empty slice": ("slice", (6,), dict(starts=(2,), limits=(2,), strides=(1,))),
+    "exchange": ("exchange", (3, 16), dict(axis=1, distance=4)),
     "rev": ("rev", (5, 6), dict(axes=(0, 1))),
     "transpose": ("transpose", (3, 5, 7), dict(perm=(2, 0, 1))),
     "broadcast": ("broadcast_in_dim", (3, 1), dict(shape=(3, 2, 5), dims=(0, 2))),
