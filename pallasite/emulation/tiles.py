@@ -61,8 +61,16 @@ def _concatenate(op: Op, *parts: Array) -> Array:
 
 @RULES.rule("pad")
 def _pad(op: Op, x: Array, value: Array) -> Array:
-    a = op.attrs
-    return lax.pad(x, value, list(zip(a["low"], a["high"], a["interior"], strict=True)))
+    """Crops by a slice: XLA compiles negative padding with some of its passes only."""
+    edges = list(zip(op.attrs["low"], op.attrs["high"], strict=True))
+    grown = [(max(low, 0), max(high, 0)) for low, high in edges]
+    interior = op.attrs["interior"]
+    x = lax.pad(x, value, [(*e, i) for e, i in zip(grown, interior, strict=True)])
+    if edges == grown:
+        return x
+    starts = [min(max(-low, 0), n) for (low, _), n in zip(edges, x.shape, strict=True)]
+    ends = [n - max(-high, 0) for (_, high), n in zip(edges, x.shape, strict=True)]
+    return lax.slice(x, starts, list(map(max, starts, ends)))
 
 
 @RULES.rule("rev")

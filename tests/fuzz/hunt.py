@@ -129,12 +129,19 @@ def _simplest(job: Job, number: int, stream: bytes) -> str | None:
         if time.monotonic() >= end:
             return False
         kind, what = verdict(job, number, stream)
-        if kind == "wrong":
+        same = kind == "wrong" and _error_of(what) == error
+        if same:
             least = what
-        return kind == "wrong"
+        return same
 
+    error = _error_of(verdict(job, number, stream)[1])
     simplest(stream, fails)
     return least
+
+
+def _error_of(what: str) -> str:
+    """The exception's type: a simpler kernel must fail as the first one did."""
+    return what.split(":", 1)[0]
 
 
 def work(jobs: Connection) -> None:

@@ -232,6 +232,9 @@ class Emitter(TensorMemory):
         rule = RULES.get(op.name)
         if rule is None:
             self.refuse(op)
+        values = (*op.operands, *op.results)
+        if any(not v.is_ref and not v.tile.size for v in values):
+            self.refuse(op, "a tile of no elements has no registers")
         outer = self.out.origin
         if self.with_lines:
             self.out.origin = op.loc.comment if op.loc else ""

@@ -320,6 +320,18 @@ REFUSED = {
         ),
         "backend 'cuda' cannot run scan",
     ),
+    "empty": (
+        lambda: kernel_of(
+            lambda x: pl.pallas_call(
+                lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[:, :0] + 1),
+                out_shape=jax.ShapeDtypeStruct((4, 0), f32),
+                in_specs=[pl.BlockSpec((4, 1), lambda: (0, 0))],
+                out_specs=pl.BlockSpec((4, 0), lambda: (0, 0)),
+            )(x),
+            ((4, 1), f32),
+        ),
+        "a tile of no elements has no registers",
+    ),
     "f32": (lambda: matmul(512, 512, 512, f32), "multiplied in 19 bits (tf32) only if"),
     "rows": (
         lambda: matmul(512, 512, 512, block=(32, 64, 64)),
