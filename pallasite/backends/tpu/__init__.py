@@ -1,14 +1,14 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
 Reading order: what no core has is refused by `limits.py`. What the chip lacks is made
-of what it has by passes, in this order: `prints.py`, `bitcasts.py`, `carried_types.py`
-(element types), `resident.py` (arrays in main memory used directly), `fit_windows.py`
-(blocks that miss the tiles), `aliased.py` (an operand and a result that are one
-memory), `cores.py` (two cores), `vmem.py` (room), `schedule.py` (inner pipelines become
-loops), `gathers.py`, `repeats.py`, `dots.py`. Then `emit.py` (module, grid and
-windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
-`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
-see `runtime/aot.py`.
+of what it has by passes, in this order: `device_numbers.py`, `prints.py`,
+`bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in main memory
+used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py` (an operand
+and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
+`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
+Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
+`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
+the result, with or without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,7 @@ class TpuBackend:
         from pallasite.backends.tpu.carried_types import carry_types
         from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
+        from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
@@ -77,6 +78,7 @@ class TpuBackend:
         return (
             Pass("matrix_units", partial(schedule_units, chip=chip)),
             Pass("check_limits", limits),
+            Pass("device_numbers", ask_for_device_numbers),
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
@@ -157,7 +159,8 @@ class TpuBackend:
         sites = sites_of(kernel)
         check_collective_id(kernel, options.compiler_params)
         talks = talks_to_devices(kernel.body)
-        fusible = input_fusion(options.compiler_params, kernel)
+        allowed = input_fusion(options.compiler_params, kernel)
+        fusible = [allowed[source] for source, _ in arrays.operands if allowed]
         return Launch(
             target="tpu_custom_call",
             config=call_config(compiled["mosaic"], options, vmem, talks, fusible),

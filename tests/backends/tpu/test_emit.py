@@ -92,6 +92,21 @@ def test_call_config_carries_what_the_author_said():
 
 
 @pytest.mark.parametrize(
+    "said, passed", [({}, True), ({"disable_bounds_checks": False}, False)]
+)
+def test_bounds_are_checked_again_only_where_the_author_says_so(said, passed):
+    """What a kernel reads and copies is clamped in its own code."""
+    import json
+
+    text = mosaic(kernel_of("vector_add"))
+    config = json.loads(call_config(text, Options(compiler_params=said)))
+    assert config["custom_call_config"]["disable_bounds_checks"] is passed
+    sparse = Options(compiler_params={"kernel_type": "sc_vector_subcore"})
+    config = json.loads(call_config(text, sparse))
+    assert "disable_bounds_checks" not in config["custom_call_config"]
+
+
+@pytest.mark.parametrize(
     "given, passed",
     [([True, False], [True, False]), ([True], [True, False]), ([True] * 3, None)],
 )
