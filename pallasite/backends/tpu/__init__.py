@@ -26,6 +26,7 @@ from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
 LANES = 128  # of a vector register of every TPU
+SUBLANE_GATHER = 5  # the first generation whose cores reorder rows of a register
 LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
 
 
@@ -136,7 +137,10 @@ class TpuBackend:
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of
 
-        make = partial(make_mosaic, debug=options.debug, core=core_of(options))
+        chip = options.chip
+        old = isinstance(chip, Tpu) and chip.generation < SUBLANE_GATHER
+        settings = {"debug": options.debug, "core": core_of(options)}
+        make = partial(make_mosaic, **settings, turns_columns=old)
         return (Stage("mosaic", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
@@ -187,11 +191,13 @@ class TpuBackend:
         return (Resource("VMEM", *used),)
 
 
-def make_mosaic(scheduled: str, debug: bool = False, core: str = "tc") -> str:
+def make_mosaic(
+    scheduled: str, debug: bool = False, core: str = "tc", turns_columns: bool = False
+) -> str:
     """The Mosaic module of a scheduled kernel, for a kind of core."""
     from pallasite.backends.tpu.emit import emit_module
 
-    return emit_module(scheduled_kernel(scheduled), debug, core)
+    return emit_module(scheduled_kernel(scheduled), debug, core, turns_columns)
 
 
 BACKEND = TpuBackend()

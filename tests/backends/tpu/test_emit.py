@@ -385,3 +385,16 @@ def test_v4_multiplies_bytes_as_floats():
         text = mosaic(imported, chip=TPUS[chip])
         (product,) = (line for line in text.splitlines() if "tpu.matmul" in line)
         assert f"vector<128x128x{element}>" in product
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e"])
+def test_a_column_becomes_a_row_by_what_the_chip_has(chip):
+    """Cores of generation 4 do not reorder the rows of a register."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = (x_ref[...] * 2).reshape(8)
+
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8,), jnp.float32))
+    (column,) = kernels_in(call, jax.ShapeDtypeStruct((8, 1), jnp.float32))
+    made = Compiled(get("tpu"), column, Options(chip=TPUS[chip]))
+    assert ("tpu.transpose" in made["mosaic"]) == (chip == "v4")
