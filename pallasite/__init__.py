@@ -3,6 +3,7 @@
 Conventional import: `import pallasite as pl`. This file lists the public names.
 """
 
+from pallasite import config as _config
 from pallasite import missing as _missing
 from pallasite.autodiff.explain_grad import explain_grad as explain_grad
 from pallasite.calls.estimate_cost import estimate_cost as estimate_cost
@@ -83,7 +84,7 @@ ANY = MemorySpace.ANY
 HOST = MemorySpace.HOST
 semaphore = MemorySpace.SEMAPHORE
 
-__version__ = "0.1.0"
+__version__ = _config.VERSION
 
 __getattr__ = _missing.names(
     "pallasite",

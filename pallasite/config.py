@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+VERSION = "0.1.0"  # of the package, also where it is not installed
 PACKAGE = Path(__file__).resolve().parent  # where the source of the package is
 
 

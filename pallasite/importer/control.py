@@ -1,6 +1,7 @@
 """Import rules for calls, branches, loops, program ids, prints and inner pipelines."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -356,7 +357,23 @@ def _axis_index(im: Importer, eqn: Any) -> Value:
     name = eqn.params["axis_name"]
     if name in im.mesh_axes:
         return im.mesh_axes[name]
-    return im.captured(jax.lax.axis_index(name))
+    return im.captured(jax.lax.axis_index(name), **_place_in_mesh(name))
+
+
+def _place_in_mesh(name: str) -> dict[str, tuple[int, int, int]]:
+    """A note for backends whose devices know their numbers: which part of it this is.
+
+    How many devices there are, how many of them with the same place along the axis
+    follow each other, and the places. Copies to devices need meshes that are manual.
+    """
+    mesh = jaxcompat.device_mesh()
+    if mesh is None or set(mesh.manual_axes) != set(mesh.axis_names):
+        return {}
+    if name not in mesh.axis_names:
+        return {}
+    sizes = [mesh.shape[axis] for axis in mesh.axis_names]
+    inner = prod(sizes[mesh.axis_names.index(name) + 1 :])
+    return {"tpu.mesh_axis": (prod(sizes), inner, mesh.shape[name])}
 
 
 # --- promises and prints ---

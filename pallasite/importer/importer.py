@@ -93,8 +93,11 @@ class Importer:
             return self.captured(value)
         return self.builder.constant(array.flat[0] if array.ndim else array, type_)
 
-    def captured(self, value: Any) -> Value:
-        """A value from outside the kernel, loaded where it is used."""
+    def captured(self, value: Any, **notes: Any) -> Value:
+        """A value from outside the kernel, loaded where it is used.
+
+        `notes`: of the load, for backends.
+        """
         if jaxcompat.is_ref(value):
             raise KernelTypeError(
                 "the kernel uses a ref that is not its own",
@@ -104,7 +107,7 @@ class Importer:
             )
         if jaxcompat.is_key_dtype(getattr(value, "dtype", None)):
             value = jax.random.key_data(value)
-        return self.builder.load(self.captures.ref(value))
+        return self.builder.load(self.captures.ref(value), **notes)
 
     def hidden_scratch(self, name: str, type_: T.RefType) -> Value:
         """Scratch of the whole kernel that the author did not ask for, by its name."""

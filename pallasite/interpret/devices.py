@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
+
 from pallasite.interpret.copies import End, Receive, Send
 from pallasite.interpret.schedule import Pause, Steps
 from pallasite.interpret.views import View
@@ -86,6 +88,13 @@ class DeviceWalker(WaitingWalker):
 
     def steps_barrier_semaphore(self, op: Op) -> Steps:
         return self.do_barrier_semaphore(op)
+        yield
+
+    def do_device_number(self, op: Op) -> tuple[Any]:
+        return (np.int32(self.devices.index(self)),)
+
+    def steps_device_number(self, op: Op) -> Steps:
+        return self.do_device_number(op)
         yield
 
     def _named(self, root: Value) -> Value:
@@ -197,10 +206,12 @@ class DeviceWalker(WaitingWalker):
     RULES: ClassVar = {
         **WaitingWalker.RULES,
         "barrier_semaphore": do_barrier_semaphore,
+        "device_number": do_device_number,
     }
     RESUMABLE: ClassVar = {
         **WaitingWalker.RESUMABLE,
         "remote_copy_start": steps_remote_copy_start,
         "sem_signal_device": steps_sem_signal_device,
         "barrier_semaphore": steps_barrier_semaphore,
+        "device_number": steps_device_number,
     }

@@ -621,6 +621,7 @@ class Walker:
         "remote_copy_start": do_refuse,
         "sem_signal_device": do_refuse,
         "barrier_semaphore": do_refuse,
+        "device_number": do_refuse,
         "debug_print": do_debug_print,
         "debug_check": do_debug_check,
         "delay": do_delay,

@@ -103,11 +103,12 @@ class Builder:
         operands: Sequence[Value] = (),
         mask: Value | None = None,
         other: Value | None = None,
+        **notes: Any,
     ) -> Value:
         index = full_index(ref.ref.shape) if index is None else index
         extra = [v for v in (mask, other) if v is not None]
         attrs = dict(index=index, mask=mask is not None, other=other is not None)
-        return self.op("load", ref, *operands, *extra, **attrs)
+        return self.op("load", ref, *operands, *extra, **attrs, **notes)
 
     def store(
         self,

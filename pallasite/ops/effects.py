@@ -292,6 +292,10 @@ def _barrier_semaphore(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...
     return (RefType((), I32, "barrier_sem"),)
 
 
+def _device_number(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
+    return (TileType((), I32),)
+
+
 def _sem_read(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     return (TileType(_ref(types).shape, I32),)
 
@@ -453,6 +457,15 @@ _row(
     (),
     Effect.PURE,
     doc="what devices signal each other that they run the kernel",
+    **_explicit,
+)
+_row(
+    "device_number",
+    _device_number,
+    0,
+    ("count",),
+    Effect.PURE,
+    doc="i32: which of the `count` devices that run the kernel this is",
     **_explicit,
 )
 _row("debug_print", _nothing, None, ("format",), **_control)

@@ -308,7 +308,7 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
             dump.unlink()
         result = _compiled(job, compile_call)
         if result.ok and folder:
-            code = bundles.read(folder, _OP) if units else None
+            code = bundles.read(folder, OP) if units else None
             result = replace(result, cycles=_cycles(folder), bundles=code)
         if folder and keep:
             name = re.sub(r"\W+", "_", job["name"]).strip("_")
@@ -317,7 +317,7 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
         print(json.dumps(asdict(result)), flush=True)
 
 
-_OP = "ffi_call"  # what XLA calls the op of a job
+OP = "ffi_call"  # what XLA calls the op of a job
 
 
 def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
@@ -369,7 +369,7 @@ def _compiled(job: dict[str, Any], compile_call: Callable[..., None]) -> Compile
 
 def _profiles(folder: str) -> list[Path]:
     """Profiles of the custom call; XLA's own copies around it have theirs."""
-    return sorted(Path(folder).glob(f"{_OP}*static_llo_profile*"))
+    return sorted(Path(folder).glob(f"{OP}*static_llo_profile*"))
 
 
 def _cycles(folder: str) -> int | None:

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallasite import target
+from pallasite import config, target
 from pallasite.primitive import chip_for
 from pallasite.tune import table as tables
 from pallasite.tune.space import Space
@@ -111,9 +110,5 @@ def chip_name() -> str:
 
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of JAX and of this package."""
-    try:
-        own = metadata.version("pallasite")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return ("jax", jax.__version__), ("pallasite", own)
+    """Of JAX and of this package, which need not be installed."""
+    return ("jax", jax.__version__), ("pallasite", config.VERSION)

@@ -347,6 +347,7 @@ SAMPLES: dict[str, Callable[[Builder, Value], object]] = {
         "sem_signal_device", semaphore(b), b.index(1), b.index(1), b.index(0)
     ),
     "barrier_semaphore": lambda b, x: b.op("barrier_semaphore"),
+    "device_number": lambda b, x: b.op("device_number", count=4),
     "barrier_expect": lambda b, x: b.emit("barrier_expect", mbarrier(b), bytes=512),
     "barrier_arrive": lambda b, x: b.emit("barrier_arrive", mbarrier(b)),
     "barrier_wait": lambda b, x: b.emit("barrier_wait", mbarrier(b), b.index(0)),

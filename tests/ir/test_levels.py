@@ -40,6 +40,7 @@ def test_every_row_has_a_level():
     of_gpus |= {"set_registers", "cluster_barrier", "cluster_arrive", "cluster_copy"}
     of_gpus |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait", "warps"}
     others = {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
+    others |= {"device_number"}
     others |= {"sem_signal_core", "fetch_and_add", "roles", "barrier"}
     others |= {"indexed_copy_start", "indexed_copy_wait"}
     assert names == {*waits, *of_gpus, *others}

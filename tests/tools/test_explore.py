@@ -14,6 +14,7 @@ import pytest
 
 import pallasite as pl
 from pallasite import __main__ as command_line
+from pallasite import kernels
 from pallasite.backends import base
 from pallasite.language.trace import jaxprs_kept
 from pallasite.passes.analysis.work import count, count_by_line
@@ -94,6 +95,25 @@ def test_every_stage_is_there_and_says_where_it_comes_from(data):
             assert not stage["note"]
     jaxpr = data["views"][0]["stages"][0]
     assert any("dot_general" in t for t in lines_at(data, jaxpr, DOT_LINE))
+
+
+@pytest.mark.tpu
+def test_the_code_that_libtpu_makes_is_the_last_stage():
+    def attend(q, k, v):
+        return kernels.attention(q, k, v)
+
+    heads = [S((1, 256, 2, 128), jnp.bfloat16)] * 3
+    for function, operands in ((product, [X, X]), (attend, heads)):
+        sites = sites_in(function, *operands)
+        made = page_of("for a TPU", sites, ["tpu:v5e"], [], measure=None)
+        (found,) = re.findall(r'id="data">(.*?)</script>', made.html, re.DOTALL)
+        (view,) = json.loads(found)["views"]
+        assert made.ok
+        assert [stage["name"] for stage in view["stages"]][-2:] == ["mosaic", "llo"]
+        code = view["stages"][-1]
+        assert "vmatmul" in code["text"]
+        assert "does not say which source lines" in code["note"]
+        assert {"estimate", "busy"} <= {heading for heading, _ in view["report"]}
 
 
 def test_code_is_linked_to_the_op_it_computes(data):

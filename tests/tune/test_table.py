@@ -113,6 +113,14 @@ def test_what_does_not_fit_is_not_taken():
             assert grid_of(doubled, X) == (4,)
 
 
+def test_an_entry_has_the_version_of_the_source_that_made_it():
+    """Also where the package is imported from its folder and installed nowhere."""
+    assert dict(NOW)["pallasite"] == pl.__version__
+    shipped = [table.load(path) for path in table.SHIPPED.glob("*.json")]
+    found = {dict(e.versions)["pallasite"] for each in shipped for e in each.entries}
+    assert found and all(each[0].isdigit() for each in found)
+
+
 def test_of_two_versions_this_one_counts_and_then_the_last():
     old = Entry(entry(64, 8).site, choices.chip_name(), {"block": 32}, found=9.0)
     with pl.configs(Table([old, entry(64, 16, found=1.0)])):

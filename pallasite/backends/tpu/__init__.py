@@ -1,14 +1,14 @@
 """The TPU backend: tile IR -> Mosaic MLIR -> `tpu_custom_call`.
 
 Reading order: what no core has is refused by `limits.py`. What the chip lacks is made
-of what it has by passes, in this order: `prints.py`, `bitcasts.py`, `carried_types.py`
-(element types), `resident.py` (arrays in main memory used directly), `fit_windows.py`
-(blocks that miss the tiles), `aliased.py` (an operand and a result that are one
-memory), `cores.py` (two cores), `vmem.py` (room), `schedule.py` (inner pipelines become
-loops), `gathers.py`, `repeats.py`, `dots.py`. Then `emit.py` (module, grid and
-windows), `control.py`, `memory.py`, `tiles.py`, `elementwise.py` (ops by family), and
-`compile.py` (what XLA is handed). libtpu compiles the result, with or without a TPU:
-see `runtime/aot.py`.
+of what it has by passes, in this order: `device_numbers.py`, `prints.py`,
+`bitcasts.py`, `carried_types.py` (element types), `resident.py` (arrays in main memory
+used directly), `fit_windows.py` (blocks that miss the tiles), `aliased.py` (an operand
+and a result that are one memory), `cores.py` (two cores), `vmem.py` (room),
+`schedule.py` (inner pipelines become loops), `gathers.py`, `repeats.py`, `dots.py`.
+Then `emit.py` (module, grid and windows), `control.py`, `memory.py`, `tiles.py`,
+`elementwise.py` (ops by family), and `compile.py` (what XLA is handed). libtpu compiles
+the result, with or without a TPU: see `runtime/aot.py`.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from pallasite.passes.run import Pass
 from pallasite.target import Tpu
 
 LANES = 128  # of a vector register of every TPU
+SUBLANE_GATHER = 5  # the first generation whose cores reorder rows of a register
 LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
 
 
@@ -48,6 +49,7 @@ class TpuBackend:
         from pallasite.backends.tpu.carried_types import carry_types
         from pallasite.backends.tpu.compile import core_of
         from pallasite.backends.tpu.cores import share_between_cores
+        from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
         from pallasite.backends.tpu.dots import plain_dots
         from pallasite.backends.tpu.emit import is_native
         from pallasite.backends.tpu.fit_windows import fit_windows
@@ -77,6 +79,7 @@ class TpuBackend:
         return (
             Pass("matrix_units", partial(schedule_units, chip=chip)),
             Pass("check_limits", limits),
+            Pass("device_numbers", ask_for_device_numbers),
             Pass("prints", add_log),
             Pass("bitcasts", bitcasts_of_one_width),
             Pass("carry_types", carry_types),
@@ -134,7 +137,10 @@ class TpuBackend:
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of
 
-        make = partial(make_mosaic, debug=options.debug, core=core_of(options))
+        chip = options.chip
+        old = isinstance(chip, Tpu) and chip.generation < SUBLANE_GATHER
+        settings = {"debug": options.debug, "core": core_of(options)}
+        make = partial(make_mosaic, **settings, turns_columns=old)
         return (Stage("mosaic", make),)
 
     def launch(self, compiled: Compiled) -> Launch:
@@ -157,7 +163,8 @@ class TpuBackend:
         sites = sites_of(kernel)
         check_collective_id(kernel, options.compiler_params)
         talks = talks_to_devices(kernel.body)
-        fusible = input_fusion(options.compiler_params, kernel)
+        allowed = input_fusion(options.compiler_params, kernel)
+        fusible = [allowed[source] for source, _ in arrays.operands if allowed]
         return Launch(
             target="tpu_custom_call",
             config=call_config(compiled["mosaic"], options, vmem, talks, fusible),
@@ -184,11 +191,13 @@ class TpuBackend:
         return (Resource("VMEM", *used),)
 
 
-def make_mosaic(scheduled: str, debug: bool = False, core: str = "tc") -> str:
+def make_mosaic(
+    scheduled: str, debug: bool = False, core: str = "tc", turns_columns: bool = False
+) -> str:
     """The Mosaic module of a scheduled kernel, for a kind of core."""
     from pallasite.backends.tpu.emit import emit_module
 
-    return emit_module(scheduled_kernel(scheduled), debug, core)
+    return emit_module(scheduled_kernel(scheduled), debug, core, turns_columns)
 
 
 BACKEND = TpuBackend()

@@ -23,6 +23,7 @@ class Core:
         self.constants: dict[Value, float | int | bool] = {}
         self.repeated: set[Value] = set()  # tiles that do not vary along all dims
         self.counts_places = False  # whether the kernel has an iota
+        self.turns_columns = False  # whether (n, 1) becomes (n,) by a transpose
         self.op: Op | None = None  # being written: what a refusal points at
 
     # --- values ---

@@ -37,9 +37,18 @@ DYNAMIC = -(2**63)  # an iteration bound known only when the kernel runs
 SEMANTICS = ("arbitrary", "parallel", "core_parallel", "subcore_parallel")
 
 
-def emit_module(kernel: Kernel, with_locations: bool = False, core: str = "tc") -> str:
-    """The text of the Mosaic module for `kernel`, which runs on that kind of core."""
-    return _Module(kernel, with_locations, core).text()
+def emit_module(
+    kernel: Kernel,
+    with_locations: bool = False,
+    core: str = "tc",
+    turns_columns: bool = False,
+) -> str:
+    """The text of the Mosaic module for `kernel`, which runs on that kind of core.
+
+    `turns_columns`: columns become rows by transposes, as cores without a gather of
+    sublanes need it.
+    """
+    return _Module(_KernelPlan(kernel, turns_columns), with_locations, core).text()
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class _KernelPlan:
     """A kernel taken apart: the grid, and what each parameter is to Mosaic."""
 
     kernel: Kernel
+    turns_columns: bool = False
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -125,9 +135,9 @@ class _KernelPlan:
 
 
 class _Module:
-    def __init__(self, kernel: Kernel, with_locations: bool, core: str):
-        self.kernel, self.core = kernel, core
-        self.plan = _KernelPlan(kernel)
+    def __init__(self, plan: _KernelPlan, with_locations: bool, core: str):
+        self.kernel, self.core = plan.kernel, core
+        self.plan = plan
         self.with_locations = with_locations
 
     def text(self) -> str:
@@ -320,6 +330,7 @@ class _Function(Control):
         super().__init__(with_locations)
         self.plan = plan
         self.counts_places = plan.counts_places
+        self.turns_columns = plan.turns_columns
         self.grid_names = [f"%i{axis}" for axis in range(len(plan.steps))]
         self._taken: set[str] = set()
         self._outer = {r: op for op in plan.kernel.body.ops for r in op.results}

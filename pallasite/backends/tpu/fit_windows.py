@@ -78,6 +78,7 @@ class CallArrays:
     operands: tuple[tuple[int, Form | None], ...]
     results: tuple[Form | None, ...]
     aliases: tuple[tuple[int, int], ...] = ()
+    given: int = 0  # operands of the kernel
 
     @staticmethod
     def of(scheduled: Kernel, original: Kernel) -> "CallArrays":
@@ -106,12 +107,13 @@ class CallArrays:
             tuple((s, form(n, original.inputs[s], new)) for n, (s, new) in inputs),
             tuple(form(count + n, *pair) for n, pair in outputs),
             tuple(aliases),
+            len(original.inputs),
         )
 
     @property
     def as_they_are(self) -> bool:
-        plain = all(n == s and not form for n, (s, form) in enumerate(self.operands))
-        return plain and not any(self.results)
+        plain = tuple((n, None) for n in range(self.given))
+        return self.operands == plain and not any(self.results)
 
 
 def warn_of_forms(kernel: Kernel, arrays: CallArrays) -> None:
@@ -509,6 +511,8 @@ class _Fitting:
             is_shown = param.value in self.pipeline.arrays or param.note is not None
             if ref.space != "smem" or ref.shape or is_shown or self._is_size(param):
                 continue
+            if self._is_left_out(param):
+                continue
             old = self.kernel.inputs[param.source]
             param.value = Value(ref.with_shape((1,)), param.value.name)
             param.note = ((), (), 0, 1)
@@ -536,7 +540,15 @@ class _Fitting:
                 return 3
             return 1 if old.ref.space == "smem" and old not in arrays else 2
 
-        return sorted([*self.inputs, *self.more], key=rank)
+        kept = [p for p in self.inputs if not self._is_left_out(p)]
+        return sorted([*kept, *self.more], key=rank)
+
+    def _is_left_out(self, param: _Param) -> bool:
+        """Whether nothing reads an operand: it is not copied to scalar memory."""
+        old = self.kernel.inputs[param.source]
+        aliased = any(operand is param for operand, _ in self.aliases)
+        scalar = old.ref.space == "smem"
+        return scalar and not aliased and not self._is_used(param.source)
 
     def _kernel(self, pipeline: Pipeline) -> Kernel:
         kernel, op, inputs = self.kernel, pipeline.to_op(), self._ordered()

@@ -80,10 +80,14 @@ class Remote(Memory):
         name = self.out.value(f"tpu.sem_barrier : {View.whole('', ref).type}")
         self.views[op.result] = View.whole(name, ref)
 
+    def emit_device_number(self, op: Op) -> str:
+        return self.out.value("tpu.device_id : i32")
+
 
 RULES = {
     "remote_copy_start": Remote.emit_remote_copy_start,
     "sem_signal_device": Remote.emit_sem_signal_device,
     "sem_signal_core": Remote.emit_sem_signal_core,
     "barrier_semaphore": Remote.emit_barrier_semaphore,
+    "device_number": Remote.emit_device_number,
 }

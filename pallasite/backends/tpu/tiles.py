@@ -73,6 +73,10 @@ class Tiles(Elementwise):
             return self.repeat(name, tile, shape)
         if not _is_cast(tile.shape, shape):
             return self._reshaped_by_parts(name, tile, shape)
+        if self.turns_columns and tile.rank > 1 and _is_to_rows(tile, shape):
+            perm = (*range(tile.rank - 2), tile.rank - 1, tile.rank - 2)
+            turned = tile.with_shape([tile.shape[d] for d in perm])
+            return self.reshaped(self.transposed(name, tile, perm), turned, shape)
         types = f"{tile_text(tile)} to {tile_text(tile.with_shape(shape))}"
         return self.out.value(f"vector.shape_cast {name} : {types}")
 
@@ -480,6 +484,12 @@ RULES = {
     "scan": Tiles.emit_scan,
     "dot": Tiles.emit_dot,
 }
+
+
+def _is_to_rows(tile: TileType, shape: Sequence[int]) -> bool:
+    """Whether a reshape only makes columns, of one lane each, rows."""
+    *_, n, lanes = tile.shape
+    return tile.dtype.bits == 32 and lanes == 1 and shape[-1] == n > 1
 
 
 def _is_cast(before: Sequence[int], after: Sequence[int]) -> bool:

@@ -130,6 +130,7 @@ def _same(x: Fact) -> Fact:
 _POSITIONS: dict[str, Callable[[Op], int]] = {
     "iota": lambda op: op.attrs["type"].shape[op.attrs["dim"]],
     "arg_reduce": lambda op: op.operands[0].tile.shape[op.attrs["axis"]],
+    "device_number": lambda op: op.attrs["count"],
 }
 
 # Ops that give elements of their first operand and nothing else.

@@ -22,6 +22,7 @@ from pallasite.ir.text import print_kernel
 from pallasite.passes.analysis.work import count_by_line
 from pallasite.passes.run import run
 from pallasite.primitive import Site
+from pallasite.runtime.aot import OP
 from pallasite.runtime.bundles import CODE
 from pallasite.target import Chip, Named, Tpu, named
 from pallasite.tools.analysis import Analysis, analyse
@@ -151,7 +152,8 @@ def _explained(
             (found,) = estimated([found], Path(folder))
         except PallasError as error:  # all that needs no libtpu is shown all the same
             return found.with_report(note=error.what), []
-        codes = sorted(Path(folder).rglob(f"*-{CODE}.txt"))
+        # XLA's own ops around the call are dumped, too.
+        codes = sorted(Path(folder).rglob(f"*-{OP}*-{CODE}.txt"))
         return found, [codes[-1].read_text(errors="replace")] if codes else []
 
 

@@ -35,7 +35,7 @@ MISSING |= {"named_barrier", "fence_async", "bulk_commit", "bulk_wait", "set_reg
 MISSING |= {"cluster_barrier", "cluster_arrive", "cluster_copy", "warps"}
 MISSING |= {"tensor_mma", "tensor_copy", "tensor_commit", "tensor_wait"}
 MISSING |= {"remote_copy_start", "sem_signal_device", "barrier_semaphore"}
-MISSING |= {"indexed_copy_start", "indexed_copy_wait"}
+MISSING |= {"indexed_copy_start", "indexed_copy_wait", "device_number"}
 MISSING |= {"matrix_unit"}  # written out by the first pass
 
 

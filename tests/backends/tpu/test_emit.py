@@ -92,6 +92,21 @@ def test_call_config_carries_what_the_author_said():
 
 
 @pytest.mark.parametrize(
+    "said, passed", [({}, True), ({"disable_bounds_checks": False}, False)]
+)
+def test_bounds_are_checked_again_only_where_the_author_says_so(said, passed):
+    """What a kernel reads and copies is clamped in its own code."""
+    import json
+
+    text = mosaic(kernel_of("vector_add"))
+    config = json.loads(call_config(text, Options(compiler_params=said)))
+    assert config["custom_call_config"]["disable_bounds_checks"] is passed
+    sparse = Options(compiler_params={"kernel_type": "sc_vector_subcore"})
+    config = json.loads(call_config(text, sparse))
+    assert "disable_bounds_checks" not in config["custom_call_config"]
+
+
+@pytest.mark.parametrize(
     "given, passed",
     [([True, False], [True, False]), ([True], [True, False]), ([True] * 3, None)],
 )
@@ -370,3 +385,16 @@ def test_v4_multiplies_bytes_as_floats():
         text = mosaic(imported, chip=TPUS[chip])
         (product,) = (line for line in text.splitlines() if "tpu.matmul" in line)
         assert f"vector<128x128x{element}>" in product
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e"])
+def test_a_column_becomes_a_row_by_what_the_chip_has(chip):
+    """Cores of generation 4 do not reorder the rows of a register."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = (x_ref[...] * 2).reshape(8)
+
+    call = pl.pallas_call(kernel, jax.ShapeDtypeStruct((8,), jnp.float32))
+    (column,) = kernels_in(call, jax.ShapeDtypeStruct((8, 1), jnp.float32))
+    made = Compiled(get("tpu"), column, Options(chip=TPUS[chip]))
+    assert ("tpu.transpose" in made["mosaic"]) == (chip == "v4")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -12,7 +13,9 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, get
+from pallasite.backends.tpu.device_numbers import ask_for_device_numbers
 from pallasite.errors import SpecError
+from pallasite.interpret.checked import run_devices
 from pallasite.primitive import calls_in
 from pallasite.runtime.aot import Job, compile_all
 from tests.remote import collectives
@@ -44,6 +47,56 @@ def test_copies_and_signals_name_the_device(name):
     config = json.loads(get("tpu").launch(made).config)["custom_call_config"]
     assert config["has_communication"] is True
     assert config["collective_id"] == list(CASES).index(name)
+
+
+def places(x):
+    """Where each device of a mesh is along both axes, told to itself by a copy."""
+
+    def kernel(x_ref, o_ref, send_sem, recv_sem):
+        i, j = lax.axis_index("a"), lax.axis_index("b")
+        o_ref[...] = jnp.zeros_like(o_ref)
+        me = 2 * i + j
+        pltpu.async_remote_copy(
+            x_ref.at[10 * i + j], o_ref.at[0], send_sem, recv_sem, device_id=(i, j)
+        ).wait()
+        o_ref[1] = jnp.full((8, 128), me, F32)
+
+    return pl.pallas_call(
+        kernel, S((2, 8, 128), F32), scratch_shapes=[DMA, DMA], name="places"
+    )(x)
+
+
+def test_a_core_is_asked_for_its_place_in_the_mesh():
+    """It is no operand: nothing has to be copied before a neighbour is known."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"))
+    x = jnp.broadcast_to(jnp.arange(12.0)[:, None, None], (12, 8, 128))
+    whole, split = (jax.sharding.PartitionSpec(*n) for n in ((), (("a", "b"),)))
+    mapped = jax.shard_map(
+        places, mesh=mesh, in_specs=whole, out_specs=split, check_vma=False
+    )
+    (call,) = calls_in(mapped, x)
+    made = Compiled(get("tpu"), call.kernel, call.options)
+    assert "tpu.device_id" in made["mosaic"]
+    assert "captured" not in made["mosaic"]
+    launch = get("tpu").launch(made)
+    assert [source for source, _ in launch.operands] == [0]
+    assert len(Job.of("", made.kernel, launch).operands) == 1
+    # The same, if all devices have the number, whatever operands say.
+    asked = ask_for_device_numbers(call.kernel)
+    operands = [np.asarray(x), *[np.int32(9)] * (len(asked.inputs) - 1)]
+    found = run_devices(asked, [operands] * 4, [None] * 4, pl.Checked())
+    assert [int(o[0, 0, 0]) for (o,) in found] == [0, 1, 10, 11]
+    assert [int(o[1, 0, 0]) for (o,) in found] == [0, 1, 2, 3]
+
+
+def test_kernels_that_talk_to_nobody_take_their_place_as_an_operand():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + lax.axis_index("x")
+
+    def add(x, axis, size):
+        return pl.pallas_call(kernel, S(x.shape, x.dtype))(x)
+
+    assert "tpu.device_id" not in compiled(add, [BLOCK])["mosaic"]
 
 
 def shift(x, axis, size, barrier, **params):

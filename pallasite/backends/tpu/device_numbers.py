@@ -1,0 +1,32 @@
+"""Which device a kernel runs on: asked in the kernel, not passed to it.
+
+`lax.axis_index` of a mesh of devices is an operand of the call. A TPU's core knows its
+device's number; an operand would have to be copied to scalar memory before the kernel
+can name a neighbour. The number counts devices as copies and signals to them do, so
+this is for kernels that have some: others take the operand.
+
+Kernel in, Kernel out.
+"""
+
+from pallasite.backends.tpu.remote import talks_to_devices
+from pallasite.ir.nodes import Kernel, Op, Value
+from pallasite.ir.rewrite import Rewriter, map_ops
+
+MESH_AXIS = "tpu.mesh_axis"  # of a load of `lax.axis_index`: see its import
+
+
+def ask_for_device_numbers(kernel: Kernel) -> Kernel:
+    """The kernel with `device_number` in place of places in a mesh that it is given."""
+    return map_ops(kernel, _asked) if talks_to_devices(kernel.body) else kernel
+
+
+def _asked(op: Op, b: Rewriter) -> Value | None:
+    if op.name != "load" or MESH_AXIS not in op.attrs:
+        return None
+    count, inner, size = op.attrs[MESH_AXIS]
+    number = b.op("device_number", count=count)
+    if inner > 1:
+        number = b.op("div", number, b.index(inner))
+    if inner * size < count:
+        number = b.op("rem", number, b.index(size))
+    return number
