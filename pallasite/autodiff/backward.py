@@ -36,6 +36,7 @@ from pallasite.autodiff.reverse import Reversed, reverse_program
 from pallasite.autodiff.reverse_activity import facts_of
 from pallasite.autodiff.reverse_rules import accumulated
 from pallasite.autodiff.step_blocks import step_blocks
+from pallasite.autodiff.zero_cotangents import without
 from pallasite.errors import NoBackwardKernel
 from pallasite.ir import types as T
 from pallasite.ir.nodes import Kernel, Value, walk
@@ -89,7 +90,8 @@ class KeepingPlan:
     forward: Built  # the kernel's results, and `kept`
     kept: tuple[Value, ...]  # refs that no operand of the call holds
     results: tuple[Value, ...]  # the kernel's, some of which the backward kernels read
-    backward: BackwardPlan
+    backward: BackwardPlan  # where all results have cotangents
+    stages: tuple[Program, ...]  # of which its steps are made
 
 
 def keeping(
@@ -127,7 +129,7 @@ def cotangents(
         primals: the operands.
         cotangents: of the results; None is zero, as for every integer result.
         wanted: the operands whose cotangents are asked for.
-        kept: what `keeping` gave, for the same operands and all results; or nothing.
+        kept: what `keeping` gave for the same operands; or nothing.
 
     Returns:
         One array per operand; None where it is zero or was not wanted.
@@ -141,8 +143,9 @@ def cotangents(
     machine = Machine.of(chip_for(call.backend))
     wanted = tuple(map(bool, wanted))
     keeps = keeping_plan(call.kernel, wanted, machine) if kept else None
-    if keeps is not None and known == _floats(call.kernel.outputs):
-        made, there = keeps.backward, (*keeps.results, *keeps.kept)
+    if keeps is not None:
+        made = using_kept(call.kernel, wanted, known, machine)
+        there = (*keeps.results, *keeps.kept)
     else:
         made, there, kept = plan(call.kernel, wanted, known, machine), (), ()
     arrays: dict[Value, Any] = dict(zip(made.primals, primals, strict=True))
@@ -243,6 +246,40 @@ def keeping_plan(
         return None
 
 
+@functools.lru_cache(maxsize=1024)
+def using_kept(
+    kernel: Kernel,
+    wanted: tuple[bool, ...],
+    known: tuple[bool, ...],
+    machine: Machine,
+) -> BackwardPlan:
+    """The backward kernels of a `keeping_plan`; `known` as in `plan`."""
+    keeps = keeping_plan(kernel, wanted, machine)
+    assert keeps is not None
+    made = keeps.backward
+    zero = {ref for n, ref in made.seeds.items() if not known[n]}
+    if not zero:
+        return made
+    stages = [without(stage, zero) for stage in keeps.stages]
+    steps = _steps(stages, made, kernel, made.choices[0].stages.saved)
+    seeds = {n: ref for n, ref in made.seeds.items() if ref not in zero}
+    return replace(made, steps=steps, seeds=seeds)
+
+
+def _steps(
+    stages: Sequence[Program],
+    made: BackwardPlan,
+    kernel: Kernel,
+    saved: Sequence[Value],
+) -> tuple[Built, ...]:
+    """The kernels of some stages that change no memory."""
+    budget = sum(map(_bytes, kernel.inputs))
+    results = [*made.targets.values(), *saved]
+    steps = [built for s in stages for built in _kernels(s, results, set(), budget)]
+    final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
+    return tuple(_narrowed(steps, final))
+
+
 def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
     """The chosen way with its first stage in two; its stages write the results."""
     way = made.choices[0]
@@ -259,19 +296,15 @@ def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
         return None
     (one,) = forward
     one = replace(one, kernel=one.kernel.with_(name=kernel.name))
-    results = [*made.targets.values(), *way.stages.saved]
-    steps: list[Built] = []
-    for stage in (kept.stage, *rest):
-        steps += _kernels(stage, results, set(), budget)
-    final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
-    steps = _narrowed(steps, final)
+    stages = (kept.stage, *rest)
+    steps = _steps(stages, made, kernel, way.stages.saved)
     estimated = estimate([step.kernel for step in steps], made.machine)
     fits = estimate([one.kernel], made.machine).seconds < inf
     if not fits or estimated.seconds >= way.estimate.seconds:
         return None
-    new = Way(tuple(steps), estimated, way.stages)
-    backward = replace(made, steps=new.steps, choices=(new, *made.choices))
-    return KeepingPlan(one, kept.refs, kernel.outputs, backward)
+    new = Way(steps, estimated, way.stages)
+    backward = replace(made, steps=steps, choices=(new, *made.choices))
+    return KeepingPlan(one, kept.refs, kernel.outputs, backward, stages)
 
 
 def _has_products(kernel: Kernel) -> bool:

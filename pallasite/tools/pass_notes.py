@@ -38,6 +38,7 @@ WHAT = {
     "repack": "arrays brought into another order before the call",
     "overlap": "products overlap with the arithmetic between them",
     "scale_after_max": "scores are scaled after their maximum is taken",
+    "scale_after_sum": "sums of products are scaled instead of their factors",
     "specialize": "warps that copy and warps that multiply",
     "one_role": "one role for all warps",
     "turn_tiles": "tiles turned to the side they are used from",

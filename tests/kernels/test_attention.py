@@ -9,8 +9,11 @@ import pytest
 
 import pallasite as pl
 from pallasite import kernels
+from pallasite.autodiff import backward
 from pallasite.ir.nodes import walk
 from pallasite.kernels import masks
+from pallasite.primitive import kernels_in
+from pallasite.target import chip
 from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
@@ -135,6 +138,52 @@ def test_the_gradient_on_a_gpu_is_divided_among_queries_and_keys(kv_heads, monke
     made = pl.explain_grad(run)(*given).kernels
     products = [sum(op.name == "dot" for op in walk(k.body)) for k in made]
     assert products == [0, 3, 4]
+
+
+def test_a_gradient_without_the_log_sum_exp_runs_no_product_twice(monkeypatch):
+    """The forward kernel keeps for both results; one of them has no cotangent."""
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    given = [jax.ShapeDtypeStruct((2, 1024, 4, 128), jnp.bfloat16)] * 4
+
+    def gradient(q, k, v, cotangent):
+        run = functools.partial(kernels.attention, mask=masks.Causal())
+        result, pull = jax.vjp(run, q, k, v)
+        return result, *pull(cotangent)
+
+    made = kernels_in(gradient, *given)
+    products = [sum(op.name == "dot" for op in walk(k.body)) for k in made]
+    assert products == [2, 0, 3, 4]
+    assert "d_result1" not in made[1].text
+
+
+# Rows that see nothing have a sum of zero, and no log-sum-exp to differentiate.
+SOME_SEE_NOTHING = masks.Causal() & masks.Window(10, 0) & masks.Prefix(20)
+
+
+@pytest.mark.parametrize(
+    ("results", "mask"),
+    [([0], SOME_SEE_NOTHING), ([1], masks.Causal()), ([0, 1], masks.Causal())],
+)
+def test_what_a_kernel_keeps_serves_cotangents_of_any_results(
+    results, mask, monkeypatch
+):
+    monkeypatch.setattr(backward, "chip_for", lambda _: chip("h200"))
+    args = operands(1, 40, 40, 2, 1, 16, 16)
+
+    def gradients(implementation):
+        def run(*args):
+            options = {"config": SMALL, "implementation": implementation}
+            found = kernels.attention(
+                *args, mask=mask, return_log_sum_exp=True, **options
+            )
+            return [found[n] for n in results]
+
+        given, pull = jax.vjp(run, *args)
+        return pull([jnp.cos(x) for x in given])
+
+    pairs = zip(gradients("pallasite"), gradients("reference"), strict=True)
+    for got, want in pairs:
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_a_query_that_may_look_at_nothing_gives_zeros():

@@ -41,6 +41,7 @@ from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass
 from pallasite.passes.scale_after_max import scale_after_max
+from pallasite.passes.scale_after_sum import scale_after_sum
 from pallasite.passes.sink_loads import sink_loads
 from pallasite.passes.unmasked_steps import unmasked_loops
 from pallasite.passes.unused import drop_unused
@@ -78,6 +79,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("fold_exp2", fold_exp2),
         Pass("derive_counters", derive_counters),
         Pass("drop_unused", drop_unused, if_changed=True),
+        Pass("scale_after_sum", scale_after_sum),
         Pass("turn_tiles", turn_tiles),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("repack", partial(repack, chip=chip)),

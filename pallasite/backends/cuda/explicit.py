@@ -25,7 +25,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.backends.cuda.products import AFTER_LOADS, ROUNDED
+from pallasite.backends.cuda.products import AFTER_LOADS, IN_TURN, ROUNDED
 from pallasite.backends.cuda.shared import (
     ROW_BYTES,
     ROWS,
@@ -33,7 +33,7 @@ from pallasite.backends.cuda.shared import (
     Shared,
     swizzled_bytes,
 )
-from pallasite.ir.nodes import Access, Block, Gather, Op, Value
+from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
@@ -45,6 +45,7 @@ LINE_ALIGNMENT = 16  # bytes, of copies that no description is needed for
 MAX_RANK = 5  # of an array that the copy engine knows
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
 ALONE = "load"  # the role that one thread runs
+TURNS = 8  # the number of the first warpgroup's barrier, where they take turns
 
 
 @dataclass(frozen=True)
@@ -458,6 +459,10 @@ class Explicit(Shared):
         else:
             self.warpgroups = warpgroups
             self.out.line("const u32 group = __shfl_sync(~0u, thread / 128, 0);")
+            if any(op.attrs.get(IN_TURN) for op in walk(region)):
+                # The first turn is the first warpgroup's.
+                last = f"group == {warpgroups - 1}"
+                self.out.line(f"if ({last}) pass_by({TURNS}, {2 * WARPGROUP});")
             self.block(region)
             if self.staging is not None:
                 self.out.line("if (thread % 128 == 0) copies_left<0>();")
@@ -545,6 +550,9 @@ class Explicit(Shared):
         late = self.late.get(lhs)
         tile = self.left_tile(lhs, op) if in_registers and late is None else late
         b = self.descriptor(ring, "0", right)
+        in_turn = op.attrs.get(IN_TURN, False)
+        if in_turn:
+            self.out.line(f"meet({TURNS} + group, {2 * WARPGROUP});")
         self.out.line("products_start();")
         for k in range(steps):
             if late is not None and k:
@@ -559,6 +567,9 @@ class Explicit(Shared):
                     a = self.left_operand(self.rings[lhs], left, block, blocks, k, step)
                 self.out.line(f"{name}({to}, {a}, {right_text}, {more});")
         self.out.line("products_together();")
+        if in_turn:
+            after = f"(group + 1) % {self.warpgroups}"
+            self.out.line(f"pass_by({TURNS} + {after}, {2 * WARPGROUP});")
         self.env[op.result] = result
 
     def is_zero(self, value: Value) -> bool:

@@ -45,6 +45,7 @@ TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded what is freed
+IN_TURN = "cuda.in_turn"  # note on products: warpgroups start them one after another
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
@@ -187,28 +188,35 @@ class Plan:
         return groups
 
     @cached_property
-    def register_operands(self) -> set[Value]:
-        """Computed left sides, and what loops and branches make them of."""
+    def register_operands(self) -> dict[Value, set[Value]]:
+        """Computed left sides, and what loops and branches make them of.
+
+        Each with all that may be in the same registers.
+        """
         carried = dict[Value, tuple[Loop, int]]()
         for op in walk(self.program):
             if op.name == "for":
                 loop = Loop.of(op)
                 carried |= {v: (loop, n) for n, v in enumerate(loop.carried)}
-        found = set[Value]()
-        pending = [p.lhs.value for p in self.products if p.lhs.load is None]
-        while pending:
-            value = pending.pop()
-            if value in found:
+        found = dict[Value, set[Value]]()
+        for product in self.products:
+            if product.lhs.load is not None:
                 continue
-            found.add(value)
-            op = self.made.get(value)
-            if value in carried:
-                loop, n = carried[value]
-                pending += [loop.inits[n], loop.yields[n]]
-            elif op is not None and op.name == "for":
-                pending.append(Loop.of(op).carried[op.results.index(value)])
-            elif op is not None and op.name == "cond":
-                pending += [r.yields[op.results.index(value)] for r in op.regions]
+            pending, same = [product.lhs.value], set[Value]()
+            while pending:
+                value = pending.pop()
+                if value in same:
+                    continue
+                same |= {value, *found.get(value, ())}
+                op = self.made.get(value)
+                if value in carried:
+                    loop, n = carried[value]
+                    pending += [loop.inits[n], loop.yields[n]]
+                elif op is not None and op.name == "for":
+                    pending.append(Loop.of(op).carried[op.results.index(value)])
+                elif op is not None and op.name == "cond":
+                    pending += [r.yields[op.results.index(value)] for r in op.regions]
+            found |= dict.fromkeys(same, same)
         return found
 
     @property

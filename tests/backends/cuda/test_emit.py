@@ -267,6 +267,23 @@ def test_products_compile_without_spills(kernel):
     assert "arning" not in report and "serialized" not in report
 
 
+@pytest.mark.parametrize(("width", "turns"), [(64, 0), (128, 2)])
+def test_warpgroups_take_turns_where_products_are_deep(width, turns):
+    """In the gradient's two kernels; the first turn is the first warpgroup's."""
+    x = jax.ShapeDtypeStruct((16, 4096, width), bf16)
+    (call,) = calls_in(partial(kernels.attention, style="grid", causal=False), x, x, x)
+    keeping = keeping_plan(call.kernel, (True,) * 3, Machine.of(GPUS["h200"]))
+    assert keeping is not None
+    texts = [body_of(text_of(step.kernel)) for step in keeping.backward.steps]
+    waiting = [text for text in texts if "meet(8 + group, 256);" in text]
+    assert len(waiting) == turns
+    for text in waiting:
+        start, rest = text.split("meet(8 + group, 256);")
+        assert "if (group == 1) pass_by(8, 256);" in start
+        before_wait = rest[: rest.index("products_left")]
+        assert "pass_by(8 + (group + 1) % 2, 256);" in before_wait
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gradient_of_attention_compiles_without_spills(causal):

@@ -16,7 +16,7 @@ from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
 from pallasite.backends.cuda.turned import turn_tiles
 from pallasite.emulation.emulate import emulate
-from pallasite.ir.nodes import Block, Kernel, Value, walk
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.ir.text import parse_kernel, print_kernel
 from pallasite.ir.types import INDEX
@@ -26,7 +26,8 @@ from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.derive_counters import derive_counters
 from pallasite.passes.run import run
 from pallasite.passes.unused import drop_unused
-from pallasite.target import GPUS
+from pallasite.target import GPUS, Gpu
+from pallasite.target.chip import Memory
 from tests.backends.cuda import kernels
 from tests.backends.cuda.kernels import bf16
 
@@ -295,6 +296,64 @@ def test_numbers_of_a_steps_rows_are_copied_beside_its_operands():
     (line,) = [ref for ref in copied if ref.dtype.name == "f32"]
     assert line.shape == (64, 1) and line.layout is None
     assert spaces_of_loads(computing) == ["smem"]
+
+
+# Scores of a step and their cotangents; numbers of rows are loaded before operands.
+TWO_FIRST = BACKWARD
+for old, new in {
+    "%o: ref": "%v: ref<bf16[128,64] any>, %o: ref",
+    "%keys: bf16": "%vb: ref<bf16[64,64] block> = block_view %v, %i, %first "
+    "{window=in[64, 64]}\n%values: bf16[64,64] = load %vb[:, :]\n%keys: bf16",
+    "%most: f32[64,1] = load %mb[:, :]": "",
+    "%queries: bf16": "%most: f32[64,1] = load %mb[:, :]\n%queries: bf16",
+    "%masked: f32[64,64] = select_n %seen, %zero, %t": "%g: f32[64,64] = dot %do, "
+    "%values {contract=((1,), (1,)), batch=((), ()), dtype=f32, precision=None}\n"
+    "%masked: f32[64,64] = mul %g, %t",
+}.items():
+    assert old in TWO_FIRST
+    TWO_FIRST = TWO_FIRST.replace(old, new)
+
+
+def step_of(text: str, chip: Gpu = CHIP) -> list[Op]:
+    """The loop of the computing role: its products and elementwise ops."""
+    made = specialize(canonicalize(turn_tiles(kernel(text))), chip)
+    (roles,) = [op for op in walk(made.body) if op.name == "roles"]
+    (step,) = [
+        op.regions[0]
+        for op in walk(roles.regions[1])
+        if op.name == "for" and any(o.name == "wgmma" for o in op.regions[0].ops)
+    ]
+    names = ("wgmma", "wgmma_wait", "tanh", "cast")
+    return [op for op in step.ops if op.name in names and op.results[0].type.shape]
+
+
+def test_the_product_that_is_needed_first_starts_first():
+    """Alone: the other one starts when it has ended, and runs beside what follows."""
+    ops = step_of(TWO_FIRST)[:4]
+    first, wait, _, _ = ops
+    assert [op.name for op in ops] == ["wgmma", "wgmma_wait", "wgmma", "tanh"]
+    assert wait.operands == (first.result,) and wait.attrs["pending"] == 0
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_left_sides_are_made_beside_products_that_read_other_registers(programs):
+    """Of the programs that share a multiprocessor each has too few of them."""
+    start, end = TWO_FIRST.index("%c: f32"), TWO_FIRST.index("%e: f32")
+    first_sum = TWO_FIRST[start:end]
+    text = TWO_FIRST.replace(first_sum, "").replace(
+        "%masked: f32",
+        "%w: bf16[64,64] = cast %t {dtype=bf16}\n"
+        + first_sum.replace("%p", "%w")
+        + "%masked: f32",
+    )
+    room = Memory(CHIP.shared.bytes * programs // 2)
+    memories = {**CHIP.memories, "shared": room}
+    ops = step_of(text, replace(CHIP, memories=memories))
+    casts = [n for n, op in enumerate(ops) if op.name == "cast"]
+    between = [op for op in ops[casts[0] : casts[1]] if op.name != "cast"]
+    started = next(op for op in between if op.name == "wgmma")
+    waited = {v for op in between if op.name == "wgmma_wait" for v in op.operands}
+    assert (started.result in waited) == (programs > 1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Sums of products whose one side is scaled are scaled themselves, once.
+
+In: a kernel after `promote`. A loop that adds up `dot(c * x, y)`, starting from zero,
+adds up `dot(x, y)` instead, and what it gives is multiplied by c. The gradient of
+attention is such a sum, because scores are scaled; each step has one multiplication per
+score less. Only where x is rounded to a type with the exponents of f32 (bf16, or not at
+all), so that numbers as small or as large as before can be multiplied. Errors of
+rounding are relative to a number and stay as large as they were.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pallasite.ir.nodes import Kernel, Op, Value, walk
+from pallasite.ir.rewrite import Rewriter, dead_code, map_ops, users_of
+from pallasite.ir.roles import Loop
+from pallasite.ir.types import BF16, F32
+
+WIDE = (F32, BF16)  # types of the same range
+LEAST, MOST = 2.0**-16, 2.0**16  # factors that use up little of it
+
+
+def scale_after_sum(kernel: Kernel) -> Kernel:
+    """Multiply sums of products after the loops that make them."""
+    find = _Scaled(kernel)
+
+    def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op.name != "for":
+            return None
+        loop = Loop.of(op)
+        places = range(len(loop.inits))
+        found = {n: s for n in places if (s := find.in_sum(loop, n)) is not None}
+        if not found:
+            return None
+        plain = {scaled.value: scaled.x for scaled in found.values()}
+        region = map_ops(
+            loop.body,
+            lambda op, _: [plain[op.result]] if set(op.results) & set(plain) else None,
+        )
+        results = list(b.emit("for", *op.operands, regions=(region,)))
+        for n, scaled in found.items():
+            results[n] = b.mul(results[n], b.like(scaled.factor, results[n]))
+        return results
+
+    new = map_ops(kernel, rewrite)
+    return new if new is kernel else dead_code(new)
+
+
+class _Product(NamedTuple):
+    """A tile that is another one times a number."""
+
+    value: Value
+    x: Value
+    factor: float
+
+
+class _Scaled:
+    """Products with a number in the sides of products that loops add up."""
+
+    def __init__(self, kernel: Kernel):
+        self.makers = {v: op for op in walk(kernel.body) for v in op.results}
+        self.users = users_of(kernel.body)
+
+    def in_sum(self, loop: Loop, place: int) -> _Product | None:
+        """In what a loop adds to one of the values that it carries."""
+        carried, total = loop.carried[place], loop.yields[place]
+        add = self.makers.get(total)
+        if add is None or add.name != "add" or carried not in add.operands:
+            return None
+        if self.constant(loop.inits[place]) != 0:
+            return None
+        x, y = add.operands
+        added = y if x is carried else x
+        if not all(map(self.is_used_once, (carried, total, added))):
+            return None
+        dot = self.makers.get(added)
+        if dot is None or dot.name != "dot" or dot.attrs["dtype"] != F32:
+            return None
+        found = (self.in_tile(side) for side in dot.operands)
+        return next((each for each in found if each is not None), None)
+
+    def in_tile(self, value: Value) -> _Product | None:
+        """A product that a tile, in wide types, is made of: rounded, or masked."""
+        op = self.makers.get(value)
+        wide = value.tile.dtype in WIDE
+        if op is None or not wide or not self.is_used_once(value):
+            return None
+        if op.name == "cast":
+            return self.in_tile(op.operands[0])
+        if op.name == "select_n":
+            cases = [v for v in op.operands[1:] if self.constant(v) != 0]
+            return self.in_tile(cases[0]) if len(cases) == 1 else None
+        if op.name != "mul":
+            return None
+        for x, y in (op.operands, op.operands[::-1]):
+            factor = self.constant(y)
+            if factor is not None and LEAST <= abs(factor) <= MOST:
+                return _Product(value, x, factor)
+        return None
+
+    def is_used_once(self, value: Value) -> bool:
+        return len(self.users[value]) == 1
+
+    def constant(self, value: Value) -> float | None:
+        op = self.makers.get(value)
+        is_number = op is not None and op.name == "constant"
+        return op.attrs["value"] if is_number and op is not None else None
