@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ShapeDtypeStruct as Shape
 
 from benchmarks.tpu_library import (
@@ -49,7 +50,8 @@ def attention(mask: str = "", backward: bool = False) -> Case:
     return gradient(run) if backward else run, shapes
 
 
-def splash(mask: str, backward: bool = False) -> Case:
+def splash(mask: str, backward: bool = False, counted: bool = False) -> Case:
+    """`counted`: in a form whose branches libtpu's estimate counts, see below."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as library,
     )
@@ -71,7 +73,57 @@ def splash(mask: str, backward: bool = False) -> Case:
         block_sizes=library.BlockSizes(**sizes),
     )
     shapes = (Shape((HEADS, LENGTH, WIDTH), BF16),) * 3
-    return gradient(run) if backward else run, shapes
+    function = gradient(run) if backward else run
+    if counted:
+        function = _with_known_tables(library, run, function)
+    return function, shapes
+
+
+def _with_known_tables(
+    library: Any, run: Any, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of splash attention `run` with tables of blocks that are numbers.
+
+    Whether a block has an allowed pair is read from scalar memory there, of which
+    libtpu's estimate knows nothing: it counts such a branch as not taken, so that all
+    but the copies of a forward kernel are left out. The same table as the bits of a
+    number, shifted by the place in the grid, it follows.
+    """
+    infos = {False: run.fwd_mask_info, True: run.dkv_mask_info}
+    known = library._next_nonzero
+
+    def next_nonzero(h, i, j, data, block, mask, next_i=False):
+        tables = infos[next_i]
+        if data is None or tables is None or mask is not None:
+            return known(h, i, j, data, block, mask, next_i)
+        find = functools.partial(_found, i, j)
+        return find(tables.data_next), None, find(tables.block_mask) > 0, True
+
+    def with_tables(*operands: Any) -> Any:
+        library._next_nonzero = next_nonzero
+        jax.clear_caches()  # of its jitted functions, traced with the other
+        try:
+            return function(*operands)
+        finally:
+            library._next_nonzero = known
+            jax.clear_caches()
+
+    return with_tables
+
+
+def _found(i: Any, j: Any, table: Any) -> Any:
+    """An element of a table of one head, from a number that holds all of them."""
+    (rows,) = np.unique(np.asarray(table), axis=0)  # every head has the same
+    bits = max(int(rows.max()).bit_length(), 1)
+    if rows.size * bits > 32:
+        raise ValueError(f"a table of {rows.shape} is too large for one number")
+    places = range(0, rows.size * bits, bits)
+    word = sum(int(n) << at for n, at in zip(rows.flat, places, strict=True))
+    place = (i * rows.shape[1] + j) * bits
+    shifted = jax.lax.shift_right_logical(
+        jnp.int32(np.uint32(word).view(np.int32)), place
+    )
+    return shifted & (2**bits - 1)
 
 
 def flash_gradient() -> Case:
@@ -143,6 +195,12 @@ def operations() -> Iterator[Operation]:
             f"operation: attention, {mask}{', with its gradient' * backward} (splash)",
             of(attention, mask, backward=backward),
             of(splash, mask, backward=backward),
+        )
+        yield Operation(
+            f"operation: attention, {mask}{', with its gradient' * backward} "
+            "(splash, counted)",
+            of(attention, mask, backward=backward),
+            of(splash, mask, backward=backward, counted=True),
         )
     for backward in (False, True):
         yield Operation(

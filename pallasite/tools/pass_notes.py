@@ -16,6 +16,7 @@ WHAT = {
     "guard_bounds": "guards are bounds of loops",
     "unmasked_steps": "steps that no mask touches are apart",
     "unmasked_loops": "rounds that no mask touches are apart",
+    "join_branches": "steps that branches kept apart are one piece of code",
     "idle_windows": "windows stand still where a guard skips the step",
     "order_dims": "dimensions seen one by one are in front",
     "fit_windows": "blocks brought into the chip's tiles",

@@ -22,7 +22,7 @@ from pallasite.errors import (
     UnsupportedError,
 )
 from pallasite.interpret.checked import run_checked
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Block, Kernel, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
@@ -31,6 +31,7 @@ from pallasite.passes.fold_exp2 import fold_exp2
 from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.idle_windows import idle_windows
+from pallasite.passes.join_branches import join_branches
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
@@ -113,6 +114,9 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         ),
         "merge_k_rounds": partial(merge_k_rounds, most_bytes=size() * 64),
         "idle_windows": idle_windows,
+        "join_branches": partial(
+            join_branches, size=_ops_in, most=size(), needed="add"
+        ),
         "canonicalize": canonicalize,
         "legalize": partial(legalize, native=native, backend="fuzz"),
         "row_strips": partial(row_strips, most_bytes=size()),
@@ -121,6 +125,10 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "hoist": hoist,
         "fold_exp2": fold_exp2,
     }
+
+
+def _ops_in(block: Block) -> int:
+    return sum(1 for _ in walk(block))
 
 
 def under_vmap(case: Case, number: int) -> None:

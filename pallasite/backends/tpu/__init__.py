@@ -28,6 +28,7 @@ from pallasite.target import Tpu
 LANES = 128  # of a vector register of every TPU
 SUBLANE_GATHER = 5  # the first generation whose cores reorder rows of a register
 LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
+MOST_VERSIONS = 64_000  # operations on vector registers in all versions of a body
 
 
 class TpuBackend:
@@ -93,6 +94,7 @@ class TpuBackend:
             Pass("guard_bounds", guard_bounds),
             Pass("unmasked_steps", partial(unmasked_steps, least=LEAST_MASK)),
             Pass("idle_windows", idle_windows),
+            *self._versions(chip),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
             Pass("share_cores", partial(share_between_cores, chip=chip)),
@@ -133,6 +135,17 @@ class TpuBackend:
         blocks = partial(for_tpu, chip=options.chip, vmem_bytes=limit)
         unroll = partial(unroll_for_tpu, chip=options.chip)
         return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
+
+    def _versions(self, chip: Tpu | None) -> Sequence[Pass]:
+        """Steps without branches between them, where code may grow."""
+        from pallasite.passes.join_branches import join_branches
+        from pallasite.passes.tpu_blocks import code_size
+
+        if chip is None:
+            return ()
+        size = partial(code_size, chip=chip)
+        join = partial(join_branches, size=size, most=MOST_VERSIONS)
+        return (Pass("join_branches", join),)
 
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of

@@ -1,0 +1,265 @@
+"""Branches that the grid decides, joined: a version of the steps for each outcome.
+
+In: a body that does several steps after each other, each in a branch of its own
+(`gather_steps.py`) that depends on nothing but grid indices: is the block allowed by a
+mask, does it need the mask. Out: all of those branches are decided first, and what the
+steps then do is one piece of code without branches. Only outcomes that some program
+has become versions; in causal attention with four blocks these are four, of one to four
+steps. For backends that do the products of one step beside the vector code of another
+as long as no branch is between them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from pallasite.ir.build import Builder
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import clone, map_ops, substitute, users_of
+from pallasite.ir.roles import Cond, Pipeline
+from pallasite.passes.analysis.block_table import all_steps, evaluate_map
+from pallasite.passes.canonicalize import canonicalize
+
+Ops = tuple[Op, ...]
+
+
+def join_branches(
+    kernel: Kernel, size: Callable[[Block], float], most: float, needed: str = "dot"
+) -> Kernel:
+    """Join the branches of steps.
+
+    Args:
+        kernel: what to rewrite.
+        size: how much code a block is.
+        most: how much all versions of a body may be.
+        needed: an op that each of the branches has; others are not worth versions.
+    """
+
+    def rewrite(op: Op, b: Builder) -> Sequence[Value] | None:
+        if op.name != "pipeline":
+            return None
+        pipeline = Pipeline.of(op)
+        body = _Joining(pipeline, size, most, needed).body()
+        if body is pipeline.body:
+            return None
+        b.ops.append(pipeline.with_(body=body).to_op())
+        return ()
+
+    new = map_ops(kernel, rewrite)
+    return kernel if new is kernel else canonicalize(new)
+
+
+class _Joining:
+    """One body, and the branches in it that grid indices decide."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        size: Callable[[Block], float],
+        most: float,
+        needed: str,
+    ):
+        self.pipeline, self.size, self.most = pipeline, size, most
+        self.needed = needed
+        self.made = {v: op for op in walk(pipeline.body) for v in op.results}
+        self.left = most  # of the code that there may be
+        self.numbers: dict[Value, np.ndarray | None] = {}
+        self.movable: dict[Op, bool] = {}
+        self.renamed: dict[Value, Value] = {}  # what is used after a run
+
+    def body(self) -> Block:
+        body = self.pipeline.body
+        if self.steps is None or body.yields:
+            return body
+        ops: list[Op] = []
+        for run in self.runs():
+            ops += self.joined(run)
+        if tuple(ops) == body.ops:
+            return body
+        return substitute(replace(body, ops=tuple(ops)), self.renamed)
+
+    # --- what grid indices decide ---
+
+    @cached_property
+    def asked(self) -> set[Value]:
+        """Numbers of branches, and what they are computed from."""
+        found, pending = set[Value](), list[Value]()
+        for op in walk(self.pipeline.body):
+            if op.name == "cond":
+                pending.append(Cond.of(op).which)
+        while pending:
+            value = pending.pop()
+            if value not in found:
+                found.add(value)
+                maker = self.made.get(value)
+                pending += () if maker is None or maker.regions else maker.operands
+        return found
+
+    @cached_property
+    def steps(self) -> np.ndarray | None:
+        """Grid indices of all programs that may differ; None: too many, or unknown."""
+        pairs = zip(self.pipeline.ids, self.pipeline.grid, strict=True)
+        return all_steps([n if v in self.asked else 1 for v, n in pairs])
+
+    def number(self, op: Op) -> np.ndarray | None:
+        """The branch that each program takes; None if more than its indices decide."""
+        cond = Cond.of(op)
+        if cond.which not in self.numbers:
+            self.numbers[cond.which] = self._evaluated(cond.which)
+        number = self.numbers[cond.which]
+        if number is None:
+            return None
+        return np.clip(number.astype(np.int64), 0, len(cond.branches) - 1)
+
+    def _evaluated(self, value: Value) -> np.ndarray | None:
+        ops = self._slice(value)
+        if ops is None or self.steps is None:
+            return None
+        found = evaluate_map(Block(self.pipeline.ids, ops, (value,)), self.steps)
+        return None if found is None else found[0]
+
+    def _slice(self, value: Value) -> Ops | None:
+        """The ops that compute a scalar from grid indices, in order."""
+        found: dict[Op, None] = {}
+
+        def collect(value: Value) -> bool:
+            op = self.made.get(value)
+            if op is None:
+                return value in self.pipeline.ids
+            if op.regions or value.is_ref or value.tile.shape:
+                return False
+            if table()[op.name].effect is not Effect.PURE:
+                return False
+            if op not in found and not all(map(collect, op.operands)):
+                return False
+            found[op] = None
+            return True
+
+        return tuple(found) if collect(value) else None
+
+    # --- runs of steps ---
+
+    def runs(self) -> Iterator[Ops]:
+        """The body in parts: steps that can be joined are in one, with what is between
+        them and around them."""
+        run: list[Op] = []
+        for op in self.pipeline.body.ops:
+            if op.regions and not self.is_step(op):
+                yield tuple(run)
+                yield (op,)
+                run = []
+            else:
+                run.append(op)
+        yield tuple(run)
+
+    def is_step(self, op: Op) -> bool:
+        """Whether an op is a branch with products that grid indices decide."""
+        if op.name != "cond" or self.number(op) is None:
+            return False
+        return any(inner.name == self.needed for inner in walk(Block((), (op,))))
+
+    def joined(self, run: Ops) -> Sequence[Op]:
+        """The versions of a run, with what decides between them before."""
+        if sum(op.name == "cond" for op in run) < 2:
+            return run
+        moved = {op for op in run if self.is_movable(op)}
+        code = tuple(op for op in run if op not in moved)
+        others = Block((), tuple(op for op in self.pipeline.body.ops if op not in run))
+        used = users_of(others)
+        results = tuple(v for op in code for v in op.results if v in used)
+        if any(v.is_ref for v in results):
+            return run
+        assert self.steps is not None
+        left, b = self.left, Builder(code[0].loc)
+        everyone = np.arange(self.steps.shape[1])
+        block = self.version(Block((), code, results), everyone, results, b, {})
+        if block is None:
+            self.left = left
+            return run
+        pairs = zip(results, block.yields, strict=True)
+        self.renamed |= {old: new for old, new in pairs if new is not old}
+        return [*(op for op in run if op in moved), *b.ops, *block.ops]
+
+    def is_movable(self, op: Op) -> bool:
+        """Whether an op may come before all steps: it depends on no memory."""
+        if op not in self.movable:
+            pure = not op.regions and table()[op.name].effect is Effect.PURE
+            makers = [self.made.get(v) for v in op.operands]
+            self.movable[op] = pure and all(
+                maker is None or self.is_movable(maker) for maker in makers
+            )
+        return self.movable[op]
+
+    def version(
+        self,
+        code: Block,
+        programs: np.ndarray,
+        results: tuple[Value, ...],
+        b: Builder,
+        decided: dict[Value, Value],
+    ) -> Block | None:
+        """Code for some programs: a branch between versions, or the one they share.
+
+        Args:
+            code: what all programs do; it yields what is used after it.
+            programs: by number.
+            results: what the code's values are called after it.
+            b: gets what decides between versions.
+            decided: remembers that.
+
+        Returns:
+            Nothing if it would be too large.
+        """
+        straight, branch = self.straight(code, programs)
+        if branch is None:
+            self.left -= self.size(straight)
+            return clone(straight) if self.left >= 0 else None
+        cond, number = Cond.of(branch), self.number(branch)
+        assert number is not None
+        regions: list[Block] = []
+        for n in range(len(cond.branches)):
+            # A branch that no program takes may be any other.
+            taking = programs[number[programs] == n]
+            inner = tuple(Value(v.type, v.name) for v in results)
+            some = taking if len(taking) else programs[:1]
+            region = self.version(code, some, inner, b, decided)
+            if region is None:
+                return None
+            regions.append(region)
+        which = self._decided(cond.which, b, decided)
+        op = branch.with_(operands=(which,), results=results, regions=tuple(regions))
+        return Block((), (op,), results)
+
+    def straight(self, code: Block, programs: np.ndarray) -> tuple[Block, Op | None]:
+        """What programs do; with a branch that not all of them take, up to there."""
+        pending, done = list(code.ops), list[Op]()
+        known: dict[Value, Value] = {}
+        while pending:
+            op = pending.pop(0)
+            number = self.number(op) if op.name == "cond" else None
+            if number is None:
+                done.append(op)
+                continue
+            taken = np.unique(number[programs])
+            if len(taken) > 1:
+                return code, op
+            branch = Cond.of(op).branch(int(taken[0]))
+            known |= zip(op.results, branch.yields, strict=True)
+            pending[:0] = branch.ops
+        for value in known:
+            while known[value] in known:
+                known[value] = known[known[value]]
+        return substitute(Block((), tuple(done), code.yields), known), None
+
+    def _decided(self, value: Value, b: Builder, decided: dict[Value, Value]) -> Value:
+        """The number of a branch, where no branch is taken yet."""
+        if value not in decided:
+            ops = self._slice(value)
+            assert ops is not None
+            copy = clone(Block((), ops, (value,)))
+            b.ops += copy.ops
+            (decided[value],) = copy.yields
+        return decided[value]
