@@ -53,6 +53,7 @@ def problems() -> Iterator[tuple[str, Problem]]:
         heads = [Shape((1, length, number, WIDTH), BF16)] * 3
         yield f"attention {length}", (_attention, heads)
         yield f"causal attention {length}", (_causal_attention, heads)
+        yield f"window attention {length}", (_window_attention, heads)
     rows = Shape((8192, 2048), BF16)
     yield "rms_norm", (kernels.rms_norm, [rows])
     yield "softmax", (kernels.softmax, [rows])
@@ -64,6 +65,10 @@ def _attention(q, k, v):
 
 def _causal_attention(q, k, v):
     return kernels.attention(q, k, v, mask=masks.Causal())
+
+
+def _window_attention(q, k, v):
+    return kernels.attention(q, k, v, mask=masks.Window(511, 0))
 
 
 def tuned(name: str, chip: str, limit: float) -> Iterator[table.Entry]:

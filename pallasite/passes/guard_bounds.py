@@ -15,7 +15,15 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value
 from pallasite.ir.rewrite import inline, is_removable, substitute
 from pallasite.ir.roles import Loop
 from pallasite.ir.types import I32
-from pallasite.passes.analysis.guards import Bounds, Guard, Part, Solver, guard_of
+from pallasite.passes.analysis.guards import (
+    Bounds,
+    Guard,
+    Part,
+    Solver,
+    greatest,
+    guard_of,
+    least,
+)
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import constant_inputs, root_among
 from pallasite.passes.canonicalize import canonicalize
@@ -45,7 +53,7 @@ class _Walk(FactsWalk):
             return [loop.op]
         solver = self.solver(loop)
         solved = [_solve(guard, solver, lows=step == 1) for guard in guards]
-        bounds = solved[0].bounds if len(guards) == 1 else _hull(solved, solver)
+        bounds = solver.hull([each.bounds for each in solved])
         if not bounds:
             return [loop.op]
         b = Builder(loop.op.loc, watch=self.facts.note_op)
@@ -117,48 +125,12 @@ def _solve(guard: Guard, solver: Solver, lows: bool) -> _Solved:
     return _Solved(guard, bounds, tuple(rest))
 
 
-def _hull(solved: list[_Solved], solver: Solver) -> Bounds:
-    """The steps from the first to the last that any of several guards lets through."""
-    b, facts = Builder(watch=solver.facts.note_op), solver.facts
-    lows = [each.bounds.lows for each in solved]
-    highs = [each.bounds.highs for each in solved]
-    low = high = ()
-    if all(lows):
-        low = (_least([_greatest(v, facts, b) for v in lows], facts, b),)
-    if all(highs):
-        high = (_greatest([_least(v, facts, b) for v in highs], facts, b),)
-    solver.ops += b.ops
-    return Bounds(low, high)
-
-
 def _within(loop: Loop, bounds: Bounds, facts: Facts, b: Builder) -> Loop:
-    first = _greatest((loop.first, *bounds.lows), facts, b)
-    limit = _least((loop.limit, *bounds.highs), facts, b)
+    first = greatest((loop.first, *bounds.lows), facts, b)
+    limit = least((loop.limit, *bounds.highs), facts, b)
     if bounds.needed:
         limit = b.select(_all(bounds.needed, b), limit, first)
     return loop.with_(first=first, limit=limit)
-
-
-def _greatest(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
-    result = values[0]
-    for value in values[1:]:
-        old, new = facts.of(result), facts.of(value)
-        if old.high <= new.low:
-            result = value
-        elif new.high > old.low:
-            result = b.max(result, value)
-    return result
-
-
-def _least(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
-    result = values[0]
-    for value in values[1:]:
-        old, new = facts.of(result), facts.of(value)
-        if new.high <= old.low:
-            result = value
-        elif old.high > new.low:
-            result = b.min(result, value)
-    return result
 
 
 def _without(loop: Loop, solved: _Solved) -> Loop:

@@ -1,10 +1,10 @@
 """Windows stand still in the steps that ignore them.
 
 A step of a grid whose work is guarded (`pl.when(j * bk < (i + 1) * bq)`) still moves
-its windows: it fetches blocks that nothing reads. Where a block is used under one guard
-only and `analysis/guards.py` can solve that for an axis that moves the window, the
-index map sees that axis kept within the steps that the guard lets through: before the
-first and after the last of them the same block stays. For backends that fetch a block
+its windows: it fetches blocks that nothing reads. Where a block is used under guards
+only and `analysis/guards.py` can solve them for an axis that moves the window, the
+index map sees that axis kept within the steps that any of them lets through: before the
+first and after the last of those the same block stays. For backends that fetch a block
 only if its number changed; in other steps the map yields what it did before.
 """
 
@@ -60,10 +60,10 @@ class _Standstill:
         # A block of memory that changes may have to be fetched again.
         if shown.window.mode != "in" or shown.array not in self.readable:
             return index_map
-        axis, guard = self.moving_axis(index_map), self.only_guard(shown.block)
-        if axis is None or guard is None:
+        axis, guards = self.moving_axis(index_map), self.guards(shown.block)
+        if axis is None or not guards:
             return index_map
-        return self.within(index_map, axis, guard)
+        return self.within(index_map, axis, guards)
 
     def moving_axis(self, index_map: Block) -> int | None:
         """The fastest axis that moves a window, if its size is known."""
@@ -73,22 +73,27 @@ class _Standstill:
             return None
         return axes[-1]
 
-    def only_guard(self, ref: Value) -> Guard | None:
-        """The guard under which all uses of a block are."""
+    def guards(self, ref: Value) -> list[Guard]:
+        """The guards under which all uses of a block are; none if one is not."""
         users = [
             op
             for op in self.whole.body.ops
             if any(ref in inner.operands for inner in walk(Block((), (op,))))
         ]
-        return guard_of(users[0], self.inside) if len(users) == 1 else None
+        found = [guard_of(op, self.inside) for op in users]
+        return [] if None in found else [guard for guard in found if guard is not None]
 
-    def within(self, index_map: Block, axis: int, guard: Guard) -> Block:
-        b = Builder(guard.op.loc, watch=self.facts.note_op)
+    def within(self, index_map: Block, axis: int, guards: Sequence[Guard]) -> Block:
+        b = Builder(guards[0].op.loc, watch=self.facts.note_op)
         self.facts.note_grid(index_map.params, self.whole.grid)
         solver = self.solver(index_map, axis, b)
-        bounds = Bounds()
-        for part in guard.parts:
-            bounds &= solver.solve(part) or Bounds()
+        found: list[Bounds] = []
+        for guard in guards:
+            bounds = Bounds()
+            for part in guard.parts:
+                bounds &= solver.solve(part) or Bounds()
+            found.append(bounds)
+        bounds = solver.hull(found)
         if not bounds.lows and not bounds.highs:
             return index_map
         b.ops += solver.ops

@@ -106,6 +106,51 @@ def test_window():
         }""")
 
 
+SECOND = """
+      cond %w
+        branch () {}
+        branch () {
+          %b: f32[8] = load %ob[:]
+          %u: f32[8] = load %xb[:]
+          %t: f32[8] = mul %b, %u
+          store %ob[:] = %t
+        }
+      %g3: bool = ge %j, %i
+      %g4: bool = le %j, %c2
+      %g5: bool = and %g3, %g4
+      %w2: i32 = cast %g5 {dtype=i32}
+      cond %w2
+"""
+
+
+def test_two_guards():
+    """From `i - 1` on, to the last step that either of them lets through."""
+    guard = """
+      %d: i32 = sub %i, %j
+      %g1: bool = ge %d, %c0
+      %g2: bool = lt %d, %c2
+      %g: bool = and %g1, %g2
+    """
+    found = changed(guard, **{"      cond %w\n": SECOND.lstrip("\n")})
+    assert found == textwrap.dedent("""\
+        map (%i1: i32, %j1: i32) {
+          %0: i32 = constant {value=0}
+          %1: i32 = constant {value=1}
+          %2: i32 = add %i1, %1
+          %3: i32 = constant {value=2}
+          %4: i32 = sub %i1, %3
+          %5: i32 = add %4, %1
+          %6: i32 = max %5, %0
+          %7: i32 = constant {value=3}
+          %8: i32 = min %6, %i1
+          %9: i32 = max %2, %7
+          %10: i32 = sub %9, %1
+          %11: i32 = min %j1, %10
+          %12: i32 = max %11, %8
+          yield %12
+        }""")
+
+
 def test_length_by_prefetch():
     """Lengths may be negative or too long: the map stays within the grid."""
     guard = """

@@ -128,6 +128,20 @@ class Solver:
         self.ops += b.ops
         return bounds
 
+    def hull(self, bounds: Sequence[Bounds]) -> Bounds:
+        """From the first to the last step that any of several guards lets through."""
+        if len(bounds) == 1:
+            return bounds[0]
+        b, facts = Builder(watch=self.facts.note_op), self.facts
+        lows, highs = [each.lows for each in bounds], [each.highs for each in bounds]
+        low = high = ()
+        if all(lows):
+            low = (least([greatest(v, facts, b) for v in lows], facts, b),)
+        if all(highs):
+            high = (greatest([least(v, facts, b) for v in highs], facts, b),)
+        self.ops += b.ops
+        return Bounds(low, high)
+
     def _solve_for_quotient(self, part: Part, loc: Loc | None) -> Bounds | None:
         """Where a condition is one on `index / n`: `index / n >= k` is `index >= n k`.
 
@@ -277,6 +291,28 @@ class Solver:
     @property
     def replayed(self) -> set[Value]:
         return {v for old, v in self.made.items() if self.is_fixed(old)}
+
+
+def greatest(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
+    result = values[0]
+    for value in values[1:]:
+        old, new = facts.of(result), facts.of(value)
+        if old.high <= new.low:
+            result = value
+        elif new.high > old.low:
+            result = b.max(result, value)
+    return result
+
+
+def least(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
+    result = values[0]
+    for value in values[1:]:
+        old, new = facts.of(result), facts.of(value)
+        if new.high <= old.low:
+            result = value
+        elif old.high > new.low:
+            result = b.min(result, value)
+    return result
 
 
 def _product(rates: Sequence[int], numbers: Sequence[int | None]) -> int | None:
