@@ -140,7 +140,7 @@ def attention(
     config = configs.tuned(
         "attention",
         config,
-        AttentionConfig(),
+        configs.default_for(AttentionConfig(), block_q=512, block_kv=512),
         SPACE,
         (query, key, value, bias),
         mask=masks.kind(mask),

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pallasite.kernels import common
+from pallasite.primitive import chip_for
+from pallasite.target import Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
@@ -43,6 +45,16 @@ def tuned(
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
     return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+
+
+def default_for(config: C, **on_tpu: Any) -> C:
+    """A default configuration, with other values on a TPU.
+
+    A program costs hundreds of cycles there, and memory for blocks is plenty.
+    """
+    if not isinstance(chip_for(None), Tpu):
+        return config
+    return dataclasses.replace(config, **on_tpu)  # pyright: ignore[reportArgumentType]
 
 
 def tuned_rows(

@@ -65,6 +65,9 @@ def grouped_matmul(
     compute = common.choose(implementation, _grouped, _plain)
     # Two sums take the place of one that is twice as wide.
     default = MatmulConfig(128, 256 if gate is None else 128, 64)
+    if not is_quantized:
+        large = {"block_m": 256, "block_n": 512, "block_k": 512}
+        default = configs.default_for(default, **large)
     config = configs.tuned(
         "grouped_matmul",
         config,

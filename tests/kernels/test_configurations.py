@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallasite import kernels
+from pallasite import config, kernels
 from pallasite.kernels import masks
 from pallasite.primitive import call_p
 from pallasite.tune import choices
@@ -64,6 +64,18 @@ def test_every_kernel_has_a_cost_and_every_operation_a_configuration(name):
         assert call.cost_estimate is not None, call.kernel.name
         assert call.cost_estimate.bytes_accessed > 0
     assert questions or name in WITHOUT_BLOCKS
+
+
+@pytest.mark.parametrize(
+    "name, sizes", [("attention", {512}), ("grouped matmul", {256, 512})]
+)
+def test_blocks_are_larger_on_a_tpu(name, sizes):
+    """Whatever the mask is: tables of tuned configurations know few of them."""
+    operation, operands = ALL[name].operation, ALL[name].operands
+    given = {k: v for k, v in operation.keywords.items() if k != "config"}
+    with config.override(target="v5e"), choices.recorded() as questions:
+        jax.make_jaxpr(functools.partial(operation.func, **given))(*operands)
+    assert {*questions[0].default.values()} == sizes
 
 
 def test_configurations_are_frozen_dataclasses():

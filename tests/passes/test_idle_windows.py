@@ -180,6 +180,18 @@ def test_length_by_prefetch():
 
 
 KEPT = {
+    "no comparison can be solved, and floats are divided": (
+        """
+      %q: f32 = constant {value=2.0}
+      %jf: f32 = cast %j {dtype=f32}
+      %h: f32 = div %jf, %q
+      %m: i32 = mul %j, %j
+      %gm: bool = lt %m, %c8
+      %gh: bool = lt %h, %q
+      %g: bool = and %gm, %gh
+        """,
+        {},
+    ),
     "another axis moves it": ("%g: bool = le %j, %i", {"yield %j1": "yield %i1"}),
     "read in every step": (
         "%u: f32[8] = load %xb[:]\nstore %ob[:] = %u\n%g: bool = le %j, %i",

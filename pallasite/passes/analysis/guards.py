@@ -149,8 +149,10 @@ class Solver:
         """
         low = self.facts.of(self.first).low
         for value, op in self.inside.items():
-            number = self.facts.of(op.operands[1]).number if op.name == "div" else None
-            if not number or number < 0 or op.operands[0] is not self.index or low < 0:
+            if op.name != "div" or op.operands[0] is not self.index or low < 0:
+                continue
+            number = self.facts.of(op.operands[1]).number
+            if not number or number < 0:
                 continue
             b = Builder(loc, watch=self.facts.note_op)
             by = b.like(number, self.first)

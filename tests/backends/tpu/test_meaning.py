@@ -1,10 +1,17 @@
 """The emitted code means what the kernel means: it is run in numpy and compared."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallasite import config, kernels
+from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, TileType
+from pallasite.kernels import masks
+from pallasite.primitive import calls_in
+from pallasite.target import TPUS
 from tests.backends.cpu import filled
 from tests.backends.cpu.running import tiles_kernel
 from tests.backends.tpu import harness
@@ -165,3 +172,21 @@ def check_op(row, kernel, dtype, attrs):
             want = want.view(attrs["dtype"].np)
         want = want.astype(got.dtype)
     assert_close([got], [want])
+
+
+MASKS = {"causal": masks.Causal(), "window": masks.Window(300, 0)}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masked_attention_for_a_chip_means_the_same(name):
+    """Forward and backward: its steps are gathered, and joined in versions."""
+    x = jax.ShapeDtypeStruct((1, 1536, 1, 128), jnp.float32)
+    run = lambda q, k, v: kernels.attention(q, k, v, mask=MASKS[name]).sum()
+    with config.override(target="v5e"):
+        found = calls_in(jax.grad(run, (0, 1, 2)), x, x, x)
+    for call in found:
+        arrays = harness.random_arrays(call.kernel)
+        compiled = Compiled(get("tpu"), call.kernel, Options(chip=TPUS["v5e"]))
+        got = harness.run_compiled(compiled, arrays)
+        assert_close(got, harness.emulated(call.kernel, arrays))
+        assert any(s.name == "join_branches" and s.changed for s in compiled.steps)
