@@ -479,3 +479,7 @@ def test_weights_made_floats_of(dtype, bits, tmp_path, small_chip):
     (got,) = host.run(call.kernel, [np.asarray(a) for a in operands], tmp_path)
     want = x.astype(f32) @ weights.dequantize().astype(f32)
     assert kernels.error(got.sum(axis=0), want) < 1e-2
+    # Two bytes per load, of two rows of the left side.
+    text = host.cuda_text(call.kernel)
+    assert re.search(r"u32 (w\d+)\[.*\n.* \1\[i\] = \*\(const u16\*\)", text)
+    assert f"pairs_of_{'low_i4' if bits == 4 else 'i8'}_" in text
