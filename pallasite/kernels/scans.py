@@ -224,7 +224,8 @@ def _recurrence_bwd(config, kept, cotangent):
             d_initial_ref[...] = carried.astype(d_initial_ref.dtype)
 
     # What is past the end hands nothing on: zeros.
-    along = blocks.spec(lambda i: grid[2] - 1 - i, fill=0)
+    backwards = lambda i: grid[2] - 1 - i
+    along = blocks.spec(backwards, fill=0)
     rows = 8 if blocks.length % 8 == 0 else blocks.length  # of the block before
     per_block = blocks.length // rows
     earlier = pl.BlockSpec(
@@ -240,7 +241,7 @@ def _recurrence_bwd(config, kept, cotangent):
         ],
         grid=grid,
         in_specs=[along, along, along, earlier, blocks.state_spec()],
-        out_specs=[along, along, blocks.state_spec()],
+        out_specs=[*[blocks.spec(backwards)] * 2, blocks.state_spec()],
         scratch_shapes=[pltpu.VMEM((1, blocks.width), wide)],
         compiler_params=_SEMANTICS,
         cost_estimate=common.cost(4 * states.size, [states] * 3 + [decay] * 2),
