@@ -16,6 +16,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
+from pallasite.primitive import chip_for
+from pallasite.target import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,11 @@ RECURRENCE_SPACE = {
     "block_channels": (32, 64, 128, 256, 512),
     "together": (8, 16, 32, 64),
 }
+
+
+def _default_recurrence() -> RecurrenceConfig:
+    is_gpu = isinstance(chip_for(None), Gpu)
+    return RecurrenceConfig(128, 64, 64) if is_gpu else RecurrenceConfig()
 
 
 def linear_recurrence(
@@ -66,7 +73,7 @@ def linear_recurrence(
         initial = jnp.zeros((batch, channels), common.statistics_dtype(x.dtype))
     compute = common.choose(implementation, _stepped, _plain)
     config = configs.tuned(
-        operation, config, RecurrenceConfig(), RECURRENCE_SPACE, (decay, x)
+        operation, config, _default_recurrence(), RECURRENCE_SPACE, (decay, x)
     )
     return compute(x, decay, initial, config=config)
 
