@@ -127,14 +127,21 @@ def _causal_attention(q, k, v):
     return kernels.attention(q, k, v, mask=masks.Causal())
 
 
-def tuned(name: str, chip: str, limit: float) -> Iterator[table.Entry]:
+def tuned(
+    name: str, chip: str, limit: float, share: float = 0.25
+) -> Iterator[table.Entry]:
     """What is found, with a line of how."""
     function, operands = problems_of(chip)[name]
     # On a GPU processes beside this one would change what is measured.
     workers = 0 if chip in GPUS else None
     with tempfile.TemporaryDirectory() as folder, config.override(cache_dir=folder):
         run = pl.autotune(
-            function, target=chip, limit=limit, progress=False, workers=workers
+            function,
+            target=chip,
+            limit=limit,
+            progress=False,
+            workers=workers,
+            share=share,
         )
         found = run(*operands)
         again = run(*operands)
@@ -169,6 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chip", action="append", choices=TPUS + GPUS)
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--seconds", type=float, help="within which problems start")
+    parser.add_argument("--share", type=float, default=0.25, help="that is compiled")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per kernel")
     parser.add_argument("--output", type=Path, default=table.SHIPPED)
     parser.add_argument("--list", action="store_true")
@@ -200,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         with ThreadPoolExecutor(options.processes) as pool:
             found = pool.map(lambda each: in_a_process(*each), work)
     else:
-        found = (list(tuned(*each)) for each in work)
+        found = (list(tuned(*each, options.share)) for each in work)
     start = time.perf_counter()
     for (_, chip, _), entries in zip(work, found, strict=False):
         if entries:

@@ -65,7 +65,7 @@ def _default(heads: int, latent: int) -> LatentAttentionConfig:
     is_gpu = isinstance(chip_for(None), Gpu)
     if not is_gpu or heads < LEAST_ROWS or latent % MOST_COLUMNS:
         return LatentAttentionConfig()
-    return LatentAttentionConfig(LEAST_ROWS, 32, 1, MOST_COLUMNS, apart=True)
+    return LatentAttentionConfig(LEAST_ROWS, 64, 1, MOST_COLUMNS, apart=True)
 
 
 def latent_attention(

@@ -44,7 +44,7 @@ RECURRENCE_SPACE = {
 
 def _default_recurrence() -> RecurrenceConfig:
     is_gpu = isinstance(chip_for(None), Gpu)
-    return RecurrenceConfig(128, 64, 64) if is_gpu else RecurrenceConfig()
+    return RecurrenceConfig(128, 32, 64) if is_gpu else RecurrenceConfig()
 
 
 def linear_recurrence(
