@@ -558,9 +558,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f" {row['times faster']:5.2f} times {rate} distance {row['distance']:.1e}",
             flush=True,
         )
-    if options.save:
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        options.save.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        if options.save:  # after each, so that what ends early leaves something
+            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+            text = json.dumps({**about, "rows": found}, indent=1)
+            options.save.write_text(text + "\n")
 
 
 if __name__ == "__main__":
