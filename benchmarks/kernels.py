@@ -108,9 +108,12 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             "flop",
         ),
     }
-    for splits in (1, 4, 16) if big else (1, 4):
-        found[f"matmul of 16 rows, {splits} splits"] = Problem(
-            partial(kernels.matmul, config=kernels.MatmulConfig(splits=splits)),
+    for splits in (None, 1, 4, 16) if big else (None, 1, 4):
+        by_default = splits is None
+        config = None if by_default else kernels.MatmulConfig(splits=splits)
+        name = "by default" if by_default else f"{splits} splits"
+        found[f"matmul of 16 rows, {name}"] = Problem(
+            partial(kernels.matmul, config=config),
             lambda: [
                 normal(16, 4 * side, dtype=dtype),
                 normal(4 * side, side, dtype=dtype),
@@ -555,9 +558,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f" {row['times faster']:5.2f} times {rate} distance {row['distance']:.1e}",
             flush=True,
         )
-    if options.save:
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        options.save.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        if options.save:  # after each, so that what ends early leaves something
+            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+            text = json.dumps({**about, "rows": found}, indent=1)
+            options.save.write_text(text + "\n")
 
 
 if __name__ == "__main__":

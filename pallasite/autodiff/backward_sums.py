@@ -1,5 +1,5 @@
 """Sums of cotangents in plain ops: a block is set to zero at its first step, then added
-to in place; where there is one step and one addend, it is just stored.
+to in place; where there is one step, and addends to different parts, they are stored.
 """
 
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.passes.analysis.boxes import disjoint, elements
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.memory import Roots
 
@@ -24,11 +25,14 @@ def expand_sums(body: Block, sums: Sequence[Sum]) -> Block:
     start = Builder()
     replaced: set[Op] = set()
     for each in sums:
-        first = _first_addend(body, each.block)
-        if first is None:
+        addends = _addends(body, each.block)
+        if not addends:
             continue
+        first = addends[0]
         if not each.inner and _replaces(first, each.block) and first in body.ops:
             replaced.add(first)
+        elif not each.inner and _are_parts(addends, each.block, body):
+            replaced.update(addends)
         else:
             _set_zero(start, each)
     used = {v for op in walk(body) for v in op.operands}
@@ -36,13 +40,21 @@ def expand_sums(body: Block, sums: Sequence[Sum]) -> Block:
     return Block((), (*start.ops, *expanded.ops))
 
 
-def _first_addend(body: Block, block: Value) -> Op | None:
-    """The first op that adds to a block or to a view of it."""
+def _addends(body: Block, block: Value) -> list[Op]:
+    """The ops that add to a block or to a view of it, in order."""
     roots = Roots(body)
-    for op in walk(body):
-        if op.name == "atomic_rmw" and block in roots.reached(op.operands[:1]):
-            return op
-    return None
+    return [
+        op
+        for op in walk(body)
+        if op.name == "atomic_rmw" and block in roots.reached(op.operands[:1])
+    ]
+
+
+def _are_parts(addends: Sequence[Op], block: Value, body: Block) -> bool:
+    """Whether addends go to every element of the block, each to elements of its own."""
+    if any(op.operands[0] is not block or op not in body.ops for op in addends):
+        return False
+    return disjoint(addends) and sum(map(elements, addends)) == block.ref.size
 
 
 def _replaces(op: Op, block: Value) -> bool:

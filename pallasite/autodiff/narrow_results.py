@@ -2,8 +2,9 @@
 
 Cotangents are summed up in f32. Storing a block in the operand's own type moves half
 the bytes (bf16), and no kernel has to convert the array afterwards. A block that is
-stored once, as a whole, is no sum: it is stored in that type. One that the steps of a
-program add to is kept in scratch instead, and stored by the last of them.
+stored and never loaded, as a whole or in parts, is no sum: it is stored in that type.
+One that the steps of a program add to is kept in scratch instead, and stored by the
+last of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.ir.types import INDEX, DType
+from pallasite.passes.analysis.boxes import box_of
 from pallasite.passes.analysis.carried import covers_whole
 
 
@@ -41,9 +43,9 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
     uses = [op for op in walk(pipeline.body) if shown[0].block in op.operands]
     ops, scratch = list[Op](), Builder(kernel.loc)
     steps = _steps_of(pipeline, shown[0])
-    if len(uses) == 1 and _is_plain(uses[0], pipeline.body):
+    if uses and all(_is_plain(op, pipeline.body) for op in uses):
         for op in pipeline.body.ops:
-            ops += [op] if op is not uses[0] else _store(op, block, dtype)
+            ops += [op] if op not in uses else _store(op, block, dtype)
     elif steps and all(map(_is_box, uses)):
         old = shown[0].block
         kept = old.ref.with_shape([n for n in old.ref.shape if n != 1])
@@ -71,11 +73,8 @@ def _narrowed(kernel: Kernel, result: Value, dtype: DType) -> Kernel:
 
 
 def _is_plain(op: Op, body: Block) -> bool:
-    """Whether an op is a store of the whole block that every program does once."""
-    if op.name != "store" or op not in body.ops:
-        return False
-    access = Access.of(op)
-    return access.mask is None and covers_whole(access.ref.ref.shape, access.index)
+    """Whether an op is a store to known places that every program does once."""
+    return op.name == "store" and op in body.ops and box_of(op) is not None
 
 
 def _steps_of(pipeline: Pipeline, shown: Shown) -> list[int]:
@@ -145,10 +144,13 @@ def _is_box(op: Op) -> bool:
 def _store(op: Op, block: Value, dtype: DType) -> list[Op]:
     builder = Builder()
     builder.loc = op.loc
-    value = Access.of(op).value
-    assert value is not None
-    new = builder.cast(value, dtype)
-    builder.store(block, _reshaped(builder, new, block.ref.shape))
+    access = Access.of(op)
+    assert access.value is not None
+    new = builder.cast(access.value, dtype)
+    if covers_whole(block.ref.shape, access.index):
+        builder.store(block, _reshaped(builder, new, block.ref.shape))
+    else:
+        builder.store(block, new, access.index)
     return builder.ops
 
 

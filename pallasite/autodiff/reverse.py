@@ -33,6 +33,7 @@ from pallasite.ir.nodes import (
 )
 from pallasite.ir.rewrite import clone
 from pallasite.ir.roles import Loop
+from pallasite.passes.analysis.boxes import disjoint
 from pallasite.passes.analysis.memory import VIEWS, written_refs
 
 # What a reverse leaves out when it runs code again.
@@ -199,13 +200,14 @@ class _Reverse:
         self.copied.add(result)
 
     def is_written_once(self, result: Value) -> bool:
-        """Whether one store writes the result, in no loop that might repeat it."""
+        """Whether no element of the result is stored twice, in a loop or by two ops."""
         stores = list(_stores(self.body, self.activity, result))
-        if len(stores) != 1:
-            return not stores
-        ((op, loops),) = stores
-        return op.name == "store" and not any(
-            self.may_repeat(op, loop) for loop in loops
+        ops = [op for op, _ in stores]
+        if len({op.operands[0] for op in ops}) > 1 or not disjoint(ops):
+            return False
+        return all(
+            op.name == "store" and not any(self.may_repeat(op, loop) for loop in loops)
+            for op, loops in stores
         )
 
     def may_repeat(self, op: Op, loop: Op) -> bool:

@@ -5,6 +5,7 @@ value, too: it is read once for both products.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from pallasite.kernels.decode import (
     plain_paged,
     products,
 )
+from pallasite.primitive import chip_for
+from pallasite.target import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +35,19 @@ class LatentAttentionConfig:
     Attributes:
         block_heads: heads of a program.
         block_kv: keys of a step; at most a page, and divides it.
-        splits: parts of a sequence that run side by side; XLA joins their results.
+        splits: parts of a sequence that run side by side; their results are joined.
+        block_latent: columns of the result that a program computes, from all scores;
+            divides their number. By default all of them.
+        apart: whether the last block of a sequence, which is not full, has a kernel of
+            its own. The others then need no masks, and matrix units take their keys
+            as they are in memory.
     """
 
     block_heads: int = 64
     block_kv: int = 64
     splits: int = 1
+    block_latent: int | None = None
+    apart: bool = False
 
 
 SPACE = {
@@ -45,6 +55,17 @@ SPACE = {
     "block_kv": (32, 64, 128),
     "splits": (1, 2, 4, 8, 16),
 }
+# Of a warpgroup's product, whose sums are registers.
+MOST_COLUMNS = 256
+LEAST_ROWS = 64
+
+
+def _default(heads: int, latent: int) -> LatentAttentionConfig:
+    """On a GPU, what tensor cores take: 64 rows, 256 columns, keys from memory."""
+    is_gpu = isinstance(chip_for(None), Gpu)
+    if not is_gpu or heads < LEAST_ROWS or latent % MOST_COLUMNS:
+        return LatentAttentionConfig()
+    return LatentAttentionConfig(LEAST_ROWS, 64, 1, MOST_COLUMNS, apart=True)
 
 
 def latent_attention(
@@ -103,7 +124,7 @@ def latent_attention(
         config=configs.tuned(
             operation,
             config,
-            LatentAttentionConfig(),
+            _default(heads, latent),
             SPACE,
             (query, latent_pages, page_table),
         ),
@@ -117,89 +138,162 @@ def _plain(query, query_rotary, latent_pages, rotary_pages, lengths, table, **ho
     return plain_paged(whole, keys, values, None, None, lengths, table, **how)
 
 
-def _streamed(
-    query, query_rotary, latent_pages, rotary_pages, lengths, table, *, options, config
-):
-    batch, heads, latent = query.shape
-    pages, size, rotary = rotary_pages.shape
+def _streamed(query, query_rotary, latent_pages, rotary_pages, lengths, table, **how):
+    config = how["config"]
     if not table.size or not latent_pages.size:
         return jnp.zeros(query.shape, query.dtype)
+    operands = query, query_rotary, latent_pages, rotary_pages, lengths, table
+    if config.apart:
+        full = _parts(*operands, blocks="full", **how)
+        last = _parts(*operands, blocks="last", **how)
+        parts = [jnp.concatenate(both, axis=1) for both in zip(full, last, strict=True)]
+    else:
+        parts = _parts(*operands, blocks="all", **how)
+    return joined(*parts, axis=1).astype(query.dtype)
+
+
+def _parts(
+    query,
+    query_rotary,
+    latent_pages,
+    rotary_pages,
+    lengths,
+    table,
+    *,
+    blocks: Literal["all", "full", "last"],
+    options: Options,
+    config: LatentAttentionConfig,
+):
+    """Weighted sums, maxima and sums of weights of some blocks of each sequence.
+
+    Each of shape (batch, splits, heads, columns). "full" are the blocks before a
+    sequence's end, "last" is the one that is not full, if there is one.
+    """
+    batch, heads, latent = query.shape
+    pages, size, rotary = rotary_pages.shape
     rows = min(config.block_heads, heads)
     block = size if size % config.block_kv else min(config.block_kv, size)
-    blocks = size // block  # of a page
-    steps = table.shape[1] * blocks
-    splits = max(1, min(config.splits, steps))
-    per_split = pl.cdiv(steps, splits)
+    per_page = size // block
+    steps = table.shape[1] * per_page
+    splits = 1 if blocks == "last" else max(1, min(config.splits, steps))
+    per_split = 1 if blocks == "last" else pl.cdiv(steps, splits)
+    keys = splits * per_split * block
+    columns = config.block_latent or latent
+    columns = latent if latent % columns else columns
+    shares = latent // columns
     wide = common.statistics_dtype(query.dtype)
 
-    def kernel(lengths_ref, table_ref, q_ref, rotary_ref, k_ref, kr_ref, *state_refs):
+    def block_number(length, s, j):
+        return length // block if blocks == "last" else s * per_split + j
+
+    def kernel(lengths_ref, table_ref, *refs):
         del table_ref  # read by index maps
-        acc_ref, max_ref, sum_ref = state_refs
+        take = iter(refs)
+        q_refs = [next(take) for _ in range(shares)]
+        rotary_ref = next(take)
+        k_refs = [next(take) for _ in range(shares)]
+        kr_ref, acc_ref, max_ref, sum_ref = take
         state = RunningSoftmax(max_ref, sum_ref, acc_ref)
-        split, j = pl.program_id(2), pl.program_id(3)
-        length = lengths_ref[pl.program_id(0)]
-        start = (split * per_split + j) * block
+        j, length = pl.program_id(4), lengths_ref[pl.program_id(0)]
+        start = block_number(length, pl.program_id(3), j) * block
 
         @pl.when(j == 0)
         def _():
             state.start()
 
-        @pl.when(start < length)
+        @pl.when(start + (block if blocks == "full" else 1) <= length)
         def _():
-            keys = k_ref[...].astype(q_ref.dtype)
-            scores = products(q_ref[...], keys, wide)
+            values, *others = [ref[...].astype(query.dtype) for ref in k_refs]
+            scores = products(q_refs[0][...], values, wide)
+            for q_ref, more in zip(q_refs[1:], others, strict=True):
+                scores = scores + products(q_ref[...], more, wide)
             scores = scores + products(rotary_ref[...], kr_ref[...], wide)
-            columns = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            scores = jnp.where(columns < length, capped(scores, options), -jnp.inf)
-            state.absorb(scores, known(keys, start, length))
+            scores = capped(scores, options)
+            if blocks != "full":
+                places = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                scores = jnp.where(places < length, scores, -jnp.inf)
+                values = known(values, start, length)
+            state.absorb(scores, values)
 
-    def of_page(b, h, s, j, lengths_ref, table_ref):
+    def of_page(b, s, j, lengths_ref, table_ref):
         # A step past the end looks where the last one did, so that nothing moves.
         last = jnp.maximum((lengths_ref[b] + block - 1) // block, 1) - 1
-        step = jnp.minimum(s * per_split + j, jnp.minimum(last, steps - 1))
-        page = jnp.clip(table_ref[b, step // blocks], 0, pages - 1)
-        return page, step % blocks, 0
+        step = jnp.minimum(
+            block_number(lengths_ref[b], s, j), jnp.minimum(last, steps - 1)
+        )
+        page = jnp.clip(table_ref[b, step // per_page], 0, pages - 1)
+        return page, step % per_page
 
-    def of_heads(width):
-        return pl.BlockSpec((None, rows, width), lambda b, h, s, j, *_: (b, h, 0))
+    # The columns of the result are first among those of the keys: number c, then the
+    # others in turn.
+    def column(c, share):
+        return 0 if share is None else (c + share) % shares
 
-    sizes = (latent, 1, 1)
-    parts = pl.pallas_call(
+    def of_heads(width, share=None):
+        return pl.BlockSpec(
+            (None, rows, width), lambda b, h, c, s, j, *_: (b, h, column(c, share))
+        )
+
+    def of_keys(width, share=None):
+        return pl.BlockSpec(
+            (None, block, width),
+            lambda b, h, c, s, j, *scalars: (
+                *of_page(b, s, j, *scalars),
+                column(c, share),
+            ),
+        )
+
+    statistics = jax.ShapeDtypeStruct((batch, shares, splits, heads, 1), wide)
+    of_statistics = pl.BlockSpec(
+        (None, None, None, rows, 1), lambda b, h, c, s, j, *_: (b, c, s, h, 0)
+    )
+    acc, *rest = pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((batch, splits, heads, width), wide) for width in sizes
+            jax.ShapeDtypeStruct((batch, splits, heads, latent), wide),
+            statistics,
+            statistics,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch, pl.cdiv(heads, rows), splits, per_split),
+            grid=(batch, pl.cdiv(heads, rows), shares, splits, per_split),
             in_specs=[
-                of_heads(latent),
+                *(of_heads(columns, share) for share in range(shares)),
                 of_heads(rotary),
-                pl.BlockSpec((None, block, latent), of_page),
-                pl.BlockSpec((None, block, rotary), of_page),
+                *(of_keys(columns, share) for share in range(shares)),
+                of_keys(rotary),
             ],
             out_specs=[
                 pl.BlockSpec(
-                    (None, None, rows, width), lambda b, h, s, j, *_: (b, s, h, 0)
-                )
-                for width in sizes
+                    (None, None, rows, columns),
+                    lambda b, h, c, s, j, *_: (b, s, h, c),
+                ),
+                of_statistics,
+                of_statistics,
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel",) * 4 + ("arbitrary",)
         ),
         cost_estimate=common.cost(
-            2 * batch * heads * steps * block * (2 * latent + rotary),
+            2 * batch * heads * keys * (shares * (latent + rotary) + latent),
             [
                 query,
                 query_rotary,
                 *(
-                    jax.ShapeDtypeStruct((batch, steps * block, x.shape[2]), x.dtype)
+                    jax.ShapeDtypeStruct((batch, keys, x.shape[2]), x.dtype)
                     for x in (latent_pages, rotary_pages)
                 ),
             ],
-            batch * heads * steps * block,
+            batch * heads * shares * keys,
         ),
-        name="latent_attention",
-    )(lengths, table, query, query_rotary, latent_pages, rotary_pages)
-    return joined(*parts, axis=1).astype(query.dtype)
+        name="latent_attention" if blocks != "last" else "latent_attention_last",
+    )(
+        lengths,
+        table,
+        *[query] * shares,
+        query_rotary,
+        *[latent_pages] * shares,
+        rotary_pages,
+    )
+    return acc, *(x[:, 0] for x in rest)

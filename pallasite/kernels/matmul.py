@@ -16,6 +16,8 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
+from pallasite.primitive import chip_for
+from pallasite.target import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +77,7 @@ def matmul(
     config = configs.tuned(
         "matmul",
         config,
-        # Two sums take the place of one that is twice as wide.
-        MatmulConfig(block_n=256 if gate is None else 128),
+        _default(math.prod(x.shape[:-1]), k, y.shape[1], gate is not None),
         _space(math.prod(x.shape[:-1]), k),
         (x, y, gate, bias, residual),
         activation=activation,
@@ -95,10 +96,23 @@ def matmul(
     )
 
 
+def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
+    """Two sums take the place of one that is twice as wide.
+
+    A few rows are one row of blocks: on a GPU the sum is split such that there is work
+    for all multiprocessors, several times over, in parts of 512 or more.
+    """
+    if isinstance(chip_for(None), Gpu) and rows <= 64 and n and not gated:
+        splits = min(16, 512 // pl.cdiv(n, 128), k // 512)
+        if splits > 1:
+            return MatmulConfig(splits=splits)
+    return MatmulConfig(block_n=128 if gated else 256)
+
+
 def _space(rows: int, k: int) -> dict[str, tuple[int, ...]]:
     """What the tuner tries: to split the sum only where rows leave a chip idle."""
     is_skinny = 8 * rows <= k and rows <= 256
-    return {**configs.PRODUCT, **({"splits": (1, 2, 4, 8)} if is_skinny else {})}
+    return {**configs.PRODUCT, **({"splits": (1, 2, 4, 8, 16)} if is_skinny else {})}
 
 
 def _finished(sums, bias, residual, activation):

@@ -26,7 +26,7 @@ class WeightOnlyConfig:
     Attributes:
         block_m, block_n: rows and columns of a program. A step is a group of weights.
         splits: parts of the sum that run side by side; XLA adds their results. By
-            default enough for about 512 programs.
+            default enough for about 256 programs.
     """
 
     block_m: int = 64
@@ -167,7 +167,7 @@ def _weight_only(x, weights, *, config):
     steps = k // parts // group
     blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
     programs = max(pl.cdiv(m, blocks.block_m) * pl.cdiv(n, blocks.block_n), 1)
-    splits = 512 // programs if config.splits is None else config.splits
+    splits = 256 // programs if config.splits is None else config.splits
     per_split = pl.cdiv(steps, max(1, min(splits, steps)))
     splits = pl.cdiv(steps, per_split)
     wide = common.statistics_dtype(x.dtype)

@@ -16,23 +16,35 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
-
-# Positions whose operands are loaded together, before the first is used.
-STEP = 8
+from pallasite.primitive import chip_for
+from pallasite.target import Gpu
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceConfig:
-    """How a recurrence is divided: positions and channels of a block."""
+    """How a recurrence is divided.
+
+    Attributes:
+        block_length, block_channels: positions and channels of a block.
+        together: positions whose operands are loaded before the first is used. On a
+            GPU that is what keeps memory busy: a channel has one step at a time.
+    """
 
     block_length: int = 128
     block_channels: int = 128
+    together: int = 8
 
 
 RECURRENCE_SPACE = {
     "block_length": (32, 64, 128, 256),
-    "block_channels": (64, 128, 256, 512),
+    "block_channels": (32, 64, 128, 256, 512),
+    "together": (8, 16, 32, 64),
 }
+
+
+def _default_recurrence() -> RecurrenceConfig:
+    is_gpu = isinstance(chip_for(None), Gpu)
+    return RecurrenceConfig(128, 32, 64) if is_gpu else RecurrenceConfig()
 
 
 def linear_recurrence(
@@ -61,7 +73,7 @@ def linear_recurrence(
         initial = jnp.zeros((batch, channels), common.statistics_dtype(x.dtype))
     compute = common.choose(implementation, _stepped, _plain)
     config = configs.tuned(
-        operation, config, RecurrenceConfig(), RECURRENCE_SPACE, (decay, x)
+        operation, config, _default_recurrence(), RECURRENCE_SPACE, (decay, x)
     )
     return compute(x, decay, initial, config=config)
 
@@ -80,79 +92,169 @@ def _plain(x, decay, initial, *, config):
 
 
 def _stepped(x, decay, initial, *, config):
-    wide = common.statistics_dtype(x.dtype)
-    out: Any = _recurrence(x, decay, initial.astype(wide), config)
-    return out.astype(x.dtype)
+    out: Any = _recurrence(x, decay, initial, config)
+    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _recurrence(x, decay, initial, config):
-    """All states, in the dtype of `initial`."""
-    batch, length, channels = x.shape
+    """All states, in x's dtype."""
     if not x.size:
-        return x.astype(initial.dtype)
-    block = pl.align_to(min(config.block_length, length), STEP)
-    width = min(config.block_channels, channels)
-    wide = initial.dtype
+        return x
+    blocks = _Blocks.of(x, config)
+    wide = common.statistics_dtype(x.dtype)
 
     def kernel(x_ref, decay_ref, initial_ref, o_ref, state_ref):
         @pl.when(pl.program_id(2) == 0)
         def _():
-            state_ref[...] = initial_ref[...]
+            state_ref[...] = initial_ref[...].astype(wide)
 
         def step(t, state):
-            rows = [pl.ds(t * STEP + i, 1) for i in range(STEP)]
+            rows = blocks.rows(t)
             decays = [decay_ref[row].astype(wide) for row in rows]
             inputs = [x_ref[row].astype(wide) for row in rows]
             for row, decay, value in zip(rows, decays, inputs, strict=True):
                 state = decay * state + value
-                o_ref[row] = state
+                o_ref[row] = state.astype(o_ref.dtype)
             return state
 
-        state_ref[...] = lax.fori_loop(0, block // STEP, step, state_ref[...])
+        state_ref[...] = lax.fori_loop(0, blocks.steps, step, state_ref[...])
 
-    rows = pl.BlockSpec((None, block, width), lambda b, j, i: (b, i, j))
+    along = blocks.spec(lambda i: i)
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct(x.shape, wide),
-        grid=(batch, pl.cdiv(channels, width), pl.cdiv(length, block)),
-        in_specs=[
-            rows,
-            rows,
-            pl.BlockSpec((None, 1, width), lambda b, j, i: (b, 0, j)),
-        ],
-        out_specs=rows,
-        scratch_shapes=[pltpu.VMEM((1, width), wide)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
-        ),
-        cost_estimate=common.cost(
-            2 * x.size, [x, decay, initial, jax.ShapeDtypeStruct(x.shape, wide)]
-        ),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=blocks.grid(x),
+        in_specs=[along, along, blocks.state_spec()],
+        out_specs=along,
+        scratch_shapes=[pltpu.VMEM((1, blocks.width), wide)],
+        compiler_params=_SEMANTICS,
+        cost_estimate=common.cost(2 * x.size, [x, decay, initial, x]),
         name="linear_recurrence",
     )(x, decay, initial[:, None])
 
 
+_SEMANTICS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel", "arbitrary")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Blocks of `steps` times `together` positions of some channels."""
+
+    steps: int
+    together: int
+    width: int
+
+    @staticmethod
+    def of(x: Any, config: RecurrenceConfig) -> "_Blocks":
+        _, length, channels = x.shape
+        most = min(config.block_length, pl.align_to(length, 8))
+        together = max(1, min(config.together, most))
+        width = min(config.block_channels, channels)
+        return _Blocks(pl.cdiv(most, together), together, width)
+
+    @property
+    def length(self) -> int:
+        return self.steps * self.together
+
+    def rows(self, step: Any) -> list[Any]:
+        return [pl.ds(step * self.together + i, 1) for i in range(self.together)]
+
+    def grid(self, x: Any) -> tuple[int, int, int]:
+        batch, length, channels = x.shape
+        return batch, pl.cdiv(channels, self.width), pl.cdiv(length, self.length)
+
+    def spec(self, block: Any, **more: Any) -> pl.BlockSpec:
+        """`block` says which block of positions step i sees."""
+        shape = (None, self.length, self.width)
+        return pl.BlockSpec(shape, lambda b, j, i: (b, block(i), j), **more)
+
+    def state_spec(self) -> pl.BlockSpec:
+        return pl.BlockSpec((None, 1, self.width), lambda b, j, i: (b, 0, j))
+
+
 def _recurrence_fwd(x, decay, initial, config):
     states = _recurrence(x, decay, initial, config)
-    return states, (jnp.zeros((0,), x.dtype), decay, initial, states)
+    return states, (decay, initial, states)
 
 
 def _recurrence_bwd(config, kept, cotangent):
-    """The same recurrence, from the last step to the first."""
-    like_x, decay, initial, states = kept
-    if not cotangent.size:
-        return cotangent.astype(like_x.dtype), jnp.zeros_like(decay), initial
-    later = jnp.concatenate([decay[:, 1:], jnp.zeros_like(decay[:, :1])], axis=1)
-    backwards = functools.partial(jnp.flip, axis=1)
-    d_x = backwards(
-        _recurrence(
-            backwards(cotangent), backwards(later), jnp.zeros_like(initial), config
+    """From the last step to the first: what reaches h[t] is g[t] + decay[t+1] of it.
+
+    A step's decay is multiplied by the state before it: by the row above in the block
+    of states, or by the last row of the block before, which a second window shows.
+    """
+    decay, initial, states = kept
+    if not states.size:
+        return jnp.zeros_like(states), jnp.zeros_like(decay), initial
+    blocks = _Blocks.of(states, config)
+    grid = blocks.grid(states)
+    wide = common.statistics_dtype(states.dtype)
+
+    def kernel(*refs):
+        (g_ref, decay_ref, state_ref, earlier_ref, initial_ref) = refs[:5]
+        d_x_ref, d_decay_ref, d_initial_ref, carried_ref = refs[5:]
+        i = pl.program_id(2)
+
+        @pl.when(i == 0)
+        def _():
+            carried_ref[...] = jnp.zeros_like(carried_ref)
+
+        is_first = i == pl.num_programs(2) - 1
+        above = jnp.where(
+            is_first, initial_ref[...].astype(wide), earlier_ref[-1:].astype(wide)
         )
+
+        def step(s, carried):
+            t = blocks.steps - 1 - s
+            rows = blocks.rows(t)
+            decays = [decay_ref[row].astype(wide) for row in rows]
+            given = [g_ref[row].astype(wide) for row in rows]
+            row_above = pl.ds(jnp.maximum(t * blocks.together - 1, 0), 1)
+            first = jnp.where(t > 0, state_ref[row_above].astype(wide), above)
+            before = [first, *(state_ref[row].astype(wide) for row in rows[:-1])]
+            parts = zip(rows, decays, given, before, strict=True)
+            for row, decay, g, state in reversed([*parts]):
+                g = g + carried
+                d_x_ref[row] = g.astype(d_x_ref.dtype)
+                d_decay_ref[row] = (g * state).astype(d_decay_ref.dtype)
+                carried = decay * g
+            return carried
+
+        carried = lax.fori_loop(0, blocks.steps, step, carried_ref[...])
+        carried_ref[...] = carried
+
+        @pl.when(is_first)
+        def _():
+            d_initial_ref[...] = carried.astype(d_initial_ref.dtype)
+
+    # What is past the end hands nothing on: zeros.
+    backwards = lambda i: grid[2] - 1 - i
+    along = blocks.spec(backwards, fill=0)
+    rows = 8 if blocks.length % 8 == 0 else blocks.length  # of the block before
+    per_block = blocks.length // rows
+    earlier = pl.BlockSpec(
+        (None, rows, blocks.width),
+        lambda b, j, i: (b, jnp.maximum((grid[2] - 1 - i) * per_block - 1, 0), j),
     )
-    before = jnp.concatenate([initial[:, None], states[:, :-1]], axis=1)
-    d_initial = d_x[:, 0] * decay[:, 0].astype(d_x.dtype)
-    return d_x.astype(like_x.dtype), (d_x * before).astype(decay.dtype), d_initial
+    d_x, d_decay, d_initial = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct(states.shape, states.dtype),
+            jax.ShapeDtypeStruct(decay.shape, decay.dtype),
+            jax.ShapeDtypeStruct(initial[:, None].shape, initial.dtype),
+        ],
+        grid=grid,
+        in_specs=[along, along, along, earlier, blocks.state_spec()],
+        out_specs=[*[blocks.spec(backwards)] * 2, blocks.state_spec()],
+        scratch_shapes=[pltpu.VMEM((1, blocks.width), wide)],
+        compiler_params=_SEMANTICS,
+        cost_estimate=common.cost(4 * states.size, [states] * 3 + [decay] * 2),
+        name="linear_recurrence_backward",
+    )(cotangent, decay, states, states, initial[:, None])
+    return d_x, d_decay, d_initial[:, 0]
 
 
 _recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

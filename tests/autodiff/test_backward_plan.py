@@ -156,3 +156,72 @@ def test_a_cotangent_stored_once_has_its_operands_type():
     d_x, d_w = (p.ref for p in backward.outputs)
     assert (str(d_x.dtype), str(d_w.dtype)) == ("bf16", "f32")
     assert d_w.shape[0] == 128  # as many parts as a thirty-second of the operands holds
+
+
+def turned_halves(x_ref, o_ref):
+    """Halves of rows, each stored to its own part of the block."""
+    o_ref[:, :64], o_ref[:, 64:] = 2 * x_ref[:, 64:], x_ref[:, :64] * x_ref[:, :64]
+
+
+def in_halves(kernel, x):
+    spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(pl.cdiv(x.shape[0], 8),),
+        in_specs=[spec],
+        out_specs=spec,
+    )(x)
+
+
+def test_parts_of_a_block_are_stored_without_sums():
+    x = jax.random.normal(jax.random.key(0), (20, 128), jnp.bfloat16)
+    (kernel,) = kernels_in(lambda x: in_halves(turned_halves, x), x)
+    (step,) = full_plan(kernel).steps
+    # No copy of the cotangent, no zeros to add to, and the operand's own type.
+    names = names_of(step.kernel)
+    assert "alloc" not in names and names.count("store") == 2
+    assert [p.ref.dtype.name for p in step.kernel.outputs] == ["bf16"]
+
+    def plain(x):
+        return jnp.concatenate([2 * x[:, 64:], x[:, :64] * x[:, :64]], axis=1)
+
+    got, want = (
+        jax.vjp(f, x)[1](x)[0] for f in (lambda x: in_halves(turned_halves, x), plain)
+    )
+    np.testing.assert_allclose(*(np.float32(v) for v in (got, want)), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "name", ["overlapping", "twice", "a part only", "every second"]
+)
+def test_stores_to_parts_have_right_cotangents(name):
+    def kernel(x_ref, o_ref):
+        if name == "overlapping":
+            o_ref[:, :96] = x_ref[:, :96] * 2
+            o_ref[:, 32:] = x_ref[:, 32:] * x_ref[:, 32:]
+        elif name == "twice":
+            o_ref[...] = x_ref[...] * 3
+            o_ref[:, :64] = x_ref[:, 64:] * 5 + x_ref[:, :64]
+        elif name == "a part only":
+            o_ref[...] = jnp.sin(x_ref[:, 17:18]) + jnp.zeros(o_ref.shape)
+        else:
+            o_ref[:, ::2] = x_ref[:, 1::2] * 2
+            o_ref[:, 1::2] = x_ref[:, ::2] * x_ref[:, ::2]
+
+    def run(x, **how):
+        spec = pl.BlockSpec((8, 128), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(3,),
+            in_specs=[spec],
+            out_specs=spec,
+            **how,
+        )(x)
+
+    x, g = (jax.random.normal(jax.random.key(n), (24, 128)) for n in range(2))
+    got, want = (
+        jax.vjp(f, x)[1](g)[0] for f in (run, lambda x: run(x, interpret=True))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)

@@ -149,6 +149,18 @@ CASES = {
         gradients=False,
         config=kernels.LatentAttentionConfig(block_heads=4, block_kv=4, splits=2),
     ),
+    "latent attention, the last block apart": case(
+        kernels.latent_attention,
+        normal(4, 6, 12),
+        normal(4, 6, 4, seed=1),
+        normal(10, 8, 12, seed=2),
+        normal(10, 8, 4, seed=3),
+        LENGTHS,
+        TABLE,
+        scale=0.3,
+        gradients=False,
+        config=kernels.LatentAttentionConfig(4, 4, 2, block_latent=4, apart=True),
+    ),
     "int8 pages": case(
         lambda *args, **how: kernels.paged_attention(
             *args[:5], key_scales=args[5], value_scales=args[6], **how

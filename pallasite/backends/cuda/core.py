@@ -42,6 +42,9 @@ class Tile:
     spread: Spread | None = None
     is_computed: bool = False
     lanes: tuple[Lane, ...] = ()  # that its elements are still to be summed over
+    words: str = (
+        ""  # an array of its bytes: 0 and 2 in the first word, 1 and 3, 4 and 6
+    )
 
     def held(self, register: str = "i") -> str:
         """One element as it is held."""

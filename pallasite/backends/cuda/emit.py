@@ -26,7 +26,7 @@ from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES
-from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator, striped
+from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
@@ -34,6 +34,7 @@ from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
 from pallasite.backends.cuda.text import c_type
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
@@ -127,6 +128,7 @@ class Emitter(TensorMemory):
         self.is_authored = bool(roles) and "cuda.registers" not in roles[0].attrs
         self.uses = uses_of(self.program.body, roots)
         self.only_multiplied = _only_multiplied(self.program.body)
+        self.rows_beside = _multiplies_turned_bytes(self.program.body)
         if self.is_authored:  # `meetings` sees to shared memory
             self.fenced = {m for m in self.fenced if m.ref.space != "smem"}
         if not roles:
@@ -156,7 +158,7 @@ class Emitter(TensorMemory):
                         rows, columns = value.tile.shape
                         if rows % (64 * self.warpgroups) or columns % 8:
                             self.refuse(op, f"a product of {rows} x {columns} elements")
-                        found[value] = accumulator(rows, columns, self.warpgroups)
+                        found[value] = self.sums_spread(rows, columns)
         return found
 
     def text(self) -> str:
@@ -478,6 +480,29 @@ def _only_multiplied(body: Block) -> set[Value]:
             if op.name == "wgmma":
                 found |= {v for v in op.operands if v in made and uses[v] == 1}
     return found
+
+
+def _multiplies_turned_bytes(body: Block) -> bool:
+    """Whether all left sides of products are made of bytes that lie along the rows.
+
+    A thread then loads two bytes of two rows at once, if the rows are neighbours.
+    """
+    made = {v: op for op in walk(body) for v in op.results}
+    products = [op for op in walk(body) if op.name == "wgmma"]
+    return bool(products) and all(
+        _is_turned_bytes(p.operands[1], made) for p in products
+    )
+
+
+def _is_turned_bytes(value: Value, made: Mapping[Value, Op]) -> bool:
+    op = made.get(value)
+    while op is not None and table()[op.name].elementwise:
+        op = made.get(op.operands[0])
+    if op is None or op.name != "transpose":
+        return False
+    source = made.get(op.operands[0])
+    is_load = source is not None and source.name == "load"
+    return is_load and op.result.tile.dtype.bits == 8
 
 
 def _arch(body: Block) -> str:

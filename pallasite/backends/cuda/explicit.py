@@ -14,7 +14,7 @@ from math import prod
 
 from pallasite.backends.cuda import hopper
 from pallasite.backends.cuda.core import Tile
-from pallasite.backends.cuda.layouts import WARPGROUP, accumulator
+from pallasite.backends.cuda.layouts import WARPGROUP, Spread, accumulator
 from pallasite.backends.cuda.meetings import NOTHING
 from pallasite.backends.cuda.memory import (
     Number,
@@ -79,6 +79,10 @@ class Explicit(Shared):
         self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
         self.seen_maps: set[int] = set()  # that the role uses
         self.staging: int | None = None  # shared memory of tiles on their way out
+
+    def sums_spread(self, rows: int, columns: int) -> Spread:
+        """The layout of products and of left sides in registers."""
+        return accumulator(rows, columns, self.warpgroups, self.rows_beside)
 
     # --- shared memory ---
 
@@ -636,7 +640,7 @@ class Explicit(Shared):
 
     def left_tile(self, value: Value, op: Op) -> Tile:
         rows, columns = value.tile.shape
-        return self.get(value, accumulator(rows, columns, self.warpgroups), op)
+        return self.get(value, self.sums_spread(rows, columns), op)
 
     def fragment(self, tile: Tile, block: int, k: int) -> str:
         """Four registers of pairs: the accumulator's layout is the operand's."""

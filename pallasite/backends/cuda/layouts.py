@@ -207,16 +207,22 @@ def striped(shape: Sequence[int], threads: int, vector: int) -> Spread:
     return Spread(tuple(shape), tuple(p for p in lanes if p.count > 1), tuple(digits))
 
 
-def accumulator(rows: int, columns: int, groups: int) -> Spread:
-    """`@acc`: of a product of whole warpgroups, each with its share of the rows."""
+def accumulator(rows: int, columns: int, groups: int, beside: bool = False) -> Spread:
+    """`@acc`: of a product of whole warpgroups, each with its share of the rows.
+
+    Of 16 rows a thread has two. The instruction says that the second is number 8
+    after the first, but where left sides come from registers, which row of the tile
+    is which of the instruction's is free: with `beside` it is the next one.
+    """
     blocks = rows // (64 * groups)
-    lanes = [Lane(1, 4, 1, 2), Lane(4, 8, 0, 1), Lane(32, 4, 0, 16)]
+    first, second = (2, 1) if beside else (1, 8)
+    lanes = [Lane(1, 4, 1, 2), Lane(4, 8, 0, first), Lane(32, 4, 0, 16)]
     if groups > 1:
         lanes.append(Lane(WARPGROUP, groups, 0, 64 * blocks))
     digits = (
         Digit(blocks, 0, 64),
         Digit(columns // 8, 1, 8),
-        Digit(2, 0, 8),
+        Digit(2, 0, second),
         Digit(2, 1, 1),
     )
     return Spread((rows, columns), tuple(lanes), digits)

@@ -33,8 +33,8 @@ def _of_halves(half: str, kind: str) -> str:
     shift = " >> 4" if half == "high" else ""
     large = f"in_register({LARGE[kind] * 0x10001:#x})"
     return (
-        f"DEVICE u32 pairs_of_{half}_i4_{kind}(u32 x, u32 y) {{\n"
-        f"  const u32 both = __byte_perm(x, y, 0x4400), large = {large};\n"
+        f"DEVICE u32 pairs_of_{half}_i4_{kind}(u32 x, u32 y, u32 byte = 0) {{\n"
+        f"  const u32 both = bytes_of(x, y, byte), large = {large};\n"
         f"  return pairs_sub_{kind}(both{shift} & 0xf000f ^ large, large);\n}}\n"
     )
 
@@ -48,18 +48,23 @@ FUNCTIONS = {
         for name in ARITHMETIC
         for kind in FLOATS
     },
+    # A byte of x, twice, and the same one of y.
+    "bytes_of": (
+        "DEVICE u32 bytes_of(u32 x, u32 y, u32 byte) {\n"
+        "  return __byte_perm(x, y, 0x4400 + byte * 0x1111);\n}\n"
+    ),
     # 128 plus the low bits, minus 128 or, of negative numbers, 256.
     "pairs_of_i8_bf16": (
-        "DEVICE u32 pairs_of_i8_bf16(u32 x, u32 y) {\n"
-        "  const u32 both = __byte_perm(x, y, 0x4400);\n"
+        "DEVICE u32 pairs_of_i8_bf16(u32 x, u32 y, u32 byte = 0) {\n"
+        "  const u32 both = bytes_of(x, y, byte);\n"
         "  const u32 large = in_register(0x43004300);\n"
         "  return pairs_sub_bf16(both & 0x7f007f | large, both & 0x800080 | large);\n"
         "}\n"
     ),
     # 1024 + 128 + the number, minus 1152.
     "pairs_of_i8_f16": (
-        "DEVICE u32 pairs_of_i8_f16(u32 x, u32 y) {\n"
-        "  const u32 both = __byte_perm(x, y, 0x4400) & 0xff00ff;\n"
+        "DEVICE u32 pairs_of_i8_f16(u32 x, u32 y, u32 byte = 0) {\n"
+        "  const u32 both = bytes_of(x, y, byte) & 0xff00ff;\n"
         "  return pairs_sub_f16(both ^ 0x64806480, 0x64806480);\n}\n"
     ),
     **{
@@ -103,6 +108,9 @@ def pairs(op: Op, result: Tile, operands: Sequence[Tile], i: str = "i") -> str |
         texts = ", ".join(f"{x.name}[{i}]" for x in operands)
         return f"pairs_{op.name}_{kind}({texts})"
     (x, *_) = operands
+    if op.name == "cast" and x.dtype.name == "i8" and x.words:
+        first = f"{x.words}[{i} / 2 * 2"
+        return f"pairs_of_i8_{kind}({first}], {first} + 1], {i} % 2)"
     if op.name == "cast" and x.dtype.name == "i8":
         return f"pairs_of_i8_{kind}({x.held(f'2 * {i}')}, {x.held(f'2 * {i} + 1')})"
     return None

@@ -77,6 +77,7 @@ class Shared(Memory):
         self.rings: dict[Value, Ring] = {}
         self.in_role = False
         self.is_authored = False  # the roles are an author's, not `specialize`'s
+        self.rows_beside = False  # of products; see `accumulator`
         self.meetings = Meetings(Roots(Block()))
         self.accessed = NOTHING
 
@@ -238,7 +239,46 @@ class Shared(Memory):
 
     def emit_load(self, op: Op) -> None:
         self.meet_before(op)
+        if self.rows_beside and op.result.tile.dtype.bits == 8:
+            place = self.place(op, Access.of(op), self.spread(op.result, op))
+            if Access.of(op).mask is None and self.has_pairs_of_bytes(place):
+                self.load_pairs_of_bytes(op, place)
+                return
         super().emit_load(op)
+
+    def has_pairs_of_bytes(self, place: Place) -> bool:
+        """Whether a thread's bytes are pairs in a ring, of registers two apart."""
+        spread, memory = place.spread, place.view.memory
+        if spread is None or memory not in self.rings or len(spread.digits) < 2:
+            return False
+        last, (pair, inner) = len(spread.shape) - 1, spread.digits[-2:]
+        others = [p for p in (*spread.lanes, *spread.digits[:-2]) if p.dim == last]
+        spot = place.spots[-1]
+        return (
+            pair == Digit(2, last, 1)
+            and (inner.count, inner.dim) == (2, 1 - last)
+            and all(p.stride % 2 == 0 for p in others if p.count > 1)
+            and multiple_of(place.view.starts[-1]) % 2 == 0
+            and (spot.along, spot.stride, spot.first) == (last, 1, 0)
+            and (spot.dim.axis, spot.dim.step) == (memory.ref.rank - 1, 1)
+            and not any((spot.nearest, place.tests, *map(spread.has_padding, (0, 1))))
+        )
+
+    def load_pairs_of_bytes(self, op: Op, place: Place) -> None:
+        """Two bytes at once; pairs of elements are made from the words they are in."""
+        result = self.declare(op.result.tile.dtype, place.spread, op, "x")
+        words, count = self.out.fresh("w"), result.registers // 2
+        pointer = self.based(place, op, const=True)
+        offset, _ = self.address(place, "k")
+        self.out.line(f"u32 {words}[{count}];")
+        kind = self.type(result.dtype, op)
+        self.out.line(
+            f"EACH({count}) {{ const int k = i / 2 * 4 + i % 2; "
+            f"{words}[i] = *(const u16*)({pointer} + ({offset})); "
+            f"{result.name}[k] = ({kind}){words}[i]; "
+            f"{result.name}[k + 2] = ({kind})({words}[i] >> 8); }}"
+        )
+        self.env[op.result] = replace(result, words=words)
 
 
 def _bits(parts: Sequence[Lane | Digit]) -> int | None:

@@ -479,3 +479,25 @@ def test_weights_made_floats_of(dtype, bits, tmp_path, small_chip):
     (got,) = host.run(call.kernel, [np.asarray(a) for a in operands], tmp_path)
     want = x.astype(f32) @ weights.dequantize().astype(f32)
     assert kernels.error(got.sum(axis=0), want) < 1e-2
+    # Two bytes per load, of two rows of the left side.
+    text = host.cuda_text(call.kernel)
+    assert re.search(r"u32 (w\d+)\[.*\n.* \1\[i\] = \*\(const u16\*\)", text)
+    assert f"pairs_of_{'low_i4' if bits == 4 else 'i8'}_" in text
+
+
+def test_full_blocks_of_latent_attention(tmp_path, small_chip):
+    """Keys are the right side of both products, as they are in memory."""
+    shapes = (2, 64, 128), (2, 64, 64), (5, 64, 128), (5, 64, 64)
+    operands = [kernels.normal(*s, dtype=bf16, seed=n) for n, s in enumerate(shapes)]
+    lengths, table = jnp.array([100, 33]), jnp.array([[3, 1], [4, 0]])
+    config = library.LatentAttentionConfig(64, 32, 1, block_latent=64, apart=True)
+    scaled = partial(library.latent_attention, scale=0.1)
+    full, _ = calls_in(partial(scaled, config=config), *operands, lengths, table)
+    q, rotary, latent, rotary_pages = operands
+    shared = [q, q, rotary, latent, latent, rotary_pages]
+    given = [lengths.astype(jnp.int32), table.astype(jnp.int32), *shared]
+    acc, _, total = host.run(full.kernel, [np.asarray(x) for x in given], tmp_path)
+    whole = jnp.array([96, 32])  # keys of full blocks
+    want = scaled(*operands, whole, table, implementation="reference")
+    assert kernels.error(acc[:, 0] / total[:, 0, 0], want) < 2e-2
+    assert not np.asarray(total[:, 0] != total[:, 1]).any()

@@ -61,10 +61,11 @@ def test_rows_are_spread_over_warps_first():
     assert {coordinate(spread, 0, t, 0) for t in range(0, 256, 32)} == set(range(8))
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_accumulators_have_each_element_once(groups: int):
+def test_accumulators_have_each_element_once(groups: int, beside: bool):
     rows = 128 * groups
-    found = places(accumulator(rows, 16, groups), 128 * groups)
+    found = places(accumulator(rows, 16, groups, beside), 128 * groups)
     assert set(found) == set(product(range(rows), range(16)))
     assert set(found.values()) == {1}
 

@@ -1,0 +1,54 @@
+"""Which elements of a ref accesses with known places pick, compared with each other."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+
+from pallasite.ir.nodes import Access, At, Op, Span
+
+Box = tuple[Span, ...]  # one per dimension of the ref
+
+
+def box_of(op: Op) -> Box | None:
+    """The elements that an unmasked load, store or addition names; None: unknown."""
+    access = Access.of(op)
+    if access.mask is not None:
+        return None
+    spans: list[Span] = []
+    for entry, n in zip(access.index, access.ref.ref.shape, strict=True):
+        if isinstance(entry, At) and entry.start is not None:
+            entry = Span(entry.start, 1)
+        if not isinstance(entry, Span) or entry.start is None:
+            return None
+        if not 0 <= entry.start <= n - entry.extent:
+            return None  # clamped when the kernel runs
+        spans.append(entry)
+    return tuple(spans)
+
+
+def disjoint(ops: Sequence[Op]) -> bool:
+    """Whether no two of some accesses to the same ref pick an element in common."""
+    boxes = [box_of(op) for op in ops]
+    known = [box for box in boxes if box is not None]
+    if len(known) < len(boxes):
+        return len(boxes) < 2
+    return all(_apart(*pair) for pair in combinations(known, 2))
+
+
+def elements(op: Op) -> int:
+    """How many elements an access picks."""
+    box = box_of(op)
+    return 0 if box is None else prod(span.size for span in box)
+
+
+def _apart(one: Box, other: Box) -> bool:
+    return any(_spans_apart(*pair) for pair in zip(one, other, strict=True))
+
+
+def _spans_apart(one: Span, other: Span) -> bool:
+    assert one.start is not None and other.start is not None
+    if one.start + one.extent <= other.start or other.start + other.extent <= one.start:
+        return True
+    # Every second element from 0, and every second from 1.
+    same = one.stride == other.stride
+    return same and (one.start - other.start) % one.stride != 0
