@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallasite import kernels
+from pallasite import config, kernels
 from pallasite.kernels import masks
 from pallasite.primitive import call_p
 from pallasite.tune import choices
@@ -78,3 +78,19 @@ def test_configurations_are_frozen_dataclasses():
         assert config.__hash__ is not None, "frozen, so that it is a static argument"
         found += 1
     assert found >= 20
+
+
+def test_groups_decide_the_rows_of_blocks_on_a_cpu():
+    def block_m(rows, groups):
+        shapes = [
+            jax.ShapeDtypeStruct((rows, 32), jnp.float32),
+            jax.ShapeDtypeStruct((groups, 32, 64), jnp.float32),
+            jax.ShapeDtypeStruct((groups,), jnp.int32),
+        ]
+        with choices.recorded() as questions:
+            jax.eval_shape(kernels.grouped_matmul, *shapes)
+        return questions[0].default["block_m"]
+
+    assert [block_m(1024, g) for g in (64, 8, 1)] == [8, 16, 128]
+    with config.override(target="h200"):
+        assert block_m(1024, 64) == 128
