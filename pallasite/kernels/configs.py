@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pallasite.kernels import common
+from pallasite.primitive import chip_for
+from pallasite.target import Host
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
@@ -17,6 +19,11 @@ PRODUCT = {
     "block_n": (64, 128, 256),
     "block_k": (32, 64, 128),
 }
+
+
+def on_cpu() -> bool:
+    """Is a call traced now for a CPU, whose blocks no matrix unit decides?"""
+    return isinstance(chip_for(None), Host)
 
 
 def tuned(

@@ -21,8 +21,6 @@ from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.quantized import QuantizedWeights
 from pallasite.kernels.visits import visits_of_groups
-from pallasite.primitive import chip_for
-from pallasite.target import Host
 
 
 def grouped_matmul(
@@ -84,7 +82,7 @@ def _default(m: int, groups: int, is_gated: bool) -> MatmulConfig:
     of a group waste an eighth of the products, and a CPU is as fast with them.
     """
     # Two sums take the place of one that is twice as wide.
-    if isinstance(chip_for(None), Host):
+    if configs.on_cpu():
         rows = pl.next_power_of_2(max(m // (8 * max(groups, 1)), 1))
         return MatmulConfig(min(max(rows, 8), 128), 256 if is_gated else 512, 64)
     return MatmulConfig(128, 128 if is_gated else 256, 64)

@@ -80,17 +80,25 @@ def test_configurations_are_frozen_dataclasses():
     assert found >= 20
 
 
-def test_groups_decide_the_rows_of_blocks_on_a_cpu():
-    def block_m(rows, groups):
-        shapes = [
-            jax.ShapeDtypeStruct((rows, 32), jnp.float32),
-            jax.ShapeDtypeStruct((groups, 32, 64), jnp.float32),
-            jax.ShapeDtypeStruct((groups,), jnp.int32),
-        ]
-        with choices.recorded() as questions:
-            jax.eval_shape(kernels.grouped_matmul, *shapes)
-        return questions[0].default["block_m"]
+def default_of(operation, *shapes):
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with choices.recorded() as questions:
+        jax.eval_shape(operation, *operands)
+    return questions[0].default
 
-    assert [block_m(1024, g) for g in (64, 8, 1)] == [8, 16, 128]
+
+def test_blocks_of_rows_are_others_on_a_cpu():
+    def grouped(rows, groups):
+        x, y = ((rows, 32), jnp.float32), ((groups, 32, 64), jnp.float32)
+        sizes = ((groups,), jnp.int32)
+        return default_of(kernels.grouped_matmul, x, y, sizes)["block_m"]
+
+    def loss():
+        x, weights = ((512, 32), jnp.float32), ((32, 512), jnp.float32)
+        operation = kernels.linear_softmax_cross_entropy_loss
+        return default_of(operation, x, ((512,), jnp.int32), weights)["block_tokens"]
+
+    assert [grouped(1024, g) for g in (64, 8, 1)] == [8, 16, 128]
+    assert loss() == 256
     with config.override(target="h200"):
-        assert block_m(1024, 64) == 128
+        assert grouped(1024, 64) == loss() == 128
