@@ -218,8 +218,13 @@ class VectorScheme(Scheme):
     ) -> "VectorScheme":
         shape = block_shape(host, dtype, sizes.rows, sizes.columns)
         is_near = rhs.is_near(sizes, dtype)
-        if shape[0] < sizes.rows and rhs.depths_apart and not is_near:
-            # All rows at once: to pack columns costs more than a better shape saves.
+        if (
+            shape[0] < sizes.rows
+            and not is_near
+            and rhs.depths_apart * dtype.bytes % 4096
+        ):
+            # All rows at once: to pack columns costs more than a better shape saves,
+            # unless they are whole pages apart, and other programs read them again.
             shape = high_shape(host, dtype, sizes.rows, sizes.columns) or shape
         rows, columns, lanes = shape
         row_pitch = lhs.pitch_of_rows(rows, dtype)
