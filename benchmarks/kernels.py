@@ -140,7 +140,11 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     }
     for splits in (1, 4, 16) if big else (1, 4):
         found[f"matmul of 16 rows, {splits} splits"] = Problem(
-            partial(kernels.matmul, config=kernels.MatmulConfig(splits=splits)),
+            # Columns as by default.
+            partial(
+                kernels.matmul,
+                config=kernels.MatmulConfig(block_n=256, splits=splits),
+            ),
             lambda: [
                 normal(16, 4 * side, dtype=dtype),
                 normal(4 * side, side, dtype=dtype),
