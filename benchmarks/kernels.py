@@ -3,7 +3,8 @@
 Each row is one operation at a size for the chip JAX uses; our kernel and XLA run
 interleaved in one process, and the best of several rounds of queued calls counts: on a
 GPU by the time of their kernels, because a host takes tens of microseconds to start a
-call. The distance is between both results, relative to the largest number.
+call. The distance is between both results, relative to the largest number. On a CPU
+torch joins where it is installed and has the operation, on as many threads as XLA has.
 
     python benchmarks/kernels.py                  # all operations, forward
     python benchmarks/kernels.py norm glu         # those with these in their names
@@ -16,6 +17,7 @@ Operations over several devices are there if there are some:
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +45,7 @@ class Problem:
         work: floating-point operations, or bytes moved, of the forward operation.
         unit: "flop" or "byte".
         xla: the rival, where it is not the operation's own `implementation="xla"`.
+        torch: the same in torch, of the module and tensors, where torch has it.
     """
 
     operation: Callable
@@ -51,6 +54,7 @@ class Problem:
     unit: str = "byte"
     differentiable: bool = True
     xla: Callable | None = None
+    torch: Callable | None = None
 
 
 def normal(*shape: int, dtype: Any, seed: int = 0) -> jax.Array:
@@ -67,16 +71,38 @@ def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     positions = lambda: jnp.tile(jnp.arange(2048, dtype=jnp.int32), (batch, 1))
     turned = partial(normal, batch, 2048, heads, head, dtype=dtype)
     return {
-        "rms_norm": Problem(kernels.rms_norm, lambda: [x(), weights()], 2 * size),
+        "rms_norm": Problem(
+            kernels.rms_norm,
+            lambda: [x(), weights()],
+            2 * size,
+            torch=lambda t, x, w: t.nn.functional.rms_norm(x, w.shape, w, 1e-6),
+        ),
         "rms_norm residual": Problem(
-            rms_residual, lambda: [x(), weights(), x(seed=1)], 4 * size
+            rms_residual,
+            lambda: [x(), weights(), x(seed=1)],
+            4 * size,
+            torch=lambda t, x, w, r: (
+                t.nn.functional.rms_norm(x + r, w.shape, w, 1e-6),
+                x + r,
+            ),
         ),
         "layer_norm": Problem(
-            kernels.layer_norm, lambda: [x(), weights(), weights(seed=1)], 2 * size
+            kernels.layer_norm,
+            lambda: [x(), weights(), weights(seed=1)],
+            2 * size,
+            torch=lambda t, x, w, b: t.nn.functional.layer_norm(x, w.shape, w, b, 1e-6),
         ),
-        "softmax": Problem(kernels.softmax, lambda: [x()], 2 * size),
+        "softmax": Problem(
+            kernels.softmax,
+            lambda: [x()],
+            2 * size,
+            torch=lambda t, x: t.softmax(x, -1),
+        ),
         "gated_linear_unit": Problem(
-            kernels.gated_linear_unit, lambda: [x(), x(seed=1)], 3 * size
+            kernels.gated_linear_unit,
+            lambda: [x(), x(seed=1)],
+            3 * size,
+            torch=lambda t, x, y: t.nn.functional.silu(x) * y,
         ),
         "rotary_embedding": Problem(
             kernels.rotary_embedding,
@@ -98,6 +124,9 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             lambda: [x(), y(), normal(side, dtype=dtype)],
             2 * side**3,
             "flop",
+            torch=lambda t, x, y, b: t.nn.functional.gelu(
+                t.addmm(b, x, y), approximate="tanh"
+            ),
         ),
         "matmul gate": Problem(
             lambda x, y, g, **how: kernels.matmul(
@@ -106,11 +135,14 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             lambda: [x(), y(), y(seed=2)],
             4 * side**3,
             "flop",
+            torch=lambda t, x, y, g: t.nn.functional.silu(x @ g) * (x @ y),
         ),
     }
     for splits in (None, 1, 4, 16) if big else (None, 1, 4):
         by_default = splits is None
-        config = None if by_default else kernels.MatmulConfig(splits=splits)
+        # Columns as by default.
+        of_splits = partial(kernels.MatmulConfig, block_n=256)
+        config = None if by_default else of_splits(splits=splits)
         name = "by default" if by_default else f"{splits} splits"
         found[f"matmul of 16 rows, {name}"] = Problem(
             partial(kernels.matmul, config=config),
@@ -119,6 +151,7 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
                 normal(4 * side, side, dtype=dtype),
             ],
             4 * side * side * jnp.dtype(dtype).itemsize,
+            torch=lambda t, x, y: x @ y,
         )
     tokens, hidden, vocabulary = (8192, 2048, 131072) if big else (256, 256, 8192)
     for name, depth in {"": hidden, " wide": 2 * hidden}.items():
@@ -127,6 +160,9 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             partial(_loss_operands, tokens, depth, vocabulary, dtype),
             2 * tokens * depth * vocabulary,
             "flop",
+            torch=lambda t, x, labels, w: t.nn.functional.cross_entropy(
+                x @ w, labels.long(), reduction="sum"
+            ),
         )
     rows, k, n = (8192, 2048, 8192) if big else (1024, 256, 512)
     for groups in (8, 64):
@@ -136,8 +172,15 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             2 * rows * k * n,
             "flop",
             xla=jax.lax.ragged_dot,
+            torch=_torch_grouped,
         )
     return found
+
+
+def _torch_grouped(torch: Any, x: Any, y: Any, sizes: Any) -> Any:
+    """A product per group: on a CPU torch has nothing that does it at once."""
+    groups = x.split(sizes.tolist())
+    return torch.cat([rows @ weights for rows, weights in zip(groups, y, strict=True)])
 
 
 def _loss_operands(tokens: int, hidden: int, vocabulary: int, dtype: Any) -> list[Any]:
@@ -176,18 +219,39 @@ def attention_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     dropout = partial(
         kernels.attention, dropout_rate=0.1, dropout_key=jax.random.key(0)
     )
+    elements = np.kron(table, np.ones((128, 128), bool))
     return {
         "attention": Problem(
-            kernels.attention, partial(operands, heads), scores, "flop"
+            kernels.attention,
+            partial(operands, heads),
+            scores,
+            "flop",
+            torch=_torch_attention,
         ),
         "attention causal, grouped heads": Problem(
-            causal, partial(operands, heads // 4), scores / 2, "flop"
+            causal,
+            partial(operands, heads // 4),
+            scores / 2,
+            "flop",
+            torch=partial(_torch_attention, is_causal=True),
         ),
         "attention of blocks": Problem(
-            sparse, partial(operands, heads), scores * table.mean(), "flop"
+            sparse,
+            partial(operands, heads),
+            scores * table.mean(),
+            "flop",
+            torch=lambda t, *qkv: _torch_attention(
+                t, *qkv, attn_mask=t.from_numpy(elements)
+            ),
         ),
         "attention dropout": Problem(dropout, partial(operands, heads), scores, "flop"),
     }
+
+
+def _torch_attention(torch: Any, q: Any, k: Any, v: Any, **how: Any) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, enable_gqa=True, **how).transpose(1, 2)
 
 
 def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
@@ -209,6 +273,8 @@ def cache_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             lambda: [query(), cache(), cache(), lengths()],
             2 * size * kv_heads * width,
             differentiable=False,
+            # All caches are full: torch needs no mask.
+            torch=lambda t, q, k, v, n: _torch_attention(t, q[:, None], k, v)[:, 0],
         ),
         "latent_attention": Problem(
             partial(kernels.latent_attention, scale=0.1),
@@ -309,12 +375,18 @@ def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     )
     return {
         "group_norm": Problem(
-            lambda x, **how: kernels.group_norm(x, 32, **how), lambda: [x()], 3 * size
+            lambda x, **how: kernels.group_norm(x, 32, **how),
+            lambda: [x()],
+            3 * size,
+            torch=lambda t, x: t.nn.functional.group_norm(
+                x.transpose(1, 2), 32, eps=1e-6
+            ).transpose(1, 2),
         ),
         "causal_conv1d": Problem(
             partial(kernels.causal_conv1d, activation="swish"),
             lambda: [x(), normal(4, channels, dtype=dtype)],
             2 * size,
+            torch=_torch_conv,
         ),
         "linear_recurrence": Problem(
             kernels.linear_recurrence,
@@ -337,16 +409,21 @@ def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
                 jax.random.randint(jax.random.key(1), (4096, 32), 0, 100_000),
             ],
             4096 * 32 * 512 * jnp.dtype(dtype).itemsize,
+            torch=lambda t, table, indices: t.nn.functional.embedding_bag(
+                indices, table, mode="sum"
+            ),
         ),
         "top_k": Problem(
             partial(kernels.top_k, k=8),
             lambda: [normal(65536 if big else 4096, 64, dtype=jnp.float32)],
             (65536 if big else 4096) * 64 * 4,
+            torch=lambda t, x: tuple(t.topk(x, 8)),
         ),
         "sort": Problem(
             kernels.sort,
             lambda: [normal(65536 if big else 1024, 128, dtype=jnp.float32)],
             (65536 if big else 1024) * 128 * 4,
+            torch=lambda t, x: tuple(t.sort(x, stable=True)),
         ),
         "mixture_of_experts": Problem(
             by_experts,
@@ -359,6 +436,14 @@ def other_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             "flop",
         ),
     }
+
+
+def _torch_conv(torch: Any, x: Any, weights: Any) -> Any:
+    functional, (taps, channels) = torch.nn.functional, weights.shape
+    padded = functional.pad(x.transpose(1, 2), (taps - 1, 0))
+    kernel = weights.T[:, None].contiguous()
+    convolved = functional.conv1d(padded, kernel, groups=channels)
+    return functional.silu(convolved).transpose(1, 2)
 
 
 def devices_problems(big: bool, dtype: Any) -> dict[str, Problem]:
@@ -468,7 +553,7 @@ def gradient(operation: Callable, operands: Sequence[Any]) -> Callable:
 
 
 def seconds(
-    functions: dict[str, Callable], operands: Sequence[Any]
+    functions: dict[str, Callable], operands: Sequence[Any], rounds: int = 7
 ) -> dict[str, float]:
     """Of each function the best round of queued calls, per call; rounds interleaved."""
     best = dict.fromkeys(functions, float("inf"))
@@ -479,7 +564,7 @@ def seconds(
         jax.block_until_ready(function(*operands))
         calls[name] = max(1, min(20, int(0.05 / (time.perf_counter() - start))))
     timer = device_timer()
-    for _ in range(7 if timer is None else 3):
+    for _ in range(rounds if timer is None else 3):
         for name, function in functions.items():
             if timer is not None:
                 spent = timer(function, operands, calls[name])
@@ -489,6 +574,9 @@ def seconds(
                 jax.block_until_ready(results)
                 spent = (time.perf_counter() - start) / calls[name]
             best[name] = min(best[name], spent)
+            if "torch" in functions:
+                # OpenMP's threads spin for more work some 15 ms before they rest.
+                time.sleep(0.02)
     return best
 
 
@@ -506,25 +594,58 @@ def distance(got: Any, want: Any) -> float:
     """The largest difference of two results, relative to the largest number."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (jnp.asarray(x, jnp.float32) for x in (a, b))
+        a, b = (jnp.asarray(np.asarray(x), jnp.float32) for x in (a, b))
         scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-9)
         worst = max(worst, float(jnp.max(jnp.abs(a - b)) / scale))
     return worst
 
 
-def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
-    operands = problem.operands()
+def torch_rival(
+    problem: Problem, operands: Sequence[Any], cotangents: Sequence[Any]
+) -> dict[str, Callable]:
+    """The operation in torch, or its gradient if there are cotangents.
+
+    It has its operands already and ignores those it is called with. Nothing where
+    there is no torch.
+    """
+    if problem.torch is None or jax.default_backend() != "cpu":
+        return {}
+    try:
+        torch = import_module("torch")
+    except ImportError:
+        return {}
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tensors = [torch.from_numpy(np.array(x)) for x in operands]
+    weights = [torch.from_numpy(np.array(x)) for x in cotangents]
+    run = partial(problem.torch, torch, *tensors)
+    if not weights:
+        forward = torch.no_grad()(run)
+        return {"torch": lambda *_: forward()}
+    floats = [x.requires_grad_() for x in tensors if x.is_floating_point()]
+
+    def pull_back(*_: Any) -> Any:
+        results = jax.tree.leaves(run())
+        return torch.autograd.grad(results, floats, weights)
+
+    return {"torch": pull_back}
+
+
+def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
+    operands = given = problem.operands()
     rival = problem.xla or partial(problem.operation, implementation="xla")
     functions = {"ours": problem.operation, "xla": rival}
+    cotangents = []
     if of_gradient:
         results = jax.eval_shape(float_results(problem.operation), *operands)
         functions = {n: gradient(f, operands) for n, f in functions.items()}
         cotangents = [normal(*x.shape, dtype=x.dtype, seed=9) for x in results]
-        operands = [cotangents, *operands]
+        given = [cotangents, *operands]
     functions = {n: jax.jit(f) for n, f in functions.items()}
-    found = distance(*(f(*operands) for f in functions.values()))
-    times = seconds(functions, operands)
-    return {
+    functions |= torch_rival(problem, operands, cotangents)
+    want = functions["xla"](*given)
+    found = max(distance(f(*given), want) for f in functions.values())
+    times = seconds(functions, given, rounds)
+    row = {
         "ms": 1e3 * times["ours"],
         "xla ms": 1e3 * times["xla"],
         "times faster": times["xla"] / times["ours"],
@@ -532,12 +653,17 @@ def measure(problem: Problem, of_gradient: bool) -> dict[str, Any]:
         "unit": problem.unit,
         "distance": found,
     }
+    if "torch" in times:
+        row["torch ms"] = 1e3 * times["torch"]
+        row["times faster than torch"] = times["torch"] / times["ours"]
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
     parser.add_argument("--grad", action="store_true", help="gradients")
+    parser.add_argument("--rounds", type=int, default=7, help="of calls, on a CPU")
     parser.add_argument("--save", type=Path, help="a JSON file for the numbers")
     options = parser.parse_args(argv)
     found = {}
@@ -547,15 +673,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.grad and not problem.differentiable:
             continue
         try:
-            row = measure(problem, options.grad)
+            row = measure(problem, options.grad, options.rounds)
         except Exception as error:  # one that fails leaves the others their turn
             print(f"{name:40} {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
         found[name] = row
         rate = "" if options.grad else f"{row['tera/s']:8.2f} T{row['unit']}/s"
+        torch = ""
+        if "torch ms" in row:
+            faster = row["times faster than torch"]
+            torch = f" torch {row['torch ms']:9.3f} ms, {faster:5.2f} times"
         print(
             f"{name:40} {row['ms']:9.3f} ms, XLA {row['xla ms']:9.3f} ms,"
-            f" {row['times faster']:5.2f} times {rate} distance {row['distance']:.1e}",
+            f" {row['times faster']:5.2f} times{torch} {rate}"
+            f" distance {row['distance']:.1e}",
             flush=True,
         )
         if options.save:  # after each, so that what ends early leaves something

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pallasite.kernels import common
 from pallasite.primitive import chip_for
-from pallasite.target import Tpu
+from pallasite.target import Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
@@ -19,6 +19,11 @@ PRODUCT = {
     "block_n": (64, 128, 256),
     "block_k": (32, 64, 128),
 }
+
+
+def on_cpu() -> bool:
+    """Is a call traced now for a CPU, whose blocks no matrix unit decides?"""
+    return isinstance(chip_for(None), Host)
 
 
 def tuned(

@@ -96,7 +96,8 @@ def linear_softmax_cross_entropy_loss(
             fix="convert one of them",
         )
     compute = common.choose(implementation, _streamed, _plain)
-    default = CrossEntropyConfig()
+    # A CPU packs weights for every block of tokens, or once for all.
+    default = CrossEntropyConfig(block_tokens=256 if configs.on_cpu() else 128)
     config = configs.tuned(operation, config, default, SPACE, (x, weights))
     counted = (labels >= 0) & (labels < vocabulary)
     losses = compute(

@@ -25,6 +25,8 @@ LEAST_ROW = 64  # elements next to each other, so that accesses stay wide
 # Waking a thread takes 10 us or more: parts take longer than that.
 LEAST_PART_NS = 40_000
 LEAST_ROWS = 8  # of a part; fewer would not fill the registers of a product
+FEW_ELEMENTS = 8  # of a product that a program stores
+JOINED_ROWS = 32  # of a product, once programs are joined
 EVEN = 0.8  # of the threads' time that programs fill: enough
 
 Sizes = Mapping[LoopDim, int]  # of those that get another size
@@ -149,16 +151,19 @@ def for_threads(
 ) -> Kernel:
     """Enough programs for all threads, where a kernel has too few for its work.
 
+    And fewer where each has a few elements of a product only.
+
     Args:
         kernel: what to rewrite.
         threads: how many there are.
         nanoseconds: what one thread takes for all of a kernel, by estimate.
     """
-    if threads < 2:
-        return kernel
     blocks = blocks_of(kernel)
     if blocks is None or blocks.is_sized_at_run_time:
         return kernel
+    joined = _joined(blocks, threads)
+    if joined is not None or threads < 2:
+        return joined or kernel
     most = nanoseconds(kernel) // LEAST_PART_NS
     if most < 2 or _used(blocks.programs({}), threads) >= EVEN:
         return kernel
@@ -172,6 +177,29 @@ def for_threads(
             if _used(count, threads) > _used(blocks.programs(sizes), threads):
                 sizes[dim] = n
     return blocks.rewritten(sizes) if sizes else kernel
+
+
+def _joined(blocks: Blocks, threads: int) -> Kernel | None:
+    """Programs that each multiply for a few elements, as larger ones; None if not such.
+
+    A product of one row and one column reads both for a single sum. (Programs without
+    products are a loop to LLVM, which joins them by itself.)
+    """
+    windows = blocks.found.pipeline.windows
+    stored = [prod(w.block_shape) for w in windows if w.mode == "out"]
+    if not blocks.dots or not stored or max(stored) > FEW_ELEMENTS:
+        return None
+    sizes: dict[LoopDim, int] = {}
+    for dim in sorted(blocks.free, key=lambda d: not is_last(blocks, d)):
+        most = LEAST_ROW if is_last(blocks, dim) else JOINED_ROWS
+        number, d = dim.windows[0]
+        extent = blocks.found.pipeline.arrays[number].ref.shape[d]
+        for n in reversed(blocks.multiples(dim, min(most, extent))):
+            enough = blocks.programs({**sizes, dim: n}) >= threads
+            if enough and (extent % n == 0 or n * 2 > most):
+                sizes[dim] = n
+                break
+    return blocks.rewritten(sizes) if sizes else None
 
 
 def _used(programs: float, threads: int) -> float:

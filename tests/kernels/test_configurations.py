@@ -90,3 +90,27 @@ def test_configurations_are_frozen_dataclasses():
         assert config.__hash__ is not None, "frozen, so that it is a static argument"
         found += 1
     assert found >= 20
+
+
+def default_of(operation, *shapes):
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    with choices.recorded() as questions:
+        jax.eval_shape(operation, *operands)
+    return questions[0].default
+
+
+def test_blocks_of_rows_are_others_on_a_cpu():
+    def grouped(rows, groups):
+        x, y = ((rows, 32), jnp.float32), ((groups, 32, 64), jnp.float32)
+        sizes = ((groups,), jnp.int32)
+        return default_of(kernels.grouped_matmul, x, y, sizes)["block_m"]
+
+    def loss():
+        x, weights = ((512, 32), jnp.float32), ((32, 512), jnp.float32)
+        operation = kernels.linear_softmax_cross_entropy_loss
+        return default_of(operation, x, ((512,), jnp.int32), weights)["block_tokens"]
+
+    assert [grouped(1024, g) for g in (64, 8, 1)] == [8, 16, 128]
+    assert loss() == 256
+    with config.override(target="h200"):
+        assert grouped(1024, 64) == loss() == 128

@@ -64,6 +64,17 @@ def test_small_work_stays_with_one_thread():
     assert "grid=(2, 1, 1)" in shared(kernel, 4, 100_000)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 16])
+def test_programs_of_one_element_of_a_product_are_joined(threads):
+    text = shared(matmul(512, 1, 1, 512, "f32"), threads)
+    assert "grid=(16, 8, 1), windows=(in[32, 512], in[512, 64], out[32, 64])" in text
+
+
+def test_programs_are_joined_only_while_all_threads_have_one():
+    text = shared(matmul(512, 1, 1, 512, "f32"), 1024)
+    assert "grid=(128, 8, 1), windows=(in[4, 512], in[512, 64], out[4, 64])" in text
+
+
 def test_rows_that_depend_on_each_other_stay():
     kernel = rows(COLUMNS, n=8, grid="(1,)", x_map=OWN)
     assert for_threads(kernel, 4, lambda _: MANY_NS) is kernel

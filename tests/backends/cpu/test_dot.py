@@ -1,6 +1,7 @@
 """dot against numpy in f64: shapes, layouts, types, and lesser CPUs."""
 
 import contextlib
+import re
 
 import ml_dtypes
 import numpy as np
@@ -317,6 +318,16 @@ def test_microkernels_are_shared_and_fit_the_cpu():
             line for line in text.splitlines() if line.startswith("define internal")
         ]
         assert len([line for line in defined if "@dot_f32" in line]) <= 4
+
+
+@pytest.mark.parametrize("name", ["avx512", "neon"])
+def test_a_few_rows_read_a_far_operand_once_in_place(name: str):
+    x, y = numbers(1, (16, 2048), np.float32), numbers(2, (2048, 512), np.float32)
+    with on(name):
+        kernel = tiles_kernel(lambda b, v, w: dot(b, v, w, F32, LAYOUTS["nn"]), [x, y])
+        text = llvm_of(kernel)
+    products = set(re.findall(r"@dot_f32_\d+_(\d+)x\d+(of|in)", text))
+    assert products == {("16", "of")}  # all rows at once, of columns where they are
 
 
 def test_features_decide_the_host():

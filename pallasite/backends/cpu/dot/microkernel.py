@@ -17,6 +17,7 @@ from pallasite.target import Host
 
 UNROLL = 4  # steps of k per round
 LEAST_ROWS = 6  # of a full block: with fewer, columns are read too often
+MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def block_shape(
     across = -(-columns // lanes)
     widest = (host.registers - 1) // (min(rows, LEAST_ROWS) + 1)
     vectors = -(-across // -(-across // widest))
-    most = min((host.registers - vectors - 1) // vectors, 16)
+    most = min((host.registers - vectors - 1) // vectors, MOST_ROWS)
     blocks = -(-rows // most)
     # One more block, if all are alike then: one function to compile instead of two,
     # as fast while half of the registers hold sums (the latency of an addition).
@@ -73,6 +74,17 @@ def block_shape(
     if alike and rows // (blocks + 1) * vectors >= host.registers // 2:
         blocks += 1
     return -(-rows // blocks), vectors * lanes, lanes
+
+
+def high_shape(
+    host: Host, dtype: DType, rows: int, columns: int
+) -> tuple[int, int, int] | None:
+    """The same with all rows in one block, as wide as fits; None if nothing fits."""
+    lanes = host.lanes(dtype.bits)
+    vectors = min((host.registers - 1) // (rows + 1), -(-columns // lanes))
+    if rows > MOST_ROWS or not vectors:
+        return None
+    return rows, vectors * lanes, lanes
 
 
 def microkernel(module: Module, micro: Micro) -> str:

@@ -14,6 +14,7 @@ from pallasite.backends.cpu.dot.microkernel import (
     Micro,
     block_shape,
     has_fused,
+    high_shape,
     microkernel,
 )
 from pallasite.backends.cpu.dot.packing import Packing, direction, packer
@@ -215,10 +216,20 @@ class VectorScheme(Scheme):
     def of(
         host: Host, dtype: DType, sizes: Sizes, lhs: MemoryLayout, rhs: MemoryLayout
     ) -> "VectorScheme":
-        rows, columns, lanes = block_shape(host, dtype, sizes.rows, sizes.columns)
+        shape = block_shape(host, dtype, sizes.rows, sizes.columns)
+        is_near = rhs.is_near(sizes, dtype)
+        if (
+            shape[0] < sizes.rows
+            and not is_near
+            and rhs.depths_apart * dtype.bytes % 4096
+        ):
+            # All rows at once: to pack columns costs more than a better shape saves,
+            # unless they are whole pages apart, and other programs read them again.
+            shape = high_shape(host, dtype, sizes.rows, sizes.columns) or shape
+        rows, columns, lanes = shape
         row_pitch = lhs.pitch_of_rows(rows, dtype)
         column_pitch = rhs.pitch_of_columns(rows, sizes, dtype, lanes)
-        streams = column_pitch != 0 and not rhs.is_near(sizes, dtype)
+        streams = column_pitch != 0 and not is_near
         pitches = row_pitch, column_pitch
         return VectorScheme(
             host, dtype, dtype, rows, columns, lanes, *pitches, streams=streams
