@@ -171,7 +171,9 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
     if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
         return True
     raise SpecError(
-        f"interpret must be True, False or pl.Checked(), got {given!r}", at=at
+        f"interpret must be True, False or pl.Checked(), got {given!r}",
+        at=at,
+        fix="interpret=True emulates, interpret=pl.Checked() checks",
     )
 
 

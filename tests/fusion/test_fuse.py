@@ -348,6 +348,16 @@ def test_blocks_out_of_range_are_those_of_the_operand(function):
     assert jnp.array_equal(jax.jit(pl.fuse(function))(x), function(x))
 
 
+def test_blocks_larger_than_the_array():
+    def f(x):
+        y = copied(x.reshape(1, 16), 1, lambda i: (i, 0), grid=1)
+        return y.reshape(16), jnp.squeeze(y, 0) + 1
+
+    x = array(1, 1, 16)
+    for a, b in zip(jax.jit(pl.fuse(f))(x), f(x), strict=True):
+        assert jnp.array_equal(a, b)
+
+
 def store_first_blocks(x_ref, o_ref):
     @pl.when(pl.program_id(0) < 2)
     def _():
