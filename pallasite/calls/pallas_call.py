@@ -159,11 +159,8 @@ def pallas_call(
     """
     at = user_location()
     if not callable(kernel):
-        raise KernelTypeError(
-            f"the kernel must be a function, got {type(kernel).__name__}",
-            at=at,
-            fix="pl.pallas_call(kernel, out_shape=...), the kernel a function of refs",
-        )
+        what = f"the kernel must be a function, got {type(kernel).__name__}"
+        raise KernelTypeError(what, at=at, fix="give a function of refs")
     out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
     if scratch_types is not None:
         scratch_shapes = scratch_types
@@ -302,8 +299,7 @@ def _cost(given: Any, at: Any) -> Any:
         raise SpecError(
             f"cost_estimate must be a pl.CostEstimate, got {given!r}",
             at=at,
-            fix="pl.CostEstimate(flops=..., transcendentals=..., "
-            "bytes_accessed=...), or pl.estimate_cost(f, *args)",
+            fix="pl.estimate_cost(f, *args), or pl.CostEstimate(flops=..., ...)",
         )
     return given
 
@@ -590,8 +586,7 @@ def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request)
             f"the call has {len(arguments)} operands for {count} scalar-prefetch ones",
             [("kernel", request.name)],
             request.at,
-            fix="the first num_scalar_prefetch operands of a call are "
-            "scalars for index maps",
+            fix="a call's first num_scalar_prefetch operands are for index maps",
         )
     return len(jax.tree.leaves(arguments[:count]))
 
