@@ -121,10 +121,14 @@ class CheckError(PallasError, RuntimeError):
         self.kind = kind
 
 
-def failed_check(message: str, values: Sequence[Any]) -> str:
-    """What a failing debug_check says; values are for the fields of its message."""
+def failed_check(message: str, values: Sequence[Any], at: Any = None) -> str:
+    """What a failing debug_check says; values are for the fields of its message.
+
+    `at` is its line, where the error that gets the text has no place for that.
+    """
     shown = message.format(*values) if values else message
-    return f"debug_check failed: {shown}"
+    where = f" at {at}" if at else ""
+    return f"debug_check failed: {shown}{where}"
 
 
 class VerifyError(PallasError):

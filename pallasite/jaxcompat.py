@@ -29,6 +29,13 @@ def opened(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
+def with_equations(jaxpr: Any, equations: Sequence[Any]) -> Any:
+    """The jaxpr, closed or open, with other equations."""
+    inner, _ = opened(jaxpr)
+    made = inner.replace(eqns=list(equations))
+    return made if inner is jaxpr else jaxpr.replace(jaxpr=made)
+
+
 @contextlib.contextmanager
 def kernel_tracing() -> Iterator[None]:
     """Trace without mesh context (types inside a kernel carry no sharding) and with

@@ -30,6 +30,7 @@ from pallasite.errors import (
     UnsupportedError,
 )
 from pallasite.ir.nodes import Kernel, walk
+from pallasite.language.arguments import Arguments
 from pallasite.passes.batch import (
     batch_kernel,
     changed_operands,
@@ -170,7 +171,9 @@ def interpret_mode(given: Any, at: Any) -> bool | Checked:
     if given is True or type(given).__name__.endswith(("InterpretParams", "Params")):
         return True
     raise SpecError(
-        f"interpret must be True, False or pl.Checked(), got {given!r}", at=at
+        f"interpret must be True, False or pl.Checked(), got {given!r}",
+        at=at,
+        fix="interpret=True emulates, interpret=pl.Checked() checks",
     )
 
 
@@ -676,8 +679,17 @@ class Site:
 _NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
 
 
-def sites_in(fn: Any, *args: Any) -> list[Site]:
-    """The kernel calls of a JAX function, in order, and what is around each."""
+def sites_in(fn: Any, *args: Any, **kwargs: Any) -> list[Site]:
+    """The kernel calls of a JAX function, in order, and what is around each.
+
+    Arguments that are not arrays stay what they are to it.
+    """
+    given = Arguments(args, kwargs)
+    return sites_of_jaxpr(jax.make_jaxpr(given.of_arrays(fn))(*given.arrays))
+
+
+def sites_of_jaxpr(jaxpr: Any) -> list[Site]:
+    """The kernel calls in a traced function, in order, and what is around each."""
     found: list[Site] = []
 
     def visit(jaxpr: Any, inside: tuple[str, ...], times: int | None) -> None:
@@ -694,13 +706,13 @@ def sites_in(fn: Any, *args: Any) -> list[Site]:
             for inner in jaxcompat.jaxprs_in_params(eqn.params):
                 visit(inner, around, rounds)
 
-    visit(jax.make_jaxpr(fn)(*args), (), 1)
+    visit(jaxpr, (), 1)
     return found
 
 
-def calls_in(fn: Any, *args: Any) -> list[Call]:
+def calls_in(fn: Any, *args: Any, **kwargs: Any) -> list[Call]:
     """The kernel calls of a JAX function, in order."""
-    return [site.call for site in sites_in(fn, *args)]
+    return [site.call for site in sites_in(fn, *args, **kwargs)]
 
 
 def kernels_in(fn: Any, *args: Any) -> list[Kernel]:

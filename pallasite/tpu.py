@@ -210,6 +210,7 @@ class InterpretParams:
             raise SpecError(
                 "InterpretParams needs at least one core",
                 [("num_cores_or_threads", self.num_cores_or_threads)],
+                fix="num_cores_or_threads=1, or leave it out",
             )
         if self.buffer_bounds == "padded":
             raise UnsupportedError(

@@ -25,6 +25,16 @@ def test_opened_gives_jaxpr_and_constants():
     assert jaxcompat.opened(jaxpr)[0].eqns == jaxpr.eqns
 
 
+def test_jaxprs_get_other_equations():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.asarray(np.arange(3.0)))(1.0)
+    opened, consts = jaxcompat.opened(closed)
+    for jaxpr in (closed, opened):
+        made = jaxcompat.with_equations(jaxpr, opened.eqns[:1])
+        assert type(made) is type(jaxpr)
+        assert len(jaxcompat.opened(made)[0].eqns) == 1
+    assert len(jaxcompat.opened(made)[0].constvars) == len(consts)
+
+
 def test_kernel_tracing_allows_one_ref_twice():
     def kernel(x_ref, o_ref):
         jax.jit(lambda a, b: o_ref.__setitem__(..., a[...] + b[...]))(x_ref, x_ref)

@@ -63,8 +63,9 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
         function: any JAX function that calls kernels (not its gradient).
 
     Returns:
-        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s). It gives
-        a `GradReport`: print it, or look at its `operands` and `kernels`.
+        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
+        else is handed to `function` as it is). It gives a `GradReport`: print it, or
+        look at its `operands` and `kernels`.
 
     Raises:
         SpecError: the function calls no kernel.
@@ -73,8 +74,8 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
         `print(pl.explain_grad(f)(x))`
     """
 
-    def explained(*args: Any) -> GradReport:
-        calls = calls_in(function, *args)
+    def explained(*args: Any, **kwargs: Any) -> GradReport:
+        calls = calls_in(function, *args, **kwargs)
         if not calls:
             name = getattr(function, "__name__", repr(function))
             raise SpecError(

@@ -95,8 +95,11 @@ def jvp(primals: Sequence[Array], tangents: Sequence[Any], *, call: Call) -> Any
     found = _keeping(plain, primals, tangents)
     results, kept = (call_p.bind(*primals, call=call), []) if found is None else found
     # The call itself has checked what its derivatives compute again.
-    unchecked = replace(plain, kernel=_without_checks(plain.kernel))
-    return results, _push(unchecked, primals, tangents, kept)
+    return results, _push(_unchecked(plain), primals, tangents, kept)
+
+
+def _unchecked(call: Call) -> Call:
+    return replace(call, kernel=_without_checks(call.kernel))
 
 
 _without_checks = functools.lru_cache(maxsize=1024)(without_checks)
@@ -288,8 +291,11 @@ def _transpose_tangent(
 
 def transpose_call(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
     """A call that is linear in some operands (`jax.linear_transpose`): its derivative
-    is the same everywhere, so it is taken at zero."""
-    call = _in_plain_ops(call)
+    is the same everywhere, so it is taken at zero.
+
+    No operand is zero, really: what the call checks is not to be checked there.
+    """
+    call = _unchecked(_in_plain_ops(call))
     linear = tuple(map(ad.is_undefined_primal, operands))
     primals = [
         jaxcompat.lying_as(jnp.zeros(x.aval.shape, x.aval.dtype), x.aval) if f else x

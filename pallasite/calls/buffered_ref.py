@@ -439,6 +439,7 @@ def _block_slice(dim: Any, index: Any, size: int | None) -> Any:
                 "a block that is copied cannot have padding",
                 [("block", dim)],
                 user_location(),
+                fix="pad the array before the call (jnp.pad), or mask in the kernel",
             )
         start, count = index, dim.block_size
     else:

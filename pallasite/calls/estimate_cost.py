@@ -10,7 +10,7 @@ import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.ir.opdef import OpDef, Unit, table
-from pallasite.language.spec_trees import is_shaped
+from pallasite.language.arguments import Arguments
 from pallasite.language.specs import CostEstimate
 from pallasite.passes.analysis.cost import Cost
 from pallasite.passes.analysis.cost import cost as kernel_cost
@@ -29,19 +29,10 @@ def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEst
         A CostEstimate of products and elementwise arithmetic, kernels with their own
         estimates; bytes are those of the inputs and outputs.
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    shapes = {
-        n: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for n, x in enumerate(leaves)
-        if is_shaped(x)
-    }
-
-    def of_arrays(arrays: dict[int, Any]) -> Any:
-        args, kwargs = tree.unflatten(arrays.get(n, x) for n, x in enumerate(leaves))
-        return fun(*args, **kwargs)
-
-    jaxpr, out = jax.make_jaxpr(of_arrays, return_shape=True)(shapes)
-    arrays = [*shapes.values(), *jax.tree.leaves(out)]
+    given = Arguments(args, kwargs)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given.arrays]
+    jaxpr, out = jax.make_jaxpr(given.of_arrays(fun), return_shape=True)(*shapes)
+    arrays = [*shapes, *jax.tree.leaves(out)]
     size = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
     counted = _cost(jaxpr.jaxpr)
     return CostEstimate(

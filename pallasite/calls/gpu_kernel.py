@@ -64,7 +64,9 @@ def kernel(
     at = user_location()
     if mesh_options:
         named = ", ".join(mesh_options)
-        raise UnsupportedError(f"plgpu.kernel({named}=...) is not available", at=at)
+        raise UnsupportedError(
+            f"plgpu.kernel({named}=...) is not available", at=at, fix="leave it out"
+        )
     for sizes, names, what in (
         (grid, grid_names, "grid"),
         (cluster, cluster_names, "cluster"),
@@ -74,12 +76,14 @@ def kernel(
                 f"{what} and {what}_names do not have the same length",
                 [(what, tuple(sizes)), (f"{what}_names", tuple(names))],
                 at,
+                fix="one name per axis",
             )
     if (num_threads is None) != (thread_name is None):
         raise SpecError(
             "num_threads and thread_name go together",
             [("num_threads", num_threads), ("thread_name", thread_name)],
             at,
+            fix="give both, or neither",
         )
     out = out_shape if out_type is None else out_type
     scratch = scratch_shapes if scratch_types is None else scratch_types

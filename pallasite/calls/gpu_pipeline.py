@@ -60,6 +60,7 @@ class BlockSpec:
             raise UnsupportedError(
                 f"plgpu.BlockSpec({next(iter(more))}=...) is not available",
                 at=user_location(),
+                fix="leave it out",
             )
         del memory_space
         if isinstance(collective_axes, str):
@@ -83,6 +84,8 @@ class _Side:
                 "index map",
                 [("block", shape), ("array", tuple(array.shape))],
                 at,
+                fix="plgpu.BlockSpec(block_shape, index_map), with a size per "
+                "dimension",
             )
         self.sizes = tuple(shape)
         self.array = array
@@ -151,6 +154,7 @@ def _sides(in_specs: Any, out_specs: Any, arrays: Sequence[Any], at: Any) -> Any
             "a plgpu pipeline needs one array per spec",
             [("arrays", len(arrays)), ("specs", len(ins) + len(outs))],
             at,
+            fix="give as many arrays as in_specs and out_specs have entries",
         )
     sides = [_Side(s, a, at) for s, a in zip((*ins, *outs), arrays, strict=True)]
     return sides[: len(ins)], sides[len(ins) :]
@@ -435,7 +439,11 @@ def emit_pipeline_warp_specialized(
     """
     at = user_location()
     if pipeline_state is not None:
-        raise UnsupportedError("pipeline_state is not available", at=at)
+        raise UnsupportedError(
+            "pipeline_state is not available",
+            at=at,
+            fix="leave it out: a pipeline starts and ends by itself",
+        )
     memory = num_compute_wgs if memory_thread_idx is None else memory_thread_idx
     return WarpSpecializedPipeline(
         body,

@@ -85,6 +85,7 @@ class VectorSubcoreMesh(CoreMesh):
             raise SpecError(
                 f"a SparseCore has {most} vector subcores, not {num_subcores}",
                 at=user_location(),
+                fix="num_subcores of at most that, or leave it out for all of them",
             )
         sizes = _sparse_cores(num_cores), num_subcores or most
         names = core_axis_name, subcore_axis_name
@@ -99,7 +100,9 @@ def _sparse_cores(asked: int | None) -> int:
     most = get_sparse_core_info().num_cores
     if asked is not None and asked > most:
         raise SpecError(
-            f"the chip has {most} SparseCores, not {asked}", at=user_location()
+            f"the chip has {most} SparseCores, not {asked}",
+            at=user_location(),
+            fix="num_cores of at most that, or leave it out for all of them",
         )
     return asked or most
 
@@ -110,7 +113,9 @@ def create_tensorcore_mesh(
     """A mesh of the TensorCores of one chip; one core unless `num_cores` says more."""
     del devices
     if not isinstance(axis_name, str):
-        raise SpecError(f"a mesh axis name is a string, got {axis_name!r}")
+        raise SpecError(
+            f"a mesh axis name is a string, got {axis_name!r}", fix='axis_name="core"'
+        )
     return TensorCoreMesh(axis_name=axis_name, num_cores=num_cores or 1)
 
 

@@ -159,9 +159,8 @@ def pallas_call(
     """
     at = user_location()
     if not callable(kernel):
-        raise KernelTypeError(
-            f"the kernel must be a function, got {type(kernel).__name__}", at=at
-        )
+        what = f"the kernel must be a function, got {type(kernel).__name__}"
+        raise KernelTypeError(what, at=at, fix="give a function of refs")
     out_shape = _one_of(out_shape, out_type, "out_shape", "out_type", at)
     if scratch_types is not None:
         scratch_shapes = scratch_types
@@ -298,7 +297,9 @@ def _aliases(given: Any, at: Any) -> tuple[tuple[int, int], ...]:
 def _cost(given: Any, at: Any) -> Any:
     if given is not None and not hasattr(given, "bytes_accessed"):
         raise SpecError(
-            f"cost_estimate must be a pl.CostEstimate, got {given!r}", at=at
+            f"cost_estimate must be a pl.CostEstimate, got {given!r}",
+            at=at,
+            fix="pl.estimate_cost(f, *args), or pl.CostEstimate(flops=..., ...)",
         )
     return given
 
@@ -325,6 +326,7 @@ def _shape_of(leaf: Any, n: int, out_shape: Any, at: Any) -> Any:
             "out_shape has a negative size",
             [("entry", n), ("shape", tuple(leaf.shape))],
             at,
+            fix="sizes of 0 or more",
         )
     if isinstance(leaf, (MemoryRef, SemaphoreType)):
         return as_memory_ref(leaf)
@@ -584,6 +586,7 @@ def _num_prefetch_leaves(spec: GridSpec, flat: Any, tree: Any, request: Request)
             f"the call has {len(arguments)} operands for {count} scalar-prefetch ones",
             [("kernel", request.name)],
             request.at,
+            fix="a call's first num_scalar_prefetch operands are for index maps",
         )
     return len(jax.tree.leaves(arguments[:count]))
 

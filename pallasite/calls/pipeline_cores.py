@@ -38,6 +38,7 @@ def share(
             "a pipeline cannot be shared by a number of cores known only at run time",
             [("core_axis", core_axis)],
             at,
+            fix="a mesh with a number of cores that is a Python number",
         )
     if cores == 1:
         return None

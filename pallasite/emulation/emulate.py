@@ -287,11 +287,9 @@ class JaxNumbers:
     def debug_check(
         self, ok: Array, message: str, values: Sequence[Array], op: Op
     ) -> None:
-        where = f" at {op.loc}" if op.loc else ""
-
         def fail(good: np.ndarray, *values: np.ndarray) -> None:
             if not good:
-                raise CheckError(failed_check(message, values) + where)
+                raise CheckError(failed_check(message, values, op.loc))
 
         jax.debug.callback(fail, ok, *values)
 

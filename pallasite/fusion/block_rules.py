@@ -362,6 +362,8 @@ def _pull_squeeze(eqn: Equation, outs: tuple[Blocks, ...]) -> list[Blocks]:
 
 def _push_squeeze(eqn: Equation, ins: Sequence[Blocks]) -> list[Blocks]:
     x, dropped = _first(ins), set(eqn.params["dimensions"])
+    if any(size_of(x.dims[d]) != 1 for d in dropped):
+        raise eqn.refuse("a block is larger than the array", block=x.dims)
     kept = [d for d in range(len(x.dims)) if d not in dropped]
     return [x.then([x.dims[d] for d in kept], lambda idx: (idx[d] for d in kept))]
 
@@ -430,6 +432,8 @@ def _reshaped(
 
 def _joined(eqn: Equation, dims: Sequence[Any], sizes: Sequence[int]):
     """A block over several dimensions as one over their product, with its number."""
+    if any(n == 1 and size_of(d) != 1 for d, n in zip(dims, sizes, strict=True)):
+        raise eqn.refuse("a block is larger than the array", block=tuple(dims))
     wide = [d for d in range(len(dims)) if sizes[d] != 1]
     if not wide:
         kept = [d for d in dims if not is_squeezed(d)]

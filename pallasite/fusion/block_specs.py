@@ -93,6 +93,7 @@ def evaluate(f: Callable[..., Any], *, allow_transpose: bool = True) -> Any:
                     "a transpose is not allowed here",
                     [("permutation", node.params["permutation"])],
                     user_location(),
+                    fix="transpose outside of the fused function",
                 )
         results = graph.run([value for _, value in graph.constants], flat)
         return jax.tree.unflatten(out_tree, results)
@@ -241,6 +242,7 @@ class _Pulled:
             raise SpecError(
                 f"{len(self.specs)} block specs for {len(self.graph.outputs)} results",
                 at=user_location(),
+                fix="one BlockSpec per result",
             )
         for value, spec in zip(self.graph.outputs, self.specs, strict=True):
             if spec is no_block_spec:
@@ -397,6 +399,7 @@ def push_block_spec(
                 "the specs do not match the structure of the arguments",
                 [("arguments", tree), ("specs", spec_tree)],
                 user_location(),
+                fix="one BlockSpec per array, in the tree of the arguments",
             )
 
         def run(*leaves: Any) -> Any:
@@ -433,6 +436,7 @@ def _push(graph: Graph, specs: Sequence[Any]) -> list[BlockSpec]:
             raise SpecError(
                 f"result {n} follows from no argument that has blocks",
                 at=user_location(),
+                fix="give a BlockSpec for an argument that it is computed from",
             )
         found.append(given.get(id(out)) or as_spec(out))
     return found

@@ -1,17 +1,29 @@
 """`pl.fuse(f)`: what a function does around its kernel calls, done in the kernels."""
 
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
 
-from pallasite import jaxcompat
+from pallasite import config, jaxcompat
+from pallasite.language.arguments import Arguments
 
 if TYPE_CHECKING:
     from pallasite.fusion.graph import Graph
+
+MOST_KEPT = 256  # traced programs of one function
+# Arguments besides arrays that cannot change: with one of another kind a function is
+# traced at each call.
+_NUMBERS = (bool, int, float, complex, str, bytes)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)))
+_CONSTANTS = (type, np.dtype, Enum, *_FUNCTIONS)
 
 
 def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -24,7 +36,8 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
 
     Args:
         function: any JAX function; kernel calls in its loops and branches stay as they
-            are.
+            are. It is traced once for each kind of arguments, as by `jax.jit`;
+            arguments that are not arrays stay what they are to it.
 
     Returns:
         A function of the same arguments. Its derivatives are those of `function`,
@@ -36,56 +49,117 @@ def fuse(function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     if function is None:
         return fuse
 
+    kept: dict[Any, _Program] = {}
+
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        # Python's numbers, strings and the like stay what they are to the function.
-        is_array = [hasattr(x, "dtype") and hasattr(x, "shape") for x in leaves]
-        flat = [x for x, a in zip(leaves, is_array, strict=True) if a]
-        trees: list[Any] = []
-
-        def run(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            pairs = zip(leaves, is_array, strict=True)
-            both = [next(given) if a else x for x, a in pairs]
-            own_args, own_kwargs = jax.tree.unflatten(tree, both)
-            results, out_tree = jax.tree.flatten(function(*own_args, **own_kwargs))
-            trees.append(out_tree)
-            return results
-
-        jaxpr, values = jaxcompat.opened(jax.make_jaxpr(run)(*flat))
-        found = _run(jaxpr, [*values, *flat], len(values))
-        results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in found]
-        return jax.tree.unflatten(trees[0], results)
+        given = Arguments(args, kwargs)
+        key = _key(given)
+        program = None if key is None else kept.get(key)
+        if program is None:
+            program = _Program(function, given)
+            if key is not None and program.is_closed:
+                if len(kept) >= MOST_KEPT:
+                    kept.clear()
+                kept[key] = program
+        return program(given.arrays)
 
     return fused
 
 
-def _run(jaxpr: Any, operands: list[Any], count: int) -> list[Any]:
-    """The results of a jaxpr; the first `count` operands are its constants."""
+def _key(given: Arguments) -> Any:
+    """What tracing depends on; None where an argument may change and stay the same."""
+    others = []
+    for x in given.others:
+        if isinstance(x, _NUMBERS):
+            others.append((type(x), repr(x)))  # 0.0 == -0.0, 1 == True
+        elif isinstance(x, _CONSTANTS):
+            others.append(x)
+        else:
+            return None
+    knobs = tuple(config.get(name) for name in ("target", "backend", "interpret"))
+    types = tuple(jax.typeof(x) for x in given.arrays)
+    key = given.form, types, tuple(others), knobs, jaxcompat.trace_context()
+    try:
+        hash(key)
+    except TypeError:  # a tree with a node that has none
+        return None
+    return key
 
-    def unfused(*both: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, both[:count], *both[count:])
 
-    graph = _planned(jaxpr, operands[:count])
-    if graph is None:
-        return unfused(*operands)
+class _Program:
+    """A function, traced and fused for one kind of arguments.
 
-    @jax.custom_jvp
-    def fused(*both: Any) -> list[Any]:
-        held = [value for _, value in graph.constants[count:]]
-        results = graph.run([*both[:count], *held], both[count:])
-        # Kernels give no weak types; what follows is promoted as without them.
-        return [
-            jaxcompat.weakly_typed(x) if var.aval.weak_type else x
-            for x, var in zip(results, jaxpr.outvars, strict=True)
-        ]
+    Attributes:
+        is_closed: whether it may run again: no value of its is of a trace.
+    """
 
-    @fused.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(unfused, primals, tangents)
+    def __init__(self, function: Callable[..., Any], given: Arguments):
+        trees: list[Any] = []
 
-    return fused(*operands)
+        def run(*arrays: Any) -> list[Any]:
+            results, tree = jax.tree.flatten(given.call(function, *arrays))
+            trees.append(tree)
+            return results
+
+        traced = jax.make_jaxpr(run)(*given.arrays)
+        self._jaxpr, self._values = jaxcompat.opened(traced)
+        self._tree = trees[0]
+        self._graph = None
+        if self._jaxpr.effects:
+            kinds = sorted({type(e).__name__ for e in self._jaxpr.effects})
+            note = f"nothing: the function has side effects ({', '.join(kinds)})"
+            self._jaxpr = _noted(self._jaxpr, note)
+        else:
+            self._graph = _planned(self._jaxpr, self._values)
+        held = [value for _, value in self._graph.constants] if self._graph else []
+        values = (*self._values, *held)
+        self.is_closed = not any(isinstance(x, Tracer) for x in values)
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        run = self._unfused if self._graph is None else self._fused(self._graph)
+        found = run(*self._values, *arrays)
+        results = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in found]
+        return jax.tree.unflatten(self._tree, results)
+
+    def _unfused(self, *both: Any) -> list[Any]:
+        count = len(self._values)
+        return eval_jaxpr(self._jaxpr, both[:count], *both[count:])
+
+    def _fused(self, graph: "Graph") -> Callable[..., list[Any]]:
+        count = len(self._values)
+
+        @jax.custom_jvp
+        def fused(*both: Any) -> list[Any]:
+            held = [value for _, value in graph.constants[count:]]
+            results = graph.run([*both[:count], *held], both[count:])
+            # Kernels give no weak types; what follows is promoted as without them.
+            return [
+                jaxcompat.weakly_typed(x) if var.aval.weak_type else x
+                for x, var in zip(results, self._jaxpr.outvars, strict=True)
+            ]
+
+        @fused.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(self._unfused, primals, tangents)
+
+        return fused
+
+
+def _noted(jaxpr: Any, note: str) -> Any:
+    """A jaxpr whose kernel calls say what was not fused, and why."""
+    from pallasite.fusion.graph import INLINED
+    from pallasite.primitive import call_p
+
+    equations = []
+    for eqn in jaxcompat.opened(jaxpr)[0].eqns:
+        params = dict(eqn.params)
+        if eqn.primitive is call_p:
+            params["call"] = replace(params["call"], fused=(note,))
+        elif eqn.primitive.name in INLINED and "jaxpr" in params:
+            params["jaxpr"] = _noted(params["jaxpr"], note)
+        equations.append(eqn.replace(params=params))
+    return jaxcompat.with_equations(jaxpr, equations)
 
 
 def _planned(jaxpr: Any, constants: list[Any]) -> "Graph | None":
@@ -94,8 +168,6 @@ def _planned(jaxpr: Any, constants: list[Any]) -> "Graph | None":
     from pallasite.fusion.plan import plan
     from pallasite.primitive import call_p
 
-    if jaxpr.effects:
-        return None
     closed = jaxcompat.lower_high_level(jaxpr)
     graph = Graph.of_jaxpr(jaxcompat.opened(closed)[0], constants)
     if all(node.primitive is not call_p for node in graph.nodes):

@@ -205,6 +205,7 @@ class Importer:
                     f"{row.name} is not defined for {value.tile.dtype}",
                     [("kernel", self.kernel_name), ("operand", value.tile)],
                     self.where,
+                    fix="cast the operand first: x.astype(...)",
                 )
 
     def splice(self, fn: Callable[..., Any], args: Sequence[Value]) -> list[Value]:

@@ -87,6 +87,8 @@ def _expect_data(im: Importer, ref: Value) -> None:
             "a ref is needed here, got a value",
             [("kernel", im.kernel_name), ("value", ref.type)],
             im.where,
+            fix="hand over the ref itself (x_ref), not what was read from it "
+            "(x_ref[...])",
         )
     if ref.ref.is_semaphore:
         raise KernelTypeError(

@@ -88,7 +88,10 @@ def _trace_index_map(
     if fn is None:
         if any(d.kind == "bounded" for d in window.dims):
             raise SpecError(
-                "a BoundedSlice needs an index map", [("operand", operand)], at
+                "a BoundedSlice needs an index map",
+                [("operand", operand)],
+                at,
+                fix="pl.BlockSpec((pl.BoundedSlice(n), ...), index_map)",
             )
         return None
 
@@ -120,7 +123,10 @@ def _trace_index_map(
     traced = trace(indices, tree, [*ids, *smem], fn, grid=grid, role=role)
     if any(type(e).__name__ == "WriteEffect" for e in traced.jaxpr.effects):
         raise SpecError(
-            "an index map cannot write", [("operand", operand)], location_of(fn) or at
+            "an index map cannot write",
+            [("operand", operand)],
+            location_of(fn) or at,
+            fix="write in the kernel; an index map only computes block numbers",
         )
     return traced
 
@@ -180,6 +186,8 @@ def _flat_indices(
                 "a BoundedSlice dimension, and no other, takes pl.ds(start, size)",
                 [("operand", operand), ("dimension", d), ("returned", repr(entry))],
                 where,
+                fix="return pl.ds(start, size) for BoundedSlice dimensions, "
+                "block numbers for others",
             )
         parts = (entry.start, entry.size) if isinstance(entry, Slice) else (entry,)
         flat.extend(_index_scalar(p, d, operand, where, floats) for p in parts)

@@ -55,6 +55,7 @@ def prng_seed(*seeds: Any) -> None:
             raise KernelTypeError(
                 f"pltpu.prng_seed takes integers, got {dtype}{list(jnp.shape(seed))}",
                 at=user_location(),
+                fix="pltpu.prng_seed(1, pl.program_id(0)): int32 scalars",
             )
         words.append(seed)
     seed_p.bind(*(jnp.asarray(s).astype(jnp.uint32) for s in words))

@@ -97,6 +97,7 @@ class Schedule:
             raise SpecError(
                 "an order of pl.Checked is 'early', 'late' or the seed of a random one",
                 [("got", repr(order))],
+                fix='pl.Checked(orders=("early", "late", 7))',
             )
         self.is_early = order == "early"
         self.random = random.Random(order) if isinstance(order, int) else None

@@ -7,7 +7,7 @@ the last grid axis, and `finish` makes the results of a finished block.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +275,33 @@ def product(
     )(x, *factors, *(a for a, _ in extras))
 
 
+class SplitSum(NamedTuple):
+    """The steps of a sum in parts that run side by side: two axes of a grid.
+
+    Attributes:
+        steps: of the whole sum.
+        each: steps of a part; the last one may have fewer.
+        count: of parts.
+    """
+
+    steps: int
+    each: int
+    count: int
+
+    @staticmethod
+    def of(steps: int, wanted: int) -> "SplitSum":
+        each = pl.cdiv(steps, max(1, min(wanted, steps)))
+        return SplitSum(steps, each, pl.cdiv(steps, each))
+
+    def has(self, part: Any, step: Any) -> Any:
+        """Whether a part has a step."""
+        return part * self.each + step < self.steps
+
+    def step(self, part: Any, step: Any) -> Any:
+        """Which step of the whole sum it is; the last one where there is none."""
+        return jnp.minimum(part * self.each + step, self.steps - 1)
+
+
 def partial_sums(
     x: jax.Array,
     factors: Sequence[jax.Array],
@@ -287,8 +314,7 @@ def partial_sums(
     config = fitted(config, m, n, k)
     wide = common.statistics_dtype(x.dtype)
     steps = pl.cdiv(k, config.block_k)
-    per_split = pl.cdiv(steps, min(config.splits, steps))
-    splits = pl.cdiv(steps, per_split)
+    parts = SplitSum.of(steps, config.splits)
     fill: dict[str, Any] = {"fill": 0} if steps * config.block_k != k else {}
 
     def kernel(x_ref, *refs):
@@ -300,7 +326,7 @@ def partial_sums(
             for sum_ref in sums:
                 sum_ref[...] = jnp.zeros_like(sum_ref)
 
-        @pl.when(pl.program_id(2) * per_split + step < steps)
+        @pl.when(parts.has(pl.program_id(2), step))
         def _():
             left = x_ref[...]
             if prologue is not None:
@@ -308,29 +334,26 @@ def partial_sums(
             for y_ref, sum_ref in zip(factor_refs, sums, strict=True):
                 sum_ref[...] += jnp.dot(left, y_ref[...], preferred_element_type=wide)
 
-    def step(s, t):
-        return jnp.minimum(s * per_split + t, steps - 1)
-
-    shape = jax.ShapeDtypeStruct((splits, m, n), wide)
+    shape = jax.ShapeDtypeStruct((parts.count, m, n), wide)
     return pl.pallas_call(
         kernel,
         out_shape=[shape] * len(factors),
         grid=(
             pl.cdiv(m, config.block_m),
             pl.cdiv(n, config.block_n),
-            splits,
-            per_split,
+            parts.count,
+            parts.each,
         ),
         in_specs=[
             pl.BlockSpec(
                 (config.block_m, config.block_k),
-                lambda i, j, s, t: (i, step(s, t)),
+                lambda i, j, s, t: (i, parts.step(s, t)),
                 **fill,
             ),
             *[
                 pl.BlockSpec(
                     (config.block_k, config.block_n),
-                    lambda i, j, s, t: (step(s, t), j),
+                    lambda i, j, s, t: (parts.step(s, t), j),
                     **fill,
                 )
             ]

@@ -16,7 +16,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.matmul import MatmulConfig, fitted
+from pallasite.kernels.matmul import MatmulConfig, SplitSum, fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +167,8 @@ def _weight_only(x, weights, *, config):
     steps = k // parts // group
     blocks = fitted(MatmulConfig(config.block_m, config.block_n, group), m, n, group)
     programs = max(pl.cdiv(m, blocks.block_m) * pl.cdiv(n, blocks.block_n), 1)
-    splits = 256 // programs if config.splits is None else config.splits
-    per_split = pl.cdiv(steps, max(1, min(splits, steps)))
-    splits = pl.cdiv(steps, per_split)
+    wanted = 256 // programs if config.splits is None else config.splits
+    sums = SplitSum.of(steps, wanted)
     wide = common.statistics_dtype(x.dtype)
 
     def kernel(*refs):
@@ -181,7 +180,7 @@ def _weight_only(x, weights, *, config):
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
-        @pl.when(pl.program_id(2) * per_split + step < steps)
+        @pl.when(sums.has(pl.program_id(2), step))
         def _():
             integers = y_ref[...]
             pieces = (integers,) if parts == 1 else halves(integers)
@@ -191,32 +190,32 @@ def _weight_only(x, weights, *, config):
                 )
                 o_ref[...] += product * scale_ref[...].astype(wide)
 
-    def step(s, t):
-        return jnp.minimum(s * per_split + t, steps - 1)
-
     def left(part):
         return pl.BlockSpec(
-            (blocks.block_m, group), lambda i, j, s, t: (i, part * steps + step(s, t))
+            (blocks.block_m, group),
+            lambda i, j, s, t: (i, part * steps + sums.step(s, t)),
         )
 
     def scale(part):
         return pl.BlockSpec(
             (None, 1, blocks.block_n),
-            lambda i, j, s, t: (part * steps + step(s, t), 0, j),
+            lambda i, j, s, t: (part * steps + sums.step(s, t), 0, j),
         )
 
     sums = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((splits, m, n), wide),
+        out_shape=jax.ShapeDtypeStruct((sums.count, m, n), wide),
         grid=(
             pl.cdiv(m, blocks.block_m),
             pl.cdiv(n, blocks.block_n),
-            splits,
-            per_split,
+            sums.count,
+            sums.each,
         ),
         in_specs=[
             *(left(part) for part in range(parts)),
-            pl.BlockSpec((group, blocks.block_n), lambda i, j, s, t: (step(s, t), j)),
+            pl.BlockSpec(
+                (group, blocks.block_n), lambda i, j, s, t: (sums.step(s, t), j)
+            ),
             *(scale(part) for part in range(parts)),
         ],
         out_specs=pl.BlockSpec(

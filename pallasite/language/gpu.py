@@ -92,6 +92,7 @@ def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
         raise SpecError(
             f"a barrier needs at least one arrival, got {space.arrivals}",
             at=user_location(),
+            fix="plgpu.Barrier(num_arrivals=1)",
         )
     shape = (count,) if isinstance(count, int) else tuple(count)
     return MemoryRef(shape, np.int32, space)
@@ -137,7 +138,9 @@ class SharedMemory:
         given = sorted(k for k, v in more.items() if v is not None)
         if given:
             raise UnsupportedError(
-                f"plgpu.SMEM({given[0]}=...) is not available", at=user_location()
+                f"plgpu.SMEM({given[0]}=...) is not available",
+                at=user_location(),
+                fix="leave it out",
             )
         memory = MemorySpace.SMEM(shape, dtype)
         swizzle = swizzle_of(transforms)
@@ -326,7 +329,9 @@ def copy_smem_to_gmem(
     """Start a copy from shared memory, in a group that `wait_smem_to_gmem` counts."""
     if reduction_op is not None:
         raise UnsupportedError(
-            "copy_smem_to_gmem(reduction_op=...) is not available", at=user_location()
+            "copy_smem_to_gmem(reduction_op=...) is not available",
+            at=user_location(),
+            fix="add in registers before the copy, or leave it out",
         )
     flat, tree = flatten_views(src, dst)
     if predicate is None:
@@ -413,7 +418,9 @@ def tcgen05_mma(
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"tcgen05_mma({name}=...) is not available", at=user_location()
+                f"tcgen05_mma({name}=...) is not available",
+                at=user_location(),
+                fix="leave it out",
             )
     flat, tree = flatten_views(acc, a, b)
     adds = jnp.asarray(accumulate, jnp.bool_)
@@ -498,12 +505,15 @@ def set_max_registers(n: int, *, action: str) -> None:
     """How many registers each thread of this warpgroup has; changes no result."""
     if action not in ("increase", "decrease"):
         raise SpecError(
-            f"action is 'increase' or 'decrease', got {action!r}", at=user_location()
+            f"action is 'increase' or 'decrease', got {action!r}",
+            at=user_location(),
+            fix='plgpu.set_max_registers(n, action="increase")',
         )
     if not 24 <= n <= 256 or n % 8:
         raise SpecError(
             f"a thread has 24 to 256 registers, in steps of 8, got {n}",
             at=user_location(),
+            fix="the nearest multiple of 8 in that range",
         )
     set_max_registers_p.bind(count=int(n), more=action == "increase")
 
@@ -591,6 +601,7 @@ def nd_loop(
             "nd_loop needs a tile of whole steps for each axis of its grid",
             [("grid", grid), ("tiling", tiles)],
             user_location(),
+            fix="tile sizes that divide the grid, one per axis",
         )
     counts = tuple(size // tile for size, tile in zip(grid, tiles, strict=True))
     axes = collective_axes

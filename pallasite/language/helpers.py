@@ -178,10 +178,14 @@ def _check_bounds(*bounds: Any) -> None:
     for value in bounds:
         if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
             raise KernelTypeError(
-                f"pl.loop takes integers, got {value!r}", at=user_location()
+                f"pl.loop takes integers, got {value!r}",
+                at=user_location(),
+                fix="pl.loop(0, n, step=1), with whole numbers or integer scalars",
             )
     if isinstance(bounds[-1], (int, np.integer)) and bounds[-1] == 0:
-        raise KernelTypeError("the step of pl.loop is 0", at=user_location())
+        raise KernelTypeError(
+            "the step of pl.loop is 0", at=user_location(), fix="a step of 1 or more"
+        )
 
 
 def cdiv(a: Any, b: Any) -> Any:
@@ -201,7 +205,9 @@ def align_to(x: int, alignment: int) -> int:
 def next_power_of_2(x: int) -> int:
     """The smallest power of two that is at least `x`."""
     if x < 0:
-        raise KernelTypeError(f"next_power_of_2 takes a size, got {x}")
+        raise KernelTypeError(
+            f"next_power_of_2 takes a size, got {x}", fix="a number of 1 or more"
+        )
     return 1 if x == 0 else 1 << (x - 1).bit_length()
 
 

@@ -60,6 +60,7 @@ def stochastic_round(x: Any, random_bits: Any, *, target_dtype: Any) -> jax.Arra
             "stochastic_round makes bfloat16 from float32 only",
             [("dtype", x.dtype), ("target_dtype", jnp.dtype(target_dtype))],
             user_location(),
+            fix="x.astype(jnp.float32) first, and bfloat16 as the target",
         )
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     moved = bits + (random_bits.astype(jnp.uint32) & jnp.uint32(0xFFFF))

@@ -91,7 +91,9 @@ def _axis(axis: Any, name: str) -> int:
         return int(axis.__index__())
     except (AttributeError, TypeError):
         raise KernelTypeError(
-            f"pl.{name} takes a grid axis as an int, got {axis!r}", at=user_location()
+            f"pl.{name} takes a grid axis as an int, got {axis!r}",
+            at=user_location(),
+            fix="a Python number of an axis: 0 is the first",
         ) from None
 
 
@@ -230,6 +232,7 @@ def _fit(value: Any, shape: tuple[int, ...], name: str, role: str) -> Any:
             f"the {name} does not fit the elements {role}",
             [(name, value.shape), ("elements", shape)],
             user_location(),
+            fix="one of the shape of the elements, or one that broadcasts to it",
         ) from None
 
 
@@ -284,7 +287,11 @@ def store(
     if val is None:
         idx, val = None, idx
     if val is None:
-        raise KernelTypeError("pl.store needs a value to store", at=user_location())
+        raise KernelTypeError(
+            "pl.store needs a value to store",
+            at=user_location(),
+            fix="pl.store(ref, index, value)",
+        )
     _bind_access(masked_swap_p, ref, idx, (val,), mask)
 
 
@@ -350,11 +357,14 @@ def multiple_of(x: Any, values: int | Sequence[int]) -> jax.Array:
         raise KernelTypeError(
             f"pl.multiple_of takes integers and positive factors, got {x!r}, {values}",
             at=user_location(),
+            fix="pl.multiple_of(start, 8)",
         )
     if isinstance(x, (int, np.integer)):
         if x % multiple:
             raise KernelTypeError(
-                f"{x} is not a multiple of {multiple}", at=user_location()
+                f"{x} is not a multiple of {multiple}",
+                at=user_location(),
+                fix="a start that is, or leave out pl.multiple_of",
             )
         return x  # type: ignore[return-value]
     return multiple_of_p.bind(x, multiple=multiple)
@@ -367,7 +377,9 @@ def debug_print(fmt: str, *args: Any) -> None:
     """
     if not isinstance(fmt, str):
         raise KernelTypeError(
-            f"pl.debug_print takes a format string, got {fmt!r}", at=user_location()
+            f"pl.debug_print takes a format string, got {fmt!r}",
+            at=user_location(),
+            fix='pl.debug_print("x = {}", x)',
         )
     template, fields = positional_fields(fmt)
     if fields and set(fields) != set(range(len(args))):
@@ -503,6 +515,7 @@ class AsyncCopyDescriptor:
                 raise KernelTypeError(
                     f"the {what} of a copy must be a ref, got {ref!r}",
                     at=user_location(),
+                    fix="hand over the ref, or a view of it: x_ref.at[...]",
                 )
         self.src_ref, self.dst_ref, self.sem = src_ref, dst_ref, sem
 

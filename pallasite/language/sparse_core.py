@@ -54,6 +54,7 @@ def _places(ref: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
             "elements are picked by one index array per dimension, all of one length",
             [("ref", ref.shape), ("indices", [jnp.shape(i) for i in indices])],
             user_location(),
+            fix="as many int32 vectors as the ref has dimensions, of one length",
         )
     return tuple(indices)
 

@@ -260,6 +260,7 @@ def _grid_entry(axis: int, given: Any, grid: tuple[Any, ...]) -> Any:
                 "a grid size cannot be negative",
                 [("grid", grid), ("axis", axis)],
                 user_location(),
+                fix="sizes of 0 or more: pl.cdiv(n, block)",
             )
         if entry >= 2**31:
             raise SpecError(
@@ -356,6 +357,7 @@ def _space(spec: BlockSpec, operand: Operand, at: Any) -> MemorySpace | None:
         f"unknown memory space {space!r}",
         [("operand", operand), ("known", ", ".join(MemorySpace.__members__))],
         at,
+        fix="pl.ANY, pltpu.VMEM, pltpu.SMEM, ...",
     )
 
 
@@ -373,6 +375,7 @@ def _fill(spec: BlockSpec, operand: Operand, at: Any) -> Any:
         "fill must be a number of the operand's type",
         [("operand", operand), ("fill", repr(spec.fill))],
         at,
+        fix="fill=0, or another number",
     )
 
 
@@ -443,7 +446,12 @@ def _block_dim(
             f"{n} for all of the dimension, None for one element without it",
         )
     if not _is_two_counts(padding):
-        raise SpecError(f"padding must be two counts, got {padding}", facts, at)
+        raise SpecError(
+            f"padding must be two counts, got {padding}",
+            facts,
+            at,
+            fix="padding=(before, after)",
+        )
     before, after = padding
     return BlockDim(int(size), kind, (int(before), int(after)))
 

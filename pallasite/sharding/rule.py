@@ -158,7 +158,10 @@ def check(
     rule = Partition(given) if isinstance(given, str) else given
     if not isinstance(rule, Partition):
         raise SpecError(
-            f"partition must be None, False or a pl.Partition, got {given!r}", at=at
+            f"partition must be None, False or a pl.Partition, got {given!r}",
+            at=at,
+            fix='pl.Partition("i j, j k -> i k"), False to call it whole, or '
+            "leave it out",
         )
     shapes = [p.ref.shape for p in kernel.params]
     mine = slice(before, before + operands)
@@ -184,6 +187,7 @@ def _check_ranks(
                 (f"{what}s", ", ".join(str(s) for s in shapes)),
             ],
             at,
+            fix='as many names as the array has dimensions: "i j, j k -> i k"',
         )
 
 
@@ -283,6 +287,7 @@ def _stated(given: Partition, kernel: Kernel, at: Any) -> "PartitionRule":
             f"sums names {unknown[0]!r}, which the rule does not have",
             [("rule", repr(given.rule))],
             at,
+            fix="names of the rule",
         )
     for name in names:
         if name not in given.sums and any(name not in r for r in given.results):

@@ -53,12 +53,13 @@ class Aot:
         return Report(tuple(found))
 
 
-def aot(function: Callable[..., Any], *args: Any) -> Aot:
+def aot(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Aot:
     """The kernels of a function, to compile ahead of time for any chip.
 
     Args:
         function: any JAX function that calls kernels.
-        args: arrays or `jax.ShapeDtypeStruct`s.
+        args, kwargs: arrays or `jax.ShapeDtypeStruct`s; anything else is handed to
+            `function` as it is.
 
     Returns:
         An `Aot`; its `compile("tpu:v6e")` gives a report. Nothing is run.
@@ -69,4 +70,4 @@ def aot(function: Callable[..., Any], *args: Any) -> Aot:
     Example:
         `print(pl.aot(f, x).compile("tpu:v5e", "tpu:v6e"))`
     """
-    return Aot(tuple(kernels_of(function, *args)))
+    return Aot(tuple(kernels_of(function, *args, **kwargs)))

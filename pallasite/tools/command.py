@@ -17,7 +17,8 @@ OK, REFUSED, USAGE, ENDED = 0, 1, 2, 3
 STATUS = """exit status:
   0  every kernel compiles for every target
   1  some kernel does not; its report says why, and at which line
-  2  the command is wrong: no such file, function or target, or no kernel in it
+  2  the command is wrong: no such file, function or target, no kernel in it, a
+     file that raises an error, or one that cannot be written
   3  the process that compiled was ended by a signal
 """
 CHECK = f"""examples:
@@ -128,7 +129,7 @@ def _here(options: argparse.Namespace) -> int:
         if options.command == "explore":
             return _explore(options, line)
         report = _report(options, line)
-    except PallasError as error:
+    except (PallasError, OSError) as error:  # or a file that cannot be written
         line.clear()
         if options.json:
             print(json.dumps({"ok": False, "error": str(error), "kernels": []}))
@@ -158,20 +159,24 @@ def _report(options: argparse.Namespace, line: "_Line") -> Any:
 
 
 def _explore(options: argparse.Namespace, line: "_Line") -> int:
+    from pallasite.errors import SpecError
     from pallasite.language.trace import jaxprs_kept
     from pallasite.tools.explorer.page import page_of
     from pallasite.tools.sources import sites_of
 
     targets = [t for t in (options.target or "").split(",") if t]
     _known(targets)
+    file = options.source.partition("::")[0]
+    path = Path(options.output or Path(Path(file).name).with_suffix(".html"))
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        kind = "a folder" if path.is_dir() else "in a folder that does not exist"
+        raise SpecError(f"{path} is {kind}", fix="-o PAGE.html, a file in a folder")
     line.show(f"reading {options.source}")
     with jaxprs_kept() as jaxprs:
         sites = sites_of(options.source, options.args)
     measure = False if options.no_measure else None
     page = page_of(options.source, sites, targets, jaxprs, measure, line.show)
     line.clear()
-    file = options.source.partition("::")[0]
-    path = Path(options.output or Path(Path(file).name).with_suffix(".html"))
     path.write_text(page.html, encoding="utf-8")
     data = {"ok": page.ok, "page": str(path), "bytes": path.stat().st_size}
     print(json.dumps(data) if options.json else f"{path}: {data['bytes']:,} bytes")

@@ -33,8 +33,9 @@ def explain(
             is asked for instead, where libtpu is installed.
 
     Returns:
-        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s). It gives
-        a `Report`: print it, or look at its `kernels`.
+        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
+        else is handed to `function` as it is). It gives a `Report`: print it, or look
+        at its `kernels`.
 
     Raises:
         SpecError: the function calls no kernel, or a target is not known.
@@ -44,17 +45,18 @@ def explain(
     """
     wanted = [target] if isinstance(target, str) else target
 
-    def explained(*args: Any) -> "Report":
+    def explained(*args: Any, **kwargs: Any) -> "Report":
         from pallasite.tools.timing import explain_sites
 
-        return explain_sites(kernels_of(function, *args), wanted, measure)
+        sites = kernels_of(function, *args, **kwargs)
+        return explain_sites(sites, wanted, measure)
 
     return explained
 
 
-def kernels_of(function: Callable[..., Any], *args: Any) -> list[Site]:
+def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Site]:
     """The kernel calls of a function, of which it must have one."""
-    sites = sites_in(function, *args)
+    sites = sites_in(function, *args, **kwargs)
     if not sites:
         name = getattr(function, "__name__", repr(function))
         raise SpecError(

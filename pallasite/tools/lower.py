@@ -85,8 +85,9 @@ def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
         function: any JAX function that calls kernels.
 
     Returns:
-        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s); it
-        gives a `Lowered`: `.kernels` and `.stages()`.
+        A function of the same arguments (arrays or `jax.ShapeDtypeStruct`s; anything
+        else is handed to `function` as it is); it gives a `Lowered`: `.kernels` and
+        `.stages()`.
 
     Raises:
         SpecError: the function calls no kernel.
@@ -95,8 +96,8 @@ def lower(function: Callable[..., Any]) -> Callable[..., Lowered]:
         `print(pl.lower(f)(x).stages()["llvm"])`
     """
 
-    def lowered(*args: Any) -> Lowered:
-        calls = tuple(calls_in(function, *args))
+    def lowered(*args: Any, **kwargs: Any) -> Lowered:
+        calls = tuple(calls_in(function, *args, **kwargs))
         if not calls:
             name = getattr(function, "__name__", repr(function))
             raise SpecError(

@@ -6,6 +6,9 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pallasite.errors import SpecError
+from pallasite.language.arguments import Arguments
+from pallasite.language.trace import user_location
 from pallasite.tools.explain import kernels_of
 
 if TYPE_CHECKING:
@@ -27,20 +30,29 @@ def profile(
 
     Returns:
         A function of the same arguments (arrays, or `jax.ShapeDtypeStruct`s for which
-        numbers are made up). It gives a `Profile`: print it, look at its `kernels`,
-        `.save("trace.json")` it for Perfetto.
+        numbers are made up; anything else is handed to `function` as it is). It gives
+        a `Profile`: print it, look at its `kernels`, `.save("trace.json")` it for
+        Perfetto.
 
     Raises:
-        SpecError: the function calls no kernel.
+        SpecError: the function calls no kernel, or `runs` is no number of runs.
         UnsupportedError: there is no way to record on this device.
 
     Example:
         `print(pl.profile(f)(x))`
     """
+    is_count = isinstance(runs, int) and not isinstance(runs, bool) and runs > 0
+    if runs is not None and not is_count:
+        raise SpecError(
+            f"pl.profile: runs={runs!r} is no number of runs",
+            at=user_location(),
+            fix="a whole number from 1, or leave it out",
+        )
 
-    def profiled(*args: Any) -> "Profile":
+    def profiled(*args: Any, **kwargs: Any) -> "Profile":
         from pallasite.tools.recorded_runs import run_recorded
 
-        return run_recorded(function, args, kernels_of(function, *args), runs)
+        sites = kernels_of(function, *args, **kwargs)
+        return run_recorded(function, Arguments(args, kwargs), sites, runs)
 
     return profiled

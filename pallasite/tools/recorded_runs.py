@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from pallasite.backends.cpu.call import recording
-from pallasite.errors import PallasError, SpecError, UnsupportedError
+from pallasite.errors import PallasError, UnsupportedError
+from pallasite.language.arguments import Arguments
 from pallasite.primitive import Site, choose, recorded
 from pallasite.tools.analysis import analyse
 from pallasite.tools.device_events import device_events
@@ -39,7 +40,7 @@ class _Recorded:
 
 def run_recorded(
     function: Callable[..., Any],
-    args: Sequence[Any],
+    given: Arguments,
     sites: Sequence[Site],
     count: int | None,
 ) -> Profile:
@@ -47,21 +48,19 @@ def run_recorded(
 
     Args:
         function: what to run.
-        args: its operands; shapes alone will do.
+        given: its arguments; of arrays shapes alone will do.
         sites: the kernel calls in it.
         count: of runs; None: what half a second has room for.
     """
     platform = _platform()
-    if count is not None and count < 1:
-        raise SpecError(f"runs={count}: a profile needs a run", fix="runs=1 or more")
     with recorded() as calls:
         # A function of its own: JAX keeps what it has lowered.
-        compiled = jax.jit(lambda *args: function(*args)).lower(*args).compile()
+        compiled = jax.jit(given.of_arrays(function)).lower(*given.arrays).compile()
     known = [site.call for site in sites]
     # What XLA has divided among devices is another kernel.
     sites = [*sites, *(Site(call) for call in calls if call not in known)]
     kernels, unseen = _by_key(sites, platform)
-    runner = _Runner(compiled, _operands(args), count)
+    runner = _Runner(compiled, _operands(given.arrays), count)
     if platform == "cpu":
         spans, runs, note = _on_cpu(runner, kernels)
     else:
@@ -102,7 +101,7 @@ def _by_key(
     return found, list(dict.fromkeys(unseen))
 
 
-def _operands(args: Sequence[Any]) -> list[Any]:
+def _operands(arrays: Sequence[Any]) -> list[Any]:
     rng = np.random.default_rng(0)
 
     def array(x: Any) -> Any:
@@ -110,7 +109,7 @@ def _operands(args: Sequence[Any]) -> list[Any]:
             return jax.numpy.asarray(made_up(x.shape, x.dtype, rng))
         return x
 
-    return [jax.tree.map(array, arg) for arg in args]
+    return [array(x) for x in arrays]
 
 
 class _Runner:

@@ -6,13 +6,15 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallasite.errors import SpecError
+from pallasite.errors import PallasError, SpecError
+from pallasite.ir.nodes import Loc
 from pallasite.ir.types import DTYPES
 from pallasite.primitive import Site, recorded
 from pallasite.tools.explain import kernels_of
@@ -35,7 +37,9 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
     if not path.is_file():
         raise SpecError(f"no such file: {name}", fix="FILE.py or FILE.py::FUNCTION")
     if function:
-        return kernels_of(*_function(path, function, operands))
+        found, *arguments = _function(path, function, operands)
+        with _blamed(path):
+            return kernels_of(found, *arguments)
     with recorded() as calls, contextlib.suppress(SystemExit):  # as scripts end
         _run(path, "__main__")
     if not calls:
@@ -45,12 +49,37 @@ def sites_of(source: str, operands: str = "") -> list[Site]:
     return [Site(call) for call in calls]
 
 
+@contextlib.contextmanager
+def _blamed(path: Path) -> Iterator[None]:
+    """What the user's own code raises is said with its line, not with all that called
+    it; errors of ours have theirs."""
+    try:
+        yield
+    except PallasError:
+        raise
+    except SyntaxError as error:
+        at = Loc(str(error.filename or path), error.lineno or 0)
+        fix = f"`python {path}` shows where"
+        raise SpecError(f"{path} is not Python: {error.msg}", at=at, fix=fix) from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if os.path.abspath(f.filename) == str(path.resolve())]
+        last = own[-1] if own else None
+        at = last and Loc(last.filename, last.lineno or 0, last.name.strip("<>"))
+        first = (str(error).splitlines() or [""])[0]
+        raise SpecError(
+            f"{path} raises {type(error).__name__}: {first}",
+            at=at,
+            fix="make it run with these operands; what it raises is its own",
+        ) from error
+
+
 def _run(path: Path, name: str) -> dict[str, Any]:
     """What a file defines. What it prints goes where messages do."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     own, sys.argv = sys.argv, [str(path)]  # the command's options are not the script's
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _blamed(path):
             return runpy.run_path(str(path), run_name=name)
     finally:
         sys.argv = own
@@ -67,28 +96,21 @@ def _function(
         )
     function = found[name]
     arguments = arrays(operands)
-    needed = _required(function)
-    if len(arguments) < len(needed):
-        missing = ", ".join(needed[len(arguments) :])
-        raise SpecError(
-            f"{name} needs operands: {missing}",
-            [("given", operands or "none")],
-            fix="--args 'f32[8,128], i32[4]': an element type and a shape each",
-        )
-    return function, *arguments
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return []
-    return [
-        p.name
-        for p in parameters
-        if p.kind in kinds and p.default is inspect.Parameter.empty
-    ]
+        return function, *arguments
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        text = f"{name}{signature} does not take {len(arguments)} operands: {error}"
+        raise SpecError(
+            text,
+            [("given", operands or "none")],
+            fix="--args 'f32[8,128], i32[4]': an element type and a shape for each "
+            "operand; other arguments need defaults",
+        ) from error
+    return function, *arguments
 
 
 def arrays(text: str) -> list[jax.ShapeDtypeStruct]:

@@ -24,7 +24,7 @@ from pallasite.errors import (
 from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline
 from pallasite.passes.analysis.cost import cost
-from pallasite.primitive import Call, calls_in
+from pallasite.primitive import Call, sites_of_jaxpr
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.table import Config, Table
@@ -84,8 +84,9 @@ def make(
         with choices.configs(table), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fresh = lambda *xs: function(*xs)
-            candidate.calls = tuple(calls_in(fresh, *args))
-            around = str(jax.make_jaxpr(fresh)(*args))  # traced once: JAX caches it
+            traced = jax.make_jaxpr(fresh)(*args)
+        candidate.calls = tuple(site.call for site in sites_of_jaxpr(traced))
+        around = str(traced)
         scheduled = [_scheduled(call, backends(call), chip) for call in candidate.calls]
     except Exception as error:  # the function's own code runs here: anything
         candidate.refused = _first_line(error)

@@ -93,14 +93,20 @@ def _function(name: str) -> Callable[..., Any]:
         place, attribute = "pallasite.kernels", name
     if place.endswith(".py"):
         if not Path(place).exists():
-            raise SpecError(f"no such file: {place}")
+            raise SpecError(
+                f"no such file: {place}", fix="FILE.py:FUNCTION, or MODULE:FUNCTION"
+            )
         sys.path.insert(0, str(Path(place).resolve().parent))
         found = runpy.run_path(place)
     else:
         try:
             found = importlib.import_module(place).__dict__
         except ImportError as error:
-            raise SpecError(f"no such module: {place}", [("error", error)]) from None
+            raise SpecError(
+                f"no such module: {place}",
+                [("error", error)],
+                fix="MODULE:FUNCTION, with a module that Python can import here",
+            ) from None
     if not callable(found.get(attribute)):
         raise SpecError(
             f"{place} has no function {attribute!r}",

@@ -142,7 +142,9 @@ def load(path: str | os.PathLike[str]) -> Table:
         state = target.stat()
     except OSError as error:
         raise SpecError(
-            "there is no file of configurations", [("file", target), ("error", error)]
+            "there is no file of configurations",
+            [("file", target), ("error", error)],
+            fix="write one: pallasite tune --output FILE, or Tuned.save(FILE)",
         ) from None
     return _load(target.resolve(), state.st_mtime_ns, state.st_size)
 

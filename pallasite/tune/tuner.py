@@ -17,7 +17,7 @@ from pallasite import config as knobs
 from pallasite import target as targets
 from pallasite.backends import base
 from pallasite.errors import CompileError, SpecError
-from pallasite.language.spec_trees import is_shaped
+from pallasite.language.arguments import Arguments
 from pallasite.language.trace import user_location
 from pallasite.primitive import Call, calls_in, chip_for, wants_emulation
 from pallasite.runtime import aot
@@ -61,9 +61,7 @@ class Tuner:
     ):
         self.options = options
         self.function, self.at = function, user_location()
-        leaves, self.tree = jax.tree.flatten(args)
-        self.places = [n for n, x in enumerate(leaves) if is_shaped(x)]
-        self.leaves = leaves
+        self.given = Arguments(args)
         self.target = target or knobs.get("target")
         with self.for_target():
             self.chip: Chip | Host = chip_for(None)
@@ -77,7 +75,7 @@ class Tuner:
                 fix="run it on that chip; only TPUs have estimates without one",
             )
         self.shapes = [
-            jax.ShapeDtypeStruct(leaves[n].shape, leaves[n].dtype) for n in self.places
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.given.arrays
         ]
 
     def for_target(self):
@@ -85,10 +83,7 @@ class Tuner:
 
     def of_arrays(self, *arrays: Any) -> Any:
         """The function, of its arguments that are arrays."""
-        leaves = list(self.leaves)
-        for place, array in zip(self.places, arrays, strict=True):
-            leaves[place] = array
-        return self.function(*self.tree.unflatten(leaves))
+        return self.given.call(self.function, *arrays)
 
     def tune(self) -> Tuned:
         with self.for_target(), choices.recorded() as questions:
@@ -264,7 +259,7 @@ class _Meter:
     ):
         self.tuner, self.outcome = tuner, outcome
         self.workers, self.progress = workers, progress
-        self.arrays = _arrays([tuner.leaves[n] for n in tuner.places])
+        self.arrays = _arrays(tuner.given.arrays)
         self.expected: Any = None  # what the first candidate that runs gives
         allowed = tuner.options.tolerance
         if allowed is None:

@@ -1,6 +1,7 @@
 """`pl.fuse`: what is around a kernel call is computed in the kernel."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -347,6 +348,16 @@ def test_blocks_out_of_range_are_those_of_the_operand(function):
     assert jnp.array_equal(jax.jit(pl.fuse(function))(x), function(x))
 
 
+def test_blocks_larger_than_the_array():
+    def f(x):
+        y = copied(x.reshape(1, 16), 1, lambda i: (i, 0), grid=1)
+        return y.reshape(16), jnp.squeeze(y, 0) + 1
+
+    x = array(1, 1, 16)
+    for a, b in zip(jax.jit(pl.fuse(f))(x), f(x), strict=True):
+        assert jnp.array_equal(a, b)
+
+
 def store_first_blocks(x_ref, o_ref):
     @pl.when(pl.program_id(0) < 2)
     def _():
@@ -373,6 +384,56 @@ def test_results_of_weak_types_stay_weak():
     found = pl.fuse(sign)(x)
     assert found.weak_type
     assert (found * x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_a_function_is_traced_once_for_each_kind_of_arguments():
+    traced = []
+
+    @pl.fuse
+    def f(x, w, scale, act=jnp.tanh, layer=None):
+        traced.append(scale)
+        return act(matmul(x, w) * scale) + (layer.shift if layer else 0)
+
+    def check(scale, **more):
+        expected = jnp.tanh(matmul(X, W) * scale)
+        np.testing.assert_allclose(f(X, W, scale, **more), expected, 1e-5, 1e-5)
+
+    for _ in range(2):
+        check(2.0)
+        check(0.0)
+        check(-0.0)  # another number, though it is equal
+        check(True)
+    assert len(traced) == 4
+    f(X.astype(jnp.bfloat16), W, 2.0)
+    assert len(traced) == 5
+    with jax.default_matmul_precision("highest"):
+        check(2.0)
+    assert len(traced) == 6
+    # An object can change and be the same: it is looked at each time.
+    layer = types.SimpleNamespace(shift=1.0)
+    a = f(X, W, 2.0, layer=layer)
+    layer.shift = 2.0
+    np.testing.assert_allclose(f(X, W, 2.0, layer=layer), a + 1, 1e-5)
+    # What a function closes over may be of a trace that has ended.
+    g = pl.fuse(lambda x: matmul(x, W) * scales[0])
+    for n in (1.0, 2.0):
+        scales = []
+        run = jax.jit(lambda x, s: (scales.append(s), g(x))[1])
+        np.testing.assert_allclose(run(X, n), matmul(X, W) * n, 1e-5, 1e-5)
+
+
+def test_explain_says_that_side_effects_keep_a_function_as_it_is():
+    @jax.jit
+    def inner(x):
+        return matmul(x * 2, W)
+
+    def f(x):
+        jax.debug.print("{}", x[0, 0])
+        return inner(x) + 1
+
+    (report,) = pl.explain(pl.fuse(f), measure=False)(X).kernels
+    assert report.fused == ("nothing: the function has side effects (DebugEffect)",)
+    np.testing.assert_allclose(pl.fuse(f)(X), f(X), 1e-5)
 
 
 def test_explain_says_what_was_fused():

@@ -28,6 +28,7 @@ from typing import Any
 from tests import conftest  # noqa: F401  sets the environment, before jax is imported
 from tests.fuzz.choices import Stream, simplest
 from tests.fuzz.engines import ENGINES, REFUSALS, present
+from tests.fuzz.fusions import check_fusion
 from tests.fuzz.generate import BYTES, FAMILIES, random_kernel
 from tests.fuzz.placement import placed_kernel
 from tests.fuzz.running import check, emulated
@@ -36,9 +37,13 @@ from tests.fuzz.test_frontend import check_python
 Target = Callable[[Connection], None]
 
 BATCH = 8
-EACH_FAMILY = (*FAMILIES, "edges", "placement", "python")
+# Functions of Python, each with the engines that it knows.
+OWN_CHECKS: dict[str, tuple[Callable[[Stream, str], str | None], tuple[str, ...]]] = {
+    "python": (check_python, ("cpu", "emulation", "triton", "tpu", "cuda", "gpu")),
+    "fusion": (check_fusion, ("cpu", "emulation", "gpu")),
+}
+EACH_FAMILY = (*FAMILIES, "edges", "placement", *OWN_CHECKS)
 PER_SEED = 1_000_000  # kernels
-PYTHON_ENGINES = ("cpu", "emulation", "triton", "tpu", "cuda", "gpu")
 REDUCING_S = 40.0  # at most, for one kernel
 REDUCED = 6  # kernels of one engine; those after them are written as they are
 STUCK_S = 300.0  # then a process is ended, and its kernel is a finding
@@ -74,8 +79,9 @@ def verdict(job: Job, number: int, stream: bytes) -> tuple[str, Any]:
     """`("refused", reason)`, `("wrong", what)`, or `("right", which way it ran)`."""
     case: Any = None
     try:
-        if job.family == "python":
-            return "right", check_python(Stream(stream), job.engine)
+        if job.family in OWN_CHECKS:
+            check_own, _ = OWN_CHECKS[job.family]
+            return "right", check_own(Stream(stream), job.engine)
         case = _case(job, number, stream)
         return "right", ENGINES[job.engine](case, number)
     except REFUSALS as error:
@@ -96,7 +102,8 @@ def _case(job: Job, number: int, stream: bytes):
 
 def run_job(job: Job) -> Outcome:
     outcome = Outcome(job)
-    if job.engine == "emulation" and job.family != "python" and _all_emulated(job):
+    is_ir = job.family not in OWN_CHECKS
+    if job.engine == "emulation" and is_ir and _all_emulated(job):
         return outcome
     for number in job.numbers:
         stream = stream_of(number)
@@ -321,7 +328,7 @@ def all_jobs(
     for start in range(first, first + count, BATCH):
         family = families[(start - first) // BATCH % len(families)]
         for engine in engines:
-            if family != "python" or engine in PYTHON_ENGINES:
+            if family not in OWN_CHECKS or engine in OWN_CHECKS[family][1]:
                 yield Job(engine, family, tuple(range(start, start + BATCH)))
 
 

@@ -34,15 +34,18 @@ def test_wrong_kernels_are_made_simple(monkeypatch: pytest.MonkeyPatch):
 
 def test_real_kernels_of_every_family():
     for family in hunt.EACH_FAMILY:
-        job = Job("emulation", family, (1, 3) if family != "python" else (1,))
-        assert run_job(job) == Outcome(job)
+        job = Job("emulation", family, (1,) if family in hunt.OWN_CHECKS else (1, 3))
+        outcome = run_job(job)
+        outcome.ways.clear()
+        assert outcome == Outcome(job)
 
 
 def test_jobs_go_through_all_families_and_engines():
     jobs = all_jobs(7, ["cpu", "vmap"], list(hunt.EACH_FAMILY))
     first = [next(jobs) for _ in range(2 * len(hunt.EACH_FAMILY))]
     pairs = {(job.engine, job.family) for job in first}
-    assert ("vmap", "python") not in pairs  # Python's kernels have one of their own
+    # Python's kernels have a vmap of their own.
+    assert not {("vmap", "python"), ("vmap", "fusion")} & pairs
     assert {(e, f) for e in ("cpu", "vmap") for f in FAMILIES} <= pairs
     assert min(min(job.numbers) for job in first) == 7_000_000
     few = list(all_jobs(7, ["cpu"], ["grids"], count=20))

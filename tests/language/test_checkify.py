@@ -105,6 +105,21 @@ def test_derivatives(how):
     np.testing.assert_allclose(gradient, jax.grad(lambda x: f(x).sum())(GOOD))
 
 
+def test_a_transposed_call_does_not_check_zeros():
+    def scaled(x_ref, s_ref, o_ref):
+        pl.debug_check(x_ref[0] != 0, "zero")
+        # A while loop has no backward kernel: the kernel itself is gone through again.
+        body = lambda c: (c[0] + 1, c[1] + x_ref[...] * s_ref[...])
+        _, o_ref[...] = jax.lax.while_loop(
+            lambda c: c[0] < s_ref[1], body, (0.0, jnp.zeros(16))
+        )
+
+    run = pl.pallas_call(scaled, out_shape=jax.ShapeDtypeStruct((16,), jnp.float32))
+    transposed = jax.jit(jax.linear_transpose(lambda x: run(x, GOOD), GOOD))
+    (got,) = transposed(jnp.ones(16))
+    np.testing.assert_allclose(got, 2 * GOOD)
+
+
 def test_vmap_in_both_orders():
     xs = np.stack([GOOD, changed(8, -1.0), GOOD])
     error, _ = jax.vmap(checkify.checkify(call()))(xs)

@@ -198,12 +198,38 @@ def test_kernels_of_a_file(script, capfd):
     [
         ("no.py", "", "no such file: no.py"),
         ("{}::nothing", "", "has no function 'nothing'"),
-        ("{}::double", "", "double needs operands: x"),
+        ("{}::double", "", "does not take 0 operands: missing a required argument"),
+        ("{}::double", "f32[8], f32[8]", "does not take 2 operands: too many"),
     ],
 )
 def test_wrong_sources(source, operands, message, script):
     with pytest.raises(SpecError, match=message):
         sites_of(source.format(script), operands)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "message", "line"),
+    [
+        ("x = (1,\n", "{}", "is not Python: '[(]' was never closed", 1),
+        ("x = 1\n1 / 0\n", "{}", "raises ZeroDivisionError: division by zero", 2),
+        ("def f(x):\n    return x @ x\n", "{}::f", "raises TypeError: dot_general", 2),
+    ],
+)
+def test_what_a_file_raises_is_said_with_its_line(
+    text, source, message, line, tmp_path
+):
+    path = tmp_path / "wrong.py"
+    path.write_text(text)
+    with pytest.raises(SpecError, match=message) as raised:
+        sites_of(source.format(path), "f32[3,4]" if "::" in source else "")
+    assert f"{path}:{line}" in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_written_is_reported(script, capsys):
+    place = script / "texts"  # in a file
+    given = ("check", f"{script}::double", "--args", "f32[8,128]", "--target", "cpu")
+    status, _, err = run(capsys, *given, "--dump", str(place))
+    assert status == command.USAGE and "Not a directory" in err
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -18,6 +18,7 @@ from pallasite import kernels
 from pallasite.backends import base
 from pallasite.language.trace import jaxprs_kept
 from pallasite.passes.analysis.work import count, count_by_line
+from pallasite.passes.run import run
 from pallasite.primitive import sites_in
 from pallasite.tools.explorer import grid_steps, serve
 from pallasite.tools.explorer.linked_text import linked
@@ -192,6 +193,28 @@ def test_programs_in_groups_are_all_programs():
     assert found[:4].tolist() == [0, 3, 1, 4]  # two rows, column by column
 
 
+def test_a_large_grid_costs_no_more_than_what_is_shown():
+    """10**10 programs of which 1,024 are shown; all in memory would be 80 GB."""
+
+    def scaled(x):
+        spec = pl.BlockSpec((8, 128), lambda i, j: (i, j))
+        return pl.pallas_call(
+            double_kernel, x, grid=(10**5, 10**5), in_specs=[spec], out_specs=spec
+        )(x)
+
+    (site,) = sites_in(scaled, S((8 * 10**5, 128 * 10**5), jnp.int8))
+    kernel = run(site.call.kernel)
+    compiled = base.Compiled(base.get("cpu"), kernel, base.Options())
+    for platform in ("cpu", "cuda", "tpu"):
+        made = compiled if platform == "cpu" else None
+        for grid in grid_steps.grids_of(kernel, made, platform):
+            assert grid["total"] <= 10**10 and len(grid["steps"]) == 1024
+            assert len({tuple(step) for step in grid["steps"]}) == 1024
+    # Two outer programs, and the first of many steps within.
+    steps = grid_steps._nested((2, 10**9), (0,), np.array([1, 0]))
+    assert steps.shape == (2, 1024) and steps[:, 7].tolist() == [1, 7]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
@@ -236,7 +259,15 @@ def test_the_command_writes_a_page(tmp_path, capfd, monkeypatch):
     said = json.loads(capfd.readouterr().out)
     assert said == {"ok": True, "page": str(out), "bytes": out.stat().st_size}
     assert "o_ref[...] = 2 * x_ref[...]" in out.read_text()
-    arguments[1] = f"{file}::triple"
+    # Before anything is compiled: a page of a large model takes minutes.
+    for place, text in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "none" / "page.html", "is in a folder that does not exist"),
+    ):
+        arguments[5] = str(place)
+        assert command_line.main(arguments) == 2
+        assert text in capfd.readouterr().err
+    arguments[1], arguments[5] = f"{file}::triple", str(out)
     assert command_line.main(arguments) == 2
     assert "has no function 'triple'" in capfd.readouterr().err
 
@@ -258,24 +289,35 @@ VISIT = Path(__file__).with_name("visit_page.js")
 
 
 @pytest.fixture(scope="module")
-def visit(page, tmp_path_factory):
+def browse(tmp_path_factory):
+    """Opens a page from disk; what the browser prints."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
+    profile = tmp_path_factory.mktemp("profile")
+    common = ["--headless", "--no-sandbox", "--disable-gpu"]
+    common += [f"--user-data-dir={profile}", "--virtual-time-budget=2000"]
+
+    def run(path, *options):
+        return subprocess.run(
+            [browser, *common, *options, f"file://{path}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def visit(page, browse, tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     script = VISIT.read_text().replace("DOT_LINE", str(DOT_LINE))
     script = f'<pre id="visit"></pre><script>{script}</script>'
     path = folder / "page.html"
     path.write_text(page.html.replace("</body>", f"{script}</body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000"]
-    options += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [browser, *options, "--dump-dom", f"file://{path}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = browse(path, "--window-size=1400,1000", "--dump-dom")
     found = re.search(r'<pre id="visit">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found and found[1], done.stderr[-2000:]
     return json.loads(
@@ -304,5 +346,30 @@ def test_steps_are_taken_by_keys_buttons_and_time(visit):
 
 def test_a_page_can_be_read_aloud_and_sent(visit):
     assert visit["unnamed"] == 0 and visit["rows"] >= 5
+    assert visit["requests"] == []
     assert visit["roofline"].startswith("Roofline: product_kernel on cpu")
     assert "b=llvm" in visit["address"] and "form=1" in visit["address"]
+
+
+PICTURES = Path(__file__).parents[2] / "build" / "explore"  # kept, to be looked at
+
+
+def attended(q):
+    return kernels.attention(q, q, q, mask=kernels.masks.Causal())
+
+
+@pytest.mark.parametrize("name", ["matmul", "attention"])
+def test_pages_open_from_disk_and_pictures_are_kept(name, page, browse):
+    html = page.html
+    if name == "attention":
+        with jaxprs_kept() as jaxprs:
+            sites = sites_in(attended, S((1, 512, 2, 64), jnp.float32))
+        html = page_of(name, sites, ["cpu", "tpu:v6e"], jaxprs, measure=False).html
+    assert len(html) < 5e6
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    path = PICTURES / f"{name}.html"
+    path.write_text(html)
+    picture = path.with_suffix(".png")
+    picture.unlink(missing_ok=True)
+    browse(path, "--window-size=1400,3000", f"--screenshot={picture}")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5e4

@@ -1,6 +1,8 @@
 """`pl.profile(f)(*args)` and `pl.roofline`: where time goes, and what it could be."""
 
+import functools
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -154,8 +156,43 @@ def test_emulated_kernels_are_named():
 def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(SpecError, match="calls no kernel"):
         pl.profile(jnp.sin)(1.0)
-    with pytest.raises(SpecError, match="runs=0: a profile needs a run"):
-        pl.profile(weights, runs=0)(jnp.ones((8, 128)))
+    for runs in (0, 2.5, "3", True):
+        text = re.escape(f"pl.profile: runs={runs!r} is no number of runs")
+        with pytest.raises(SpecError, match=text):
+            pl.profile(weights, runs=runs)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "mode"))
+def by_name(x, rows, *, scale, mode="sin"):
+    """Arguments of all kinds: an operand by name, static ones of two types."""
+    function = getattr(jnp, mode)
+
+    def kernel(x_ref, s_ref, o_ref):
+        o_ref[...] = function(x_ref[...]) * s_ref[...]
+
+    spec = pl.BlockSpec((rows, 128), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=S(x.shape, x.dtype),
+        grid=x.shape[0] // rows,
+        in_specs=[spec, pl.BlockSpec((1, 128), lambda i: (0, 0))],
+        out_specs=spec,
+    )(x, scale)
+
+
+def test_arguments_by_name_and_static_ones():
+    x, scale = S((32, 128), F32), jnp.ones((1, 128))
+    given = dict(scale=scale, mode="cos")
+    found = pl.profile(by_name, runs=2)(x, 16, **given)
+    assert [k.calls for k in found.kernels] == [1]
+    (kernel,) = pl.lower(by_name)(x, 16, **given).kernels
+    assert "cos" in kernel.text and "grid=(2,)" in kernel.text
+    for report in (
+        pl.explain(by_name, measure=False)(x, 8, **given),
+        pl.aot(by_name, x, 8, **given).compile("cpu"),
+    ):
+        assert [a.size for a in report.kernels[0].axes] == [4]
+    assert pl.explain_grad(by_name)(x, 8, **given).operands
 
 
 def test_times_of_a_device_come_from_its_profiler(monkeypatch):

@@ -27,6 +27,7 @@ found.last = position();
 document.querySelector('[data-go="play"]').click();
 found.unnamed = [...document.querySelectorAll("button, select, input")].filter(
   (e) => !e.closest("label") && !e.getAttribute("aria-label") && !e.textContent.trim()).length;
+found.requests = performance.getEntriesByType("resource").map((e) => e.name);
 found.rows = document.querySelectorAll("#rows tr").length;
 found.roofline = document.querySelector("#roofline svg").getAttribute("aria-label");
 setTimeout(() => {

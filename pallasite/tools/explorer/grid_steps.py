@@ -136,15 +136,15 @@ def _nested(
     """For each number along the outer axes, all steps along the others."""
     inner = [a for a in range(len(sizes)) if a not in outer]
     inside = prod(sizes[a] for a in inner)
-    units = units[: -(-MOST_STEPS // inside)]
-    steps = np.zeros((len(sizes), len(units) * inside), np.int32)
+    numbers = np.arange(min(len(units) * inside, MOST_STEPS))
+    steps = np.zeros((len(sizes), len(numbers)), np.int32)
     if outer:
-        places = _numbered([sizes[a] for a in outer], np.repeat(units, inside))
-        steps[list(outer)] = places
+        own = units[numbers // inside]
+        steps[list(outer)] = _numbered([sizes[a] for a in outer], own)
     if inner:
-        numbers = np.tile(np.arange(inside), len(units))
-        steps[inner] = _numbered([sizes[a] for a in inner], numbers)
-    return steps[:, :MOST_STEPS]
+        own = numbers % inside
+        steps[inner] = _numbered([sizes[a] for a in inner], own)
+    return steps
 
 
 def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
@@ -159,7 +159,7 @@ def _of_threads(sharing: Sharing, sizes: Sequence[int], units: int) -> Order:
         low, last = part * length, min((part + 1) * length, units)
         while last > low and len(taken) < MOST_STEPS:
             first = max(last - chunk, low)
-            taken += range(first, last)
+            taken += range(first, min(last, first + MOST_STEPS))
             last = first
     steps = _nested(sizes, sharing.parallel, np.array(taken, np.int64))
     text = (

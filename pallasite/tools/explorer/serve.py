@@ -2,6 +2,7 @@
 
 import html
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,12 @@ def serve(command: Sequence[str], port: int) -> int:
         command: makes the page, and writes it where `-o` says.
         port: to listen at, on this computer only; 0: any that is free.
     """
-    with ThreadingHTTPServer((HOST, port), _handler(command)) as server:
+    try:
+        listening = ThreadingHTTPServer((HOST, port), _handler(command))
+    except (OSError, OverflowError) as error:
+        print(f"pallasite explore: port {port}: {error}", file=sys.stderr)
+        return 2
+    with listening as server:
         print(f"http://{HOST}:{server.server_port}  (end with Ctrl-C)", flush=True)
         try:
             server.serve_forever()

@@ -133,7 +133,11 @@ def _carry_places(e: Emitter, op: Op, carries: Sequence[Value]) -> list[Tile | N
     places: list[Tile | None] = []
     for value, result in zip(carries, op.results, strict=True):
         if isinstance(value.type, RefType):
-            raise UnsupportedError("backend 'cpu' cannot carry a ref through a loop")
+            raise UnsupportedError(
+                "backend 'cpu' cannot carry a ref through a loop",
+                fix="load from the ref before the loop and carry the value, or "
+                "use the ref in its body",
+            )
         if not value.tile.rank:
             places.append(None)
             continue

@@ -28,16 +28,16 @@ FILL = "pallasite_fill_message"
 def emit_debug_check(e: Emitter, op: Op) -> None:
     f = e.f
     good, bad = f.labels("good", "bad")
-    where = f" at {op.loc}" if op.loc else ""
     ok, *values = op.operands
     f.branch_if(e.scalar(ok), good, bad)
     f.label(bad)
     if values:
         template = f.module.text_constant(op.attrs["message"])
-        end = f.module.text_constant(where)
-        message = f.call(FILL, "ptr", template, end, *_handed_over(e, values))
+        at = f.module.text_constant(str(op.loc or ""))
+        message = f.call(FILL, "ptr", template, at, *_handed_over(e, values))
     else:
-        message = f.module.text_constant(failed_check(op.attrs["message"], ()) + where)
+        text = failed_check(op.attrs["message"], (), op.loc)
+        message = f.module.text_constant(text)
     f.line(f"ret {message}")
     f.label(good)
 
@@ -80,7 +80,7 @@ def _print(template: bytes, types: bytes, addresses: Any) -> None:
 
 @cache
 def filler() -> Any:
-    """The C function that fills a message: format, its end, types, addresses."""
+    """The C function that fills a message: format, its line, types, addresses."""
     pointers = ctypes.POINTER(ctypes.c_void_p)
     texts = [ctypes.c_char_p] * 3
     return ctypes.CFUNCTYPE(ctypes.c_void_p, *texts, pointers)(_fill)
@@ -90,9 +90,10 @@ def filler() -> Any:
 _filled: deque[Any] = deque(maxlen=1024)
 
 
-def _fill(template: bytes, end: bytes, types: bytes, addresses: Any) -> int | None:
-    text = failed_check(template.decode(), _arrays_at(types, addresses))
-    message = ctypes.create_string_buffer(text.encode() + end)
+def _fill(template: bytes, at: bytes, types: bytes, addresses: Any) -> int | None:
+    values = _arrays_at(types, addresses)
+    text = failed_check(template.decode(), values, at.decode())
+    message = ctypes.create_string_buffer(text.encode())
     _filled.append(message)
     return ctypes.addressof(message)
 
