@@ -120,9 +120,10 @@ class Window:
 
     def may_hang_over(self, shape: Sequence[int]) -> bool:
         """Whether a block can show elements outside an array of this shape."""
-        pairs = zip(self.dims, shape, strict=True)
-        inside = lambda d, n: d.kind == "blocked" and n % max(d.size, 1) == 0
-        return any(d.kind != "squeezed" and not inside(d, n) for d, n in pairs)
+        return any(
+            d.kind != "squeezed" and (d.kind != "blocked" or n % max(d.size, 1) != 0)
+            for d, n in zip(self.dims, shape, strict=True)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs, dropout, masks
+from pallasite.target import Tpu
 
 # Where a running maximum starts: finite, so that differences stay finite where a row
 # has seen no allowed key yet.
@@ -140,7 +141,7 @@ def attention(
     config = configs.tuned(
         "attention",
         config,
-        configs.default_for(AttentionConfig(), block_q=512, block_kv=512),
+        AttentionConfig(512, 512) if configs.traced_for(Tpu) else AttentionConfig(),
         SPACE,
         (query, key, value, bias),
         mask=masks.kind(mask),

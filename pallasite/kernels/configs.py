@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pallasite.kernels import common
 from pallasite.primitive import chip_for
-from pallasite.target import Host, Tpu
+from pallasite.target import Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
 
@@ -21,9 +21,9 @@ PRODUCT = {
 }
 
 
-def on_cpu() -> bool:
-    """Is a call traced now for a CPU, whose blocks no matrix unit decides?"""
-    return isinstance(chip_for(None), Host)
+def traced_for(kind: type[Host | Gpu | Tpu]) -> bool:
+    """Is a call traced now for a chip of this kind?"""
+    return isinstance(chip_for(None), kind)
 
 
 def tuned(
@@ -50,16 +50,6 @@ def tuned(
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
     return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
-
-
-def default_for(config: C, **on_tpu: Any) -> C:
-    """A default configuration, with other values on a TPU.
-
-    A program costs hundreds of cycles there, and memory for blocks is plenty.
-    """
-    if not isinstance(chip_for(None), Tpu):
-        return config
-    return dataclasses.replace(config, **on_tpu)  # pyright: ignore[reportArgumentType]
 
 
 def tuned_rows(

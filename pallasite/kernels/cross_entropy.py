@@ -27,6 +27,7 @@ from pallasite.kernels.matmul import (
     row_partials,
     tiles,
 )
+from pallasite.target import Host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ def linear_softmax_cross_entropy_loss(
         )
     compute = common.choose(implementation, _streamed, _plain)
     # A CPU packs weights for every block of tokens, or once for all.
-    default = CrossEntropyConfig(block_tokens=256 if configs.on_cpu() else 128)
+    default = CrossEntropyConfig(block_tokens=256 if configs.traced_for(Host) else 128)
     config = configs.tuned(operation, config, default, SPACE, (x, weights))
     counted = (labels >= 0) & (labels < vocabulary)
     losses = compute(

@@ -21,6 +21,7 @@ from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.quantized import QuantizedWeights
 from pallasite.kernels.visits import visits_of_groups
+from pallasite.target import Host, Tpu
 
 
 def grouped_matmul(
@@ -64,9 +65,9 @@ def grouped_matmul(
     common.check_option("grouped_matmul", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _grouped, _plain)
     default = _default(len(x), groups, gate is not None)
-    if not is_quantized:
-        large = {"block_m": 256, "block_n": 512, "block_k": 512}
-        default = configs.default_for(default, **large)
+    # A program costs hundreds of cycles on a TPU, and memory for blocks is plenty.
+    if not is_quantized and configs.traced_for(Tpu):
+        default = MatmulConfig(256, 512, 512)
     config = configs.tuned(
         "grouped_matmul",
         config,
@@ -86,7 +87,7 @@ def _default(m: int, groups: int, is_gated: bool) -> MatmulConfig:
     of a group waste an eighth of the products, and a CPU is as fast with them.
     """
     # Two sums take the place of one that is twice as wide.
-    if configs.on_cpu():
+    if configs.traced_for(Host):
         rows = pl.next_power_of_2(max(m // (8 * max(groups, 1)), 1))
         return MatmulConfig(min(max(rows, 8), 128), 256 if is_gated else 512, 64)
     return MatmulConfig(128, 128 if is_gated else 256, 64)

@@ -24,7 +24,6 @@ from pallasite.kernels.decode import (
     plain_paged,
     products,
 )
-from pallasite.primitive import chip_for
 from pallasite.target import Gpu
 
 
@@ -62,7 +61,7 @@ LEAST_ROWS = 64
 
 def _default(heads: int, latent: int) -> LatentAttentionConfig:
     """On a GPU, what tensor cores take: 64 rows, 256 columns, keys from memory."""
-    is_gpu = isinstance(chip_for(None), Gpu)
+    is_gpu = configs.traced_for(Gpu)
     if not is_gpu or heads < LEAST_ROWS or latent % MOST_COLUMNS:
         return LatentAttentionConfig()
     return LatentAttentionConfig(LEAST_ROWS, 64, 1, MOST_COLUMNS, apart=True)

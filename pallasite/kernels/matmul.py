@@ -16,7 +16,6 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
-from pallasite.primitive import chip_for
 from pallasite.target import Gpu
 
 
@@ -102,7 +101,7 @@ def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
     A few rows are one row of blocks: on a GPU the sum is split such that there is work
     for all multiprocessors, several times over, in parts of 512 or more.
     """
-    if isinstance(chip_for(None), Gpu) and rows <= 64 and n and not gated:
+    if configs.traced_for(Gpu) and rows <= 64 and n and not gated:
         splits = min(16, 512 // pl.cdiv(n, 128), k // 512)
         if splits > 1:
             return MatmulConfig(splits=splits)

@@ -16,7 +16,6 @@ import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
-from pallasite.primitive import chip_for
 from pallasite.target import Gpu
 
 
@@ -43,7 +42,7 @@ RECURRENCE_SPACE = {
 
 
 def _default_recurrence() -> RecurrenceConfig:
-    is_gpu = isinstance(chip_for(None), Gpu)
+    is_gpu = configs.traced_for(Gpu)
     return RecurrenceConfig(128, 32, 64) if is_gpu else RecurrenceConfig()
 
 

@@ -170,7 +170,9 @@ def _dynamic_update_slice(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, 
 
 def _exchange(types: tuple[Type, ...], attrs: Attrs) -> tuple[Type, ...]:
     (x,) = tiles(types)
-    n, distance = x.shape[attrs["axis"]], attrs["distance"]
+    axis: int = attrs["axis"]
+    distance: int = attrs["distance"]
+    n = x.shape[axis]
     if n & (n - 1) or distance & (distance - 1) or not 0 < distance < n:
         raise TypeRuleError(f"no elements {distance} apart to exchange among {n}")
     return (x,)
