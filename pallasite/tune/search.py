@@ -114,16 +114,19 @@ def _predicted(candidates: Sequence[Candidate], space: Space) -> dict[int, float
     That of the estimate, plus a parabola in the place of each parameter's value, fitted
     to what was measured.
     """
-    usable = [c for c in candidates if not c.refused and c.estimate > 0]
+    # Nothing is known of kernels whose work their operands' values decide.
+    is_known = any(c.seconds and c.estimate > 0 for c in candidates)
+    estimates = {id(c): c.estimate if is_known else 1.0 for c in candidates}
+    usable = [c for c in candidates if not c.refused and estimates[id(c)] > 0]
     done = [c for c in usable if c.seconds]
-    scale = np.array([log(c.seconds / c.estimate) for c in done if c.seconds])
+    scale = np.array([log(c.seconds / estimates[id(c)]) for c in done if c.seconds])
     rows = np.array([_places(c, space) for c in done])
     weights = np.linalg.solve(
         rows.T @ rows + RIDGE * np.eye(rows.shape[1]), rows.T @ (scale - np.mean(scale))
     )
     found = {id(c): 0.0 for c in candidates}
     for c in usable:
-        found[id(c)] = log(c.estimate) + float(_places(c, space) @ weights)
+        found[id(c)] = log(estimates[id(c)]) + float(_places(c, space) @ weights)
     return found
 
 

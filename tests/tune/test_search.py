@@ -54,6 +54,12 @@ def test_a_quarter_is_compiled_and_the_best_is_found():
     assert tried[0] is outcome.default
 
 
+def test_kernels_of_unknown_cost_are_searched_by_their_times():
+    outcome, tried = run(candidates(lambda config: 0.0))
+    assert outcome.best.config == {"m": 128, "n": 256, "k": 64}
+    assert len(tried) <= len(SPACE.configs) / 4
+
+
 def test_good_estimates_are_tried_first():
     outcome, tried = run(candidates(seconds))
     assert outcome.best.config == {"m": 128, "n": 256, "k": 64}
