@@ -160,15 +160,17 @@ class Region:
         if any(out is not None for out in outs):
             self._note_scalars(node)
             ins = pull_through(node, outs, self._scalars)
+        found = dict(self.blocks)
         for value, blocks in zip(node.operands, ins, strict=True):
             if T.dtype_of(value.aval.dtype) is None:
                 raise NotFusible(f"kernels have no {value.aval.dtype}")
             if blocks is not None and not _numbered_alike(blocks, outs):
                 raise NotFusible(f"blocks of {node.primitive} begin between blocks")
-            self._check_same(value, blocks)
-        for value, blocks in zip(node.operands, ins, strict=True):
+            if value in found and not self.same(value, found[value], blocks):
+                raise NotFusible("two uses of a value need different blocks of it")
             if isinstance(value, Val) or value.shape:
-                self.blocks[value] = blocks
+                found[value] = blocks
+        self.blocks = found
         self.nodes.append(node)
 
     def _note_scalars(self, node: Node) -> None:
@@ -181,12 +183,6 @@ class Region:
 
     def _scalars(self, outer: Sequence[Any]) -> dict[Val, Any]:
         return dict(zip(self.scalars, outer[self.rank :], strict=False))
-
-    def _check_same(self, value: Atom, blocks: Blocks) -> None:
-        if value not in self.blocks:
-            return
-        if not self.same(value, self.blocks[value], blocks):
-            raise NotFusible("two uses of a value need different blocks of it")
 
     def same(self, value: Atom, a: Blocks, b: Blocks) -> bool:
         """Whether two descriptions mean the same block of a value at every step."""

@@ -258,8 +258,10 @@ def _sums_of_groups(x, y, group_sizes, groups, config):
     # A step of the sum is a block of rows here: rows take the place of k.
     blocks = fitted(config, k, n, m)
     wide = common.statistics_dtype(x.dtype)
-    end = jnp.minimum(jnp.cumsum(group_sizes), m)
-    start = jnp.minimum(end - group_sizes, m)
+    total = jnp.cumsum(group_sizes)
+    start, end = jnp.minimum(total - group_sizes, m), jnp.minimum(total, m)
+    # The kernel gives rows of no group factors of 0, which NaN and infinity survive.
+    x = jnp.where(jnp.arange(m)[:, None] < jnp.sum(group_sizes), x, 0)
     rows_of_step = blocks.block_k
     steps = max(pl.cdiv(m, rows_of_step), 1)
     ragged = {"fill": 0} if steps * rows_of_step != m else {}

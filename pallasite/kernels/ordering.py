@@ -32,7 +32,7 @@ def top_k(
         raise SpecError(
             "top_k: k is larger than a row, or not positive",
             [("k", k), ("x", x.shape)],
-            fix=f"pass a k from 1 to {x.shape[-1]}",
+            fix=f"pass a k from 1 to {x.shape[-1]}" if x.shape[-1] else "pass rows",
         )
     compute = common.choose(implementation, _best_rows, _plain_top_k)
     return compute(x, k=k, config=configs.tuned_rows("top_k", config, x))
@@ -55,6 +55,8 @@ def sort(
     """
     common.check_floats("sort", x=x)
     compute = common.choose(implementation, _sorted_rows, _plain_sort)
+    if not x.size:
+        compute = _plain_sort
     config = configs.tuned_rows("sort", config, x)
     return compute(x, descending=descending, config=config)
 

@@ -187,7 +187,8 @@ def _recurrence_bwd(config, kept, cotangent):
     """
     decay, initial, states = kept
     if not states.size:
-        return jnp.zeros_like(states), jnp.zeros_like(decay), initial
+        zeros = map(jnp.zeros_like, (states, decay, initial))
+        return tuple(zeros)
     blocks = _Blocks.of(states, config)
     grid = blocks.grid(states)
     wide = common.statistics_dtype(states.dtype)

@@ -30,8 +30,8 @@ def visits_of_groups(group_sizes: jax.Array, m: int, block: int) -> Visits:
     """
     used = jnp.sum(group_sizes)
     sizes = jnp.append(group_sizes, jnp.maximum(m - used, 0))
-    end = jnp.minimum(jnp.cumsum(sizes), m)
-    start = jnp.minimum(end - sizes, m)
+    total = jnp.cumsum(sizes)
+    start, end = jnp.minimum(total - sizes, m), jnp.minimum(total, m)
     first = start // block
     counts = jnp.where(start < end, pl.cdiv(end, block) - first, 0)
     number = pl.cdiv(m, block) + len(group_sizes)

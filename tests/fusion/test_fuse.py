@@ -441,3 +441,22 @@ def test_explain_says_what_was_fused():
     assert (
         "fused     operand w_ref: convert_element_type, broadcast_in_dim, mul" in text
     )
+
+
+@pytest.mark.parametrize("rows", [8, 12, 16])
+def test_parts_of_one_array_twice(rows: int):
+    """Two uses in one operation need two blocks: that is not fused."""
+
+    def function(y):
+        x = jnp.concatenate([y, y])[:rows]
+        block = pl.BlockSpec((2, 4), lambda i: (i, 0))
+        return pl.pallas_call(
+            lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...] + 1),
+            out_shape=x,
+            grid=rows // 2,
+            in_specs=[block],
+            out_specs=block,
+        )(x)
+
+    y = array(8, 4)
+    np.testing.assert_array_equal(pl.fuse(function)(y), function(y))

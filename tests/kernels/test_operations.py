@@ -292,6 +292,13 @@ CASES = {
         jnp.array([0, 0, 0]),
         gradients=False,
     ),
+    "grouped matmul, sizes beyond the rows": case(
+        kernels.grouped_matmul,
+        normal(40, 37),
+        normal(3, 37, 33),
+        jnp.array([24, 30, 8]),
+        config=kernels.MatmulConfig(16, 16, 16),
+    ),
     "grouped matmul of no rows": case(
         kernels.grouped_matmul, normal(0, 5), normal(3, 5, 6), jnp.array([0, 0, 0])
     ),
@@ -541,6 +548,29 @@ REFUSALS = [
         "differ in dtype",
     ),
 ]
+
+
+def test_rows_of_no_group_have_no_part_in_gradients():
+    x = normal(10, 6).at[7:].set(jnp.nan).at[9].set(jnp.inf)
+    sizes = jnp.array([3, 0, 4])
+
+    def gradient(y, **how):
+        return jax.grad(lambda y: kernels.grouped_matmul(x, y, sizes, **how).sum())(y)
+
+    y = normal(3, 6, 5)
+    want = gradient(y, implementation="xla")
+    np.testing.assert_allclose(gradient(y), want, rtol=1e-5, atol=1e-5)
+
+
+def test_no_steps_hand_nothing_back_to_the_initial_state():
+    empty, initial = jnp.ones((2, 0, 3)), normal(2, 3)
+    run = lambda h: kernels.linear_recurrence(empty, empty, h).sum()
+    np.testing.assert_array_equal(jax.grad(run)(initial), jnp.zeros((2, 3)))
+
+
+def test_rows_of_no_width_are_sorted():
+    values, places = kernels.sort(jnp.ones((3, 0)))
+    assert values.shape == places.shape == (3, 0)
 
 
 @pytest.mark.parametrize(("operation", "operands", "message"), REFUSALS)
