@@ -279,6 +279,8 @@ def consumers_of(
         try:
             back.walk_back(region, after, given=value)
             _check_blocks(back, pushed)
+            if value not in back.blocks:
+                raise NotFusible("what follows the result does not use its elements")
         except NotFusible as error:
             # The last equation of the region that leads there cannot be part of it.
             reasons.append(error.what)

@@ -255,6 +255,9 @@ class Builder:
             return None
         first = pick(self.choices, [shape[axis] // 2, 1, shape[axis] - 1])
         sized = lambda n: self.term((*shape[:axis], n, *shape[axis + 1 :]), dtype)
+        if 2 * first == shape[axis] and pick(self.choices, [False, True]):
+            twice = lambda x: jnp.concatenate([x, x], axis)
+            return self._of("twice", twice, sized(first))
         parts = sized(first), sized(shape[axis] - first)
         return self._of("join", lambda *x: jnp.concatenate(x, axis), *parts)
 
