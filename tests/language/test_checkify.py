@@ -16,7 +16,7 @@ from tests.backends.triton.harness import simulated
 GOOD = np.arange(1, 17, dtype=np.float32)
 GOOD.flags.writeable = False
 RUN = {
-    "cpu": {},
+    "native": {},
     "emulation": {"interpret": True},
     "checked": {"interpret": pl.Checked()},
 }
@@ -49,6 +49,13 @@ def call(**options):
 def found(function, *args, errors=checkify.user_checks) -> str | None:
     error, _ = checkify.checkify(function, errors=errors)(*args)
     return error.get()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["native", "emulation"])
+def test_on_a_gpu(how):
+    with jax.default_device(jax.devices("gpu")[0]):
+        test_the_first_failing_check_is_reported(how)
 
 
 @pytest.mark.parametrize("how", RUN)
@@ -91,7 +98,7 @@ def test_of_several_programs_the_first():
     assert "-3.0 in program 1" in found(call(), x)
 
 
-@pytest.mark.parametrize("how", ["cpu", "emulation"])
+@pytest.mark.parametrize("how", ["native", "emulation"])
 def test_derivatives(how):
     f, bad = call(**RUN[how]), changed(8, -1.0)
     assert "program 2" in found(jax.grad(lambda x: f(x).sum()), bad)
