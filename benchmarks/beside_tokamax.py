@@ -11,7 +11,6 @@ here, prints its reason.
 
 import argparse
 import importlib
-import json
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -118,9 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(f"{name:32} {shown}", flush=True)
     if options.save:
-        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        about["tokamax"] = tokamax().__version__
-        options.save.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        ours.save(options.save, found, tokamax=tokamax().__version__)
 
 
 if __name__ == "__main__":

@@ -659,6 +659,12 @@ def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
     return row
 
 
+def save(path: Path, rows: dict[str, Any], **versions: str) -> None:
+    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    text = json.dumps({**about, **versions, "rows": rows}, indent=1)
+    path.write_text(text + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
@@ -690,9 +696,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
         if options.save:  # after each, so that what ends early leaves something
-            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-            text = json.dumps({**about, "rows": found}, indent=1)
-            options.save.write_text(text + "\n")
+            save(options.save, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallasite import jaxcompat
 from pallasite.errors import SpecError
-from pallasite.primitive import chip_for
+from pallasite.kernels import configs
 from pallasite.target import Tpu
 
 # How blocks get from one device to the next:
@@ -74,7 +74,7 @@ def by_remote_copies(transport: Transport) -> bool:
     mesh = jaxcompat.device_mesh()
     # Kernels name a device by its place along all axes.
     knows_its_place = mesh is not None and set(mesh.axis_names) == set(mesh.manual_axes)
-    return knows_its_place and isinstance(chip_for(None), Tpu)
+    return knows_its_place and configs.traced_for(Tpu)
 
 
 def check_divides(

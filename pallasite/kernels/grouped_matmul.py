@@ -20,7 +20,7 @@ from pallasite.kernels.glu import ACTIVATIONS, gated_linear_unit
 from pallasite.kernels.grouped_quantized import quantized_product
 from pallasite.kernels.matmul import MatmulConfig, fitted
 from pallasite.kernels.quantized import QuantizedWeights
-from pallasite.kernels.visits import visits_of_groups
+from pallasite.kernels.visits import rows_of_groups, visits_of_groups
 from pallasite.target import Host, Tpu
 
 
@@ -258,8 +258,7 @@ def _sums_of_groups(x, y, group_sizes, groups, config):
     # A step of the sum is a block of rows here: rows take the place of k.
     blocks = fitted(config, k, n, m)
     wide = common.statistics_dtype(x.dtype)
-    total = jnp.cumsum(group_sizes)
-    start, end = jnp.minimum(total - group_sizes, m), jnp.minimum(total, m)
+    start, end = rows_of_groups(group_sizes, m)
     # The kernel gives rows of no group factors of 0, which NaN and infinity survive.
     x = jnp.where(jnp.arange(m)[:, None] < jnp.sum(group_sizes), x, 0)
     rows_of_step = blocks.block_k

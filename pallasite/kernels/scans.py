@@ -187,8 +187,7 @@ def _recurrence_bwd(config, kept, cotangent):
     """
     decay, initial, states = kept
     if not states.size:
-        zeros = map(jnp.zeros_like, (states, decay, initial))
-        return tuple(zeros)
+        return tuple(map(jnp.zeros_like, (states, decay, initial)))
     blocks = _Blocks.of(states, config)
     grid = blocks.grid(states)
     wide = common.statistics_dtype(states.dtype)
@@ -237,7 +236,7 @@ def _recurrence_bwd(config, kept, cotangent):
     per_block = blocks.length // rows
     earlier = pl.BlockSpec(
         (None, rows, blocks.width),
-        lambda b, j, i: (b, jnp.maximum((grid[2] - 1 - i) * per_block - 1, 0), j),
+        lambda b, j, i: (b, jnp.maximum(backwards(i) * per_block - 1, 0), j),
     )
     d_x, d_decay, d_initial = pl.pallas_call(
         kernel,

@@ -23,6 +23,12 @@ class Visits(NamedTuple):
     end: jax.Array
 
 
+def rows_of_groups(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """The first of `m` rows that each group has, and the end of its rows."""
+    end = jnp.cumsum(sizes)
+    return jnp.minimum(end - sizes, m), jnp.minimum(end, m)
+
+
 def visits_of_groups(group_sizes: jax.Array, m: int, block: int) -> Visits:
     """Visits of blocks of `m` rows, in the order of rows.
 
@@ -30,8 +36,7 @@ def visits_of_groups(group_sizes: jax.Array, m: int, block: int) -> Visits:
     """
     used = jnp.sum(group_sizes)
     sizes = jnp.append(group_sizes, jnp.maximum(m - used, 0))
-    total = jnp.cumsum(sizes)
-    start, end = jnp.minimum(total - sizes, m), jnp.minimum(total, m)
+    start, end = rows_of_groups(sizes, m)
     first = start // block
     counts = jnp.where(start < end, pl.cdiv(end, block) - first, 0)
     number = pl.cdiv(m, block) + len(group_sizes)

@@ -89,6 +89,14 @@ def weight_only(x, values, scales, *, bits, **how):
 # Pages in no order; entries of the table that no sequence uses are out of range.
 TABLE = jnp.array([[4, 1, 9], [7, 10**6, -5], [-1, -1, -1], [3, 0, 8]], jnp.int32)
 LENGTHS = jnp.array([20, 5, 0, 17], jnp.int32)
+LATENT = (
+    normal(4, 6, 12),
+    normal(4, 6, 4, seed=1),
+    normal(10, 8, 12, seed=2),
+    normal(10, 8, 4, seed=3),
+    LENGTHS,
+    TABLE,
+)
 
 
 def ragged(*query_lengths, dtype=jnp.float32, pages_dtype=None):
@@ -139,24 +147,14 @@ CASES = {
     ),
     "latent attention": case(
         kernels.latent_attention,
-        normal(4, 6, 12),
-        normal(4, 6, 4, seed=1),
-        normal(10, 8, 12, seed=2),
-        normal(10, 8, 4, seed=3),
-        LENGTHS,
-        TABLE,
+        *LATENT,
         scale=0.3,
         gradients=False,
         config=kernels.LatentAttentionConfig(block_heads=4, block_kv=4, splits=2),
     ),
     "latent attention, the last block apart": case(
         kernels.latent_attention,
-        normal(4, 6, 12),
-        normal(4, 6, 4, seed=1),
-        normal(10, 8, 12, seed=2),
-        normal(10, 8, 4, seed=3),
-        LENGTHS,
-        TABLE,
+        *LATENT,
         scale=0.3,
         gradients=False,
         config=kernels.LatentAttentionConfig(4, 4, 2, block_latent=4, apart=True),

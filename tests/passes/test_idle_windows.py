@@ -83,14 +83,16 @@ def test_causal():
         }""")
 
 
-def test_window():
-    guard = """
+WINDOW = """
       %d: i32 = sub %i, %j
       %g1: bool = ge %d, %c0
       %g2: bool = lt %d, %c2
       %g: bool = and %g1, %g2
     """
-    assert changed(guard) == textwrap.dedent("""\
+
+
+def test_window():
+    assert changed(WINDOW) == textwrap.dedent("""\
         map (%i1: i32, %j1: i32) {
           %0: i32 = constant {value=0}
           %1: i32 = constant {value=1}
@@ -125,13 +127,7 @@ SECOND = """
 
 def test_two_guards():
     """From `i - 1` on, to the last step that either of them lets through."""
-    guard = """
-      %d: i32 = sub %i, %j
-      %g1: bool = ge %d, %c0
-      %g2: bool = lt %d, %c2
-      %g: bool = and %g1, %g2
-    """
-    found = changed(guard, **{"      cond %w\n": SECOND.lstrip("\n")})
+    found = changed(WINDOW, **{"      cond %w\n": SECOND.lstrip("\n")})
     assert found == textwrap.dedent("""\
         map (%i1: i32, %j1: i32) {
           %0: i32 = constant {value=0}
