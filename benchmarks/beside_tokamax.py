@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         print(f"{name:32} {shown}", flush=True)
     if options.save:
-        ours.save(options.save, found, tokamax=tokamax().__version__)
+        ours.save(options.save, "rows", found, tokamax=tokamax().__version__)
 
 
 if __name__ == "__main__":

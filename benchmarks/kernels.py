@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -652,6 +653,9 @@ def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
         "tera/s": problem.work / times["ours"] / 1e12,
         "unit": problem.unit,
         "distance": found,
+        "operands": ", ".join(
+            jax.typeof(x).str_short(True) for x in jax.tree.leaves(operands)
+        ),
     }
     if "torch" in times:
         row["torch ms"] = 1e3 * times["torch"]
@@ -659,10 +663,14 @@ def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
     return row
 
 
-def save(path: Path, rows: dict[str, Any], **versions: str) -> None:
-    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    text = json.dumps({**about, **versions, "rows": rows}, indent=1)
-    path.write_text(text + "\n")
+def save(path: Path, part: str, rows: dict[str, Any], **versions: str) -> None:
+    """Put rows into the file: other rows, and the other part, stay as they are."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    stored["device"] = jax.devices()[0].device_kind
+    stored |= {"jax": jax.__version__, **versions}
+    stored["date"] = datetime.now(UTC).date().isoformat()
+    stored.setdefault(part, {}).update(rows)
+    path.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -696,7 +704,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
         if options.save:  # after each, so that what ends early leaves something
-            save(options.save, found)
+            save(options.save, "gradients" if options.grad else "rows", found)
 
 
 if __name__ == "__main__":

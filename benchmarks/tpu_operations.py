@@ -99,16 +99,25 @@ def _with_known_tables(
         find = functools.partial(_found, i, j)
         return find(tables.data_next), None, find(tables.block_mask) > 0, True
 
-    def with_tables(*operands: Any) -> Any:
-        library._next_nonzero = next_nonzero
+    return _patched(library, "_next_nonzero", next_nonzero, function)
+
+
+def _patched(
+    library: Any, name: str, value: Any, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that sees another `value` under a name of the library."""
+    known = getattr(library, name)
+
+    def run(*operands: Any) -> Any:
+        setattr(library, name, value)
         jax.clear_caches()  # of its jitted functions, traced with the other
         try:
             return function(*operands)
         finally:
-            library._next_nonzero = known
+            setattr(library, name, known)
             jax.clear_caches()
 
-    return with_tables
+    return run
 
 
 def _found(i: Any, j: Any, table: Any) -> Any:
@@ -167,6 +176,33 @@ def paged_attention() -> Case:
     return kernels.paged_attention, shapes
 
 
+def paged_counted() -> Case:
+    """JAX's kernel with lengths that are numbers: all sequences fill their pages.
+
+    From lengths in scalar memory libtpu's estimate does not know how often the loop
+    over pages goes round, and counts it once.
+    """
+    from jax.experimental.pallas.ops.tpu.paged_attention import (
+        paged_attention_kernel as library,
+    )
+
+    run, shapes = CASES["library: paged attention"]()
+    _, pool, _, _, table = shapes
+    length = table.shape[1] * pool.shape[2]
+    name = "paged_flash_attention_kernel_inline_seq_dim"
+    kernel = getattr(library, name)
+
+    class Lengths:
+        def __getitem__(self, sequence: Any) -> Any:
+            return jnp.int32(length)
+
+    @functools.wraps(kernel)
+    def with_lengths(lengths_ref: Any, *others: Any, **options: Any) -> None:
+        kernel(Lengths(), *others, **options)
+
+    return _patched(library, name, with_lengths, run), shapes
+
+
 def matmul() -> Case:
     from pallasite import kernels
 
@@ -210,4 +246,7 @@ def operations() -> Iterator[Operation]:
         )
     yield Operation(
         "operation: paged attention", paged_attention, CASES["library: paged attention"]
+    )
+    yield Operation(
+        "operation: paged attention (counted)", paged_attention, paged_counted
     )

@@ -18,6 +18,19 @@ def test_page_is_up_to_date(page: str):
     assert (DOCS / f"{page}.md").read_text() == made, f"run python docs/{script.name}"
 
 
+def test_tables_of_speed_are_up_to_date():
+    script = runpy.run_path(str(DOCS / "make_speed.py"))
+    for name in script["PAGES"]:
+        text = (DOCS / f"{name}.md").read_text()
+        assert text == script["filled"](text), "run python docs/make_speed.py"
+
+
+def test_every_table_of_speed_is_in_a_page_that_is_filled():
+    script = runpy.run_path(str(DOCS / "make_speed.py"))
+    marked = {p.stem for p in DOCS.glob("*.md") if "<!-- speed: " in p.read_text()}
+    assert marked == set(script["PAGES"])
+
+
 def test_reference_is_up_to_date():
     script = runpy.run_path(str(DOCS / "make_api.py"))
     for name in script["PAGES"]:
