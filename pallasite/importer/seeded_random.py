@@ -7,6 +7,7 @@ same on every backend (and others than a TPU's own).
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,9 @@ def _stateful(sampler: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def sample(*args: Any, **kwargs: Any) -> jax.Array:
         return sampler(_key(), *args, **kwargs)
 
+    signature = inspect.signature(sampler)
+    others = [p for name, p in signature.parameters.items() if name != "key"]
+    sample.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
     sample.__doc__ = (
         f"`jax.random.{sampler.__name__}` without its key: from the generator that "
         "`prng_seed` has seeded."

@@ -84,6 +84,15 @@ class Buffered:
     revisit: RevisitMode | None = None
     prefetched_count: int = 0
 
+    def __post_init__(self):
+        if not isinstance(self.buffer_count, int) or self.buffer_count < 1:
+            raise SpecError(
+                "a window has at least one buffer",
+                [("buffer_count", repr(self.buffer_count))],
+                user_location(),
+                "pl.Buffered(2) is the default; pl.Buffered(1) saves memory",
+            )
+
 
 squeezed = Squeezed()
 Dim = int | None | Squeezed | Blocked | Element | BoundedSlice

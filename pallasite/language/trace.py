@@ -299,7 +299,9 @@ def user_location() -> Loc | None:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        # What `dataclass` writes has no file of its own, but its module's name.
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if not file.startswith(_LIBRARIES) and module != "pallasite":
             return Loc(shorten(file), frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None

@@ -318,6 +318,22 @@ def unchanged(op: Op, b: Rewriter) -> Value | None:
     return None if moved[op.name](op.attrs) else x
 
 
+def without_empty(op: Op, b: Rewriter) -> Value | None:
+    """Tiles of no elements, as `lax.associative_scan` makes them, add nothing."""
+    parts = [x for x in op.operands if x.type.size]
+    if not parts or len(parts) == len(op.operands):
+        return None
+    return b.op("concatenate", *parts, axis=op.attrs["axis"])
+
+
+def padding_alone(op: Op, b: Rewriter) -> Value | None:
+    """A tile of no elements is padded to one that repeats the padding."""
+    x, filler = op.operands
+    if x.type.size or not op.result.type.size:
+        return None
+    return b.op("broadcast_in_dim", filler, shape=op.result.type.shape, dims=())
+
+
 def dynamic_slice(op: Op, b: Rewriter) -> Value | None:
     """Known starts, clamped as they would be when the kernel runs."""
     x, *starts = op.operands
@@ -369,6 +385,8 @@ PATTERNS: tuple[Pattern, ...] = (
     ("broadcast_in_dim", broadcast),
     *((n, unchanged) for n in ("slice", "dynamic_slice", "concatenate")),
     *((n, unchanged) for n in ("rev", "reduce", "pad")),
+    ("concatenate", without_empty),
+    ("pad", padding_alone),
     ("dynamic_slice", dynamic_slice),
     ("dynamic_update_slice", replaced_whole),
 )

@@ -299,7 +299,7 @@ def _profile_flags(folder: str, code: bool) -> str:
 
 
 def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
-    compile_call = _compiler(target.TPUS[chip].topology)
+    compile_call = _compiler(target.TPUS[chip])
     print(READY, flush=True)
     for number, line in enumerate(sys.stdin):
         job = json.loads(line)
@@ -320,14 +320,15 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
 OP = "ffi_call"  # what XLA calls the op of a job
 
 
-def _compiler(topology: str) -> Callable[[dict[str, Any]], None]:
+def _compiler(chip: target.Tpu) -> Callable[[dict[str, Any]], None]:
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+    config = {"chip_config_name": chip.chip_config} if chip.chip_config else {}
     devices = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology
+        platform="tpu", topology_name=chip.topology, **config
     ).devices
     whole = PartitionSpec()
 

@@ -57,6 +57,7 @@ class Tpu(Chip):
     mxu_size: int = 0  # rows and columns of one matrix unit
     clock: float = 0.0  # cycles per second
     topology: str = ""  # what libtpu compiles for: the smallest slice
+    chip_config: str = ""  # how libtpu is to see a chip, if not as it does by default
     is_lite: bool = False
     sparse: SparseCore | None = None
     scoped_vmem: int = 16 * MIB  # what XLA lets one kernel have, unless told otherwise

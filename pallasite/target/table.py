@@ -46,7 +46,7 @@ TPUS: dict[str, Tpu] = {
         _tpu(
             "v4", (16, 614), 16, {"bf16": 137.5 * T},
             device_kinds=("TPU v4",), cores=2, generation=4, mxus=4, mxu_size=128,
-            clock=1.05e9, topology="v4:2x2x1",
+            clock=1.05e9, topology="v4:2x2x1", chip_config="megacore",
         ),
         _tpu(
             "v5e", (16, 819), 128, {"bf16": 197 * T, "i8": 394 * T},

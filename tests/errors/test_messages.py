@@ -455,6 +455,7 @@ BAD = {
         lambda x_ref, o_ref: pltpu.make_async_copy(x_ref, o_ref, None).start()
     ),
     "semaphore kind": lambda: call(lambda x_ref, o_ref: pl.semaphore_signal(o_ref)),
+    "no buffers": lambda: pl.BlockSpec((8, 128), pipeline_mode=pl.Buffered(0)),
     "semaphore several": lambda: call(
         lambda x_ref, o_ref, sems: pltpu.make_async_copy(x_ref, o_ref, sems).start(),
         scratch_shapes=[pltpu.SemaphoreType.DMA((2,))],

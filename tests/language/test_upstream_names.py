@@ -1,6 +1,7 @@
 """Names that kernels written for TPUs use: emulated, checked and on the CPU."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,11 @@ def test_a_seeded_generator_goes_on_through_loops_and_programs():
     rows = pl.BlockSpec((4, 16), lambda i: (i, 0))
     words = in_every_mode(words_kernel, S((16, 16), jnp.int32), grid=4, out_specs=rows)
     assert len(np.unique(words)) == words.size
+
+
+def test_samplers_of_the_generator_show_that_they_take_no_key():
+    parameters = inspect.signature(pltpu.stateful_uniform).parameters
+    assert "key" not in parameters and "shape" in parameters
 
 
 def test_one_seed_gives_the_same_numbers_again():

@@ -93,6 +93,8 @@ BECOMES = {
     "%r: f32[8,16] = broadcast_in_dim %v {shape=(8, 16), dims=(0, 1)}": "%v",
     "%r: f32[8,16] = slice %v {starts=(0, 0), limits=(8, 16), strides=(1, 1)}": "%v",
     "%r: f32[8,16] = concatenate %v {axis=0}": "%v",
+    "%c: f32[0,16] = slice %v {starts=(8, 0), limits=(8, 16), strides=(1, 1)}\n"
+    "%d: f32[0,16] = exp %c\n%r: f32[8,16] = concatenate %d, %v, %c {axis=0}": "%v",
     "%r: f32[8,16] = rev %v {axes=()}": "%v",
     '%r: f32[8,16] = reduce %v {kind="sum", axes=()}': "%v",
     "%c: f32 = constant {value=7.0}\n"
@@ -212,6 +214,10 @@ FOLDS = {
         "f32 = constant {value=2.5}"
     ),
     "%r: i32[8,1] = iota {dim=1}": "i32[8,1] = constant {value=0}",
+    "%a: f32[0] = constant {value=2.5}\n%c: f32 = constant {value=7.0}\n"
+    "%r: f32[3] = pad %a, %c {low=(2,), high=(1,), interior=(0,)}": (
+        "f32[3] = constant {value=7.0}"
+    ),
     "%r: i32[8] = sub %m, %m": "i32[8] = constant {value=0}",
 }
 

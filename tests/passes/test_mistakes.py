@@ -39,6 +39,7 @@ def found(body: str, grid: int = 4, out: str = "f32[8]") -> list[str]:
 
 NEVER_STORED = "the kernel never stores to an output"
 ADDS_TO_OUTPUT = "the kernel adds to an output that nothing sets before"
+NEVER_WAITED = "the kernel starts a copy and never waits for it"
 ADDS_TO_SCRATCH = "the kernel adds to scratch that nothing sets before"
 
 OLD = "%a: f32[8] = load %ob[:] "
@@ -70,6 +71,13 @@ WRONG = {
         "store %q[:] = %b",
         ADDS_TO_OUTPUT,
     ),
+    "another semaphore": (
+        STORE
+        + "%r: ref<i32 sem> = alloc copy_start %xb, %s, %r {priority=0} "
+        + "copy_wait %xb, %s, %r",
+        "a copy signals a semaphore that is not of the kind for copies",
+    ),
+    "no wait": (STORE + "copy_start %xb, %s, %sem {priority=0}", NEVER_WAITED),
     "atomically": (
         '%a: f32[8] = atomic_rmw %ob[:] = %v {kind="add"}',
         ADDS_TO_OUTPUT,
@@ -83,6 +91,9 @@ FINE = {
     "set in a loop": FOR + "body (%j: i32) { " + STORE + "} " + ADD,
     "set by a copy": "copy_start %xb, %ob, %sem {priority=0} "
     "copy_wait %xb, %ob, %sem " + ADD,
+    "waited for in a branch": STORE
+    + "copy_start %xb, %s, %sem {priority=0} "
+    + "cond %i branch () { copy_wait %xb, %s, %sem } branch () {} ",
     "set atomically": '%t: f32[8] = atomic_rmw %ob[:] = %v {kind="xchg"} ' + ADD,
     "chosen": OLD
     + "%b: f32[8] = add %a, %v %c: bool[8] = lt %w, %w "

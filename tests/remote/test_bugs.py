@@ -576,6 +576,7 @@ def options_of(seeded: Bug) -> pl.Checked:
     return pl.Checked(orders=("early", "late", 0, 1))
 
 
+@pytest.mark.filterwarnings("ignore::pallasite.errors.KernelWarning")
 @pytest.mark.parametrize("seeded", BUGS, ids=lambda b: b.name)
 def test_a_seeded_bug_is_found(seeded):
     started = time.perf_counter()

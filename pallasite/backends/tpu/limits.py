@@ -127,7 +127,8 @@ def _check_cores(kernel: Kernel, chip: Tpu) -> None:
                     ("cores", f"{chip.cores} on {chip.name}"),
                 ],
                 op.loc or kernel.loc,
-                "call the axis 'parallel': then cores share its steps",
+                "call the axis 'parallel': then cores share its steps; of a mesh, "
+                "ask for num_cores=pltpu.get_tpu_info().num_cores",
             )
 
 

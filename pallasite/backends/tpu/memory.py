@@ -508,7 +508,8 @@ class Memory(Shifting):
             self.refuse(
                 f"a copy along dimension {dim} ({what}) starts at a number not known"
                 f" to be a multiple of {alignment}",
-                fix=f"start at pl.multiple_of(i, {alignment}), or copy more and slice",
+                fix=f"if it always is one, say pl.multiple_of(i, {alignment}); if not,"
+                f" copy {alignment} at a time, or index a dimension that counts pieces",
                 ref=f"{view.element}{list(view.shape)} in {view.space}",
                 known=f"a multiple of {start.divisor}",
             )
@@ -524,6 +525,12 @@ class Memory(Shifting):
         source, target, semaphore = (self.view(v) for v in op.operands[:3])
         self._check_copied_lanes(source)
         self._check_copied_lanes(target)
+        if op.operands[2].ref.space != "dma_sem":
+            self.refuse(
+                "a copy signals a semaphore that is not of the kind for copies",
+                fix="pltpu.SemaphoreType.DMA, among scratch_shapes or in pl.run_scoped",
+                semaphore=str(op.operands[2].type),
+            )
         views = (source, replace(target, fill=None), semaphore)
         return [self.as_memref(view) for view in views]
 

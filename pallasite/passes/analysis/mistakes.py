@@ -1,8 +1,10 @@
 """Mistakes that are certain from a kernel's IR, warned about where it is traced.
 
-A grid without programs, an output that nothing stores, and memory that is added to
-(`o_ref[...] += x`) while nothing ever sets it. Only what is wrong in every run is
-reported: any store that may set the memory, in any branch, loop or program, counts.
+A grid without programs, an output that nothing stores, memory that is added to
+(`o_ref[...] += x`) while nothing ever sets it, a copy that nothing ever waits for, and
+one on a semaphore that counts something else.
+Only what is wrong in every run is reported: any store that may set the memory, and any
+wait, in any branch, loop or program, counts.
 """
 
 import warnings
@@ -12,13 +14,14 @@ from dataclasses import dataclass
 from pallasite.errors import Facts, KernelWarning, compose
 from pallasite.ir.nodes import Access, Kernel, Loc, Op, Value, walk
 from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.memory import Roots, written_refs
+from pallasite.passes.analysis.memory import VIEWS, Roots, written_refs
 
 # Ops whose result holds something of an operand, whatever the other one is. Not so a
 # select, a product of integers or a mask of bits: with the right operand they set it.
 _KEEPING = frozenset(["add", "sub", "max", "min", "neg", "or", "xor", "cast"])
 _KEEPING_FLOATS = frozenset(["mul", "div"])  # what is not defined may be a NaN
 _SETTING_ATOMICS = ("xchg", "and")
+_STARTS = ("copy_start", "indexed_copy_start", "remote_copy_start")
 _INITIALISE = "set it first, for example under @pl.when(pl.program_id(axis) == 0)"
 
 
@@ -69,6 +72,34 @@ def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake
         if updates := uses.only_updates(ref):
             kind = "output" if ref in kernel.outputs else "scratch"
             yield _never_set(kernel, ref, kind, updates[0])
+    for semaphore, start in _signalled(ops, roots).items():
+        if semaphore not in allocated:  # an operand: another call may wait
+            continue
+        if semaphore.ref.space != "dma_sem":
+            yield _other_semaphore(kernel, semaphore, start)
+        elif not _is_read(semaphore, ops, roots):
+            yield _never_waited_for(kernel, semaphore, start)
+
+
+def _signalled(ops: Sequence[Op], roots: Roots) -> dict[Value, Op]:
+    """Semaphores that copies signal, each with the first of them."""
+    found: dict[Value, Op] = {}
+    for op in ops:
+        if op.name in _STARTS:
+            for value in op.operands:
+                if value.is_ref and value.ref.is_semaphore:
+                    found.setdefault(roots.of(value), op)
+    return found
+
+
+def _is_read(semaphore: Value, ops: Sequence[Op], roots: Roots) -> bool:
+    """Whether anything waits on a semaphore, reads it, or may."""
+    return any(
+        value.is_ref and roots.of(value) is semaphore
+        for op in ops
+        if op.name not in (*_STARTS, *VIEWS)
+        for value in op.operands
+    )
 
 
 def _holds_values(ref: Value) -> bool:
@@ -175,4 +206,24 @@ def _never_set(kernel: Kernel, ref: Value, kind: str, update: Op) -> Mistake:
         [("kernel", kernel.name), (kind, _described(ref))],
         update.loc or kernel.loc,
         _INITIALISE,
+    )
+
+
+def _never_waited_for(kernel: Kernel, semaphore: Value, start: Op) -> Mistake:
+    return Mistake(
+        "the kernel starts a copy and never waits for it: what it copies may be read "
+        "before it has arrived",
+        [("kernel", kernel.name), ("semaphore", _described(semaphore))],
+        start.loc or kernel.loc,
+        "wait before the copied data is used and before the kernel ends: copy.wait()",
+    )
+
+
+def _other_semaphore(kernel: Kernel, semaphore: Value, start: Op) -> Mistake:
+    return Mistake(
+        "a copy signals a semaphore that is not of the kind for copies: a TPU has none "
+        "that is both",
+        [("kernel", kernel.name), ("semaphore", semaphore.type)],
+        start.loc or kernel.loc,
+        "pltpu.SemaphoreType.DMA, among scratch_shapes or in pl.run_scoped",
     )
