@@ -211,7 +211,8 @@ def test_cores_are_signalled_by_number():
 
 
 @pytest.mark.tpu
-def test_meshes_of_one_and_two_cores_compile():
+@pytest.mark.parametrize("chip", ["v4", "v5p"])
+def test_meshes_of_one_and_two_cores_compile(chip):
     made = [on_cores(count) for count in (1, 2)]
     jobs = [Job.of("k", m.kernel, get("tpu").launch(m)) for m in made]
-    assert [r.error for r in compile_all(jobs, "v5p")] == ["", ""]
+    assert [r.error for r in compile_all(jobs, chip)] == ["", ""]
