@@ -2,22 +2,24 @@
 
 Each problem is an operation of `pallasite.kernels` at shapes that models have. For TPUs
 it is tuned by libtpu's estimates (no TPU is needed), and results are checked where JAX
-runs; for a GPU on that GPU, which nothing else should use meanwhile.
+runs; for a GPU on that GPU, which nothing else should use meanwhile: problems are
+compiled side by side and measured one by one.
 
     python benchmarks/tune_tables.py                        # all TPUs, in this process
-    python benchmarks/tune_tables.py --chip h200 --seconds 120
+    python benchmarks/tune_tables.py --chip h200 --processes 14 --seconds 140
     python benchmarks/tune_tables.py --chip v6e attention   # those of such names
     python benchmarks/tune_tables.py --processes 16         # that many at once
     python benchmarks/tune_tables.py --list                 # what there is
 
 A table of each chip goes to `pallasite/tune/tables`, or to the folder that `--output`
 names; entries for other problems stay. What gains less than 2 percent over the default
-is left out: calls of other shapes take the nearest entry, and defaults know shapes.
+is left out: calls of near shapes take an entry too, and defaults know shapes.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -69,8 +71,20 @@ def problems() -> Iterator[tuple[str, Problem]]:
 def gpu_problems() -> Iterator[tuple[str, Problem]]:
     """Several shapes of each kernel: an entry serves what is at most a factor away.
 
-    Of a size at which a kernel takes longer than a host takes to start it.
+    Of a size at which a kernel takes longer than a host takes to start it. What takes
+    longest to tune comes first.
     """
+    tokens = Shape((8192, 2048), BF16), Shape((8192,), jnp.int32)
+    yield (
+        "cross entropy gradient",
+        (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
+    )
+    heads = [Shape((2, 4096, 16, WIDTH), BF16)] * 3
+    yield "attention gradient", (_gradient(_attention), heads)
+    yield "causal attention gradient", (_gradient(_causal_attention), heads)
+    for rows in (16, 64):
+        wide, few = Shape((16384, 16384), BF16), Shape((rows, 16384), BF16)
+        yield f"matmul of {rows} rows", (kernels.matmul, [few, wide])
     for batch in (64, 16, 4):
         yield f"paged_attention {batch}", (_paged_attention, _paged(batch, 8192))
     for batch in (64, 8):
@@ -83,21 +97,15 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
         yield f"attention {of}", (_attention, heads)
         yield f"causal attention {of}", (_causal_attention, heads)
         yield f"window attention {of}", (_window_attention, heads)
-    heads = [Shape((4, 4096, 16, WIDTH), BF16)] * 3
-    yield "attention gradient", (_gradient(_attention), heads)
-    yield "causal attention gradient", (_gradient(_causal_attention), heads)
-    for m, k, n in ((4096, 4096, 4096), (8192, 8192, 8192), (1024, 4096, 14336)):
+    for m, k, n in ((4096, 4096, 4096), (8192, 8192, 2048), (1024, 4096, 14336)):
         yield (
             f"matmul {m} x {k} x {n}",
             (kernels.matmul, [Shape((m, k), BF16), Shape((k, n), BF16)]),
         )
-    for rows in (16, 64):
-        wide, few = Shape((16384, 16384), BF16), Shape((rows, 16384), BF16)
-        yield f"matmul of {rows} rows", (kernels.matmul, [few, wide])
-    matrix = Shape((8192, 4096), BF16), Shape((4096, 14336), BF16)
+    matrix = Shape((2048, 4096), BF16), Shape((4096, 14336), BF16)
     yield "gated matmul", (_gated_matmul, [matrix[0], matrix[1], matrix[1]])
     for groups in (8, 64):
-        grouped = [Shape((8192, 2048), BF16), Shape((groups, 2048, 8192), BF16)]
+        grouped = [Shape((8192, 2048), BF16), Shape((groups, 2048, 4096), BF16)]
         yield f"grouped_matmul {groups}", (_grouped_matmul, grouped)
     for bits in (4, 8):
         for rows in (16, 64):
@@ -117,13 +125,8 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
             ],
         ),
     )
-    tokens = Shape((8192, 2048), BF16), Shape((8192,), jnp.int32)
-    yield (
-        "cross entropy gradient",
-        (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
-    )
-    for width in (2048, 8192):
-        rows, weights = Shape((65536, width), BF16), Shape((width,), BF16)
+    for number, width in ((32768, 2048), (8192, 8192)):
+        rows, weights = Shape((number, width), BF16), Shape((width,), BF16)
         yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
         yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
         yield f"softmax {width}", (kernels.softmax, [rows])
@@ -254,10 +257,27 @@ def _amount(measured: float, chip: str) -> str:
     return f"{1e6 * measured:,.1f} us" if chip in GPUS else f"{measured:,.0f} cycles"
 
 
-def in_a_process(name: str, chip: str, limit: float) -> list[table.Entry]:
+def in_a_process(name: str, chip: str, limit: float, until: float) -> list[table.Entry]:
+    """What is found until a time; a problem that is not done then has no entry."""
+    left = until - time.perf_counter()
+    if left <= 0:
+        return []
     command = [sys.executable, __file__, name, "--chip", chip, "--print"]
     command += ["--limit", str(limit)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # A GPU's memory is for all processes.
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=variables,
+            timeout=None if left == math.inf else left,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{chip} {name}: not done in time", file=sys.stderr, flush=True)
+        return []
     return [table.Entry.from_json(json.loads(x)) for x in done.stdout.splitlines()]
 
 
@@ -266,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="problems; default: all")
     parser.add_argument("--chip", action="append", choices=TPUS + GPUS)
     parser.add_argument("--processes", type=int, default=0)
-    parser.add_argument("--seconds", type=float, help="within which problems start")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all")
     parser.add_argument("--share", type=float, default=0.25, help="that is compiled")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per kernel")
     parser.add_argument("--output", type=Path, default=table.SHIPPED)
@@ -295,16 +315,16 @@ def main(argv: list[str] | None = None) -> None:
         for chip in chips
         if name in problems_of(chip)
     ]
+    until = time.perf_counter() + options.seconds
     if options.processes:
         with ThreadPoolExecutor(options.processes) as pool:
-            found = pool.map(lambda each: in_a_process(*each), work)
+            found = list(pool.map(lambda each: in_a_process(*each, until), work))
     else:
         found = (list(tuned(*each, options.share)) for each in work)
-    start = time.perf_counter()
     for (_, chip, _), entries in zip(work, found, strict=False):
         if entries:
             write(entries, options.output / f"{chip}.json")
-        if time.perf_counter() - start > (options.seconds or math.inf):
+        if not options.processes and time.perf_counter() > until:
             break
 
 

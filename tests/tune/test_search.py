@@ -1,5 +1,6 @@
 """The search on made-up landscapes; timing by a made-up clock; comparing results."""
 
+import threading
 from math import inf, log2
 
 import jax.numpy as jnp
@@ -213,3 +214,21 @@ def test_progress_says_what_is_best_and_how_long(capsys):
         "2.5 ns",
     ]
     assert shown_time(12345.0, "cycles") == "12,345 cycles"
+
+
+def test_tuners_side_by_side_measure_one_by_one():
+    order, started = [], threading.Event()
+
+    def other():
+        started.set()
+        with measure.alone():
+            order.append("other")
+
+    with measure.alone():
+        thread = threading.Thread(target=other)
+        thread.start()
+        started.wait()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(5)
+    assert order == ["first", "other"]
