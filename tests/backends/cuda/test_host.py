@@ -165,6 +165,7 @@ PRODUCTS = {
     "turned": dict(m=128, n=136, k=136, left="km", right="nk", out=bf16),
     "i8": dict(m=128, n=64, k=256, dtype=jnp.int8, right="nk", block=(64, 64, 128)),
     "unaligned": dict(m=64, n=64, k=71, block=(64, 64, 64)),
+    "apart": dict(m=256, n=256, k=512, block=(128, 128, 64)),
 }
 
 
