@@ -167,7 +167,7 @@ def _grouped_matmul(x, matrices):
     return kernels.grouped_matmul(x, matrices, jnp.asarray(sizes))
 
 
-def _quantised(bits: int, rows: int, side: int) -> list[Shape]:
+def _quantised(bits: Any, rows: int, side: int) -> list[Shape]:
     values = jax.eval_shape(
         lambda w: kernels.quantize_weights(w, bits=bits, group_size=128),
         Shape((side, side), BF16),
@@ -197,7 +197,7 @@ def _scan(x, log_decay, b, c):
     return kernels.state_space_scan(x, -jnp.abs(log_decay), b, c)
 
 
-def _weight_only(bits: int) -> Callable[..., Any]:
+def _weight_only(bits: Any) -> Callable[..., Any]:
     def product(x, values, scales):
         weights = kernels.QuantizedWeights(values, scales, bits)
         return kernels.weight_only_matmul(x, weights)
@@ -318,7 +318,9 @@ def main(argv: list[str] | None = None) -> None:
     until = time.perf_counter() + options.seconds
     if options.processes:
         with ThreadPoolExecutor(options.processes) as pool:
-            found = list(pool.map(lambda each: in_a_process(*each, until), work))
+            found = list(
+                pool.map(lambda w: in_a_process(w[0], w[1], w[2], until), work)
+            )
     else:
         found = (list(tuned(*each, options.share)) for each in work)
     for (_, chip, _), entries in zip(work, found, strict=False):
