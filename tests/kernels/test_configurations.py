@@ -117,6 +117,26 @@ def test_blocks_of_rows_are_others_on_a_cpu():
         assert grouped(1024, 64) == loss() == 128
 
 
+@pytest.mark.parametrize(
+    "batch, keys, splits", [(4, 8192, 8), (16, 8192, 2), (64, 8192, 1), (1, 1024, 2)]
+)
+def test_few_sequences_are_divided_on_a_gpu(batch, keys, splits):
+    """There are too few programs for all multiprocessors otherwise."""
+    query, lengths = ((batch, 32, 64), jnp.bfloat16), ((batch,), jnp.int32)
+    cache = ((batch, keys, 8, 64), jnp.bfloat16)
+    pages = ((batch * keys // 128, 128, 8, 64), jnp.bfloat16)
+    table = ((batch, keys // 128), jnp.int32)
+
+    def defaults():
+        plain = default_of(kernels.decode_attention, query, cache, cache, lengths)
+        paged = default_of(kernels.paged_attention, query, pages, pages, lengths, table)
+        return plain["splits"], paged["splits"]
+
+    assert defaults() == (1, 1)
+    with config.override(target="h200"):
+        assert defaults() == (splits, splits)
+
+
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual")])
 def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
     """There they are those of its two sums; the second derivative is of a kernel."""

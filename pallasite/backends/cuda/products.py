@@ -16,6 +16,7 @@ from typing import NoReturn
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import Unit, table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
@@ -233,7 +234,12 @@ class Plan:
         beside products of the next, which has the tensor cores for itself. Rings keep
         the first from getting farther ahead than they have slots; there must be more
         steps, or it would tell of its next loop before its last one was heard of.
+        Sums that are only stored gain nothing.
         """
+        inside = {id(op) for op in walk(loop.body)}
+        outside = [op for op in walk(self.program) if id(op) not in inside]
+        if not any(_is_slow(op) for op in outside):
+            return False
         made = [self.made.get(v) for v in loop.bounds]
         if self.warpgroups < 2 or self.per_core > 1 or not self.repeats:
             return False
@@ -633,6 +639,12 @@ def _homes(block: Block) -> Iterator[tuple[int, Block]]:
         yield id(op), block
         for region in op.regions:
             yield from _homes(region)
+
+
+def _is_slow(op: Op) -> bool:
+    """Whether an op computes a tile of exponentials and the like."""
+    is_special = table()[op.name].unit is Unit.SPECIAL
+    return is_special and bool(op.result.tile.shape)
 
 
 def note_first_product(ops: list[Op], note: str) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
 from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
@@ -285,15 +286,23 @@ def test_warpgroups_take_turns_where_products_are_deep(width, turns):
         assert "pass_by(8 + (group + 1) % 2, 256);" in before_wait
 
 
-@pytest.mark.parametrize(("k", "apart"), [(256, False), (1024, True)])
-def test_warpgroups_start_a_sum_a_step_apart(k, apart):
-    """So that one computes its results beside products of the other; only where
-    programs follow each other and a sum has more steps than rings have slots."""
-    text = body_of(text_of(matmul(4096, 4096, k, block=(128, 256, 64))))
+@pytest.mark.parametrize(
+    ("m", "k", "activation", "apart"),
+    [
+        (4096, 1024, "gelu", True),
+        (4096, 1024, "identity", False),  # nothing to compute beside products
+        (4096, 256, "gelu", False),  # fewer steps than slots
+        (1024, 1024, "gelu", False),  # one program on each multiprocessor
+    ],
+)
+def test_warpgroups_start_a_sum_a_step_apart(m, k, activation, apart):
+    """So that one computes its results beside products of the other."""
+    run = partial(library.matmul, activation=activation)
+    with config.override(target="h200"):
+        kernel = kernel_of(run, ((m, k), bf16), ((k, m), bf16))
+    text = body_of(text_of(kernel))
     assert ("if (group > 0) meet(12 + group, 256);" in text) == apart
     assert ("if (group < 1 && " in text) == apart
-    few = body_of(text_of(matmul(1024, 1024, k, block=(128, 256, 64))))
-    assert "meet(12 + group" not in few
 
 
 def test_numbers_of_rows_are_stored_where_they_are():
