@@ -186,6 +186,17 @@ def test_calls_take_what_is_shipped_for_their_chip(chip: str):
             assert choices.choose(each.site, default, space) == default
 
 
+@pytest.mark.parametrize("batch, splits", [(4, 4), (64, 1)])
+def test_four_sequences_do_not_decide_for_sixty_four(batch, splits):
+    pages = jax.ShapeDtypeStruct((64 * batch, 128, 8, 128), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16)
+    operands = [query, pages, jax.ShapeDtypeStruct((batch, 64), jnp.int32)]
+    site = choices.site_of("paged_attention", operands, {})
+    space = Space({"splits": (1, 2, 4, 8, 16)})
+    with config.override(target="h200"):
+        assert choices.choose(site, {"splits": 1}, space) == {"splits": splits}
+
+
 def test_tunable_needs_arguments_with_defaults():
     with pytest.raises(SpecError, match="'size' of 'f' does not exist"):
         pl.tunable(size=(1, 2))(lambda_named_f())
