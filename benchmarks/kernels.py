@@ -136,7 +136,17 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             lambda: [x(), y(), y(seed=2)],
             4 * side**3,
             "flop",
+            # Products rounded at once: those of the gradient are of 16 bits, too.
+            xla=lambda x, y, g: jax.nn.silu(x @ g) * (x @ y),
             torch=lambda t, x, y, g: t.nn.functional.silu(x @ g) * (x @ y),
+        ),
+        "matmul gate beside one product": Problem(
+            lambda x, y, g, both: kernels.matmul(x, y, gate=g, activation="swish"),
+            lambda: [x(), y(), y(seed=2), jnp.hstack([y(), y(seed=2)])],
+            4 * side**3,
+            "flop",
+            differentiable=False,  # weights side by side are another operand
+            xla=lambda x, y, g, both: _gated_halves(x @ both),
         ),
     }
     for splits in (None, 1, 4, 16) if big else (None, 1, 4):
@@ -176,6 +186,11 @@ def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             torch=_torch_grouped,
         )
     return found
+
+
+def _gated_halves(both: jax.Array) -> jax.Array:
+    value, gate = jnp.split(both, 2, axis=1)
+    return jax.nn.silu(gate) * value
 
 
 def _torch_grouped(torch: Any, x: Any, y: Any, sizes: Any) -> Any:

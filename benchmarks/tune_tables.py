@@ -2,22 +2,24 @@
 
 Each problem is an operation of `pallasite.kernels` at shapes that models have. For TPUs
 it is tuned by libtpu's estimates (no TPU is needed), and results are checked where JAX
-runs; for a GPU on that GPU, which nothing else should use meanwhile.
+runs; for a GPU on that GPU, which nothing else should use meanwhile: problems are
+compiled side by side and measured one by one.
 
     python benchmarks/tune_tables.py                        # all TPUs, in this process
-    python benchmarks/tune_tables.py --chip h200 --seconds 120
+    python benchmarks/tune_tables.py --chip h200 --processes 14 --seconds 140
     python benchmarks/tune_tables.py --chip v6e attention   # those of such names
     python benchmarks/tune_tables.py --processes 16         # that many at once
     python benchmarks/tune_tables.py --list                 # what there is
 
 A table of each chip goes to `pallasite/tune/tables`, or to the folder that `--output`
 names; entries for other problems stay. What gains less than 2 percent over the default
-is left out: calls of other shapes take the nearest entry, and defaults know shapes.
+is left out: calls of near shapes take an entry too, and defaults know shapes.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import ShapeDtypeStruct as Shape
 
 import pallasite as pl
@@ -66,28 +69,110 @@ def problems() -> Iterator[tuple[str, Problem]]:
 
 
 def gpu_problems() -> Iterator[tuple[str, Problem]]:
-    """What is worth tuning on a GPU, most rewarding first.
+    """Several shapes of each kernel: an entry serves what is at most a factor away.
 
-    Products and rows are not: the backend chooses their tiles itself.
+    Of a size at which a kernel takes longer than a host takes to start it. What takes
+    longest to tune comes first.
     """
-    like_x = Shape((8, 4096, 2048), BF16)
-    yield "linear_recurrence", (kernels.linear_recurrence, [like_x] * 2)
-    wide, few = Shape((16384, 4096), BF16), Shape((16, 16384), BF16)
-    yield "matmul of 16 rows", (kernels.matmul, [few, wide])
-    yield "paged_attention 64", (_paged_attention, _paged(64, 8192))
-    yield "paged_attention 4", (_paged_attention, _paged(4, 8192))
-    cache = Shape((64, 8192, 8, WIDTH), BF16)
-    query = Shape((64, 32, WIDTH), BF16)
-    yield "decode_attention", (_decode_attention, [query, cache, cache])
+    tokens = Shape((8192, 2048), BF16), Shape((8192,), jnp.int32)
+    yield (
+        "cross entropy gradient",
+        (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
+    )
     heads = [Shape((2, 4096, 16, WIDTH), BF16)] * 3
-    yield "attention", (_attention, heads)
-    yield "causal attention", (_causal_attention, heads)
+    yield "attention gradient", (_gradient(_attention), heads)
+    yield "causal attention gradient", (_gradient(_causal_attention), heads)
+    for rows in (16, 64):
+        wide, few = Shape((16384, 16384), BF16), Shape((rows, 16384), BF16)
+        yield f"matmul of {rows} rows", (kernels.matmul, [few, wide])
+    for batch in (64, 16, 4):
+        yield f"paged_attention {batch}", (_paged_attention, _paged(batch, 8192))
+    for batch in (64, 8):
+        cache = [Shape((batch, 8192, 8, WIDTH), BF16)] * 2
+        query = Shape((batch, 32, WIDTH), BF16)
+        yield f"decode_attention {batch}", (_decode_attention, [query, *cache])
+    for length, number, width in ((4096, 32, 128), (4096, 32, 64), (16384, 8, 128)):
+        heads = [Shape((1, length, number, width), BF16)] * 3
+        of = f"{length} x {width}"
+        yield f"attention {of}", (_attention, heads)
+        yield f"causal attention {of}", (_causal_attention, heads)
+        yield f"window attention {of}", (_window_attention, heads)
+    for m, k, n in ((4096, 4096, 4096), (8192, 8192, 2048), (1024, 4096, 14336)):
+        yield (
+            f"matmul {m} x {k} x {n}",
+            (kernels.matmul, [Shape((m, k), BF16), Shape((k, n), BF16)]),
+        )
+    matrix = Shape((2048, 4096), BF16), Shape((4096, 14336), BF16)
+    yield "gated matmul", (_gated_matmul, [matrix[0], matrix[1], matrix[1]])
+    for groups in (8, 64):
+        grouped = [Shape((8192, 2048), BF16), Shape((groups, 2048, 4096), BF16)]
+        yield f"grouped_matmul {groups}", (_grouped_matmul, grouped)
+    for bits in (4, 8):
+        for rows in (16, 64):
+            yield (
+                f"weight_only_matmul {bits} bits, {rows} rows",
+                (_weight_only(bits), _quantised(bits, rows, 16384)),
+            )
+    fp8, scales = jnp.float8_e4m3fn, jnp.float32
+    yield (
+        "block_scaled_matmul",
+        (
+            kernels.block_scaled_matmul,
+            [
+                *[Shape((4096, 4096), fp8)] * 2,
+                Shape((4096, 32), scales),
+                Shape((32, 32), scales),
+            ],
+        ),
+    )
+    for number, width in ((32768, 2048), (8192, 8192)):
+        rows, weights = Shape((number, width), BF16), Shape((width,), BF16)
+        yield f"rms_norm {width}", (kernels.rms_norm, [rows, weights])
+        yield f"layer_norm {width}", (kernels.layer_norm, [rows, weights, weights])
+        yield f"softmax {width}", (kernels.softmax, [rows])
+    like_x = Shape((8, 4096, 2048), BF16)
     states = [Shape((8, 4096, 1, 128), BF16)] * 2
     scan = [Shape((8, 4096, 32, 64), BF16), Shape((8, 4096, 32), jnp.float32), *states]
     yield "state_space_scan", (_scan, scan)
     yield "causal_conv1d", (kernels.causal_conv1d, [like_x, Shape((4, 2048), BF16)])
-    weights = [Shape((4096, 8192), jnp.int8), Shape((64, 8192), BF16)]
-    yield "weight_only_matmul", (_weight_only, [Shape((16, 8192), BF16), *weights])
+
+
+def _gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of training: what is kept for the gradient is part of it."""
+
+    def step(*operands):
+        out, pull = jax.vjp(function, *operands)
+        return out, pull(out)
+
+    return step
+
+
+def _loss_gradient(x, labels, weights):
+    del labels  # made-up ones would all be the same
+    labels = jax.random.randint(jax.random.key(1), x.shape[:1], 0, weights.shape[1])
+    weights = weights * jnp.asarray(len(weights) ** -0.5, weights.dtype)
+    loss = lambda x, w: kernels.linear_softmax_cross_entropy_loss(x, labels, w)
+    return jax.value_and_grad(loss, (0, 1))(x, weights)
+
+
+def _gated_matmul(x, y, gate):
+    return kernels.matmul(x, y, gate=gate, activation="swish")
+
+
+def _grouped_matmul(x, matrices):
+    """Groups of uneven sizes."""
+    share = np.random.default_rng(0).dirichlet(np.ones(len(matrices)))
+    sizes = np.floor(share * len(x)).astype(np.int32)
+    sizes[-1] += len(x) - sizes.sum()
+    return kernels.grouped_matmul(x, matrices, jnp.asarray(sizes))
+
+
+def _quantised(bits: Any, rows: int, side: int) -> list[Shape]:
+    values = jax.eval_shape(
+        lambda w: kernels.quantize_weights(w, bits=bits, group_size=128),
+        Shape((side, side), BF16),
+    )
+    return [Shape((rows, side), BF16), values.values, values.scales]
 
 
 def _paged(batch: int, keys: int) -> list[Shape]:
@@ -112,8 +197,12 @@ def _scan(x, log_decay, b, c):
     return kernels.state_space_scan(x, -jnp.abs(log_decay), b, c)
 
 
-def _weight_only(x, values, scales):
-    return kernels.weight_only_matmul(x, kernels.QuantizedWeights(values, scales, 4))
+def _weight_only(bits: Any) -> Callable[..., Any]:
+    def product(x, values, scales):
+        weights = kernels.QuantizedWeights(values, scales, bits)
+        return kernels.weight_only_matmul(x, weights)
+
+    return product
 
 
 def problems_of(chip: str) -> dict[str, Problem]:
@@ -168,10 +257,27 @@ def _amount(measured: float, chip: str) -> str:
     return f"{1e6 * measured:,.1f} us" if chip in GPUS else f"{measured:,.0f} cycles"
 
 
-def in_a_process(name: str, chip: str, limit: float) -> list[table.Entry]:
+def in_a_process(name: str, chip: str, limit: float, until: float) -> list[table.Entry]:
+    """What is found until a time; a problem that is not done then has no entry."""
+    left = until - time.perf_counter()
+    if left <= 0:
+        return []
     command = [sys.executable, __file__, name, "--chip", chip, "--print"]
     command += ["--limit", str(limit)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # A GPU's memory is for all processes.
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env=variables,
+            timeout=None if left == math.inf else left,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{chip} {name}: not done in time", file=sys.stderr, flush=True)
+        return []
     return [table.Entry.from_json(json.loads(x)) for x in done.stdout.splitlines()]
 
 
@@ -180,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="problems; default: all")
     parser.add_argument("--chip", action="append", choices=TPUS + GPUS)
     parser.add_argument("--processes", type=int, default=0)
-    parser.add_argument("--seconds", type=float, help="within which problems start")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all")
     parser.add_argument("--share", type=float, default=0.25, help="that is compiled")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds per kernel")
     parser.add_argument("--output", type=Path, default=table.SHIPPED)
@@ -209,16 +315,18 @@ def main(argv: list[str] | None = None) -> None:
         for chip in chips
         if name in problems_of(chip)
     ]
+    until = time.perf_counter() + options.seconds
     if options.processes:
         with ThreadPoolExecutor(options.processes) as pool:
-            found = pool.map(lambda each: in_a_process(*each), work)
+            found = list(
+                pool.map(lambda w: in_a_process(w[0], w[1], w[2], until), work)
+            )
     else:
         found = (list(tuned(*each, options.share)) for each in work)
-    start = time.perf_counter()
     for (_, chip, _), entries in zip(work, found, strict=False):
         if entries:
             write(entries, options.output / f"{chip}.json")
-        if time.perf_counter() - start > (options.seconds or math.inf):
+        if not options.processes and time.perf_counter() > until:
             break
 
 

@@ -53,8 +53,11 @@ def tuned(
 
 
 def tuned_rows(
-    kernel: str, given: common.RowConfig | None, *operands: Any
+    kernel: str,
+    given: common.RowConfig | None,
+    *operands: Any,
+    default: common.RowConfig | None = None,
 ) -> common.RowConfig:
     """The configuration of an operation on rows; the first operand has them."""
-    default = common.row_config(operands[0])
+    default = default or common.row_config(operands[0])
     return tuned(kernel, given, default, ROWS, operands)

@@ -9,6 +9,7 @@ gradient.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -28,6 +29,10 @@ from pallasite.kernels.matmul import (
     tiles,
 )
 from pallasite.target import Host
+
+# Exponentials are of base two, as chips have them: a multiplication and a subtraction
+# are then one instruction.
+LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +151,13 @@ def _statistics(x, weights, labels, soft_cap, config):
         )
         if ragged:
             logits = jnp.where(columns < vocabulary, logits, LOWEST)
-        maximum = jnp.max(logits, axis=1, keepdims=True)
-        max_ref[...] = maximum
-        sum_ref[...] = jnp.sum(jnp.exp(logits - maximum), axis=1, keepdims=True)
         is_label = columns == label_ref[...]
-        found_ref[...] = jnp.sum(jnp.where(is_label, logits, 0), axis=1, keepdims=True)
+        found = jnp.sum(jnp.where(is_label, logits, 0), axis=1, keepdims=True)
+        maximum = LOG2_E * jnp.max(logits, axis=1, keepdims=True)
+        shifted = LOG2_E * logits - maximum
+        total = jnp.sum(jnp.exp2(shifted), axis=1, keepdims=True)
+        # All stores come last: nothing that is computed waits behind one.
+        max_ref[...], sum_ref[...], found_ref[...] = maximum, total, found
 
     partial = jax.ShapeDtypeStruct(
         (pl.cdiv(vocabulary, blocks.block_n), tokens, 1),
@@ -166,8 +173,9 @@ def _statistics(x, weights, labels, soft_cap, config):
         name="cross_entropy",
     )
     maximum = jnp.max(maxima, axis=0, initial=LOWEST)
-    total = jnp.sum(sums * jnp.exp(maxima - maximum), axis=0)
-    return (maximum + jnp.log(total))[:, 0], jnp.sum(found, axis=0)[:, 0]
+    total = jnp.sum(sums * jnp.exp2(maxima - maximum), axis=0)
+    log_sum_exp = (maximum + jnp.log2(total)) / LOG2_E
+    return log_sum_exp[:, 0], jnp.sum(found, axis=0)[:, 0]
 
 
 def _inside(labels, vocabulary: int):
@@ -228,7 +236,8 @@ def _logits_cotangent(x, weights, rows, soft_cap, config):
         columns = pl.program_id(1) * o_ref.shape[1] + lax.broadcasted_iota(
             jnp.int32, logits.shape, 1
         )
-        out = jnp.exp(logits - log_sum_exp_ref[...]) * d_log_sum_exp_ref[...]
+        softmax = jnp.exp2(LOG2_E * logits - LOG2_E * log_sum_exp_ref[...])
+        out = softmax * d_log_sum_exp_ref[...]
         out = out + jnp.where(columns == label_ref[...], d_found_ref[...], 0)
         if soft_cap is not None:
             out = out * (1 - (logits / soft_cap) ** 2)

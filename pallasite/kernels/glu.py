@@ -1,10 +1,11 @@
 """`gated_linear_unit`: the product of a gate's activation with a value, in one pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 from pallasite.kernels import common, configs
+from pallasite.target import Gpu
 
 ACTIVATIONS: dict[str, Callable] = {
     "swish": jax.nn.swish,
@@ -34,8 +35,22 @@ def gated_linear_unit(
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
     common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _glu_rows, _plain_glu)
-    config = configs.tuned_rows("gated_linear_unit", config, gate)
+    config = configs.tuned_rows(
+        "gated_linear_unit", config, gate, default=_default(gate.shape)
+    )
     return compute(gate, value, activation=activation, config=config)
+
+
+# Of a block on a GPU, where nothing is reduced: on an H200 two rows of 8192 at a time
+# run at 4.36 TB/s and one at 4.33.
+ELEMENTS = 16384
+
+
+def _default(shape: Sequence[int]) -> common.RowConfig:
+    rows = common.rows_per_block(shape)
+    if configs.traced_for(Gpu):
+        rows = min(rows, max(1, ELEMENTS // max(shape[-1], 1)))
+    return common.RowConfig(rows)
 
 
 def _gated(gate, value, activation: str):

@@ -33,14 +33,21 @@ class Question:
     site: Site
     default: Config
     space: Space
-    answer: Config
 
 
 _recording: ContextVar[list[Question] | None] = ContextVar("recording", default=None)
 
 
 def choose(site: Site, default: Config, space: Space) -> Config:
-    """The configuration of a call: tuned if there is one, else the default."""
+    """The configuration of a call: tuned if there is one, else the default.
+
+    While questions are recorded it is the default: what is to be tuned must not depend
+    on what was tuned before.
+    """
+    questions = _recording.get()
+    if questions is not None:
+        questions.append(Question(site, default, space))
+        return dict(default)
     sources = (*_active.value, tables.user_table(), tables.shipped())
     sources = [each for each in sources if each.entries]
     answer = default
@@ -48,9 +55,6 @@ def choose(site: Site, default: Config, space: Space) -> Config:
         entry = tables.best_entry(sources, site, chip_name(), versions())
         if entry is not None and _suits(entry, site, default, space):
             answer = entry.config
-    questions = _recording.get()
-    if questions is not None:
-        questions.append(Question(site, default, space, answer))
     return dict(answer)
 
 

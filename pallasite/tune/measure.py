@@ -1,8 +1,13 @@
 """Timing, interleaved: every candidate runs in every round, so that what else the
-computer does meets all of them; and comparing results with the default's."""
+computer does meets all of them; and comparing results with the default's. Tuners that
+run side by side take turns (`alone`): they compile at once, and measure one by one."""
 
+import contextlib
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +16,28 @@ import numpy as np
 ROUNDS = 7
 VISIT_SECONDS = 0.01  # that a candidate runs in a round, at least
 HOPELESS = 1.5  # times the best: not measured further
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """No other tuner of this user runs a candidate on this computer meanwhile.
+
+    Where there are no such locks, or the file is somebody else's, others may.
+    """
+    try:
+        import fcntl
+
+        path = Path(tempfile.gettempdir()) / f"pallasite-tune-{os.getuid()}.lock"
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which gives the lock back
 
 
 def interleaved(

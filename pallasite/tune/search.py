@@ -74,7 +74,9 @@ def search(
     while not outcome.complete:
         _share_times(outcome.candidates)
         # The default alone says how long others may take, and what is right.
-        room = 1 if first else min(width, outcome.budget - outcome.compiled)
+        # Of what is left at most half is compiled at once: what comes later learns.
+        left = outcome.budget - outcome.compiled
+        room = 1 if first else min(width, (left + 1) // 2)
         batch = list(_next(outcome, space, room))
         if not batch:
             outcome.complete = True
@@ -101,7 +103,9 @@ def _next(outcome: Outcome, space: Space, room: int) -> Iterator[Candidate]:
     ]
     predicted = _predicted(outcome.candidates, space)
     ranked = sorted(waiting, key=lambda c: predicted[id(c)])
-    around = [c for c in ranked if c.config in near][: (room + 1) // 2]
+    # Half of each batch; single ones take turns.
+    count = (room + outcome.compiled % 2) // 2
+    around = [c for c in ranked if c.config in near][:count]
     for candidate in (*around, *ranked):
         if len(taken) < room and candidate.identity not in taken:
             taken.add(candidate.identity)

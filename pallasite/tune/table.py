@@ -23,6 +23,7 @@ from pallasite.errors import SpecError
 from pallasite.runtime import cache as cache_files
 
 FORMAT = 1
+FARTHEST = 2.0  # times as large or small a size may be as the one that was tuned
 SHIPPED = config.PACKAGE / "tune" / "tables"
 USER_FILE = "configs.json"
 
@@ -204,7 +205,8 @@ EMPTY = Table()
 def best_entry(
     tables: Iterable[Table], site: Site, chip: str, versions: tuple
 ) -> Entry | None:
-    """The entry to use for a call: of its own shapes, else of the nearest ones.
+    """The entry to use for a call: of its own shapes, else of the nearest ones, if
+    there are any within `FARTHEST`.
 
     Of entries as near, the one of the first table counts; in one table that of these
     versions, and then the last one found.
@@ -222,7 +224,12 @@ def best_entry(
 
 
 def distance(a: Site, b: Site) -> float | None:
-    """How far shapes are apart: halvings and doublings. None: other dtypes or ranks."""
+    """How far shapes are apart: halvings and doublings of all sizes.
+
+    None: other dtypes, ranks or options, or too far. What is best for four sequences
+    says nothing about sixty-four: programs that filled a chip in the one case are too
+    many in the other. So no size may differ by more than a factor of `FARTHEST`.
+    """
     if a.options != b.options or len(a.operands) != len(b.operands):
         return None
     total = 0.0
@@ -231,7 +238,9 @@ def distance(a: Site, b: Site) -> float | None:
         if dtype != other_dtype or len(shape) != len(other_shape):
             return None
         for n, m in zip(shape, other_shape, strict=True):
-            total += abs(math.log2(max(n, 0.5) / max(m, 0.5)))
+            if max(n, m) > FARTHEST * min(n, m):
+                return None
+            total += abs(math.log2(n / m)) if n else 0.0
     return total
 
 

@@ -308,7 +308,8 @@ class _Meter:
             with self.tuner.for_target(), choices.configs(candidate.table):
                 program = jax.jit(lambda *xs: self.tuner.of_arrays(*xs))
                 compiled = program.lower(*self.arrays).compile()
-            result = jax.block_until_ready(compiled(*self.arrays))
+            with measure.alone():
+                result = jax.block_until_ready(compiled(*self.arrays))
         except Exception as error:  # XLA's and the function's own
             candidate.refused = _short(error)
             return
@@ -322,7 +323,8 @@ class _Meter:
         best = self.outcome.best
         again = [best] if best.run is not None and best not in running else []
         timed = [*running, *again]
-        times = measure.interleaved([c.run for c in timed if c.run is not None])
+        with measure.alone():
+            times = measure.interleaved([c.run for c in timed if c.run is not None])
         for candidate, seconds in zip(timed, times, strict=True):
             candidate.seconds = min(seconds, candidate.seconds or seconds)
 

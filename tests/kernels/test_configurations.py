@@ -7,6 +7,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallasite import config, kernels
@@ -114,3 +115,57 @@ def test_blocks_of_rows_are_others_on_a_cpu():
     assert loss() == 256
     with config.override(target="h200"):
         assert grouped(1024, 64) == loss() == 128
+
+
+@pytest.mark.parametrize(
+    "batch, keys, splits", [(4, 8192, 8), (16, 8192, 2), (64, 8192, 1), (1, 1024, 2)]
+)
+def test_few_sequences_are_divided_on_a_gpu(batch, keys, splits):
+    """There are too few programs for all multiprocessors otherwise."""
+    query, lengths = ((batch, 32, 64), jnp.bfloat16), ((batch,), jnp.int32)
+    cache = ((batch, keys, 8, 64), jnp.bfloat16)
+    pages = ((batch * keys // 128, 128, 8, 64), jnp.bfloat16)
+    table = ((batch, keys // 128), jnp.int32)
+
+    def defaults():
+        plain = default_of(kernels.decode_attention, query, cache, cache, lengths)
+        paged = default_of(kernels.paged_attention, query, pages, pages, lengths, table)
+        return plain["splits"], paged["splits"]
+
+    assert defaults() == (1, 1)
+    with config.override(target="h200"):
+        assert defaults() == (splits, splits)
+
+
+@pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual")])
+def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
+    """There they are those of its two sums; the second derivative is of a kernel."""
+    shapes = {"x": (20, 48), "y": (48, 40), "gate": (48, 40)}
+    shapes |= {n: {"bias": (40,), "residual": (20, 40)}[n] for n in extras}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    args = {
+        n: 0.1 * jax.random.normal(k, s)
+        for k, (n, s) in zip(keys, shapes.items(), strict=True)
+    }
+
+    def loss(implementation, args):
+        out = kernels.matmul(
+            **args,
+            activation="swish",
+            implementation=implementation,
+            config=kernels.MatmulConfig(16, 32, 32),
+        )
+        return jnp.sum(jnp.sin(out))
+
+    with config.override(target="h200"):
+        ours, plain = (functools.partial(loss, each) for each in ("pallasite", "xla"))
+        text = str(jax.make_jaxpr(jax.grad(ours))(args))
+        assert text.count("pallasite_call") == 1 and "dot_general" in text
+        for of in (
+            jax.grad,
+            lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+            lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
+        ):
+            got, want = of(ours)(args), of(plain)(args)
+            near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+            jax.tree.map(near, got, want)

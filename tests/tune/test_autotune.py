@@ -76,6 +76,19 @@ def block_of(function, *args) -> int:
     return kernel.body.ops[-1].attrs["windows"][0].dims[0].size
 
 
+def test_a_second_run_does_no_work_where_configurations_are_other_kernels(clock):
+    """A sum in parts is a kernel of another name."""
+    clock.seconds = lambda n: 0.5 if n else 1.0
+
+    @pl.tunable(parts=(1, 2))
+    def f(x, *, parts=1):
+        return scaled(x, 8, 2.0) if parts == 1 else scaled(scaled(x, 8, 4.0), 16, 0.5)
+
+    first = pl.autotune(f, workers=0, progress=False)(X)
+    assert first.sites[0].entry.config == {"parts": 2}
+    assert pl.autotune(f, workers=0, progress=False)(X).sites[0].compiled == 0
+
+
 def test_the_fastest_is_found_and_the_second_run_does_no_work(clock):
     clock.seconds = lambda n: 0.5 if n == 2 else 1.0
     found = pl.autotune(doubled, workers=0)(X)

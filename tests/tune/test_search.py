@@ -1,5 +1,6 @@
 """The search on made-up landscapes; timing by a made-up clock; comparing results."""
 
+import threading
 from math import inf, log2
 
 import jax.numpy as jnp
@@ -213,3 +214,53 @@ def test_progress_says_what_is_best_and_how_long(capsys):
         "2.5 ns",
     ]
     assert shown_time(12345.0, "cycles") == "12,345 cycles"
+
+
+def test_tuners_side_by_side_measure_one_by_one():
+    order, started = [], threading.Event()
+
+    def other():
+        started.set()
+        with measure.alone():
+            order.append("other")
+
+    with measure.alone():
+        thread = threading.Thread(target=other)
+        thread.start()
+        started.wait()
+        thread.join(0.2)
+        order.append("first")
+    thread.join(5)
+    assert order == ["first", "other"]
+
+
+@pytest.mark.parametrize("width", [2, 4, 16])
+def test_a_batch_is_no_larger_than_what_is_left_to_learn_from(width):
+    """Causal attention on a v5p (libtpu's cycles): flat but for one row of blocks."""
+    sizes = (64, 128, 256, 512)
+    space = Space({"block_q": sizes, "block_kv": sizes})
+
+    def cycles(config) -> float:
+        at_the_end = config["block_kv"] == 512
+        if config["block_q"] == 512:
+            return 6317 if at_the_end else 6300
+        return 6530 if at_the_end else 6603
+
+    def estimate(config) -> float:
+        return 5.95 - 0.02 * sum(size == 512 for size in config.values())
+
+    for block_q in (64, 128, 256):
+        default = {"block_q": block_q, "block_kv": 512}
+        made = [
+            Candidate(c, Table(), identity=str(c), estimate=estimate(c))
+            for c in space.configs
+        ]
+        made.sort(key=lambda c: c.config != default)
+        outcome = Outcome(made[0], made)
+
+        def evaluate(batch):
+            for candidate in batch:
+                candidate.seconds = cycles(candidate.config)
+
+        search(outcome, space, evaluate, width)
+        assert outcome.compiled == 4 and outcome.best.seconds == 6300

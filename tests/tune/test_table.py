@@ -84,18 +84,33 @@ def pl_space():
 
 
 def test_the_users_file_and_which_entry_counts():
-    far, near = entry(4096, 32), entry(128, 16)
+    far, near = entry(128, 32), entry(96, 16)
     table.keep(far)
     assert grid_of(doubled, X) == (2,)  # the only shape known
     table.keep(near)
     assert grid_of(doubled, X) == (4,)  # the nearest one
-    with pl.configs(Table([entry(65536, 8)])):
+    with pl.configs(Table([entry(127, 8)])):
         assert grid_of(doubled, X) == (4,)  # nearer, though in a later table
     table.keep(entry(64, 8))
     assert grid_of(doubled, X) == (8,)
     table.keep(entry(64, 32))  # replaces the one before
     assert grid_of(doubled, X) == (2,)
     assert len(table.user_table().entries) == 3
+
+
+def test_shapes_too_far_from_all_that_were_tuned_take_the_default():
+    """No size may be more than twice or less than half that of the entry."""
+    for size, grid in {32: (4,), 31: (8,), 128: (4,), 129: (8,), 1024: (8,)}.items():
+        with pl.configs(Table([entry(size, 16)])):
+            assert grid_of(doubled, X) == grid
+
+
+def test_one_far_size_makes_a_shape_far():
+    site = lambda *shape: Site("f", (f"f32[{','.join(map(str, shape))}]",))
+    assert table.distance(site(4, 8192, 128), site(4, 4096, 64)) == 2
+    assert table.distance(site(4, 8192, 128), site(64, 8192, 128)) is None
+    assert table.distance(site(0, 8), site(0, 8)) == 0
+    assert table.distance(site(0, 8), site(1, 8)) is None
 
 
 def test_what_does_not_fit_is_not_taken():
@@ -169,6 +184,17 @@ def test_calls_take_what_is_shipped_for_their_chip(chip: str):
             assert choices.choose(each.site, default, space) == each.config
         with config.override(target="h200"):
             assert choices.choose(each.site, default, space) == default
+
+
+@pytest.mark.parametrize("batch, splits", [(4, 4), (64, 1)])
+def test_four_sequences_do_not_decide_for_sixty_four(batch, splits):
+    pages = jax.ShapeDtypeStruct((64 * batch, 128, 8, 128), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16)
+    operands = [query, pages, jax.ShapeDtypeStruct((batch, 64), jnp.int32)]
+    site = choices.site_of("paged_attention", operands, {})
+    space = Space({"splits": (1, 2, 4, 8, 16)})
+    with config.override(target="h200"):
+        assert choices.choose(site, {"splits": 1}, space) == {"splits": splits}
 
 
 def test_tunable_needs_arguments_with_defaults():

@@ -136,7 +136,11 @@ def _chosen(op: Op) -> Iterator[tuple[Value, Value]]:
 
 
 def _broadcast(op: Op) -> tuple[Change | None, Change | None]:
-    return None, lambda spread: narrowed(op, spread)
+    """Forward only where dimensions of size one are added: a number per row stays with
+    the threads that have it."""
+    x, result = op.operands[0].tile, op.result.tile
+    forth = (lambda s: reshaped(s, result.shape)) if x.size == result.size else None
+    return forth, lambda spread: narrowed(op, spread)
 
 
 def narrowed(op: Op, spread: Spread) -> Spread:

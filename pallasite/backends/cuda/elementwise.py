@@ -139,8 +139,10 @@ def _is_finite(op: Op, x: str) -> str:
 
 
 def _logistic(op: Op, x: str) -> str:
-    one = number(1.0, computed(_dtype(op)))
-    return f"{one} / ({one} + {_EXP(op, f'-{x}')})"
+    dtype = computed(_dtype(op))
+    one = number(1.0, dtype)
+    below = f"{one} + {_EXP(op, f'-{x}')}"
+    return f"reciprocal({below})" if dtype == F32 else f"{one} / ({below})"
 
 
 def _rough_logistic(op: Op, x: str) -> str:

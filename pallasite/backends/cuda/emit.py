@@ -28,6 +28,7 @@ from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
+from pallasite.backends.cuda.products import BEHIND
 from pallasite.backends.cuda.repack import REPACKED
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
@@ -346,6 +347,9 @@ class Emitter(TensorMemory):
         counter = Tile(self.out.fresh("n"), loop.index.tile.dtype)
         self.env[loop.index] = counter
         kind, n = self.type(counter.dtype, op), counter.name
+        is_behind = any(each.attrs.get(BEHIND) for each in loop.body.ops)
+        if is_behind:
+            self.starts_behind()
         with self.out.block(
             f"for ({kind} {n} = {first}; {n} < {limit}; {n} += {step})"
         ):
@@ -354,6 +358,8 @@ class Emitter(TensorMemory):
             self.block(loop.body)
             self.loops -= 1
             self.hand_over(carried, loop.yields, op)
+            if is_behind:
+                self.lets_start(f"{n} == {first} + {step}")
         self.env.update(zip(op.results, carried, strict=True))
 
     def emit_while(self, op: Op) -> None:

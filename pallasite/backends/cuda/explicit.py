@@ -46,6 +46,7 @@ MAX_RANK = 5  # of an array that the copy engine knows
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
 ALONE = "load"  # the role that one thread runs
 TURNS = 8  # the number of the first warpgroup's barrier, where they take turns
+STARTS = 12  # the same, where they start loops one after another
 
 
 @dataclass(frozen=True)
@@ -575,6 +576,17 @@ class Explicit(Shared):
             after = f"(group + 1) % {self.warpgroups}"
             self.out.line(f"pass_by({TURNS} + {after}, {2 * WARPGROUP});")
         self.env[op.result] = result
+
+    def starts_behind(self) -> None:
+        """Before a loop: wait until the warpgroup before this one is in its second
+        step."""
+        self.out.line(f"if (group > 0) meet({STARTS} + group, {2 * WARPGROUP});")
+
+    def lets_start(self, is_second: str) -> None:
+        """At the end of a step of such a loop."""
+        has_next = f"group < {self.warpgroups - 1}"
+        pass_by = f"pass_by({STARTS} + group + 1, {2 * WARPGROUP})"
+        self.out.line(f"if ({has_next} && {is_second}) {pass_by};")
 
     def is_zero(self, value: Value) -> bool:
         made = self.producers.get(value)

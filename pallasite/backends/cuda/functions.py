@@ -119,6 +119,10 @@ FUNCTIONS: dict[str, str] = {
         "DEVICE float reciprocal_root(float x) { float r; "
         'asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }\n'
     ),
+    # Within one unit in the last place, without the branch that rounds it right.
+    "reciprocal": _convert(
+        "reciprocal", "float x", "float", "rcp.approx.f32 %0, %1;", "f", '"f"(x)'
+    ),
     "divide_fast": _convert(
         "divide_fast", "float x, float y", "float", "div.full.f32 %0, %1, %2;", "f",
         '"f"(x), "f"(y)',

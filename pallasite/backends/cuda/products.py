@@ -16,6 +16,7 @@ from typing import NoReturn
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
+from pallasite.ir.opdef import Unit, table
 from pallasite.ir.rewrite import users_of
 from pallasite.ir.roles import Dot, Loop
 from pallasite.ir.text import print_op
@@ -46,6 +47,7 @@ TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded what is freed
 IN_TURN = "cuda.in_turn"  # note on products: warpgroups start them one after another
+BEHIND = "cuda.behind"  # note on products: warpgroups start a loop of them a step apart
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 
 
@@ -149,6 +151,7 @@ class Plan:
         ]
         self.group_of = {id(op): g for g in self.groups for op in g.loads}
         self.per_core = 1  # programs of a multiprocessor at once
+        self.repeats = False  # programs follow each other on it
         self.choose_stages()
 
     def place_of(self, product: Product) -> Op:
@@ -223,6 +226,28 @@ class Plan:
     def threads(self) -> int:
         """That multiply."""
         return WARPGROUP * self.warpgroups
+
+    def can_start_apart(self, loop: Loop) -> bool:
+        """Whether warpgroups may start a loop of sums a step after one another.
+
+        They end it one after another then, and what one computes of its sums runs
+        beside products of the next, which has the tensor cores for itself. Rings keep
+        the first from getting farther ahead than they have slots; there must be more
+        steps, or it would tell of its next loop before its last one was heard of.
+        Sums that are only stored gain nothing.
+        """
+        inside = {id(op) for op in walk(loop.body)}
+        outside = [op for op in walk(self.program) if id(op) not in inside]
+        if not any(_is_slow(op) for op in outside):
+            return False
+        made = [self.made.get(v) for v in loop.bounds]
+        if self.warpgroups < 2 or self.per_core > 1 or not self.repeats:
+            return False
+        if any(op is None or op.name != "constant" for op in made):
+            return False
+        first, limit, step = (op.attrs["value"] for op in made if op is not None)
+        rings = [g.ring.stages for g in self.groups if g.block is loop.body]
+        return len(range(first, limit, step)) >= max(rings) + 2
 
     def refuse(self, op: Op, why: str, fix: str = "") -> NoReturn:
         shapes = ", ".join(str(v.type) for v in op.operands)
@@ -614,3 +639,14 @@ def _homes(block: Block) -> Iterator[tuple[int, Block]]:
         yield id(op), block
         for region in op.regions:
             yield from _homes(region)
+
+
+def _is_slow(op: Op) -> bool:
+    """Whether an op computes a tile of exponentials and the like."""
+    is_special = table()[op.name].unit is Unit.SPECIAL
+    return is_special and bool(op.result.tile.shape)
+
+
+def note_first_product(ops: list[Op], note: str) -> None:
+    place = next(n for n, op in enumerate(ops) if op.name == "wgmma")
+    ops[place] = ops[place].with_(attrs={**ops[place].attrs, note: True})

@@ -22,6 +22,7 @@ from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import uses_product
 from pallasite.backends.cuda.products import (
     AFTER_LOADS,
+    BEHIND,
     IN_TURN,
     ROUNDED,
     SWIZZLE,
@@ -30,6 +31,7 @@ from pallasite.backends.cuda.products import (
     Product,
     Ring,
     Side,
+    note_first_product,
 )
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
@@ -74,6 +76,7 @@ def specialize(kernel: Kernel, chip: Gpu) -> Kernel:
     number, inner = Value(INDEX, "block"), Builder(pipeline.op.loc)
     inner.ops += memory.ops
     regions = []
+    plan.repeats = programs > blocks
     for role in (_Loading(plan, memory), _Computing(plan, memory)):
         alone = _persistent(kernel, pipeline, role, order, blocks)
         made = Pipeline.of(find_pipeline(drop_unused(promote_refs(alone))))
@@ -647,6 +650,8 @@ class _Computing(_Role):
         results = {f.product.result: f.result for f in started}
         inside.emit("wgmma_wait", pending=len(started))
         groups = [g for g in self.open if g.block is loop.body]
+        if self.plan.can_start_apart(loop):
+            note_first_product(inside.ops, BEHIND)
         for group in groups:
             self.free_held(group, inside)
             inside.store(self.held[group.ring], self.open.pop(group))
@@ -782,9 +787,7 @@ class _Computing(_Role):
         homes = {self.plan.home[id(p.dot)] for p in self.plan.products}
         if depth < TURN_DEPTH or len(homes) > 1:
             return
-        place = next(n for n, op in enumerate(step.ops) if op.name == "wgmma")
-        op = step.ops[place]
-        step.ops[place] = op.with_(attrs={**op.attrs, IN_TURN: True})
+        note_first_product(step.ops, IN_TURN)
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""

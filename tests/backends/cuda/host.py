@@ -50,6 +50,7 @@ OWN = {
         for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"))
         for n, kind in enumerate(("bf16", "f16"))
     },
+    "reciprocal": "DEVICE float reciprocal(float x) { return 1 / x; }\n",
     "divide_fast": "DEVICE float divide_fast(float x, float y) { return x / y; }\n",
     "negated": "DEVICE int negated(int x) { return (int)(0 - (u32)x); }\n",
     "exp2_fast": "DEVICE float exp2_fast(float x) { return exp2f(x); }\n",

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config
+from pallasite import kernels as library
 from pallasite import tpu as pltpu
 from pallasite.autodiff.backward import keeping_plan
 from pallasite.autodiff.backward_choice import Machine
@@ -282,6 +284,35 @@ def test_warpgroups_take_turns_where_products_are_deep(width, turns):
         assert "if (group == 1) pass_by(8, 256);" in start
         before_wait = rest[: rest.index("products_left")]
         assert "pass_by(8 + (group + 1) % 2, 256);" in before_wait
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "activation", "apart"),
+    [
+        (4096, 1024, "gelu", True),
+        (4096, 1024, "identity", False),  # nothing to compute beside products
+        (4096, 256, "gelu", False),  # fewer steps than slots
+        (1024, 1024, "gelu", False),  # one program on each multiprocessor
+    ],
+)
+def test_warpgroups_start_a_sum_a_step_apart(m, k, activation, apart):
+    """So that one computes its results beside products of the other."""
+    run = partial(library.matmul, activation=activation)
+    with config.override(target="h200"):
+        kernel = kernel_of(run, ((m, k), bf16), ((k, m), bf16))
+    text = body_of(text_of(kernel))
+    assert ("if (group > 0) meet(12 + group, 256);" in text) == apart
+    assert ("if (group < 1 && " in text) == apart
+
+
+def test_numbers_of_rows_are_stored_where_they_are():
+    """Warpgroups would wait for each other to move them through shared memory."""
+    x, w = (jax.ShapeDtypeStruct(s, bf16) for s in ((8192, 512), (512, 32768)))
+    labels = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    loss = library.linear_softmax_cross_entropy_loss
+    (call,) = calls_in(lambda x, labels, w: loss(x, labels, w), x, labels, w)
+    text = body_of(text_of(call.kernel))
+    assert "meet(1," not in text and "expf" not in text
 
 
 @needs_nvrtc

@@ -184,6 +184,18 @@ def test_products(name, tmp_path, small_chip):
     assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
 
 
+def test_warpgroups_that_start_a_step_apart(tmp_path, small_chip):
+    """Where four programs follow each other on three multiprocessors."""
+    x, y = (
+        kernels.operand({"m": 256, "k": 512}, d, bf16, n)
+        for n, d in enumerate(("mk", "km"))
+    )
+    blocks = library.MatmulConfig(128, 128, 64)
+    fused = partial(library.matmul, activation="gelu", out_dtype=f32)
+    (got,) = run(partial(fused, config=blocks), x, y, folder=tmp_path)
+    assert kernels.error(got, fused(x, y, implementation="reference")) < 1e-3
+
+
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 REPACKED = {
     "i8 kn": dict(m=128, n=64, k=256, dtype=jnp.int8, block=(64, 64, 128)),
