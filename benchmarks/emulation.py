@@ -6,6 +6,8 @@ rival here; it is imported by this script only.
 
 import argparse
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,7 @@ def softmax(pl, rows, columns):
     )
 
 
-def cases():
+def cases() -> Iterator[tuple[Any, ...]]:
     key = jax.random.key(0)
     a, b = jax.random.normal(key, (2, 1024, 1024))
     x = jax.random.normal(key, (10_000, 128))

@@ -169,7 +169,8 @@ def all_gather() -> Case:
     from jax.experimental.pallas.ops.tpu.all_gather import all_gather
 
     def run(x: Any) -> Any:
-        return all_gather(x, mesh=jax.sharding.get_abstract_mesh(), axis_name="x")
+        mesh: Any = jax.sharding.get_abstract_mesh()  # annotated as a concrete one
+        return all_gather(x, mesh=mesh, axis_name="x")
 
     return run, (Shape((4 * 256, 128), F32),)
 

@@ -10,9 +10,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +171,7 @@ def normal(seed: int, *shape: int, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def cases(small: bool):
+def cases(small: bool) -> Iterator[tuple[Any, ...]]:
     """Name, kernel, plain XLA, operands, allowed error."""
     n = (1 << 20) + 3 if small else 1 << 26
     yield "vector add f32", vector_add, jnp.add, (normal(0, n), normal(1, n)), 0.0

@@ -53,7 +53,8 @@ def compute() -> list[np.ndarray]:
     """Products of sharded matrices; the same code on one process and on many."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((2, SIZE, SIZE)).astype(np.float32)
+    x = rng.standard_normal((SIZE, SIZE)).astype(np.float32)
+    y = rng.standard_normal((SIZE, SIZE)).astype(np.float32)
     whole = np.round(x * 8), np.round(y * 8)  # sums of these are exact in any order
 
     def product(x: np.ndarray, y: np.ndarray, spec_x: P, spec_y: P) -> np.ndarray:
@@ -77,9 +78,7 @@ def compute() -> list[np.ndarray]:
 
 def work(rank: int, processes: int, address: str, folder: Path) -> None:
     """One process of several."""
-    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, processes, rank)
     assert jax.device_count() == DEVICES
     for number, result in enumerate(compute()):
@@ -94,7 +93,13 @@ def start(processes: int, folder: Path) -> None:
     kept = [
         f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f
     ]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(kept)}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(DEVICES // processes),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": " ".join(kept),
+    }
     command = [sys.executable, __file__, f"--processes={processes}"]
     command += [f"--address={address}", f"--folder={folder}"]
     said = subprocess.DEVNULL  # gloo counts its peers there; errors go to stderr

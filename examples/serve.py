@@ -90,7 +90,7 @@ def step(
     batch: Any,
     *,
     model: train.Model,
-    implementation: str,
+    implementation: train.Implementation,
 ):
     """The next token of each sequence, and the pages with the new keys and values.
 
@@ -100,12 +100,13 @@ def step(
             (slot -1: padding), `lengths`, `query_lengths` and `page_table` of the
             sequences.
     """
-    how: Any = {"implementation": implementation}
     key_pages, value_pages = list(key_pages), list(value_pages)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array):
         key_pages[layer], value_pages[layer] = (
-            kernels.update_pages(pages, new[0], batch["slots"], **how)
+            kernels.update_pages(
+                pages, new[0], batch["slots"], implementation=implementation
+            )
             for pages, new in (
                 (key_pages[layer], key),
                 (value_pages[layer], value),
@@ -118,7 +119,7 @@ def step(
             batch["lengths"],
             batch["page_table"],
             batch["query_lengths"],
-            **how,
+            implementation=implementation,
         )[None]
 
     tokens, positions = batch["tokens"][None], batch["positions"][None]
@@ -149,9 +150,10 @@ class Server:
         budget: int,
         page: int,
         longest: int,
-        implementation: str = "pallasite",
+        implementation: train.Implementation = "pallasite",
     ):
-        self.params, self.model, self.implementation = params, model, implementation
+        self.params, self.model = params, model
+        self.implementation: train.Implementation = implementation
         self.sequences, self.budget, self.page = sequences, budget, page
         self.width = -(-longest // page)  # pages of the longest sequence
         count = sequences * self.width
@@ -254,7 +256,8 @@ def main(argv: list[str] | None = None) -> None:
         longest=size.prompts + size.answers,
     )
     answered: dict[str, list[Request]] = {}
-    for name, implementation in {"kernels": "pallasite", "plain jnp": "xla"}.items():
+    runs: dict[str, train.Implementation] = {"kernels": "pallasite", "plain jnp": "xla"}
+    for name, implementation in runs.items():
         server(implementation=implementation).serve(made_requests(2, size.prompts, 2))
         served = server(implementation=implementation)
         requests = made_requests(count, size.prompts, size.answers)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Without an accelerator JAX shows the CPU as eight devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -31,6 +31,7 @@ from pallasite import kernels
 from pallasite.kernels import masks
 
 Params = dict[str, Any]
+Implementation = Literal["pallasite", "xla"]
 TEXT = Path(__file__).parent.parent / "docs"
 
 
@@ -92,7 +93,7 @@ def hidden_states(
     positions: jax.Array,
     attend: Callable[..., jax.Array],
     model: Model,
-    implementation: str,
+    implementation: Implementation,
 ) -> jax.Array:
     """What the last layer's head is multiplied with.
 
@@ -100,7 +101,6 @@ def hidden_states(
         tokens, positions: (batch, length).
         attend: `attend(layer, query, key, value)`, with heads as the third dimension.
     """
-    how: Any = {"implementation": implementation}
 
     def cast(weight: jax.Array) -> jax.Array:
         return weight.astype(model.dtype)
@@ -109,31 +109,37 @@ def hidden_states(
     x = params["embedding"][tokens]
     batch, length = tokens.shape
     for number, p in enumerate(params["layers"]):
-        h = kernels.rms_norm(x, p["attention_norm"], **how)
+        h = kernels.rms_norm(x, p["attention_norm"], implementation=implementation)
         query, key, value = (
             (h @ p[name]).reshape(batch, length, -1, model.head_width)
             for name in ("query", "key", "value")
         )
         query, key = (
-            kernels.rotary_embedding(each, positions, **how) for each in (query, key)
+            kernels.rotary_embedding(each, positions, implementation=implementation)
+            for each in (query, key)
         )
         mixed = attend(number, query, key, value)
         x = x + mixed.reshape(batch, length, model.width) @ p["out"]
-        h = kernels.rms_norm(x, p["mlp_norm"], **how)
-        gated = kernels.gated_linear_unit(h @ p["gate"], h @ p["up"], **how)
+        h = kernels.rms_norm(x, p["mlp_norm"], implementation=implementation)
+        gated = kernels.gated_linear_unit(
+            h @ p["gate"], h @ p["up"], implementation=implementation
+        )
         x = x + gated @ p["down"]
-    return kernels.rms_norm(x, params["norm"], **how)
+    return kernels.rms_norm(x, params["norm"], implementation=implementation)
 
 
-def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
+def loss_of(
+    params: Params, text: jax.Array, model: Model, implementation: Implementation
+) -> jax.Array:
     """The mean cross entropy of each byte of `text` but the first."""
-    how: Any = {"implementation": implementation}
     tokens, labels = text[:, :-1], text[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         del layer
-        return kernels.attention(query, key, value, mask=masks.Causal(), **how)
+        return kernels.attention(
+            query, key, value, mask=masks.Causal(), implementation=implementation
+        )
 
     x = hidden_states(params, tokens, positions, attend, model, implementation)
     return kernels.linear_softmax_cross_entropy_loss(
@@ -141,7 +147,7 @@ def loss_of(params: Params, text: jax.Array, model: Model, implementation: str):
         labels.reshape(-1),
         params["head"].astype(model.dtype),
         reduction="mean",
-        **how,
+        implementation=implementation,
     )
 
 
@@ -176,7 +182,7 @@ def step(
     text: jax.Array,
     *,
     model: Model,
-    implementation: str,
+    implementation: Implementation,
     rate: float,
 ):
     loss, grads = jax.value_and_grad(loss_of)(params, text, model, implementation)
@@ -197,7 +203,7 @@ def train(
     model: Model,
     texts: list[np.ndarray],
     devices: int,
-    implementation: str,
+    implementation: Implementation,
     rate: float,
 ) -> tuple[Params, list[float], float]:
     """Weights, the loss of each step, and seconds per step without the first."""
@@ -210,19 +216,23 @@ def train(
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = {"mean": zeros, "square": zeros, "count": jnp.zeros(())}
     state = jax.device_put(state, everywhere)
-    losses, started = [], time.perf_counter()
+    losses: list[jax.Array] = []
+    started = time.perf_counter()
     for number, text in enumerate(texts):
-        text = jax.device_put(text, divided)
         params, state, loss = step(
-            params, state, text, model=model, implementation=implementation, rate=rate
+            params,
+            state,
+            jax.device_put(jnp.asarray(text), divided),
+            model=model,
+            implementation=implementation,
+            rate=rate,
         )
         losses.append(loss)
         if number == 0:
             loss.block_until_ready()
             started = time.perf_counter()
-    losses = [float(loss) for loss in losses]
     seconds = (time.perf_counter() - started) / max(len(texts) - 1, 1)
-    return params, losses, seconds
+    return params, [float(loss) for loss in losses], seconds
 
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
@@ -273,7 +283,10 @@ def main(argv: list[str] | None = None) -> None:
     texts = batches(batch, length, options.steps or steps)
     count = max(n for n in (1, 2, 4, 8) if n <= len(jax.devices()))
     curves: dict[str, list[float]] = {}
-    runs = [("kernels", 1, "pallasite"), ("plain jnp", 1, "xla")]
+    runs: list[tuple[str, int, Implementation]] = [
+        ("kernels", 1, "pallasite"),
+        ("plain jnp", 1, "xla"),
+    ]
     if count > 1:
         runs.append((f"kernels, {count} devices", count, "pallasite"))
     for name, devices, implementation in runs:

@@ -150,7 +150,7 @@ def _store(op: Op, block: Value, dtype: DType) -> list[Op]:
     if covers_whole(block.ref.shape, access.index):
         builder.store(block, _reshaped(builder, new, block.ref.shape))
     else:
-        builder.store(block, new, access.index)
+        builder.store(block, new, access.index, access.index_operands)
     return builder.ops
 
 

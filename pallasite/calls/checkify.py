@@ -19,7 +19,7 @@ from pallasite.primitive import Call, call_p
 
 
 def register() -> None:
-    """`calls/pallas_call.py` does, when it builds a kernel."""
+    """`calls/build.py` does, with the first kernel."""
     jaxcompat.register_checkify(call_p, _checkify)
 
 

@@ -62,12 +62,25 @@ def statistics_dtype(dtype: Any) -> Any:
 def check_floats(operation: str, **operands: Any) -> None:
     """Every operand that is given has floating-point elements."""
     for name, x in operands.items():
-        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        if x is None:
+            continue
+        check_array(operation, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             raise KernelTypeError(
                 f"{operation} takes floating-point operands",
-                [(name, f"{jnp.result_type(x)}{list(jnp.shape(x))}")],
+                [(name, f"{x.dtype}{list(x.shape)}")],
                 fix=f"convert {name} with .astype(jnp.float32)",
             )
+
+
+def check_array(operation: str, name: str, x: Any) -> None:
+    """An operand is an array, not a list or a number."""
+    if not hasattr(x, "dtype"):
+        raise KernelTypeError(
+            f"{operation}: {name} is no array",
+            [("is of type", type(x).__name__)],
+            fix=f"pass {name} as an array: jnp.asarray(...)",
+        )
 
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:

@@ -281,16 +281,10 @@ def _plain(
     return out.reshape(batch, heads, value_cache.shape[3]).astype(query.dtype)
 
 
-def plain_paged(
-    query,
-    key_pages,
-    value_pages,
-    key_scales,
-    value_scales,
-    lengths,
-    page_table,
-    **how,
-):
+def plain_paged(query, *operands, **how):
+    """`_plain` of caches in pages; the last operand says which are whose."""
+    *caches, lengths, page_table = operands
+
     def cache(pages):
         if pages is None:
             return None
@@ -298,15 +292,8 @@ def plain_paged(
         keys = page_table.shape[1] * pages.shape[1]
         return gathered.reshape(len(page_table), keys, *pages.shape[2:])
 
-    return _plain(
-        query,
-        cache(key_pages),
-        cache(value_pages),
-        cache(key_scales),
-        cache(value_scales),
-        lengths,
-        **how,
-    )
+    contiguous = [*map(cache, caches), lengths]
+    return _plain(query, *contiguous, **how)
 
 
 # --- kernels ---

@@ -86,10 +86,11 @@ def quantize_weights(
         group_size: rows with a scale in common; divides k (with 4 bits: k / 2).
         dtype: with 8 bits: int8, or an 8-bit float.
     """
+    common.check_array("quantize_weights", "weights", weights)
+    common.check_floats("quantize_weights", weights=weights)
     if weights.ndim < 2:
         common.check_rank("quantize_weights", "weights", weights, "k, n")
     *leading, k, n = weights.shape
-    common.check_floats("quantize_weights", weights=weights)
     common.check_option("quantize_weights", "bits", bits, [4, 8])
     rows = k * bits // 8
     if rows % group_size or not rows:

@@ -43,6 +43,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(np.__file__)) + os.sep,
     os.path.abspath(functools.__file__),
+    "<frozen ",  # Python's own: runpy, importlib
 )
 
 

@@ -11,9 +11,10 @@ copies) stay in memory, but scratch of which fixed parts are used can be promote
 from collections.abc import Iterable, Sequence
 
 from pallasite.ir.build import Builder
-from pallasite.ir.nodes import Access, At, Block, Index, Kernel, Op, Span, Value, walk
+from pallasite.ir.nodes import Access, Block, Index, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import dead_code
 from pallasite.ir.roles import Loop, While
+from pallasite.passes.analysis.boxes import box_at
 from pallasite.passes.analysis.carried import Known, covers_whole, is_overwritten
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.canonicalize import canonicalize
@@ -282,19 +283,10 @@ Part = Sequence[tuple[int, int]]  # first element and end, per dimension
 
 def fixed_part(index: Index, shape: Sequence[int]) -> Part | None:
     """The box that an index picks, if it is the same at every step."""
-    part: list[tuple[int, int]] = []
-    for entry, n in zip(index, shape, strict=True):
-        size = entry.size if isinstance(entry, Span) else 1
-        if isinstance(entry, (At, Span)) and size == n:
-            part.append((0, n))  # starts are clamped to fit
-        elif isinstance(entry, At) and entry.start is not None:
-            part.append((entry.start, entry.start + 1))
-        elif isinstance(entry, Span) and entry.start is not None and entry.stride == 1:
-            part.append((entry.start, entry.start + size))
-        else:
-            return None
-    inside = all(0 <= a <= b <= n for (a, b), n in zip(part, shape, strict=True))
-    return part if inside else None
+    spans = box_at(index, shape)
+    if spans is None or any(span.stride != 1 for span in spans):
+        return None
+    return [(span.start or 0, (span.start or 0) + span.size) for span in spans]
 
 
 def _part_of(builder: Builder, value: Value, part: Part) -> Value:

@@ -3,7 +3,7 @@
 `compile_all(jobs, chip)` compiles kernels for one chip in a child process, because some
 compiler errors end the process and libtpu reads its flags once. `Job.of` makes a job
 from a kernel and its launch. As a command: `python -m pallasite.runtime.aot v5e`
-reads jobs as JSON lines and prints one JSON result per line.
+reads jobs as JSON lines, one or several to a line, and prints one JSON result per job.
 """
 
 import contextlib
@@ -126,6 +126,7 @@ def compile_all(
     units: bool = False,
     keep: Path | None = None,
     progress: Callable[[Compiled], None] | None = None,
+    together: int = 1,
 ) -> list[Compiled]:
     """Compile `jobs` for `chip`, one after another.
 
@@ -138,6 +139,8 @@ def compile_all(
             are spilled; with `cycles`.
         keep: a folder that gets libtpu's dumps, in one folder per job; with `cycles`.
         progress: called with each result as it comes.
+        together: calls of one program, where only errors are of interest: XLA's own
+            part of the time is less. What fails is compiled again by itself.
 
     Returns:
         One Compiled per job, in order. A job that ends the process, or does not end
@@ -150,7 +153,14 @@ def compile_all(
     with tempfile.TemporaryDirectory(prefix="pallasite-aot-") as folder:
         dumps = Path(folder) / "dumps"
         dumps.mkdir()
-        asked = _Asked(chip, str(dumps) if cycles else "", units, keep, timeout)
+        asked = _Asked(
+            chip,
+            str(dumps) if cycles else "",
+            units,
+            keep,
+            timeout,
+            1 if cycles else together,
+        )
         while len(done) < len(jobs):
             rest = jobs[len(done) :]
             child = _Child(rest, asked, Path(folder) / "log")
@@ -158,7 +168,9 @@ def compile_all(
                 done.append(result)
                 if progress is not None:
                     progress(result)
-            if len(done) < len(jobs):
+            if len(done) < len(jobs) and asked.together > 1:
+                asked = replace(asked, together=1)  # which of them was it?
+            elif len(done) < len(jobs):
                 result = _failed(jobs[len(done)], asked, child)
                 done.append(result)
                 if progress is not None:
@@ -184,6 +196,21 @@ class _Asked:
     units: bool
     keep: Path | None
     timeout: float
+    together: int = 1  # jobs of one program
+
+    def lines(self, jobs: Sequence[Job]) -> Iterator[str]:
+        """What the process reads: a job, or a list of some, per line."""
+        pending: list[dict[str, Any]] = []
+        for job in jobs:
+            if pending and (len(pending) == self.together or job.devices > 1):
+                yield _line(pending)
+                pending = []
+            pending.append(asdict(job))
+            if job.devices > 1:
+                yield _line(pending)
+                pending = []
+        if pending:
+            yield _line(pending)
 
     @property
     def arguments(self) -> list[str]:
@@ -191,6 +218,10 @@ class _Asked:
             return [self.chip]
         keep = str(self.keep) if self.keep is not None else ""
         return [self.chip, self.folder, "units" if self.units else "", keep]
+
+
+def _line(jobs: Sequence[dict[str, Any]]) -> str:
+    return json.dumps(jobs[0] if len(jobs) == 1 else jobs) + "\n"
 
 
 class _Child:
@@ -210,7 +241,7 @@ class _Child:
                 text=True,
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
-        texts = [json.dumps(asdict(job)) + "\n" for job in jobs]
+        texts = [*asked.lines(jobs)]
         self.threads = [
             threading.Thread(target=self._read, daemon=True),
             threading.Thread(target=self._write, args=(texts,), daemon=True),
@@ -303,6 +334,10 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
     print(READY, flush=True)
     for number, line in enumerate(sys.stdin):
         job = json.loads(line)
+        if isinstance(job, list):
+            for result in _compiled_together(job, compile_call):
+                print(json.dumps(asdict(result)), flush=True)
+            continue
         # Dumps are named after the op, and that is the same for every job.
         for dump in Path(folder).iterdir() if folder else ():
             dump.unlink()
@@ -320,7 +355,8 @@ def _main(chip: str, folder: str = "", units: str = "", keep: str = "") -> None:
 OP = "ffi_call"  # what XLA calls the op of a job
 
 
-def _compiler(chip: target.Tpu) -> Callable[[dict[str, Any]], None]:
+def _compiler(chip: target.Tpu) -> Callable[..., None]:
+    """A function that compiles jobs as calls of one program."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -336,8 +372,8 @@ def _compiler(chip: target.Tpu) -> Callable[[dict[str, Any]], None]:
         shape, dtype = described
         return jax.ShapeDtypeStruct(tuple(shape), jax.numpy.dtype(dtype), **kw)
 
-    def compile_call(job: dict[str, Any]) -> None:
-        call = jax.ffi.ffi_call(
+    def call_of(job: dict[str, Any]) -> Any:
+        return jax.ffi.ffi_call(
             job["target"],
             [array(r) for r in job["results"]],
             custom_call_api_version=job["api_version"],
@@ -345,18 +381,23 @@ def _compiler(chip: target.Tpu) -> Callable[[dict[str, Any]], None]:
             input_output_aliases=dict(job["aliases"]),
             has_side_effect=job["has_side_effect"],
         )
-        mesh = Mesh(np.array(devices[: job["devices"]]), ("x",))
+
+    def compile_calls(*jobs: dict[str, Any]) -> None:
+        count = jobs[0]["devices"]
+        mesh = Mesh(np.array(devices[:count]), ("x",))
         sharding = NamedSharding(mesh, whole)
-        run: Any = lambda *xs: call(*xs)
-        if job["devices"] > 1:
+        run: Any = lambda *groups: [
+            call_of(job)(*xs) for job, xs in zip(jobs, groups, strict=True)
+        ]
+        if count > 1:
             run = jax.shard_map(
                 run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
             )
-        operands = [array(o, sharding=sharding) for o in job["operands"]]
+        operands = [[array(o, sharding=sharding) for o in j["operands"]] for j in jobs]
         # Results say which device it is for, where there are no operands.
         jax.jit(run, out_shardings=sharding).lower(*operands).compile()
 
-    return compile_call
+    return compile_calls
 
 
 def _compiled(job: dict[str, Any], compile_call: Callable[..., None]) -> Compiled:
@@ -366,6 +407,18 @@ def _compiled(job: dict[str, Any], compile_call: Callable[..., None]) -> Compile
     except Exception as error:
         return Compiled(job["name"], False, str(error))
     return Compiled(job["name"], True, seconds=time.perf_counter() - start)
+
+
+def _compiled_together(
+    jobs: Sequence[dict[str, Any]], compile_calls: Callable[..., None]
+) -> list[Compiled]:
+    start = time.perf_counter()
+    try:
+        compile_calls(*jobs)
+    except Exception:
+        return [_compiled(job, compile_calls) for job in jobs]
+    each = (time.perf_counter() - start) / len(jobs)
+    return [Compiled(job["name"], True, seconds=each) for job in jobs]
 
 
 def _profiles(folder: str) -> list[Path]:

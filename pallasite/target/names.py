@@ -26,6 +26,10 @@ def named(text: str) -> Named:
     Raises:
         SpecError: there is none.
     """
+    if not isinstance(text, str):
+        raise SpecError(
+            f"a target is a name, not {text!r}", fix=f"one of {', '.join(known())}"
+        )
     kind, _, chip = text.strip().partition(":")
     if kind == "cpu" and not chip:
         return Named("cpu", "cpu", host())

@@ -5,11 +5,13 @@ the chip's bound and the time taken, and what would make it faster. `timing.py` 
 them.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pallasite.errors import SpecError
-from pallasite.language.trace import user_location
+from pallasite.ir.nodes import Loc
+from pallasite.language.trace import shorten, user_location
 from pallasite.primitive import Site, sites_in
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ def explain(
     Example:
         `print(pl.explain(f)(x))`
     """
-    wanted = [target] if isinstance(target, str) else target
+    is_list = target is None or isinstance(target, list | tuple)
+    wanted: Any = target if is_list else [target]
 
     def explained(*args: Any, **kwargs: Any) -> "Report":
         from pallasite.tools.timing import explain_sites
@@ -61,7 +64,15 @@ def kernels_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[
         name = getattr(function, "__name__", repr(function))
         raise SpecError(
             f"'{name}' calls no kernel",
-            at=user_location(),
+            at=user_location() or _definition(function),
             fix="give a function that calls pl.pallas_call(...)(...)",
         )
     return sites
+
+
+def _definition(function: Callable[..., Any]) -> Loc | None:
+    """Where a function is written, for want of a line that calls it (a command)."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    return Loc(shorten(code.co_filename), code.co_firstlineno, code.co_name)

@@ -118,9 +118,10 @@ def small_steps(facts: Facts) -> Iterator[Hint]:
     if steps < 2 or overhead < 1e-6:
         return
     work = facts.bound.seconds / steps
+    each_does = f"work for {duration(work)}" if work >= 1e-10 else "hardly any work"
     yield (
         overhead / (overhead + facts.bound.seconds),
-        f"the grid has {steps:,} steps with work for {duration(work)} each, and to "
+        f"the grid has {steps:,} steps with {each_does} each, and to "
         f"start one takes {duration(each)}: larger blocks make fewer steps"
         + (f"; they stay as written: {facts.why_small}" if facts.why_small else ""),
     )

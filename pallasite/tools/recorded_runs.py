@@ -106,6 +106,8 @@ def _operands(arrays: Sequence[Any]) -> list[Any]:
 
     def array(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
+            if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.lax.full(x.shape, 0, x.dtype)
             return jax.numpy.asarray(made_up(x.shape, x.dtype, rng))
         return x
 

@@ -520,6 +520,9 @@ REFUSALS = [
         "per head, (2,), or per token, (10, 8, 2)",
     ),
     (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
+    (kernels.quantize_weights, [None], "weights is no array"),
+    (kernels.quantize_weights, [normal(4)], "pass weights with 2 dimensions: (k, n)"),
+    (kernels.softmax, [[1.0, 2.0]], "x is no array"),
     (
         functools.partial(
             kernels.quantize_weights, bits=4, group_size=16, dtype="float8_e4m3fn"

@@ -35,6 +35,13 @@ def compiled(folder: Path, jobs: list[Job], *lines: str, **options) -> list[Comp
         return compile_all(jobs, "v5e", **options)
 
 
+def test_a_group_that_ends_the_process_is_compiled_one_by_one(tmp_path):
+    lines = ["echo ready", "read a", 'case "$a" in "["*) exit 3;; esac']
+    lines += [f"echo '{answer('a')}'", "read b", f"echo '{answer('b')}'"]
+    results = compiled(tmp_path, [job("a"), job("b")], *lines, together=2)
+    assert [(r.name, r.ok) for r in results] == [("a", True), ("b", True)]
+
+
 def test_results_come_as_they_are_made(tmp_path):
     seen = []
     code = {"cycles": 7, "busy": {"VALU": 3.0}, "spills": 1, "fills": 2, "vmem": 64}

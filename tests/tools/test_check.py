@@ -1,6 +1,7 @@
 """`pl.aot(f, x).compile(...)`, `pallasite check` and `pallasite explain`."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -260,6 +261,17 @@ def test_explain_as_a_command(script, capsys):
     given = ("explain", f"{script}::double", "--args", "f32[8,128]", "--no-measure")
     status, out, _ = run(capsys, *given)
     assert status == command.OK and "backend   cpu" in out
+
+
+def test_a_function_without_kernels_is_named_with_its_line(tmp_path):
+    file = tmp_path / "plain.py"
+    file.write_text("import jax.numpy as jnp\n\n\ndef f(x):\n    return jnp.sin(x)\n")
+    given = ("-m", "pallasite", "explain", f"{file}::f", "--args", "f32[8]")
+    done = subprocess.run(
+        [sys.executable, *given, "--in-child"], capture_output=True, text=True
+    )
+    assert done.returncode == command.USAGE
+    assert "'f' calls no kernel" in done.stderr and "plain.py:4 in f" in done.stderr
 
 
 def test_a_process_that_is_ended_is_reported(script, capsys, monkeypatch):

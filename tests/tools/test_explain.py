@@ -127,6 +127,9 @@ def test_a_kernel_that_no_backend_takes():
 def test_unknown_targets_and_functions_without_kernels():
     with pytest.raises(SpecError, match="no target is called 'tpu:v9'"):
         pl.explain(double, target="tpu:v9")(X)
+    for target in (3, ["cpu", 3]):
+        with pytest.raises(SpecError, match="a target is a name, not 3"):
+            pl.explain(double, target=target)(X)
     with pytest.raises(SpecError, match="'sin' calls no kernel"):
         pl.explain(jnp.sin)(X)
 
@@ -211,6 +214,27 @@ def test_hint_about_steps_that_stay_small():
     found = only(doubled, S((4096, 128), F32), target="tpu:v5e")
     reason = "last_ref does not follow the axis block by block"
     assert f"fewer steps; they stay as written: {reason}" in found.hints[0]
+
+
+def test_hint_about_steps_without_work():
+    block = pl.BlockSpec((8, 128), lambda i: (0, 0))
+
+    def kernel(x_ref, o_ref):
+        @pl.when(pl.program_id(0) == 4095)
+        def _():
+            o_ref[...] = x_ref[...]
+
+    def idle(x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=x,
+            grid=(4096,),
+            in_specs=[block],
+            out_specs=block,
+        )(x)
+
+    found = only(idle, S((8, 128), F32), target="tpu:v5e")
+    assert "steps with hardly any work each" in found.hints[0]
 
 
 def test_hint_about_blocks_that_come_again():

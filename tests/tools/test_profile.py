@@ -153,6 +153,15 @@ def test_emulated_kernels_are_named():
     assert found.note == "not recorded: product_kernel (emulated)"
 
 
+def test_random_keys_are_made_up():
+    def noisy(key, x):
+        return weights(x + jax.random.uniform(key, x.shape))
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = pl.profile(noisy, runs=1)(key, S((16, 8), F32))
+    assert [k.name for k in found.kernels] == ["weights_kernel"]
+
+
 def test_what_cannot_be_profiled_is_refused():
     with pytest.raises(SpecError, match="calls no kernel"):
         pl.profile(jnp.sin)(1.0)

@@ -1,10 +1,11 @@
 """Which elements of a ref accesses with known places pick, compared with each other."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import prod
 
-from pallasite.ir.nodes import Access, At, Op, Span
+from pallasite.ir.nodes import Access, At, Index, Op, Span
 
 Box = tuple[Span, ...]  # one per dimension of the ref
 
@@ -14,11 +15,20 @@ def box_of(op: Op) -> Box | None:
     access = Access.of(op)
     if access.mask is not None:
         return None
+    return box_at(access.index, access.ref.ref.shape)
+
+
+def box_at(index: Index, shape: Sequence[int]) -> Box | None:
+    """The elements that an index picks, if they are the same whenever it runs."""
     spans: list[Span] = []
-    for entry, n in zip(access.index, access.ref.ref.shape, strict=True):
-        if isinstance(entry, At) and entry.start is not None:
+    for entry, n in zip(index, shape, strict=True):
+        if isinstance(entry, At):
             entry = Span(entry.start, 1)
-        if not isinstance(entry, Span) or entry.start is None:
+        if not isinstance(entry, Span):
+            return None
+        if entry.extent == n:
+            entry = replace(entry, start=0)  # starts are clamped to fit
+        if entry.start is None:
             return None
         if not 0 <= entry.start <= n - entry.extent:
             return None  # clamped when the kernel runs

@@ -296,24 +296,31 @@ class Solver:
 
 
 def greatest(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
-    result = values[0]
-    for value in values[1:]:
-        old, new = facts.of(result), facts.of(value)
-        if old.high <= new.low:
-            result = value
-        elif new.high > old.low:
-            result = b.max(result, value)
-    return result
+    return _furthest(values, b.max, lambda x, y: facts.of(x).high <= facts.of(y).low)
 
 
 def least(values: Sequence[Value], facts: Facts, b: Builder) -> Value:
+    return _furthest(values, b.min, lambda x, y: facts.of(y).high <= facts.of(x).low)
+
+
+def _furthest(
+    values: Sequence[Value],
+    further: Callable[[Value, Value], Value],
+    never_behind: Callable[[Value, Value], bool],
+) -> Value:
+    """The furthest value: the one that is known to be, else what an op finds out.
+
+    Args:
+        values: at least one.
+        further: makes the op.
+        never_behind: whether the second of two values is known to be as far.
+    """
     result = values[0]
     for value in values[1:]:
-        old, new = facts.of(result), facts.of(value)
-        if new.high <= old.low:
+        if never_behind(result, value):
             result = value
-        elif old.high > new.low:
-            result = b.min(result, value)
+        elif not never_behind(value, result):
+            result = further(result, value)
     return result
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.tpu
 
 
 def failures(jobs, chip):
-    results = compile_all(jobs, chip)
+    results = compile_all(jobs, chip, together=8)
     assert [r.name for r in results] == [j.name for j in jobs]
     return {r.name: r.error for r in results if not r.ok}
 
@@ -53,25 +53,17 @@ def zoo_kernels() -> list[tuple[str, Kernel]]:
     return [(name, run(kernel)) for name, kernel in found]
 
 
-# All for two chips; for the others a sample, for each another.
-SAMPLES = {"v5e": slice(None), "v6e": slice(None)}
-SAMPLES |= {chip: slice(n, None, 6) for n, chip in enumerate(("v4", "v5p", "7x"))}
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pallasite.errors.PerformanceWarning")
-@pytest.mark.parametrize("chip", SAMPLES)
+@pytest.mark.parametrize("chip", TPUS)
 def test_zoo_and_its_gradients_compile(chip):
     kernels = zoo_kernels()
     assert len(kernels) > 260
-    sample = kernels[SAMPLES[chip]]
-    jobs = [harness.job(name, k, chip=TPUS[chip]) for name, k in sample]
-    wrong = {
-        name: error
-        for name, error in failures(jobs, chip).items()
-        if chip != "v4" or LACKING_ON_V4 not in error
-    }
-    assert wrong == {}
+    jobs = [harness.job(name, k, chip=TPUS[chip]) for name, k in kernels]
+    failed = failures(jobs, chip)
+    lacking = [n for n in failed if chip == "v4" and LACKING_ON_V4 in failed[n]]
+    assert [name for name in failed if name not in lacking] == []
+    assert len(lacking) < 0.03 * len(kernels)
 
 
 # It turns some columns into rows by this, on later chips.
@@ -113,10 +105,11 @@ def test_estimated_cycles_are_read():
     assert result.ok and result.cycles and result.cycles > 1000
 
 
-def test_compiler_error_is_handed_back():
+@pytest.mark.parametrize("together", [1, 2])
+def test_compiler_error_is_handed_back(together):
     good = harness.job("vector_add", harness.kernel_of("vector_add"))
     config, results = '{"custom_call_config": {"body": ""}}', (((8, 128), "float32"),)
     bad = Job("bad", "tpu_custom_call", config, (), results)
-    results = compile_all([bad, good], "v5e")
+    results = compile_all([bad, good], "v5e", together=together)
     assert [r.ok for r in results] == [False, True]
     assert results[0].error
