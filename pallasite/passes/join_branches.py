@@ -5,8 +5,10 @@ In: a body that does several steps after each other, each in a branch of its own
 mask, does it need the mask. Out: all of those branches are decided first, and what the
 steps then do is one piece of code without branches. Only outcomes that some program
 has become versions; in causal attention with four blocks these are four, of one to four
-steps. For backends that do the products of one step beside the vector code of another
-as long as no branch is between them.
+steps. Grid indices that all programs of a version share are numbers in it: what joined
+programs select and a step's masks then often follow (`known_comparisons.py`), so that
+it matters little which blocks the author's were. For backends that do the products of
+one step beside the vector code of another as long as no branch is between them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from pallasite.ir.rewrite import clone, map_ops, substitute, users_of
 from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map
 from pallasite.passes.canonicalize import canonicalize
+from pallasite.passes.known_comparisons import known_comparisons
 
 Ops = tuple[Op, ...]
 
@@ -49,7 +52,7 @@ def join_branches(
         return ()
 
     new = map_ops(kernel, rewrite)
-    return kernel if new is kernel else canonicalize(new)
+    return kernel if new is kernel else canonicalize(known_comparisons(new))
 
 
 class _Joining:
@@ -216,7 +219,8 @@ class _Joining:
         straight, branch = self.straight(code, programs)
         if branch is None:
             self.left -= self.size(straight)
-            return clone(straight) if self.left >= 0 else None
+            settled = clone(self.settled(straight, programs))
+            return settled if self.left >= 0 else None
         cond, number = Cond.of(branch), self.number(branch)
         assert number is not None
         regions: list[Block] = []
@@ -253,6 +257,26 @@ class _Joining:
             while known[value] in known:
                 known[value] = known[known[value]]
         return substitute(Block((), tuple(done), code.yields), known), None
+
+    def settled(self, code: Block, programs: np.ndarray) -> Block:
+        """Code with the grid indices that its programs share as numbers.
+
+        What is computed from them before the versions is computed again, with these.
+        """
+        assert self.steps is not None
+        b, known = Builder(), dict[Value, Value]()
+        for v, n, values in zip(
+            self.pipeline.ids, self.pipeline.grid, self.steps, strict=True
+        ):
+            shared = np.unique(values[programs])
+            if len(shared) == 1 and (v in self.asked or n == 1):
+                known[v] = b.constant(int(shared[0]), v.tile)
+        for op in self.pipeline.body.ops:
+            if self.is_movable(op) and any(v in known for v in op.operands):
+                copy = clone(Block((), (op,), op.results), known)
+                b.ops += copy.ops
+                known |= zip(op.results, copy.yields, strict=True)
+        return substitute(Block((), (*b.ops, *code.ops), code.yields), known)
 
     def _decided(self, value: Value, b: Builder, decided: dict[Value, Value]) -> Value:
         """The number of a branch, where no branch is taken yet."""

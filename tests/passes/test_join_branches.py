@@ -4,6 +4,7 @@ import re
 import textwrap
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,6 +141,32 @@ def test_text():
     """)
 
 
+MASKED = STEP.replace(
+    "          store %ob[:, :] = %d{n}",
+    """\
+          %r{n}: i32[4,4] = iota {{dim=0}}
+          %f{n}: i32[4,4] = add %first, %r{n}
+          %l{n}: i32[4,4] = broadcast_in_dim %c{n} {{shape=(4, 4), dims=()}}
+          %m{n}: bool[4,4] = gt %f{n}, %l{n}
+          %e{n}: f32[4,4] = select_n %m{n}, %a{n}, %d{n}
+          store %ob[:, :] = %e{n}""",
+)
+FIRST = "%first: i32[4,4] = broadcast_in_dim %i {shape=(4, 4), dims=()}\n      "
+
+
+@pytest.mark.parametrize("steps, masks", [(2, [0, 2]), (3, [0, 0, 0])])
+def test_an_index_that_a_version_knows_is_a_number(steps, masks):
+    """Rows `i + r > n` of step n, which is taken if `i > n`: no mask where i is known.
+
+    Of two steps, the second version is that of i = 2 and of i = 3.
+    """
+    guards = [f"%g{n}: bool = gt %i, %c{n}" for n in range(steps)]
+    kernel = kernel_of(FIRST + guards[0], *guards[1:], step=MASKED)
+    regions = [r for op in walk(body_of(joined(kernel))) for r in op.regions]
+    names = [[op.name for op in region.ops] for region in regions]
+    assert [each.count("select_n") for each in names if "dot" in each] == masks
+
+
 def test_steps_that_the_grid_does_not_decide_are_left():
     """A number from memory: the two steps before it are joined, it is not."""
     guards = [f"%g{n}: bool = gt %i, %c{n}" for n in range(2)]
@@ -208,4 +235,6 @@ def test_random_guards(data):
         f"%g{n}: bool = {data.draw(kinds)} {data.draw(values)}, {data.draw(values)}"
         for n in range(data.draw(st.integers(2, 4)))
     ]
-    joined(kernel_of(*guards), most=data.draw(st.sampled_from([20, 100, 1e9])))
+    step = data.draw(st.sampled_from([STEP, MASKED]))
+    kernel = kernel_of(FIRST + guards[0], *guards[1:], step=step)
+    joined(kernel, most=data.draw(st.sampled_from([20, 100, 1e9])))
