@@ -3,7 +3,8 @@
 Only what the emitter writes is here, with the meaning the dialects' documents give it.
 Windows behave as Mosaic's: a block is fetched when its index changes, an output block
 is written back when its index changes or the grid ends. What is outside an array, and
-memory nobody wrote, holds NaN or an odd number.
+memory nobody wrote, holds NaN or an odd number. `bounds.py` proves first that no access
+of the module is outside, whatever the arrays hold.
 """
 
 import math
@@ -17,6 +18,7 @@ import numpy as np
 from pallasite import jaxcompat
 from pallasite.errors import UnsupportedError
 from pallasite.ops import meaning
+from tests.backends.tpu.bounds import not_inside
 
 ELEMENTS = {
     "i1": np.bool_,
@@ -101,7 +103,9 @@ class _Module:
 
     def run(self, arrays: Sequence[np.ndarray], results: list[np.ndarray]) -> list:
         with self.context, np.errstate(all="ignore"):
-            return _Call(self, arrays, results).run()
+            call = _Call(self, arrays, results)
+            assert not_inside(self.functions, [x.shape for x in call.operands]) == []
+            return call.run()
 
 
 class _Call:
