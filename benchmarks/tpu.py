@@ -27,7 +27,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -556,12 +556,16 @@ def main() -> None:
     stored = json.loads(results.read_text()) if results.exists() else {}
     stored["versions"] = {n: metadata.version(n) for n in ("jax", "jaxlib")}
     stored["date"] = datetime.now(UTC).date().isoformat()
+    same: dict[Any, list[Work]] = {}  # of several blocks often one kernel is made
+    for each in work:
+        calls = tuple(replace(job, name="") for job in each.jobs)
+        same.setdefault((each.chip, calls), []).append(each)
     with ThreadPoolExecutor(arguments.processes) as pool:
-        started = {pool.submit(measured, w, arguments.timeout): w for w in work}
+        limit = arguments.timeout
+        started = {pool.submit(measured, w[0], limit): w for w in same.values()}
         for future in as_completed(started):
-            done = started[future]
-            rows = stored.setdefault("cycles", {}).setdefault(done.chip, {})
-            if future.result() is not None:
+            for done in started[future] if future.result() is not None else ():
+                rows = stored.setdefault("cycles", {}).setdefault(done.chip, {})
                 rows.setdefault(done.name, {})[done.who] = future.result()
             results.write_text(json.dumps(stored, indent=1) + "\n")
     for chip in chips:

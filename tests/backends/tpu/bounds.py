@@ -9,9 +9,11 @@ any number; an op that touches memory and is not known here is a complaint, too.
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.backends.base import Compiled
@@ -32,6 +34,7 @@ WHOLE = {
     "tpu.sem_read",
     "tpu.sem_barrier",
 }
+MOST_STEPS = 1 << 12  # of a grid whose steps are tried one by one
 ENDS = ("func.return", "scf.yield", "tpu.yield", "scf.condition")
 
 
@@ -98,9 +101,11 @@ class _Proof:
         self.function("main")
         return list(self.found)
 
-    def function(self, name: str) -> list[Range]:
+    def function(self, name: str, step: Sequence[int] | None = None) -> list[Range]:
+        """What a function returns, at a step of the grid or at all of them."""
         block = self.functions[name].regions[0].blocks[0]
         ids = [Range(0, self._bound(n) - 1) for n in range(len(self.bounds))]
+        ids = ids if step is None else [Range(n, n) for n in step]
         self.ranges |= zip(block.arguments, ids, strict=False)
         return self.block(block)
 
@@ -118,14 +123,22 @@ class _Proof:
         padding = re.findall(r"\[([^]]*)\]", kind)
         low, high = (_numbers(each) for each in padding) if padding else ([], [])
         name = window["transform_indices"].value
-        rows = zip(self.function(name), sizes, shape, strict=True)
-        for dim, (index, size, n) in enumerate(rows):
-            more = low[dim] + high[dim] if padding else 0
-            last = max(n + more if kind else -(-n // max(size, 1)), 1) - 1
-            if not 0 <= index.low <= index.high <= last:
-                self.complain(f"{name}, dimension {dim}", index, Range(0, last))
+        more = [a + b for a, b in zip(low, high, strict=True)] or [0] * len(sizes)
+        rows = zip(sizes, shape, more, strict=True)
+        lasts = [
+            max(n + pad if kind else -(-n // max(size, 1)), 1) - 1
+            for size, n, pad in rows
+        ]
+        found = self.function(name)
+        if not _are_inside(found, lasts) and 0 < prod(self.bounds) <= MOST_STEPS:
+            # Orders of blocks by quotients and remainders: at each step by itself.
+            steps = [self.function(name, step) for step in np.ndindex(*self.bounds)]
+            found = [reduce(Range.__or__, each) for each in zip(*steps, strict=True)]
+        if not _are_inside(found, lasts):
+            shown = ", ".join(map(str, found))
+            self.complain(name, shown, f"0 to {lasts}")
 
-    def complain(self, what: str, index: Range, inside: Range) -> None:
+    def complain(self, what: str, index: Range | str, inside: Range | str) -> None:
         if not self.quiet:
             self.found[f"{what}: {index}, not in {inside}"] = None
 
@@ -298,6 +311,11 @@ class _Proof:
         return carried
 
 
+def _are_inside(found: Sequence[Range], lasts: Sequence[int]) -> bool:
+    pairs = zip(found, lasts, strict=True)
+    return all(0 <= index.low <= index.high <= last for index, last in pairs)
+
+
 OPPOSITE = {"slt": "sge", "sge": "slt", "sle": "sgt", "sgt": "sle", "ne": "eq"}
 
 
@@ -333,6 +351,8 @@ def _quotient(x: Range, y: Range) -> Range | None:
 def _remainder(x: Range, y: Range) -> Range | None:
     if y.low <= 0:
         return None
+    if y.low == y.high and x.low >= 0 and x.low // y.low == x.high // y.low:
+        return Range(x.low % y.low, x.high % y.low)
     most = y.high - 1
     return Range(max(-most, min(x.low, 0)), min(most, max(x.high, 0)))
 
@@ -348,6 +368,22 @@ def _and(x: Range, y: Range) -> Range | None:
             low = max(0, other.low + masks[0] + 1)
         return Range(low, min(caps))
     return None
+
+
+def _or(x: Range, y: Range) -> Range | None:
+    """Of two numbers; of others that are not negative, below the next power of two."""
+    if x.low == x.high and y.low == y.high:
+        return Range(x.low | y.low, x.low | y.low)
+    if min(x.low, y.low) < 0:
+        return None
+    return Range(max(x.low, y.low), (1 << max(x.high, y.high).bit_length()) - 1)
+
+
+def _xor(x: Range, y: Range) -> Range | None:
+    if x.low == x.high and y.low == y.high:
+        return Range(x.low ^ y.low, x.low ^ y.low)
+    either = _or(x, y)
+    return None if either is None else Range(0, either.high)
 
 
 def _shifted(x: Range, by: Range, left: bool) -> Range | None:
@@ -367,6 +403,8 @@ RULES = {
     "arith.maxsi": lambda x, y: Range(max(x.low, y.low), max(x.high, y.high)),
     "arith.minsi": lambda x, y: Range(min(x.low, y.low), min(x.high, y.high)),
     "arith.andi": _and,
+    "arith.ori": _or,
+    "arith.xori": _xor,
     "arith.shli": lambda x, y: _shifted(x, y, True),
     "arith.shrsi": lambda x, y: _shifted(x, y, False),
     "arith.shrui": lambda x, y: _shifted(x, y, False) if x.low >= 0 else None,

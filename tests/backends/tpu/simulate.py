@@ -104,7 +104,8 @@ class _Module:
     def run(self, arrays: Sequence[np.ndarray], results: list[np.ndarray]) -> list:
         with self.context, np.errstate(all="ignore"):
             call = _Call(self, arrays, results)
-            assert not_inside(self.functions, [x.shape for x in call.operands]) == []
+            found = not_inside(self.functions, [x.shape for x in call.operands])
+            assert not found, found
             return call.run()
 
 

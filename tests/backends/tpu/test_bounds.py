@@ -24,7 +24,15 @@ from pallasite.passes import place_windows as windows
 from pallasite.passes.run import run as run_passes
 from pallasite.primitive import calls_in
 from pallasite.target import TPUS
-from tests.backends.tpu.bounds import Range, _and, _quotient, _remainder, outside
+from tests.backends.tpu.bounds import (
+    Range,
+    _and,
+    _or,
+    _quotient,
+    _remainder,
+    _xor,
+    outside,
+)
 from tests.backends.tpu.hostile import CASES as HOSTILE
 from tests.backends.tpu.test_hostile import FINE
 from tests.backends.tpu.test_remote import CASES as REMOTE
@@ -292,9 +300,15 @@ def test_ranges():
     assert _and(Range(0, 100), Range(-8, -8)) == Range(0, 100)
     assert _and(Range(-5, 100), Range(0, 7)) == Range(0, 7)
     assert _and(Range(-5, 100), Range(-8, -8)) is None
+    assert _or(Range(4, 5), Range(0, 9)) == Range(4, 15)
+    assert _or(Range(-8, -8), Range(3, 3)) == Range(-5, -5)
+    assert _xor(Range(4, 5), Range(0, 9)) == Range(0, 15)
+    assert _xor(Range(1, 1), Range(1, 1)) == Range(0, 0)
     assert _quotient(Range(-9, 9), Range(2, 4)) == Range(-4, 4)
     assert _quotient(Range(0, 9), Range(0, 4)) is None
     assert _remainder(Range(-9, 3), Range(4, 4)) == Range(-3, 3)
+    assert _remainder(Range(9, 10), Range(4, 4)) == Range(1, 2)
+    assert _remainder(Range(7, 8), Range(4, 4)) == Range(0, 3)
 
 
 LIBRARY = """

@@ -1,11 +1,16 @@
 """The emitted code means what the kernel means: it is run in numpy and compared."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+import pallasite as pl
 from pallasite import config, kernels
+from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, TileType
@@ -190,3 +195,86 @@ def test_masked_attention_for_a_chip_means_the_same(name):
         got = harness.run_compiled(compiled, arrays)
         assert_close(got, harness.emulated(call.kernel, arrays))
         assert any(s.name == "join_branches" and s.changed for s in compiled.steps)
+
+
+# Of a block of queries and one of keys, by their first and last positions: is any pair
+# allowed. And of two positions.
+GUARDS = {
+    "causal": (lambda q, k: k[0] <= q[1], lambda q, k: k <= q),
+    "after": (lambda q, k: k[1] >= q[0], lambda q, k: k >= q),
+    "window": (
+        lambda q, k: (k[0] <= q[1]) & (k[1] > q[0] - 200),
+        lambda q, k: (k <= q) & (k > q - 200),
+    ),
+    "prefix": (
+        lambda q, k: (k[0] <= q[1]) | (k[0] < 130),
+        lambda q, k: (k <= q) | (k < 130),
+    ),
+    "blocks before": (lambda q, k: k[1] < q[0], None),
+}
+
+
+def guarded_attention(q, k, v, kind: str, block_q: int, block_kv: int):
+    """One head whose author skips blocks without a pair, and masks the others."""
+    allowed, pairs = GUARDS[kind]
+    length, width = q.shape
+
+    def kernel(q_ref, k_ref, v_ref, o_ref, top_ref, total_ref, acc_ref):
+        i, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(j == 0)
+        def _():
+            top_ref[...] = jnp.full_like(top_ref, -1e30)
+            total_ref[...] = jnp.full_like(total_ref, 1e-3)
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        first, last = i * block_q, i * block_q + block_q - 1
+        others = j * block_kv, j * block_kv + block_kv - 1
+
+        @pl.when(allowed((first, last), others))
+        def _():
+            scores = 0.1 * jnp.dot(q_ref[...], k_ref[...].T)
+            if pairs is not None:
+                rows = first + lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+                keys = others[0] + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                scores = jnp.where(pairs(rows, keys), scores, -1e30)
+            top = jnp.maximum(top_ref[...], scores.max(axis=1, keepdims=True))
+            weights = jnp.exp(scores - top)
+            old = jnp.exp(top_ref[...] - top)
+            total_ref[...] = old * total_ref[...] + weights.sum(axis=1, keepdims=True)
+            acc_ref[...] = old * acc_ref[...] + jnp.dot(weights, v_ref[...])
+            top_ref[...] = top
+
+        @pl.when(j == pl.num_programs(1) - 1)
+        def _():
+            o_ref[...] = acc_ref[...] / total_ref[...]
+
+    queries = pl.BlockSpec((block_q, width), lambda i, j: (i, 0))
+    keys = pl.BlockSpec((block_kv, width), lambda i, j: (j, 0))
+    columns = [pltpu.VMEM((block_q, n), jnp.float32) for n in (1, 1, width)]
+    return pl.pallas_call(
+        kernel,
+        out_shape=q,
+        grid=(pl.cdiv(length, block_q), len(k) // block_kv),
+        in_specs=[queries, keys, keys],
+        out_specs=queries,
+        scratch_shapes=columns,
+    )(q, k, v)
+
+
+@pytest.mark.parametrize("kind", GUARDS)
+@pytest.mark.parametrize(
+    "length, keys, block_q, block_kv",
+    [(1024, 1024, 128, 128), (1024, 1024, 64, 256), (1000, 1536, 256, 128)],
+)
+def test_guards_of_small_blocks_mean_the_same(kind, length, keys, block_q, block_kv):
+    """Joined programs, wider and gathered steps, versions that know their index."""
+    x = jax.ShapeDtypeStruct((length, 128), jnp.float32)
+    y = jax.ShapeDtypeStruct((keys, 128), jnp.float32)
+    run = partial(guarded_attention, kind=kind, block_q=block_q, block_kv=block_kv)
+    with config.override(target="v6e"):
+        (call,) = calls_in(run, x, y, y)
+    arrays = harness.random_arrays(call.kernel)
+    compiled = Compiled(get("tpu"), call.kernel, Options(chip=TPUS["v6e"]))
+    got = harness.run_compiled(compiled, arrays)
+    assert_close(got, harness.emulated(call.kernel, arrays))
