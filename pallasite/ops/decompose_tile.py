@@ -85,6 +85,8 @@ def rev(b: Builder, x: Value, *, axes: Sequence[int]) -> Value:
 def _reverse(b: Builder, x: Value, axis: int) -> Value:
     """Few elements one by one; more by exchanging over each bit of the position."""
     n = x.tile.shape[axis]
+    if n < 2:
+        return x
     if n <= 8:
         return join(b, [take_range(b, x, axis, i, i + 1) for i in range(n)[::-1]], axis)
     size = next_power_of_two(n)

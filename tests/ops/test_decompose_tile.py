@@ -61,7 +61,7 @@ def test_exchange(n: int, distance: int, axis: int):
     check("exchange", [numbers(tuple(shape), F32)], axis=axis, distance=distance)
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", [0, *SIZES])
 @pytest.mark.parametrize("dtype", [F32, I32, BOOL], ids=str)
 def test_rev(n: int, dtype):
     check("rev", [numbers((3, n), dtype)], axes=(1,))
