@@ -12,8 +12,9 @@ compiled side by side and measured one by one.
     python benchmarks/tune_tables.py --list                 # what there is
 
 A table of each chip goes to `pallasite/tune/tables`, or to the folder that `--output`
-names; entries for other problems stay. What gains less than 2 percent over the default
-is left out: calls of near shapes take an entry too, and defaults know shapes.
+names; entries for other problems stay. A kernel of which no entry gains 2 percent over
+the default is left out: calls of near shapes take an entry too, and defaults know
+shapes.
 """
 
 import argparse
@@ -331,14 +332,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write(entries: Sequence[table.Entry], path: Path) -> None:
-    """Adds entries to a table; one of another version is replaced."""
+    """Adds entries to a table; one of another version is replaced.
+
+    Those of a kernel with such options are left out together, if none of them gains:
+    beside one that does, the others say at which shapes the default is best.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sites = {entry.site for entry in entries}
-    gains = [e for e in entries if e.seconds < GAIN * e.default_seconds]
     known = table.load(path).entries if path.exists() else ()
     rest = [entry for entry in known if entry.site not in sites]
-    everything = sorted((*rest, *gains), key=lambda entry: str(entry.site))
-    table.Table(everything).save(path)
+    everything = sorted((*rest, *entries), key=lambda entry: str(entry.site))
+    gains = {_group(e) for e in everything if e.seconds < GAIN * e.default_seconds}
+    table.Table([e for e in everything if _group(e) in gains]).save(path)
+
+
+def _group(entry: table.Entry) -> tuple[str, Any]:
+    return entry.site.kernel, entry.site.options
 
 
 if __name__ == "__main__":
