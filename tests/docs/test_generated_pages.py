@@ -11,7 +11,7 @@ import pallasite as pl
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["error_index", "ops", "targets", "tpu_speed"])
+@pytest.mark.parametrize("page", ["error_index", "ops", "targets"])
 def test_page_is_up_to_date(page: str):
     script = DOCS / f"make_{page}.py"
     made = runpy.run_path(str(script))["page"]()
