@@ -324,9 +324,11 @@ def main(argv: list[str] | None = None) -> None:
             )
     else:
         found = (list(tuned(*each, options.share)) for each in work)
+    made: dict[str, list[table.Entry]] = {}
     for (_, chip, _), entries in zip(work, found, strict=False):
+        made.setdefault(chip, []).extend(entries)
         if entries:
-            write(entries, options.output / f"{chip}.json")
+            write(made[chip], options.output / f"{chip}.json")
         if not options.processes and time.perf_counter() > until:
             break
 

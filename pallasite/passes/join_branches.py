@@ -271,12 +271,22 @@ class _Joining:
             shared = np.unique(values[programs])
             if len(shared) == 1 and (v in self.asked or n == 1):
                 known[v] = b.constant(int(shared[0]), v.tile)
-        for op in self.pipeline.body.ops:
-            if self.is_movable(op) and any(v in known for v in op.operands):
+        for op in self._before(code):
+            if any(v in known for v in op.operands):
                 copy = clone(Block((), (op,), op.results), known)
                 b.ops += copy.ops
                 known |= zip(op.results, copy.yields, strict=True)
         return substitute(Block((), (*b.ops, *code.ops), code.yields), known)
+
+    def _before(self, code: Block) -> Sequence[Op]:
+        """What code uses, and what that is made of, that may come before all steps."""
+        used = {*users_of(code), *code.yields}
+        found: list[Op] = []
+        for op in reversed(self.pipeline.body.ops):
+            if used.intersection(op.results) and self.is_movable(op):
+                found.append(op)
+                used.update(op.operands)
+        return found[::-1]
 
     def _decided(self, value: Value, b: Builder, decided: dict[Value, Value]) -> Value:
         """The number of a branch, where no branch is taken yet."""

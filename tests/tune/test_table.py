@@ -1,14 +1,17 @@
 """Tables of configurations: files, exact and nearest lookup, and what kernels take."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import pallasite as pl
+from benchmarks import tune_tables
 from pallasite import config, kernels
 from pallasite.errors import SpecError
+from pallasite.target import TPUS
 from pallasite.tune import choices, table
 from pallasite.tune.space import Space
 from pallasite.tune.table import Entry, Site, Table
@@ -195,6 +198,33 @@ def test_four_sequences_do_not_decide_for_sixty_four(batch, splits):
     space = Space({"splits": (1, 2, 4, 8, 16)})
     with config.override(target="h200"):
         assert choices.choose(site, {"splits": 1}, space) == {"splits": splits}
+
+
+@pytest.mark.parametrize("best, kept", [(0.5, {64, 128}), (0.99, set())])
+def test_entries_without_gain_stay_beside_those_that_gain(tmp_path, best, kept):
+    """Without the one of 64, calls of such sizes would take that of 128."""
+    same = entry(64, 8, seconds=1.0, default_seconds=1.0)
+    other = entry(128, 16, seconds=best, default_seconds=1.0)
+    path = tmp_path / "v5e.json"
+    tune_tables.write([same], path)
+    assert table.load(path).entries == ()
+    tune_tables.write([same, other], path)
+    sizes = {int(e.site.operands[0][8:-1]) for e in table.load(path).entries}
+    assert sizes == kept
+
+
+def test_shipped_entries_are_no_defaults_alone():
+    """Defaults that changed: what was tuned beside the old ones says nothing now."""
+    default = {"block_q": 512, "block_kv": 512}
+    groups: dict[Any, list[Entry]] = {}
+    for each in table.shipped().entries:
+        groups.setdefault((each.chip, each.site.kernel, each.site.options), []).append(
+            each
+        )
+    for entries in groups.values():
+        assert any(e.seconds < 0.98 * e.default_seconds for e in entries)
+        if entries[0].site.kernel == "attention" and entries[0].chip in TPUS:
+            assert any(e.config != default for e in entries)
 
 
 def test_tunable_needs_arguments_with_defaults():
