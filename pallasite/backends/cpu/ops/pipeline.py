@@ -8,18 +8,30 @@ which programs may run at once; the others run one by one, in grid order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import scalars
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.ops.programs import each_program, grid_sizes
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
-from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
+from pallasite.backends.cpu.tiles.tiles import (
+    PREFETCH_DISTANCE,
+    Buffer,
+    Indices,
+    Ref,
+    Root,
+    Through,
+)
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
 from pallasite.ir.roles import Pipeline
 from pallasite.passes.analysis.affine import Form, Forms
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts, unclamped
+from pallasite.target import host
+
+# Bytes that are read while a block comes from main memory.
+NEAR_ENOUGH = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ def emit_pipeline(e: Emitter, op: Op) -> None:
         opened: list[OpenWindow] = []
         for plan in plans:
             twin = None if plan.twin is None else opened[plan.twin]
-            opened.append(twin or open_window(e, plan, ids))
+            opened.append(twin or _ahead(e, open_window(e, plan, ids), ids, grid))
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for plan, view in zip(plans, opened, strict=True):
@@ -249,6 +261,57 @@ def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
     return OpenWindow(ref, plan, extents, is_view)
 
 
+def _ahead(
+    e: Emitter, view: OpenWindow, ids: Sequence[Val], grid: Sequence[Val]
+) -> OpenWindow:
+    """The window, which knows what to prefetch while its block is read.
+
+    Nothing if it always shows one block, which stays in a cache; what comes after it in
+    memory if it moves in order. Where numbers in memory place it, as those of an embedding's rows, that is a
+    block of a later program; a large one is read in order for long enough.
+    """
+    f, plan, buffer = e.f, view.plan, view.ref.buffer
+    if buffer is None or buffer.ahead is None or plan.copy is not None:
+        return view
+    size = prod(plan.window.block_shape) * plan.array.dtype.bytes
+    ahead: Val | None = buffer.ahead
+    again = any(n.constant != 1 for n in grid)
+    moves = any(form.axes for form in plan.forms)
+    if again and not moves and size <= host().l2_bytes // 4:
+        ahead = None
+    elif 0 < size < PREFETCH_DISTANCE and _reads(plan.index_map):
+        later = _later(f, ids, grid, -(-NEAR_ENOUGH // size))
+        there = open_window(e, plan, later).ref.buffer
+        assert there is not None
+        ends = [f.convert("ptrtoint", b.pointer, "i64") for b in (there, buffer)]
+        ahead = f.sub(*ends)
+    source = replace(buffer, ahead=ahead)
+    return replace(view, ref=replace(view.ref, source=source))
+
+
+def _reads(index_map: Block) -> bool:
+    return any(op.name == "load" for op in index_map.ops)
+
+
+def _later(
+    f: Function, ids: Sequence[Val], grid: Sequence[Val], steps: int
+) -> list[Val]:
+    """Where programs are some steps later: along the last axis, then the one before."""
+    if not ids:
+        return []
+    *outer, last = [f.convert("sext", i, "i64") for i in ids]
+    *sizes, count = grid
+    moved = f.add(last, integer(steps))
+    over = f.compare("icmp sge", moved, count)
+    moved = f.least(
+        f.select(over, f.sub(moved, count), moved), f.sub(count, integer(1))
+    )
+    if outer:
+        following = f.least(f.add(outer[-1], integer(1)), f.sub(sizes[-1], integer(1)))
+        outer[-1] = f.select(over, following, outer[-1])
+    return [f.convert("trunc", i, "i32") for i in (*outer, moved)]
+
+
 def _edge_ref(f: Function, plan: WindowPlan, extents: list[Extent]) -> Ref:
     """A block accessed through its array, element by element."""
     array, window = plan.array, plan.window
@@ -317,7 +380,7 @@ def _choose(
         pointer = f.select(is_view, pointer, copy.pointer)
         both = zip(strides, copy.strides, strict=True)
         strides = [f.select(is_view, there, here) for there, here in both]
-    return Buffer(pointer, tuple(strides), array.root)
+    return replace(array.buffer, pointer=pointer, strides=tuple(strides))
 
 
 def _copy_in(
