@@ -4,8 +4,8 @@ The logits are never in memory as a whole. Forward, one product leaves three num
 per token and block of the vocabulary: maximum, sum of exponentials, the label's logit.
 Backward, the logits are computed again, `block_vocab` columns at a time; what is kept
 of them is their cotangent in x's dtype, for the two products of a linear layer's
-gradient. A CPU, to which a product costs more than memory, keeps logits from the forward
-pass if they take no more than that.
+gradient. A CPU, to which a product costs more than memory, keeps logits from the
+forward pass if they take no more than that.
 """
 
 import dataclasses

@@ -267,8 +267,9 @@ def _ahead(
     """The window, which knows what to prefetch while its block is read.
 
     Nothing if it always shows one block, which stays in a cache; what comes after it in
-    memory if it moves in order. Where numbers in memory place it, as those of an embedding's rows, that is a
-    block of a later program; a large one is read in order for long enough.
+    memory if it moves in order. Where numbers in memory place it, as those of an
+    embedding's rows, that is a block of a later program; a large one is read in order
+    for long enough.
     """
     f, plan, buffer = e.f, view.plan, view.ref.buffer
     if buffer is None or buffer.ahead is None or plan.copy is not None:
