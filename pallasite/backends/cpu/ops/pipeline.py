@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from pallasite.backends.cpu.emitter import Emitter
-from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.ops.programs import each_program, grid_sizes
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
@@ -25,6 +25,7 @@ from pallasite.backends.cpu.tiles.tiles import (
 )
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
 from pallasite.ir.roles import Pipeline
+from pallasite.ir.types import F32, F64
 from pallasite.passes.analysis.affine import Form, Forms
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts, unclamped
@@ -228,6 +229,9 @@ class OpenWindow:
         f, extents = e.f, self.extents
         with f.when(f.negate(self.is_view)):
             counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
+            if _has_whole_rows(self.plan):
+                self._copy_rows_back(f, copy, counts)
+                return
             with f.nest(counts) as steps:
                 inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
                 places = [
@@ -236,6 +240,37 @@ class OpenWindow:
                 source = Ref(self.ref.shape, array.dtype, copy)
                 bits = source.read_bits(f, _kept(extents, inside))
                 array.write_bits(f, places, bits)
+
+    def _copy_rows_back(self, f: Function, copy: Buffer, counts: list[Val]) -> None:
+        """The same by vectors."""
+        array, extents = self.plan.array, self.extents
+        there = array.buffer
+        assert there is not None
+        with f.nest(counts[:-1]) as steps:
+            pairs = zip(extents[:-1], steps, strict=True)
+            inside = [f.add(x.low, i) for x, i in pairs]
+            pairs = zip(extents[:-1], inside, strict=True)
+            places = [f.add(x.start, i) for x, i in pairs]
+
+            def move(lanes: Val) -> None:
+                here = copy.address(f, array.dtype, _kept(extents, [*inside, lanes]))
+                where = [*places, f.add(extents[-1].start, lanes)]
+                value = scalars.load(f, array.dtype, here)
+                place = there.address(f, array.dtype, where)
+                scalars.store(f, array.dtype, value, place)
+
+            vector_loops.along_lanes(f, extents[-1].size, move)
+
+
+def _has_whole_rows(plan: WindowPlan) -> bool:
+    """Do blocks, wherever they are, have all of their last dimension in the array?"""
+    array, dims = plan.array, plan.window.dims
+    if array.buffer is None or not dims or 0 in array.shape:
+        return False
+    plain = dims[-1].kind == "blocked" and array.buffer.strides[-1].constant == 1
+    # A float register may change a NaN's bits.
+    exact = array.dtype in (F32, F64) or not array.dtype.is_float
+    return plain and exact and plan.fits[-1] and dims[-1].size >= vector_loops.width()
 
 
 def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
@@ -256,7 +291,7 @@ def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
     buffer = _choose(f, array, extents, copy, is_view)
     if copy is not None:
         with f.when(f.negate(is_view)):
-            _copy_in(f, array, window, extents, copy)
+            _copy_in(f, plan, extents, copy)
     ref = Ref(window.block_shape, array.dtype, buffer)
     return OpenWindow(ref, plan, extents, is_view)
 
@@ -385,11 +420,15 @@ def _choose(
 
 
 def _copy_in(
-    f: Function, array: Ref, window: Window, extents: list[Extent], copy: Buffer
+    f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer
 ) -> None:
     """Copy a block; elements outside the array become the fill value, or zero."""
+    array, window = plan.array, plan.window
     dtype = array.dtype
     outside = scalars.constant(window.fill or 0, dtype)
+    if _has_whole_rows(plan):
+        _copy_rows_in(f, plan, extents, copy, outside)
+        return
     target = Ref(window.block_shape, dtype, copy)
     with f.nest([extent.size for extent in extents]) as steps:
         value = outside
@@ -399,12 +438,35 @@ def _copy_in(
         target.write(f, _kept(extents, steps), value)
 
 
+def _copy_rows_in(
+    f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer, outside: Val
+) -> None:
+    """The same by vectors."""
+    array, last = plan.array, extents[-1]
+    source = array.buffer
+    assert source is not None
+    with f.nest([extent.size for extent in extents[:-1]]) as steps:
+        where, valid = _in_array(f, array, extents[:-1], steps)
+
+        def move(lanes: Val) -> None:
+            there = [*where, f.add(last.start, lanes)]
+            value = scalars.load(f, array.dtype, source.address(f, array.dtype, there))
+            value = f.select(valid, value, outside)
+            here = copy.address(f, array.dtype, _kept(extents, [*steps, lanes]))
+            scalars.store(f, array.dtype, value, here)
+
+        vector_loops.along_lanes(f, last.size, move)
+
+
 def _in_array(
     f: Function, array: Ref, extents: list[Extent], steps: Sequence[Val]
 ) -> tuple[list[Val], Val]:
-    """Where in the array a block's element is, clamped, and whether it was inside."""
+    """Where in the array a block's element is, clamped, and whether it was inside.
+
+    By its first dimensions, if only those are given.
+    """
     valid, clamped = TRUE, []
-    for extent, step, n in zip(extents, steps, array.shape, strict=True):
+    for extent, step, n in zip(extents, steps, array.shape, strict=False):
         valid = f.both(valid, _is_between(f, extent, step))
         where = f.add(extent.start, step)
         clamped.append(f.clamp(where, integer(0), integer(n - 1)))
