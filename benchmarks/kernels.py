@@ -9,6 +9,7 @@ torch joins where it is installed and has the operation, on as many threads as X
     python benchmarks/kernels.py                  # all operations, forward
     python benchmarks/kernels.py norm glu         # those with these in their names
     python benchmarks/kernels.py --grad loss      # gradients
+    python benchmarks/kernels.py --dtype bfloat16 # on a CPU, where float32 is usual
     python benchmarks/kernels.py --save results/kernels.json
 
 Operations over several devices are there if there are some:
@@ -17,6 +18,7 @@ Operations over several devices are there if there are some:
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -67,6 +69,22 @@ def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     x = partial(normal, rows, width, dtype=dtype)
     weights = partial(normal, width, dtype=dtype)
     size = rows * width * jnp.dtype(dtype).itemsize
+    # Few and wide rows, many and narrow ones.
+    shapes = {} if big else {"64 x 8192": (64, 8192), "8192 x 256": (8192, 256)}
+    more = {}
+    for name, shape in shapes.items():
+        of_shape = partial(normal, *shape, dtype=dtype)
+        weight = partial(normal, shape[1], dtype=dtype)
+        moved = 2 * math.prod(shape) * jnp.dtype(dtype).itemsize
+        more[f"softmax {name}"] = Problem(
+            kernels.softmax, lambda x=of_shape: [x()], moved, torch=_torch_softmax
+        )
+        more[f"layer_norm {name}"] = Problem(
+            kernels.layer_norm,
+            lambda x=of_shape, w=weight: [x(), w(), w(seed=1)],
+            moved,
+            torch=_torch_layer_norm,
+        )
     rms_residual = lambda x, w, r, **how: kernels.rms_norm(x, w, residual=r, **how)
     batch, heads, head = (16, 32, 128) if big else (2, 8, 64)
     positions = lambda: jnp.tile(jnp.arange(2048, dtype=jnp.int32), (batch, 1))
@@ -91,13 +109,13 @@ def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             kernels.layer_norm,
             lambda: [x(), weights(), weights(seed=1)],
             2 * size,
-            torch=lambda t, x, w, b: t.nn.functional.layer_norm(x, w.shape, w, b, 1e-6),
+            torch=_torch_layer_norm,
         ),
         "softmax": Problem(
             kernels.softmax,
             lambda: [x()],
             2 * size,
-            torch=lambda t, x: t.softmax(x, -1),
+            torch=_torch_softmax,
         ),
         "gated_linear_unit": Problem(
             kernels.gated_linear_unit,
@@ -110,7 +128,16 @@ def rows_problems(big: bool, dtype: Any) -> dict[str, Problem]:
             lambda: [turned(), positions()],
             2 * batch * 2048 * heads * head * jnp.dtype(dtype).itemsize,
         ),
+        **more,
     }
+
+
+def _torch_softmax(torch: Any, x: Any) -> Any:
+    return torch.softmax(x, -1)
+
+
+def _torch_layer_norm(torch: Any, x: Any, scale: Any, bias: Any) -> Any:
+    return torch.nn.functional.layer_norm(x, scale.shape, scale, bias, 1e-6)
 
 
 def product_problems(big: bool, dtype: Any) -> dict[str, Problem]:
@@ -524,9 +551,9 @@ def devices_problems(big: bool, dtype: Any) -> dict[str, Problem]:
     }
 
 
-def problems() -> dict[str, Problem]:
+def problems(dtype: Any = None) -> dict[str, Problem]:
     big = jax.default_backend() != "cpu"
-    dtype = jnp.bfloat16 if big else jnp.float32
+    dtype = dtype or (jnp.bfloat16 if big else jnp.float32)
     families = (
         rows_problems,
         product_problems,
@@ -610,7 +637,7 @@ def distance(got: Any, want: Any) -> float:
     """The largest difference of two results, relative to the largest number."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (jnp.asarray(np.asarray(x), jnp.float32) for x in (a, b))
+        a, b = (jnp.asarray(_array(x), jnp.float32) for x in (a, b))
         scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-9)
         worst = max(worst, float(jnp.max(jnp.abs(a - b)) / scale))
     return worst
@@ -631,8 +658,8 @@ def torch_rival(
     except ImportError:
         return {}
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    tensors = [torch.from_numpy(np.array(x)) for x in operands]
-    weights = [torch.from_numpy(np.array(x)) for x in cotangents]
+    tensors = [_tensor(torch, x) for x in operands]
+    weights = [_tensor(torch, x) for x in cotangents]
     run = partial(problem.torch, torch, *tensors)
     if not weights:
         forward = torch.no_grad()(run)
@@ -640,10 +667,24 @@ def torch_rival(
     floats = [x.requires_grad_() for x in tensors if x.is_floating_point()]
 
     def pull_back(*_: Any) -> Any:
-        results = jax.tree.leaves(run())
+        results = [x for x in jax.tree.leaves(run()) if x.is_floating_point()]
         return torch.autograd.grad(results, floats, weights)
 
     return {"torch": pull_back}
+
+
+def _tensor(torch: Any, x: Any) -> Any:
+    """A copy of an array; torch does not know bfloat16 of numpy."""
+    if x.dtype != jnp.bfloat16:
+        return torch.from_numpy(np.array(x))
+    return torch.from_numpy(np.array(x, np.float32)).to(torch.bfloat16)
+
+
+def _array(x: Any) -> np.ndarray:
+    """A result, of JAX or of torch."""
+    if not isinstance(x, jax.Array) and x.is_floating_point():
+        x = x.float()
+    return np.asarray(x)
 
 
 def measure(problem: Problem, of_gradient: bool, rounds: int) -> dict[str, Any]:
@@ -692,11 +733,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names; all by default")
     parser.add_argument("--grad", action="store_true", help="gradients")
+    parser.add_argument("--dtype", type=jnp.dtype, help="of operands")
     parser.add_argument("--rounds", type=int, default=7, help="of calls, on a CPU")
     parser.add_argument("--save", type=Path, help="a JSON file for the numbers")
     options = parser.parse_args(argv)
     found = {}
-    for name, problem in problems().items():
+    for name, problem in problems(options.dtype).items():
         if options.names and not any(part in name for part in options.names):
             continue
         if options.grad and not problem.differentiable:
@@ -706,6 +748,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         except Exception as error:  # one that fails leaves the others their turn
             print(f"{name:40} {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
+        if options.dtype is not None:
+            name = f"{name}, {options.dtype.name}"
         found[name] = row
         rate = "" if options.grad else f"{row['tera/s']:8.2f} T{row['unit']}/s"
         torch = ""

@@ -190,11 +190,12 @@ def over_rows(
 def rows_per_block(shape: Sequence[int]) -> int:
     """A multiple of eight rows: about 256 KB of f32, and enough blocks to share.
 
-    Backends make of such blocks what their chip wants; devices share whole blocks.
+    All rows if they are fewer. Backends make of such blocks what their chip wants;
+    devices share whole blocks.
     """
     count, width = math.prod(shape[:-1]), max(shape[-1], 1)
     fitting = 256 * 1024 // (4 * width)
-    return max(min(fitting, count // 64) // 8 * 8, 8)
+    return min(max(min(fitting, count // 64) // 8 * 8, 8), max(count, 1))
 
 
 def _widen(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which configuration an operation of the library takes."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,6 +10,8 @@ from pallasite.primitive import chip_for
 from pallasite.target import Gpu, Host, Tpu
 from pallasite.tune import choices
 from pallasite.tune.space import Space
+
+WIDE = 1024  # elements of a row that is worth a program by itself
 
 C = TypeVar("C")  # a configuration: a frozen dataclass
 
@@ -60,4 +63,19 @@ def tuned_rows(
 ) -> common.RowConfig:
     """The configuration of an operation on rows; the first operand has them."""
     default = default or common.row_config(operands[0])
+    if traced_for(Host):
+        default = _even(default, operands[0].shape)
     return tuned(kernel, given, default, ROWS, operands)
+
+
+def _even(config: common.RowConfig, shape: Sequence[int]) -> common.RowConfig:
+    """Blocks that divide the rows, if they are not much smaller, or rows are wide.
+
+    A CPU copies a block that hangs over the edge, and has no need of eight rows.
+    """
+    count, wanted = math.prod(shape[:-1]), config.block_rows
+    if not count:
+        return config
+    rows = max(n for n in range(1, wanted + 1) if count % n == 0)
+    close = 2 * rows >= wanted or shape[-1] >= WIDE
+    return common.RowConfig(rows) if close else config

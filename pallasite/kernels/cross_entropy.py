@@ -4,7 +4,8 @@ The logits are never in memory as a whole. Forward, one product leaves three num
 per token and block of the vocabulary: maximum, sum of exponentials, the label's logit.
 Backward, the logits are computed again, `block_vocab` columns at a time; what is kept
 of them is their cotangent in x's dtype, for the two products of a linear layer's
-gradient.
+gradient. A CPU, to which a product costs more than memory, keeps logits from the
+forward pass if they take no more than that.
 """
 
 import dataclasses
@@ -139,13 +140,22 @@ def _streamed(x, weights, labels, *, soft_cap, config):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _statistics(x, weights, labels, soft_cap, config):
     """The log-sum-exp of each token's logits, and the logit of its label (or 0)."""
+    found, _ = _with_logits(x, weights, labels, soft_cap, config, keep=False)
+    return found
+
+
+def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
+    """The statistics, and the logits if they are to be kept."""
     tokens, vocabulary = len(x), weights.shape[1]
     blocks = fitted(config.blocks, tokens, vocabulary, x.shape[1])
     ragged = vocabulary % blocks.block_n != 0
+    wide = common.statistics_dtype(x.dtype)
 
     def finish(sums, refs):
-        label_ref, max_ref, sum_ref, found_ref = refs
+        label_ref, max_ref, sum_ref, found_ref, *kept = refs
         logits = _capped(sums[0], soft_cap)
+        for ref in kept:
+            ref[...] = logits
         columns = pl.program_id(1) * blocks.block_n + lax.broadcasted_iota(
             jnp.int32, logits.shape, 1
         )
@@ -160,22 +170,22 @@ def _statistics(x, weights, labels, soft_cap, config):
         max_ref[...], sum_ref[...], found_ref[...] = maximum, total, found
 
     partial = jax.ShapeDtypeStruct(
-        (pl.cdiv(vocabulary, blocks.block_n), tokens, 1),
-        common.statistics_dtype(x.dtype),
+        (pl.cdiv(vocabulary, blocks.block_n), tokens, 1), wide
     )
-    maxima, sums, found = product(
+    logits = jax.ShapeDtypeStruct((tokens, vocabulary), wide)
+    maxima, sums, found, *kept = product(
         x,
         [weights],
         finish,
         [(_inside(labels, vocabulary), row_blocks)],
-        [(partial, row_partials)] * 3,
+        [(partial, row_partials)] * 3 + [(logits, tiles)] * keep,
         config=blocks,
         name="cross_entropy",
     )
     maximum = jnp.max(maxima, axis=0, initial=LOWEST)
     total = jnp.sum(sums * jnp.exp2(maxima - maximum), axis=0)
-    log_sum_exp = (maximum + jnp.log2(total)) / LOG2_E
-    return log_sum_exp[:, 0], jnp.sum(found, axis=0)[:, 0]
+    log_sum_exp = ((maximum + jnp.log2(total)) / LOG2_E)[:, 0]
+    return (log_sum_exp, jnp.sum(found, axis=0)[:, 0]), kept[0] if keep else None
 
 
 def _inside(labels, vocabulary: int):
@@ -184,12 +194,16 @@ def _inside(labels, vocabulary: int):
 
 
 def _statistics_fwd(x, weights, labels, soft_cap, config):
-    out: Any = _statistics(x, weights, labels, soft_cap, config)
-    return out, (x, weights, labels, out[0])
+    wide = jnp.dtype(common.statistics_dtype(x.dtype))
+    bytes_of_block = config.block_vocab * x.dtype.itemsize
+    fits = weights.shape[1] * wide.itemsize <= bytes_of_block
+    keep = fits and configs.traced_for(Host)
+    out, logits = _with_logits(x, weights, labels, soft_cap, config, keep)
+    return out, (x, weights, labels, out[0], logits)
 
 
 def _statistics_bwd(soft_cap, config, kept, cotangents):
-    x, weights, labels, log_sum_exp = kept
+    x, weights, labels, log_sum_exp, logits = kept
     vocabulary = weights.shape[1]
     block = min(config.block_vocab, max(vocabulary, 1))
     rows = [
@@ -202,14 +216,15 @@ def _statistics_bwd(soft_cap, config, kept, cotangents):
         """Cotangents of x and of the weights from `size` columns of the logits."""
         columns = lax.dynamic_slice_in_dim(weights, start, size, axis=1)
         shifted = [rows[0] - start, *rows[1:]]
-        d_logits = _logits_cotangent(x, columns, shifted, soft_cap, config)
-        d_x = lax.dot_general(
-            d_logits, columns, (((1,), (1,)), ((), ())), preferred_element_type=wide
+        if logits is None:
+            d_logits = _logits_cotangent(x, columns, shifted, soft_cap, config)
+        else:
+            places = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+            d_logits = _cotangent(logits, places, shifted, soft_cap).astype(x.dtype)
+        return (
+            _contracted(d_logits, columns, (1, 1), wide),
+            _contracted(x, d_logits, (0, 0), weights.dtype),
         )
-        d_columns = lax.dot_general(
-            x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=wide
-        )
-        return d_x, d_columns.astype(weights.dtype)
 
     def step(n, sums):
         d_x, d_weights = sums
@@ -227,21 +242,50 @@ def _statistics_bwd(soft_cap, config, kept, cotangents):
     return d_x.astype(x.dtype), d_weights, None
 
 
+def _cotangent(logits, columns, rows, soft_cap):
+    """The cotangent of capped logits, from those of log-sum-exp and label logit."""
+    labels, log_sum_exp, d_log_sum_exp, d_found = rows
+    softmax = jnp.exp2(LOG2_E * logits - LOG2_E * log_sum_exp)
+    out = softmax * d_log_sum_exp
+    out = out + jnp.where(columns == labels, d_found, 0)
+    return out if soft_cap is None else out * (1 - (logits / soft_cap) ** 2)
+
+
+def _contracted(x, y, dims: tuple[int, int], dtype):
+    """The product over these dimensions, of float32 sums; on a CPU by our kernel."""
+    if not configs.traced_for(Host) or not x.size or not y.size:
+        over = (((dims[0],), (dims[1],)), ((), ()))
+        wide = common.statistics_dtype(x.dtype)
+        return lax.dot_general(x, y, over, preferred_element_type=wide).astype(dtype)
+
+    def finish(sums, refs):
+        refs[0][...] = sums[0].astype(dtype)
+
+    shape = (x.shape[1 - dims[0]], y.shape[1 - dims[1]])
+    (out,) = product(
+        x,
+        [y],
+        finish,
+        [],
+        [(jax.ShapeDtypeStruct(shape, dtype), tiles)],
+        config=MatmulConfig(256, 256),
+        name="linear_gradient",
+        contract=dims,
+    )
+    return out
+
+
 def _logits_cotangent(x, weights, rows, soft_cap, config):
     """The logits' cotangent in x's dtype: from those of log-sum-exp and label logit."""
 
     def finish(sums, refs):
-        label_ref, log_sum_exp_ref, d_log_sum_exp_ref, d_found_ref, o_ref = refs
+        o_ref = refs[-1]
         logits = _capped(sums[0], soft_cap)
         columns = pl.program_id(1) * o_ref.shape[1] + lax.broadcasted_iota(
             jnp.int32, logits.shape, 1
         )
-        softmax = jnp.exp2(LOG2_E * logits - LOG2_E * log_sum_exp_ref[...])
-        out = softmax * d_log_sum_exp_ref[...]
-        out = out + jnp.where(columns == label_ref[...], d_found_ref[...], 0)
-        if soft_cap is not None:
-            out = out * (1 - (logits / soft_cap) ** 2)
-        o_ref[...] = out.astype(o_ref.dtype)
+        numbers = [ref[...] for ref in refs[:-1]]
+        o_ref[...] = _cotangent(logits, columns, numbers, soft_cap).astype(o_ref.dtype)
 
     result = jax.ShapeDtypeStruct((len(x), weights.shape[1]), x.dtype)
     (out,) = product(

@@ -8,10 +8,14 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.kernels import common
+from pallasite.kernels import common, configs
+from pallasite.target import Host
+
+ENTRIES = 64  # of the table, to which a program of the gradient adds
 
 
 def embedding_bag(
@@ -112,11 +116,65 @@ def _summed_fwd(table, indices, weights):
 
 
 def _summed_bwd(kept, cotangent):
-    """The gradient of a gather is a scatter, which is XLA's."""
+    """The gradient of a gather is a scatter, which is XLA's; but see `_scattered`."""
     table, indices, weights = kept
     _, pull = jax.vjp(lambda t, w: _plain(t, indices, w), table, weights)
     d_table, d_weights = pull(cotangent)
+    if configs.traced_for(Host) and indices.size and table.size:
+        d_table = _scattered(table, indices, weights, cotangent)
     return d_table, None, d_weights
+
+
+def _scattered(table, indices, weights, cotangent):
+    """The table's cotangent on a CPU, where XLA scatters on one thread.
+
+    Indices are sorted, so that each program adds to entries of its own.
+    """
+    (entries, width), (_, size) = table.shape, indices.shape
+    wide = weights.dtype
+    flat = jnp.minimum(indices.reshape(-1), entries - 1)
+    order = jnp.argsort(flat)
+    block = min(ENTRIES, entries)
+    blocks = pl.cdiv(entries, block)
+    numbers = flat[order]
+    edges = jnp.arange(blocks + 1, dtype=jnp.int32) * block
+    starts = jnp.searchsorted(numbers, edges).astype(jnp.int32)
+
+    def kernel(starts_ref, numbers_ref, bags_ref, weight_ref, rows_ref, o_ref, acc_ref):
+        first = pl.program_id(0) * block
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        def add(n, _):
+            entry = pl.ds(numbers_ref[n] - first, 1)
+            row = rows_ref[pl.ds(bags_ref[n], 1), :].astype(wide)
+            acc_ref[entry, :] += row * weight_ref[n]
+
+        lax.fori_loop(
+            starts_ref[pl.program_id(0)], starts_ref[pl.program_id(0) + 1], add, None
+        )
+        o_ref[...] = acc_ref[...].astype(o_ref.dtype)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(table.shape, table.dtype),
+        grid=(blocks,),
+        in_specs=[anywhere] * 5,
+        out_specs=pl.BlockSpec((block, width), lambda i: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((block, width), wide)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=common.cost(
+            2 * indices.size * width,
+            [table, jax.ShapeDtypeStruct((indices.size, width), cotangent.dtype)],
+        ),
+        name="embedding_bag_gradient",
+    )(
+        starts,
+        numbers,
+        (order // size).astype(jnp.int32),
+        weights.reshape(-1)[order],
+        cotangent,
+    )
 
 
 _summed.defvjp(_summed_fwd, _summed_bwd)

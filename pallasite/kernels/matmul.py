@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
-from pallasite.target import Gpu
+from pallasite.target import Gpu, Host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +101,15 @@ def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
     """Two sums take the place of one that is twice as wide.
 
     A few rows are one row of blocks: on a GPU the sum is split such that there is work
-    for all multiprocessors, several times over, in parts of 512 or more.
+    for all multiprocessors, several times over, in parts of 512 or more. A CPU reads
+    long runs of y, and packs it once for many rows.
     """
+    if configs.traced_for(Host):
+        return (
+            MatmulConfig(64, 4096)
+            if rows <= 64
+            else MatmulConfig(256, 512 if gated else 1024)
+        )
     if configs.traced_for(Gpu) and rows <= 64 and n and not gated:
         splits = min(16, 512 // pl.cdiv(n, 128), k // 512)
         if splits > 1:
@@ -253,12 +261,13 @@ def row_partials(config: MatmulConfig) -> pl.BlockSpec:
 
 
 def fitted(config: MatmulConfig, m: int, n: int, k: int) -> MatmulConfig:
-    """The blocks, none much larger than the product."""
+    """The blocks, none much larger than the product; on a CPU none larger at all."""
     sizes = {"block_m": m, "block_n": n, "block_k": k}
+    step = 1 if configs.traced_for(Host) else 16
     return dataclasses.replace(
         config,
         **{
-            name: min(getattr(config, name), pl.align_to(max(size, 1), 16))
+            name: min(getattr(config, name), pl.align_to(max(size, 1), step))
             for name, size in sizes.items()
         },
     )
@@ -274,13 +283,16 @@ def product(
     config: MatmulConfig,
     name: str,
     prologue: Callable | None = None,
+    contract: tuple[int, int] = (1, 0),
 ) -> list[jax.Array]:
     """`finish([x @ y for y in factors], (*extra_refs, *result_refs))` block by block.
 
-    x is (m, k), each factor (k, n). Each extra and result comes with a function that
-    makes its spec from the blocks.
+    x is (m, k), each factor (k, n), or as `contract` says: where x and where the
+    factors have k. Each extra and result comes with a function that makes its spec from
+    the blocks.
     """
-    (m, k), n = x.shape, factors[0].shape[1]
+    x_k, y_k = contract
+    m, k, n = x.shape[1 - x_k], x.shape[x_k], factors[0].shape[1 - y_k]
     config = fitted(config, m, n, k)
     wide = common.statistics_dtype(x.dtype)
     count = len(factors)
@@ -300,24 +312,31 @@ def product(
         if prologue is not None:
             left = prologue(left).astype(x_ref.dtype)
         for y_ref, acc_ref in zip(factor_refs, sums, strict=True):
-            acc_ref[...] += jnp.dot(left, y_ref[...], preferred_element_type=wide)
+            acc_ref[...] += lax.dot_general(
+                left,
+                y_ref[...],
+                (((x_k,), (y_k,)), ((), ())),
+                preferred_element_type=wide,
+            )
 
         @pl.when(step == steps - 1)
         def _():
             finish([acc_ref[...] for acc_ref in sums], rest)
 
-    right = pl.BlockSpec(
-        (config.block_k, config.block_n), lambda i, j, k: (k, j), **fill
-    )
+    def factor(size: int, axis: int, k_dim: int) -> pl.BlockSpec:
+        """Of blocks of `size` rows or columns, counted along an axis of the grid."""
+        order = lambda across, along: (along, across) if k_dim == 0 else (across, along)
+        return pl.BlockSpec(
+            order(size, config.block_k), lambda *ids: order(ids[axis], ids[2]), **fill
+        )
+
     return pl.pallas_call(
         kernel,
         out_shape=[shape for shape, _ in results],
         grid=(pl.cdiv(m, config.block_m), pl.cdiv(n, config.block_n), steps),
         in_specs=[
-            pl.BlockSpec(
-                (config.block_m, config.block_k), lambda i, j, k: (i, k), **fill
-            ),
-            *[right] * count,
+            factor(config.block_m, 0, x_k),
+            *[factor(config.block_n, 1, y_k)] * count,
             *(spec(config) for _, spec in extras),
         ],
         out_specs=[spec(config) for _, spec in results],

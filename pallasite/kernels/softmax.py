@@ -26,7 +26,8 @@ def softmax(
 def _normalise(x, scale: float):
     wide = x.astype(common.statistics_dtype(x.dtype)) * scale
     weights = jnp.exp(wide - jnp.max(wide, axis=-1, keepdims=True))
-    return (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
+    # One division per row: the sum is at least 1, so its reciprocal is a number.
+    return (weights * (1 / jnp.sum(weights, axis=-1, keepdims=True))).astype(x.dtype)
 
 
 def _plain_softmax(x, *, scale: float, config: common.RowConfig):

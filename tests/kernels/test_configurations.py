@@ -169,3 +169,12 @@ def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
             got, want = of(ours)(args), of(plain)(args)
             near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
             jax.tree.map(near, got, want)
+
+
+@pytest.mark.parametrize(
+    "shape, rows", [((12, 4096), 6), ((13, 2048), 1), ((8191, 64), 120), ((0, 8), 1)]
+)
+def test_a_cpu_has_blocks_that_divide_wide_rows(shape, rows):
+    with choices.recorded() as questions:
+        jax.eval_shape(kernels.softmax, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert questions[0].default == {"block_rows": rows}

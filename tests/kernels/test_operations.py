@@ -579,3 +579,35 @@ def test_refusals(operation, operands, message):
     with pytest.raises(ValueError) as error:
         operation(*operands)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("block_vocab", [64, 256])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_loss_whose_logits_fit_a_block_or_not(block_vocab: int, soft_cap: float | None):
+    """A CPU keeps them in the one case and computes them again in the other."""
+    x, weights = normal(37, 24), normal(24, 150)
+    labels = integers(-1, 150, 37)
+    config = kernels.CrossEntropyConfig(block_vocab=block_vocab)
+
+    def loss(x, weights, implementation):
+        return kernels.linear_softmax_cross_entropy_loss(
+            x,
+            labels,
+            weights,
+            soft_cap=soft_cap,
+            config=config,
+            implementation=implementation,
+        )
+
+    gradients_agree(loss, x, weights)
+
+
+def test_gradient_of_an_embedding_whose_entries_repeat():
+    """Blocks of entries with no index, one index, many; the last one is shorter."""
+    rng = np.random.default_rng(0)
+    indices = np.where(rng.random((50, 9)) < 0.5, 7, rng.integers(128, 200, (50, 9)))
+    indices[3] = -1
+    bag = lambda table, weights, implementation: kernels.embedding_bag(
+        table, jnp.asarray(indices), weights, implementation=implementation
+    )
+    gradients_agree(bag, normal(199, 20), normal(50, 9))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallasite import kernels
+from pallasite.kernels.common import row_config
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
 
@@ -110,3 +111,10 @@ def test_refusals(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(3, 5000), (1, 700), (2, 2, 900)])
+def test_fewer_rows_than_a_block_are_one_block(shape):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32))
+    assert row_config(x).block_rows == np.prod(shape[:-1])
+    values_agree(kernels.softmax, x)

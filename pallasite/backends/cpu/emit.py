@@ -30,7 +30,13 @@ from pallasite.backends.cpu.ops import (
 )
 from pallasite.backends.cpu.ops.programs import count_units
 from pallasite.backends.cpu.tiles.plan_memory import MemoryPlan
-from pallasite.backends.cpu.tiles.tiles import Buffer, Ref, Root, row_major
+from pallasite.backends.cpu.tiles.tiles import (
+    PREFETCH_DISTANCE,
+    Buffer,
+    Ref,
+    Root,
+    row_major,
+)
 from pallasite.errors import ResourceError
 from pallasite.ir.nodes import Block, Kernel, Op, walk
 from pallasite.ir.roles import Pipeline
@@ -164,7 +170,6 @@ def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
         Root(
             f"operand {n}",
             mutable=n in shared or n >= len(kernel.inputs),
-            is_array=n < len(kernel.inputs),
         )
         for n in range(len(kernel.params))
     ]
@@ -173,6 +178,7 @@ def _operand_refs(kernel: Kernel, pointers: Sequence[Val]) -> list[Ref]:
     refs = []
     for param, pointer, root in zip(kernel.params, pointers, roots, strict=False):
         type = param.ref
-        buffer = Buffer(pointer, row_major(type.shape), root)
+        ahead = integer(PREFETCH_DISTANCE) if param in kernel.inputs else None
+        buffer = Buffer(pointer, row_major(type.shape), root, ahead)
         refs.append(Ref(type.shape, type.dtype, buffer))
     return refs

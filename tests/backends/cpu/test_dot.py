@@ -330,6 +330,16 @@ def test_a_few_rows_read_a_far_operand_once_in_place(name: str):
     assert products == {("16", "of")}  # all rows at once, of columns where they are
 
 
+def test_a_few_rows_read_pages_apart_once_in_place():
+    """Nothing else reads the columns again: they are not packed."""
+    x, y = numbers(1, (16, 300), np.float32), numbers(2, (300, 1024), np.float32)
+    emit = lambda b, v, w: dot(b, v, w, F32, LAYOUTS["nn"])
+    with on("avx512"):
+        text = llvm_of(tiles_kernel(emit, [x, y]))
+    assert set(re.findall(r"@dot_f32_\d+_(\d+)x\d+(of|in)", text)) == {("16", "of")}
+    np.testing.assert_allclose(compute(emit, x, y), x @ y, rtol=1e-4, atol=1e-4)
+
+
 def test_features_decide_the_host():
     assert target.host_of(frozenset({"avx512f"})).lanes(32) == 16
     assert target.host_of(frozenset({"avx2"})).lanes(64) == 4

@@ -51,6 +51,23 @@ def sample(rows: int = 256):
     return np.random.default_rng(0).standard_normal((rows, 32), np.float32)
 
 
+def test_equal_programs_are_claimed_in_order():
+    assert "%stop = add i64 %first, %chunk" in llvm_of(squared, sample(65536))
+
+    def skipping(x_ref, o_ref):
+        @pl.when(pl.program_id(0) > 3)
+        def _():
+            square(x_ref, o_ref)
+
+    def some(x):
+        grid = (x.shape[0] // 4,)
+        return pl.pallas_call(
+            skipping, out_shape=x, grid=grid, in_specs=[ROWS], out_specs=ROWS
+        )(x)
+
+    assert "%start = sub i64 %last, %chunk" in llvm_of(some, sample(65536))
+
+
 # --- when threads are used ---
 
 

@@ -230,7 +230,7 @@ def test_cheap_values_are_computed_again_rather_than_stored():
 
     centred = x - x.max(1, keepdims=True)
     want = centred * (centred**2).sum(1, keepdims=True)
-    np.testing.assert_allclose(compute(emit, x), want, rtol=1e-5)
+    np.testing.assert_allclose(compute(emit, x), want, rtol=1e-5, atol=1e-5)
 
 
 def test_a_value_used_twice_in_one_loop_is_computed_once():
@@ -305,3 +305,18 @@ def test_arrays_are_fetched_ahead_and_what_is_repeated_is_not(width):
     text = llvm_of(tiles_kernel(emit, [x, row]))
     assert text.count("call void @llvm.prefetch") == 1
     np.testing.assert_array_equal(compute(emit, x, row), x + row)
+
+
+def test_what_a_first_pass_has_fetched_is_not_fetched_again(width):
+    x = normal(8, 64)
+
+    def emit(b, v):
+        total = b.broadcast(reduce(b, v, "sum", 1), (8, 64), (0,))
+        return b.add(v, total)
+
+    text = llvm_of(tiles_kernel(emit, [x]))
+    once = llvm_of(tiles_kernel(lambda b, v: reduce(b, v, "sum", 1), [x]))
+    fetch = "call void @llvm.prefetch"
+    assert text.count(fetch) == once.count(fetch) > 0
+    want = x + x.sum(1, keepdims=True)
+    np.testing.assert_allclose(compute(emit, x), want, rtol=1e-5, atol=1e-5)

@@ -267,6 +267,36 @@ def test_scalars_steer_index_maps():
     np.testing.assert_array_equal(got, data[np.clip(rows, 0, 4)])
 
 
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_later_block_is_fetched_where_numbers_place_it(placed: bool):
+    """Not what follows in memory: the rows of an embedding come in any order."""
+    which, x, o = (
+        main_ref("which", 3, 4, dtype=I32),
+        main_ref("x", 50, 64),
+        main_ref("o", 3, 4, 64),
+    )
+    row = lambda b, i, j: b.load(which, (At(), At()), [i, j]) if placed else j
+    windows = [blocked("in", 1, 64), blocked("out", 1, 1, 64)]
+    maps = [
+        lambda b, i, j: (row(b, i, j), b.index(0)),
+        lambda b, i, j: (i, j, b.index(0)),
+    ]
+    b = Builder()
+    body = lambda b, ids, x, o: b.store(o, b.op("reshape", b.load(x), shape=(1, 1, 64)))
+    emit_pipeline(b, [x, o], windows, maps, (3, 4), body)
+    kernel = Kernel("rows", (which, x, o), b.block(), 1)
+    text = llvm_of(kernel)
+    assert text.count("call void @llvm.prefetch") == 1
+    assert ("ptrtoint ptr" in text.split("@handler")[0]) == placed
+    rows, data = (
+        np.array([[3, 0, 1000, 2], [49, 1, 1, 7], [-5, 4, 3, 9]]),
+        normal(50, 64),
+    )
+    (got,) = run(kernel, rows.astype(np.int32), data)
+    want = data[np.clip(rows, 0, 49)] if placed else np.stack([data[:4]] * 3)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_inner_pipeline_over_a_block():
     """The outer grid takes 8 rows, an inner one takes these 3 at a time, with edges."""
     refs = [main_ref("x", 16, 10), main_ref("o", 16, 10)]

@@ -126,7 +126,7 @@ def _share(
     chunk, workers = _split(f, frame, sharing, counted, memory.arena_bytes)
     units = f.greatest(counted, f.sub(integer(0), counted))
     block, pointers, arenas = memory.allocate(f, frame, pointers, workers)
-    threads.emit_jobs(f.module, len(pointers))
+    threads.emit_jobs(f.module, len(pointers), sharing.is_even)
     alone, together, joined = f.labels("alone", "together", "joined")
     f.branch_if(f.compare("icmp eq", workers, integer(1)), alone, together)
     f.label(alone)

@@ -61,6 +61,17 @@ class Sharing:
         return prod(sizes) if len(sizes) == len(self.parallel) else None
 
     @property
+    def is_even(self) -> bool:
+        """Does every unit surely take the same steps?"""
+        inside = [*walk(Pipeline.of(self.op).body)]
+        numbers = {v for op in inside if op.name == "constant" for v in op.results}
+        return all(
+            op.name == "for" and numbers.issuperset(op.operands[:3])
+            for op in inside
+            if op.regions
+        )
+
+    @property
     def least_chunk(self) -> int:
         return max(1, CHUNK_NS // self.unit_ns)
 

@@ -6,9 +6,10 @@ whose data its caches hold, and then of the others'. The caller waits only for c
 that a thread has already begun, never for a helper that has not started, so it cannot
 deadlock even where it occupies the pool's only thread. A helper that starts too late
 finds nothing to claim; the job's memory is freed by the last thread that drops it.
-Nothing here is global or outlives the job. Chunks are claimed from the last one down:
-where programs differ (causal attention), it is mostly the later ones that take longer,
-and the short ones then fill the gaps.
+Nothing here is global or outlives the job. Where programs differ (causal attention), it
+is mostly the later ones that take longer: chunks are then claimed from the last one
+down, and the short ones fill the gaps. Others are claimed in order, so that what is
+prefetched past the end of a chunk is of use.
 """
 
 from pallasite import target
@@ -35,11 +36,11 @@ def runs_offset(operands: int) -> int:
     return -(-(OPERANDS + 8 * operands) // LINE) * LINE
 
 
-def emit_jobs(module: Module, operands: int) -> None:
+def emit_jobs(module: Module, operands: int, in_order: bool) -> None:
     """Add `@run_job` and `@count_threads`, for a `@kernel` with that many operands."""
     module.declare("free", "void", ["ptr"])
     recording.define(module)
-    _emit_work(module, operands)
+    _emit_work(module, operands, in_order)
     _emit_task(module)
     _emit_drop(module)
     _emit_wait(module)
@@ -69,7 +70,7 @@ def wait_for(f: Function, counter: Val, count: Val) -> None:
     f.call_defined("wait_for", counter, count)
 
 
-def _emit_work(module: Module, operands: int) -> None:
+def _emit_work(module: Module, operands: int, in_order: bool) -> None:
     """`@work(job)`: run chunks until none is left."""
     f = Function(module, "work", [("ptr", "job")], "void", "internal")
     pointers = [f"%a{n}" for n in range(operands)]
@@ -98,7 +99,7 @@ def _emit_work(module: Module, operands: int) -> None:
         %offset = mul i64 %id, %stride
         %arena = getelementptr inbounds i8, ptr %arenas, i64 %offset
         %runs = load i64, ptr %runs.at
-        {_claims()}
+        {_claims(in_order)}
         claimed:
         %earlier = load atomic ptr, ptr %message.at monotonic, align 8
         %fine = icmp eq ptr %earlier, null
@@ -122,8 +123,8 @@ def _emit_work(module: Module, operands: int) -> None:
     )
 
 
-def _claims() -> str:
-    """Code that hands out all units, run by run.
+def _claims(in_order: bool) -> str:
+    """Code that hands out all units, run by run, each from its first or last unit on.
 
     It goes to `claimed` with `first` and `last`, from there the code around it comes
     back to `claim`; when nothing is left, to `none`.
@@ -146,6 +147,25 @@ def _claims() -> str:
         br label %claim
         claim:
         %before = atomicrmw add ptr %counter, i64 %chunk monotonic
+        {_UPWARDS if in_order else _DOWNWARDS}
+        br label %claimed
+        run.end:
+        %tried.next = add i64 %tried, 1
+        %more = icmp slt i64 %tried.next, %runs
+        br i1 %more, label %run.begin, label %none
+    """
+
+
+_UPWARDS = """
+        %first = add i64 %low, %before
+        %some = icmp slt i64 %first, %high
+        br i1 %some, label %found, label %run.end
+        found:
+        %stop = add i64 %first, %chunk
+        %over = icmp sgt i64 %stop, %high
+        %last = select i1 %over, i64 %high, i64 %stop
+"""
+_DOWNWARDS = """
         %last = sub i64 %high, %before
         %some = icmp sgt i64 %last, %low
         br i1 %some, label %found, label %run.end
@@ -153,12 +173,7 @@ def _claims() -> str:
         %start = sub i64 %last, %chunk
         %over = icmp slt i64 %start, %low
         %first = select i1 %over, i64 %low, i64 %start
-        br label %claimed
-        run.end:
-        %tried.next = add i64 %tried, 1
-        %more = icmp slt i64 %tried.next, %runs
-        br i1 %more, label %run.begin, label %none
-    """
+"""
 
 
 def _emit_wait(module: Module) -> None:

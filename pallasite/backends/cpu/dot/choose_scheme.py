@@ -46,8 +46,12 @@ def scheme_for(
     sizes: Sizes,
     rows: MemoryLayout = UNKNOWN_LAYOUT,
     columns: MemoryLayout = UNKNOWN_LAYOUT,
+    again: bool = True,
 ) -> Scheme:
-    """The best scheme on this CPU for operands of these types and memory layouts."""
+    """The best scheme on this CPU for operands of these types and memory layouts.
+
+    `again`: other products read the same columns.
+    """
     host = target.host()
     inner = inner_products.scheme_for(host, lhs, rhs, sums, sizes, rows, columns)
     if inner is not None:
@@ -61,7 +65,7 @@ def scheme_for(
         layout if dtype == sums else UNKNOWN_LAYOUT
         for dtype, layout in ((lhs, rows), (rhs, columns))
     )
-    return VectorScheme.of(host, sums, sizes, rows, columns)
+    return VectorScheme.of(host, sums, sizes, rows, columns, again)
 
 
 def is_small(sizes: Sizes, in_rows: bool) -> bool:

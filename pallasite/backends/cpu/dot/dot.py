@@ -19,6 +19,7 @@ from pallasite.backends.cpu.dot.choose_scheme import (
     sizes_of,
 )
 from pallasite.backends.cpu.dot.fusion import running_dtype
+from pallasite.backends.cpu.dot.pack_once import PACKED_ONCE
 from pallasite.backends.cpu.dot.packed_boxes import find_packed
 from pallasite.backends.cpu.dot.scheme import MemoryLayout, Operand, Sizes, Sums
 from pallasite.backends.cpu.emitter import Emitter
@@ -157,7 +158,11 @@ def _accumulate(
         _finder(e, op.operands[0], left, lhs),
         _finder(e, op.operands[1], right, rhs),
     )
-    _blocked(e, sizes, a, b, flat.dtype, flat.buffer, overwrite, packed_once, start)
+    _, noted = op.attrs.get(PACKED_ONCE, (None, None))
+    again = noted is not None
+    _blocked(
+        e, sizes, a, b, flat.dtype, flat.buffer, overwrite, packed_once, start, again
+    )
 
 
 def _finder(e: Emitter, value: Value, groups: Groups, tile: Tile) -> FindPacked:
@@ -174,6 +179,7 @@ def _blocked(
     overwrite: Val,
     packed_once: PackedSides,
     start: Start | None,
+    again: bool,
 ) -> None:
     batch, row, column = buffer.strides
     transposed = _is_transposed(sizes, row, column)
@@ -184,7 +190,7 @@ def _blocked(
         # Columns become rows, so that neighbours in memory are columns.
         sizes = Sizes(sizes.batch, sizes.columns, sizes.rows, sizes.depth)
         lhs, rhs, row, column = rhs, lhs, column, row
-        packed_once = (None, None)
+        packed_once, again = (None, None), False
     through = None
     if column.constant != 1:
         shape = sizes[:3]
@@ -194,7 +200,7 @@ def _blocked(
     else:
         overwrite_here, sums = overwrite, Sums(dtype, buffer.pointer, batch, row)
     layouts = [MemoryLayout.of(o.dtype, o.width, o.depth) for o in (lhs, rhs)]
-    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *layouts)
+    scheme = scheme_for(lhs.dtype, rhs.dtype, dtype, sizes, *layouts, again=again)
     allocate = lambda count, kind: e.temporary((count,), kind).pointer
     blocking = Blocking.of(scheme, sizes)
     factors = begin = None

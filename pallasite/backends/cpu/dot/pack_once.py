@@ -24,7 +24,7 @@ from pallasite.backends.cpu.dot.choose_scheme import (
 )
 from pallasite.backends.cpu.dot.fusion import running_dtype
 from pallasite.backends.cpu.dot.packing import direction
-from pallasite.backends.cpu.dot.scheme import MemoryLayout
+from pallasite.backends.cpu.dot.scheme import UNKNOWN_LAYOUT, MemoryLayout
 from pallasite.backends.cpu.llvm.writer import Function, Module, Val, integer
 from pallasite.backends.cpu.tiles import tiles
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs
@@ -315,8 +315,8 @@ def _boxes(dot: Op, side: int, cut: Cut) -> Boxes | None:
     lhs, rhs = (side.value.tile.dtype for side in Dot.of(dot).sides)
     running = running_dtype(lhs, rhs, dot.attrs["dtype"])
     here = MemoryLayout.of(lhs if is_rows else rhs, *strides[1:])
-    layouts = {"rows" if is_rows else "columns": here}
-    scheme = scheme_for(lhs, rhs, running, sizes, **layouts)
+    layouts = (here, UNKNOWN_LAYOUT) if is_rows else (UNKNOWN_LAYOUT, here)
+    scheme = scheme_for(lhs, rhs, running, sizes, *layouts)
     other = sizes.columns if is_rows else sizes.rows
     if other >= scheme.pack_once_below or scheme.apart(is_rows):
         return None

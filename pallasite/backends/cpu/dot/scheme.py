@@ -214,14 +214,20 @@ class VectorScheme(Scheme):
 
     @staticmethod
     def of(
-        host: Host, dtype: DType, sizes: Sizes, lhs: MemoryLayout, rhs: MemoryLayout
+        host: Host,
+        dtype: DType,
+        sizes: Sizes,
+        lhs: MemoryLayout,
+        rhs: MemoryLayout,
+        again: bool,
     ) -> "VectorScheme":
+        """`again`: other products read the same columns."""
         shape = block_shape(host, dtype, sizes.rows, sizes.columns)
         is_near = rhs.is_near(sizes, dtype)
         if (
             shape[0] < sizes.rows
             and not is_near
-            and rhs.depths_apart * dtype.bytes % 4096
+            and (not again or rhs.depths_apart * dtype.bytes % 4096)
         ):
             # All rows at once: to pack columns costs more than a better shape saves,
             # unless they are whole pages apart, and other programs read them again.

@@ -143,6 +143,7 @@ class Function:
         self._known: dict[str, Val] = {}
         self.mask: Val | None = None  # lanes that may touch memory; None: all
         self._writes = 0
+        self._first_read: dict[str, str] = {}  # the basic block of it, by pointer
         module.functions.append(self)
 
     @property
@@ -305,13 +306,17 @@ class Function:
             name = f"llvm.masked.scatter.{mangled(value.type)}.v{count}p0"
         self.call(name, "void", value, where, integer(size, "i32"), self._on(count))
 
-    def prefetch(self, pointer: Val, distance: int) -> None:
+    def is_first_read(self, pointer: Val) -> bool:
+        """Does the innermost loop read there, and none before it?"""
+        return self._first_read.setdefault(pointer.text, self.block) == self.block
+
+    def prefetch(self, pointer: Val, distance: Val) -> None:
         """Prefetch what is `distance` bytes past a vector, into L2.
 
         An address that is not mapped is ignored.
         """
         if isinstance(pointer, Pointers) and pointer.step == 1:
-            place = self.element(pointer.base, "i8", integer(distance))
+            place = self.element(pointer.base, "i8", distance)
             self._prefetch(place, writes=0, nearness=2)
 
     def prefetch_to_write(self, pointer: Val) -> None:

@@ -6,6 +6,7 @@ gathered and masked elements are clamped when read and dropped when written.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pallasite.backends.cpu.emitter import Emitter
 from pallasite.backends.cpu.llvm import atomics, scalars
@@ -48,7 +49,7 @@ def box(e: Emitter, ref: Ref, access: Access) -> Buffer:
             strides.append(e.f.mul(stride, integer(entry.stride)))
     offset = e.f.inner(starts, ref.buffer.strides)
     pointer = e.f.element(ref.buffer.pointer, scalars.memory(ref.dtype), offset)
-    return Buffer(pointer, tuple(strides), ref.buffer.root)
+    return replace(ref.buffer, pointer=pointer, strides=tuple(strides))
 
 
 def picked(e: Emitter, ref: Ref, access: Access, shape: Sequence[int]) -> Tile:

@@ -8,18 +8,31 @@ which programs may run at once; the others run one by one, in grid order.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from pallasite.backends.cpu.emitter import Emitter
-from pallasite.backends.cpu.llvm import scalars
+from pallasite.backends.cpu.llvm import scalars, vector_loops
 from pallasite.backends.cpu.llvm.writer import FALSE, TRUE, Function, Val, integer
 from pallasite.backends.cpu.ops.programs import each_program, grid_sizes
 from pallasite.backends.cpu.tiles.lifetimes import flattened_refs, window_refs
-from pallasite.backends.cpu.tiles.tiles import Buffer, Indices, Ref, Root, Through
+from pallasite.backends.cpu.tiles.tiles import (
+    PREFETCH_DISTANCE,
+    Buffer,
+    Indices,
+    Ref,
+    Root,
+    Through,
+)
 from pallasite.ir.nodes import Block, BlockDim, Op, Window, walk
 from pallasite.ir.roles import Pipeline
+from pallasite.ir.types import F32, F64
 from pallasite.passes.analysis.affine import Form, Forms
 from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.place_windows import number_facts, unclamped
+from pallasite.target import host
+
+# Bytes that are read while a block comes from main memory.
+NEAR_ENOUGH = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ def emit_pipeline(e: Emitter, op: Op) -> None:
         opened: list[OpenWindow] = []
         for plan in plans:
             twin = None if plan.twin is None else opened[plan.twin]
-            opened.append(twin or open_window(e, plan, ids))
+            opened.append(twin or _ahead(e, open_window(e, plan, ids), ids, grid))
         with e.block(body, [*ids, *(view.ref for view in opened)]):
             pass
         for plan, view in zip(plans, opened, strict=True):
@@ -216,6 +229,9 @@ class OpenWindow:
         f, extents = e.f, self.extents
         with f.when(f.negate(self.is_view)):
             counts = [f.greatest(f.sub(x.high, x.low), integer(0)) for x in extents]
+            if _has_whole_rows(self.plan):
+                self._copy_rows_back(f, copy, counts)
+                return
             with f.nest(counts) as steps:
                 inside = [f.add(x.low, i) for x, i in zip(extents, steps, strict=True)]
                 places = [
@@ -224,6 +240,37 @@ class OpenWindow:
                 source = Ref(self.ref.shape, array.dtype, copy)
                 bits = source.read_bits(f, _kept(extents, inside))
                 array.write_bits(f, places, bits)
+
+    def _copy_rows_back(self, f: Function, copy: Buffer, counts: list[Val]) -> None:
+        """The same by vectors."""
+        array, extents = self.plan.array, self.extents
+        there = array.buffer
+        assert there is not None
+        with f.nest(counts[:-1]) as steps:
+            pairs = zip(extents[:-1], steps, strict=True)
+            inside = [f.add(x.low, i) for x, i in pairs]
+            pairs = zip(extents[:-1], inside, strict=True)
+            places = [f.add(x.start, i) for x, i in pairs]
+
+            def move(lanes: Val) -> None:
+                here = copy.address(f, array.dtype, _kept(extents, [*inside, lanes]))
+                where = [*places, f.add(extents[-1].start, lanes)]
+                value = scalars.load(f, array.dtype, here)
+                place = there.address(f, array.dtype, where)
+                scalars.store(f, array.dtype, value, place)
+
+            vector_loops.along_lanes(f, extents[-1].size, move)
+
+
+def _has_whole_rows(plan: WindowPlan) -> bool:
+    """Do blocks, wherever they are, have all of their last dimension in the array?"""
+    array, dims = plan.array, plan.window.dims
+    if array.buffer is None or not dims or 0 in array.shape:
+        return False
+    plain = dims[-1].kind == "blocked" and array.buffer.strides[-1].constant == 1
+    # A float register may change a NaN's bits.
+    exact = array.dtype in (F32, F64) or not array.dtype.is_float
+    return plain and exact and plan.fits[-1] and dims[-1].size >= vector_loops.width()
 
 
 def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
@@ -244,9 +291,61 @@ def open_window(e: Emitter, plan: WindowPlan, ids: Sequence[Val]) -> OpenWindow:
     buffer = _choose(f, array, extents, copy, is_view)
     if copy is not None:
         with f.when(f.negate(is_view)):
-            _copy_in(f, array, window, extents, copy)
+            _copy_in(f, plan, extents, copy)
     ref = Ref(window.block_shape, array.dtype, buffer)
     return OpenWindow(ref, plan, extents, is_view)
+
+
+def _ahead(
+    e: Emitter, view: OpenWindow, ids: Sequence[Val], grid: Sequence[Val]
+) -> OpenWindow:
+    """The window, which knows what to prefetch while its block is read.
+
+    Nothing if it always shows one block, which stays in a cache; what comes after it in
+    memory if it moves in order. Where numbers in memory place it, as those of an
+    embedding's rows, that is a block of a later program; a large one is read in order
+    for long enough.
+    """
+    f, plan, buffer = e.f, view.plan, view.ref.buffer
+    if buffer is None or buffer.ahead is None or plan.copy is not None:
+        return view
+    size = prod(plan.window.block_shape) * plan.array.dtype.bytes
+    ahead: Val | None = buffer.ahead
+    again = any(n.constant != 1 for n in grid)
+    moves = any(form.axes for form in plan.forms)
+    if again and not moves and size <= host().l2_bytes // 4:
+        ahead = None
+    elif 0 < size < PREFETCH_DISTANCE and _reads(plan.index_map):
+        later = _later(f, ids, grid, -(-NEAR_ENOUGH // size))
+        there = open_window(e, plan, later).ref.buffer
+        assert there is not None
+        ends = [f.convert("ptrtoint", b.pointer, "i64") for b in (there, buffer)]
+        ahead = f.sub(*ends)
+    source = replace(buffer, ahead=ahead)
+    return replace(view, ref=replace(view.ref, source=source))
+
+
+def _reads(index_map: Block) -> bool:
+    return any(op.name == "load" for op in index_map.ops)
+
+
+def _later(
+    f: Function, ids: Sequence[Val], grid: Sequence[Val], steps: int
+) -> list[Val]:
+    """Where programs are some steps later: along the last axis, then the one before."""
+    if not ids:
+        return []
+    *outer, last = [f.convert("sext", i, "i64") for i in ids]
+    *sizes, count = grid
+    moved = f.add(last, integer(steps))
+    over = f.compare("icmp sge", moved, count)
+    moved = f.least(
+        f.select(over, f.sub(moved, count), moved), f.sub(count, integer(1))
+    )
+    if outer:
+        following = f.least(f.add(outer[-1], integer(1)), f.sub(sizes[-1], integer(1)))
+        outer[-1] = f.select(over, following, outer[-1])
+    return [f.convert("trunc", i, "i32") for i in (*outer, moved)]
 
 
 def _edge_ref(f: Function, plan: WindowPlan, extents: list[Extent]) -> Ref:
@@ -317,15 +416,19 @@ def _choose(
         pointer = f.select(is_view, pointer, copy.pointer)
         both = zip(strides, copy.strides, strict=True)
         strides = [f.select(is_view, there, here) for there, here in both]
-    return Buffer(pointer, tuple(strides), array.root)
+    return replace(array.buffer, pointer=pointer, strides=tuple(strides))
 
 
 def _copy_in(
-    f: Function, array: Ref, window: Window, extents: list[Extent], copy: Buffer
+    f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer
 ) -> None:
     """Copy a block; elements outside the array become the fill value, or zero."""
+    array, window = plan.array, plan.window
     dtype = array.dtype
     outside = scalars.constant(window.fill or 0, dtype)
+    if _has_whole_rows(plan):
+        _copy_rows_in(f, plan, extents, copy, outside)
+        return
     target = Ref(window.block_shape, dtype, copy)
     with f.nest([extent.size for extent in extents]) as steps:
         value = outside
@@ -335,12 +438,35 @@ def _copy_in(
         target.write(f, _kept(extents, steps), value)
 
 
+def _copy_rows_in(
+    f: Function, plan: WindowPlan, extents: list[Extent], copy: Buffer, outside: Val
+) -> None:
+    """The same by vectors."""
+    array, last = plan.array, extents[-1]
+    source = array.buffer
+    assert source is not None
+    with f.nest([extent.size for extent in extents[:-1]]) as steps:
+        where, valid = _in_array(f, array, extents[:-1], steps)
+
+        def move(lanes: Val) -> None:
+            there = [*where, f.add(last.start, lanes)]
+            value = scalars.load(f, array.dtype, source.address(f, array.dtype, there))
+            value = f.select(valid, value, outside)
+            here = copy.address(f, array.dtype, _kept(extents, [*steps, lanes]))
+            scalars.store(f, array.dtype, value, here)
+
+        vector_loops.along_lanes(f, last.size, move)
+
+
 def _in_array(
     f: Function, array: Ref, extents: list[Extent], steps: Sequence[Val]
 ) -> tuple[list[Val], Val]:
-    """Where in the array a block's element is, clamped, and whether it was inside."""
+    """Where in the array a block's element is, clamped, and whether it was inside.
+
+    By its first dimensions, if only those are given.
+    """
     valid, clamped = TRUE, []
-    for extent, step, n in zip(extents, steps, array.shape, strict=True):
+    for extent, step, n in zip(extents, steps, array.shape, strict=False):
         valid = f.both(valid, _is_between(f, extent, step))
         where = f.add(extent.start, step)
         clamped.append(f.clamp(where, integer(0), integer(n - 1)))

@@ -24,21 +24,24 @@ class Root:
     """One allocation, for deciding whether two accesses may alias.
 
     `mutable`: some code may write it between a load and the use of what was loaded.
-    `is_array`: it is one of the caller's arrays, which may not be in any cache.
     """
 
     name: str
     mutable: bool = True
-    is_array: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Elements in memory; strides count elements. `root` None: never written again."""
+    """Elements in memory; strides count elements. `root` None: never written again.
+
+    `ahead`: how many bytes after an element to prefetch; None where the elements are in
+    a cache already.
+    """
 
     pointer: Val
     strides: tuple[Val, ...]
     root: Root | None = None
+    ahead: Val | None = None
 
     def address(self, f: Function, dtype: DType, indices: Indices) -> Val:
         offset = f.inner(indices, self.strides)
@@ -48,8 +51,8 @@ class Buffer:
         """The element, or several where an index has lanes."""
         address = self.address(f, dtype, indices)
         repeats = any(stride.constant == 0 for stride in self.strides)
-        if self.root is not None and self.root.is_array and not repeats:
-            f.prefetch(address, PREFETCH_DISTANCE)
+        if self.ahead is not None and not repeats and f.is_first_read(self.pointer):
+            f.prefetch(address, self.ahead)
         return scalars.load(f, dtype, address)
 
 
@@ -461,7 +464,7 @@ def _view(
     tile: Tile, shape: Sequence[int], pointer: Val, strides: Sequence[Val]
 ) -> Tile:
     assert tile.buffer is not None
-    source = Buffer(pointer, tuple(strides), tile.buffer.root)
+    source = replace(tile.buffer, pointer=pointer, strides=tuple(strides))
     return Tile(tuple(shape), tile.dtype, source)
 
 
