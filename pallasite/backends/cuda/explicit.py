@@ -143,9 +143,7 @@ class Explicit(Shared):
                     bytes_ -= target.size * target.dtype.bytes
             self.out.line(f"barrier_expect({at}, {bytes_});")
         elif bytes_:
-            self.out.line(
-                f"if (thread == 0) barrier_expect_for({at}, {bytes_}, {WARPS});"
-            )
+            self.out.line(f"{self.once}barrier_expect_for({at}, {bytes_}, {WARPS});")
         else:
             self.out.line("__syncwarp();")
             self.out.line(f"if (thread % 32 == 0) barrier_arrive({at});")
@@ -205,8 +203,12 @@ class Explicit(Shared):
 
     @property
     def once(self) -> str:
-        """Before what one thread of a role does."""
-        return "" if self.alone else "if (thread == 0) "
+        """Before what one thread of a role does: always the same one.
+
+        ptxas knows that `elected` holds for one thread only where a branch asks for it.
+        What that thread hands to the copy engine needs no loop over the threads then.
+        """
+        return "" if self.alone else "if (warp == 0 && elected()) "
 
     def boxes(
         self, op: Op, view: View, shared: Value
@@ -352,7 +354,7 @@ class Explicit(Shared):
             slot = (turn + turns) % 2
             at = f"{base} + {slot * step}"
             reading = 0 if turn == 0 and slot == 1 else 1
-            self.out.line(f"if (thread % 128 == 0) copies_reading<{reading}>();")
+            self.out.line(f"if (warp % 4 == 0 && elected()) copies_reading<{reading}>();")
             self.out.line("meet(2 + group, 128);")
             self.stage_panel(tile, at, row, block, panel, columns)
             self.out.line("stores_before_copies();")
@@ -366,7 +368,8 @@ class Explicit(Shared):
             call = (
                 f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
             )
-            self.out.line(f"if (thread % 128 == 0) {{ {call}; copies_together(); }}")
+            first = "if (warp % 4 == 0 && elected())"
+            self.out.line(f"{first} {{ {call}; copies_together(); }}")
 
     def stage_panel(
         self, tile: Tile, at: str, row: str, block: int, panel: int, columns: int
@@ -458,8 +461,9 @@ class Explicit(Shared):
         self.threads = warpgroups * WARPGROUP
         self.in_role, self.alone = True, name == ALONE
         self.accessed = NOTHING
+        self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32, 0);")
         if self.alone:
-            with self.out.block("if (thread == 0)"):
+            with self.out.block("if (warp == 0 && elected())"):
                 self.block(region)
         else:
             self.warpgroups = warpgroups
@@ -470,7 +474,7 @@ class Explicit(Shared):
                 self.out.line(f"if ({last}) pass_by({TURNS}, {2 * WARPGROUP});")
             self.block(region)
             if self.staging is not None:
-                self.out.line("if (thread % 128 == 0) copies_left<0>();")
+                self.out.line("if (warp % 4 == 0 && elected()) copies_left<0>();")
         indent = "  " * self.out.depth
         seen = [
             f"{indent}map_seen(maps + {number * MAP_BYTES});"

@@ -51,6 +51,12 @@ BARRIERS: dict[str, str] = {
         "DEVICE void pass_by(int id, int threads) {\n"
         '  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
     ),
+    # Whether this is the one thread of its warp that acts for all; they ask together.
+    "elected": (
+        "DEVICE bool elected() {\n  u32 is;\n"
+        '  asm volatile("{\\n.reg .pred p;\\nelect.sync _|p, 0xffffffff;\\n"\n'
+        '    "selp.u32 %0, 1, 0, p;\\n}" : "=r"(is));\n  return is;\n}\n'
+    ),
     "fewer_registers": (
         "template <int N> DEVICE void fewer_registers() "
         '{ asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }\n'

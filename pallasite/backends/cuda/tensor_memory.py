@@ -298,18 +298,17 @@ class TensorMemory(Clusters):
     # --- single warps ---
 
     def emit_warps(self, op: Op) -> None:
-        self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32 % 4, 0);")
         for number, region in enumerate(op.regions):
             if not region.ops:
                 continue
-            with self.out.block(f"if (warp == {number})"):
+            with self.out.block(f"if (warp % 4 == {number})"):
                 self.warp = number
                 self.block(region)
                 self.warp = None
 
     @property
     def once(self) -> str:
-        return super().once if self.warp is None else "if (thread % 32 == 0) "
+        return super().once if self.warp is None else "if (elected()) "
 
     def sync(self) -> None:
         if self.warp is None:

@@ -34,6 +34,7 @@ void barrier_expect_for(u32 at, u32 bytes, u32 arrivals);
 void barrier_wait(u32 at, u32 parity);
 inline void meet(int id, int threads) { host::meet(id, threads); }
 inline void pass_by(int id, int threads) { host::meet(id, threads, false); }
+inline bool elected() { return threadIdx.x % 32 == 0; }
 template <int N> void fewer_registers() {}
 template <int N> void more_registers() {}
 // The warp runs these as one.
