@@ -327,7 +327,12 @@ class Explicit(Shared):
         access = Access.of(op)
         if self.is_authored or not self.in_role or not self.can_copy_out(access):
             self.meet_before(op)
-            super().emit_store(op)
+            part = self.part_for_matrices(op, access)
+            if part is None:
+                super().emit_store(op)
+            else:
+                assert access.value is not None
+                self.put_matrices(self.env[access.value], part)
             return
         view = self.picked(access)
         assert access.value is not None
@@ -344,7 +349,8 @@ class Explicit(Shared):
             f" + group * {2 * step};"
         )
         row = self.out.fresh("row")
-        self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + thread / 4 % 8;")
+        lane = "thread % 16" if tile.is_packed else "thread / 4 % 8"
+        self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + {lane};")
         blocks, panels = spread.digits[0].count, spread.shape[1] // columns
         turns = blocks * panels
         for turn in range(turns):
@@ -378,16 +384,60 @@ class Explicit(Shared):
         assert tile.spread is not None
         first = (block * tile.spread.shape[1] + panel * columns) // 2
         count = columns // 2  # registers of a thread
+        if tile.is_packed:
+            ring = Ring(at, (64, columns), tile.dtype, 64)
+            self.put_rows(f"{tile.name} + {first // 2}", 1, ring, row)
+            return
         # Register i: rows i / 2 % 2 * 8 further down, columns 8 * (i / 4) further on.
         q = f"({row} + i % 2 * 8)"
-        if tile.is_packed:
-            chunk, rest = "i / 2", "thread % 4 * 4"
-            value = f"{tile.name}[{first // 2} + i]"
-        else:
-            chunk, rest = "(i / 2 * 2 + thread % 4 / 2)", "thread % 2 * 8"
-            value = f"{tile.name}[{first} + 2 * i], {tile.name}[{first} + 2 * i + 1]"
+        chunk, rest = "(i / 2 * 2 + thread % 4 / 2)", "thread % 2 * 8"
+        value = f"{tile.name}[{first} + 2 * i], {tile.name}[{first} + 2 * i + 1]"
         place = f"{at} + {q} * {ROW_BYTES} + (({chunk} ^ {q} % 8) * 16) + {rest}"
         self.out.line(f"EACH({count // 2}) put_shared({place}, {value});")
+
+    def part_for_matrices(self, op: Op, access: Access) -> Ring | None:
+        """The swizzled memory that a tile of sums in 16 bits is stored to, if it is."""
+        ring, value = self.rings.get(access.ref), access.value
+        if not self.in_role or self.alone or ring is None or value is None:
+            return None
+        tile = self.env[value]
+        if tile.spread is None or len(tile.spread.shape) != 2 or access.mask is not None:
+            return None
+        rows, columns = tile.spread.shape
+        if tile.lanes or tile.is_computed or not tile.is_packed:
+            return None
+        if rows % (64 * self.warpgroups) or columns % ring.panel_columns:
+            return None
+        if tile.spread != accumulator(rows, columns, self.warpgroups):
+            return None
+        part = self.part_of_ring(op, ring)
+        if part is None or part.shape != (rows, columns):
+            return None
+        return part if part.has_whole_rows and part.has_whole_panels else None
+
+    def put_matrices(self, tile: Tile, ring: Ring) -> None:
+        """A whole tile of sums into swizzled memory."""
+        assert tile.spread is not None
+        blocks, row = tile.spread.digits[0].count, self.out.fresh("row")
+        own = f"group * {64 * blocks} + " if self.warpgroups > 1 else ""
+        self.out.line(f"const u32 {row} = {own}thread / 32 % 4 * 16 + thread % 16;")
+        self.put_rows(tile.name, blocks, ring, row)
+
+    def put_rows(self, words: str, blocks: int, ring: Ring, row: str) -> None:
+        """Blocks of 64 rows of sums into swizzled memory, 16 columns at a time.
+
+        Threads of a warp exchange what they have of 16 rows: each gives the address of
+        16 bytes in a row (`row`: of its first block), and they all write what belongs
+        there. So a store is of 512 bytes instead of 128.
+        """
+        across, in_panel = ring.shape[1] // 16, ring.swizzle // 32
+        phase = f"({row} * {ring.swizzle} >> 7 & {ring.swizzle // 16 - 1})"
+        chunk = f"(i % {in_panel} * 2 + thread / 16 % 2 ^ {phase})"
+        panel = f"i % {across} / {in_panel} * {ring.panel_bytes}"
+        down = f"(i / {across} * 64 + {row}) * {ring.swizzle}"
+        place = f"{ring.address} + {panel} + {down} + {chunk} * 16"
+        count = blocks * across
+        self.out.line(f"EACH({count}) put_matrices({place}, {words} + i * 4);")
 
     def can_copy_out(self, access: Access) -> bool:
         """Whether a store is of a whole block in the layout of sums."""

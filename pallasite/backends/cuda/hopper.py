@@ -254,9 +254,15 @@ COPIES = {
         "DEVICE void stores_before_copies() {\n"
         '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
     ),
+    # Four matrices of 8 x 8 numbers of 16 bits, each in the layout of sums. Thread n
+    # gives the address of row n % 8 of matrix n / 8.
+    "put_matrices": (
+        "DEVICE void put_matrices(u32 at, const u32* x) {\n"
+        '  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 '
+        '[%0], {%1, %2, %3, %4};"\n'
+        '    :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
+    ),
     "put_shared": (
-        "DEVICE void put_shared(u32 at, u32 x) {\n"
-        '  asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");\n}\n'
         "DEVICE void put_shared(u32 at, float x, float y) {\n"
         '  asm volatile("st.shared.v2.f32 [%0], {%1, %2};"'
         ' :: "r"(at), "f"(x), "f"(y) : "memory");\n}\n'

@@ -49,7 +49,13 @@ template <int N> void copies_reading() { host::leave_but(N); }
 template <int N> void copies_left() { host::leave_but(N); }
 void copies_together();
 void stores_before_copies();
-inline void put_shared(u32 at, u32 x) { memcpy(shared + at, &x, 4); }
+inline void put_matrices(u32 at, const u32* x) {
+  const int lane = threadIdx.x % 32;
+  for (int n = 0; n < 4; ++n) {
+    const u32 row = __shfl_sync(~0u, at, 8 * n + lane / 4);
+    memcpy(shared + row + lane % 4 * 4, x + n, 4);
+  }
+}
 inline void put_shared(u32 at, float x, float y) {
   memcpy(shared + at, &x, 4);
   memcpy(shared + at + 4, &y, 4);
