@@ -352,7 +352,7 @@ class Explicit(Shared):
         lane = "thread % 16" if tile.is_packed else "thread / 4 % 8"
         self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + {lane};")
         blocks, panels = spread.digits[0].count, spread.shape[1] // columns
-        turns = blocks * panels
+        turns, first = blocks * panels, "if (warp % 4 == 0 && elected())"
         for turn in range(turns):
             block, panel = divmod(turn, panels)
             # Two slots take turns, and every store ends with the second: so the copy
@@ -360,7 +360,7 @@ class Explicit(Shared):
             slot = (turn + turns) % 2
             at = f"{base} + {slot * step}"
             reading = 0 if turn == 0 and slot == 1 else 1
-            self.out.line(f"if (warp % 4 == 0 && elected()) copies_reading<{reading}>();")
+            self.out.line(f"{first} copies_reading<{reading}>();")
             self.out.line("meet(2 + group, 128);")
             self.stage_panel(tile, at, row, block, panel, columns)
             self.out.line("stores_before_copies();")
@@ -374,7 +374,6 @@ class Explicit(Shared):
             call = (
                 f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
             )
-            first = "if (warp % 4 == 0 && elected())"
             self.out.line(f"{first} {{ {call}; copies_together(); }}")
 
     def stage_panel(
@@ -401,10 +400,10 @@ class Explicit(Shared):
         if not self.in_role or self.alone or ring is None or value is None:
             return None
         tile = self.env[value]
-        if tile.spread is None or len(tile.spread.shape) != 2 or access.mask is not None:
+        if tile.spread is None or len(tile.spread.shape) != 2:
             return None
         rows, columns = tile.spread.shape
-        if tile.lanes or tile.is_computed or not tile.is_packed:
+        if tile.lanes or tile.is_computed or not tile.is_packed or access.mask:
             return None
         if rows % (64 * self.warpgroups) or columns % ring.panel_columns:
             return None

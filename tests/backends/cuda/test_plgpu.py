@@ -535,7 +535,8 @@ def test_sums_in_16_bits_are_stored_as_matrices(rows, by, columns, tmp_path):
     function = plgpu.kernel(kernel, shape, scratch_shapes=memory)
     assert f"EACH({rows // 64 * columns // 16}) put_matrices(" in text(function, x, y)
     want = x.astype(F32) @ y.astype(F32)
-    np.testing.assert_allclose(run(function, x, y, folder=tmp_path), want, rtol=2e-3, atol=1e-3)
+    got = run(function, x, y, folder=tmp_path)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-3)
 
 
 def product(rows, columns, depth, dtype, sums=F32, turned=False):
