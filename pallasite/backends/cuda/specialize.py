@@ -429,8 +429,8 @@ class _Computing(_Role):
         if len(op.results) != 1 or op.result not in self.plan.register_operands:
             return False
         is_pure = not op.regions and table()[op.name].effect is Effect.PURE
-        users = self.plan.users[op.result]
-        return is_pure and all(self.plan.home.get(id(u)) is not block for u in users)
+        users = self.plan.users[op.result]  # not in branches and loops of this one
+        return is_pure and not any(_holds(each, users) for each in block.ops)
 
     def products_first(self, block: Block) -> list[Op]:
         """Products that need nothing computed in this block go before the rest."""
@@ -742,7 +742,8 @@ class _Computing(_Role):
         result = chained.early[0].result
         self.waits_for = {id(op): result for op in late}
         rest = [op for op in ops if op not in late]
-        place = next(n for n, op in enumerate(rest) if result in op.operands)
+        used = {result, *(value for op in late for value in op.results)}
+        place = next(n for n, op in enumerate(rest) if used & {*op.operands})
         return [*rest[:place], *late, *rest[place:]]
 
     def groups_of(self, product: Product) -> list[Group]:
