@@ -407,11 +407,12 @@ def test_plain_attention(name, tmp_path, small_chip):
 def gradients(function, operands, seeds, folder: Path, others=()) -> list[np.ndarray]:
     """Cotangents of the operands, by the kernels that a large GPU would run.
 
-    Those whose number is in `others` may be another backend's.
+    Integers are operands that the function makes. Kernels whose number is in `others`
+    may be another backend's.
     """
-    (call,) = calls_in(function, *operands)
+    (call,) = calls_in(function, *(x for x in operands if x.dtype != jnp.int32))
     machine = replace(Machine.of(GPUS["h200"]), start=0.0)  # as if there were more work
-    keeping = keeping_plan(call.kernel, (True,) * 3, machine)
+    keeping = keeping_plan(call.kernel, (True,) * len(operands), machine)
     assert keeping is not None
     made = keeping.backward
     arrays = dict(zip(made.primals, operands, strict=True))
@@ -427,7 +428,7 @@ def gradients(function, operands, seeds, folder: Path, others=()) -> list[np.nda
                 raise
             found = emulate(step.kernel)(*given)
         arrays |= dict(zip(step.results, map(np.asarray, found), strict=True))
-    return [arrays[made.targets[n]] for n in range(len(operands))]
+    return [arrays[target] for target in made.targets.values()]
 
 
 @pytest.mark.parametrize(
@@ -478,6 +479,21 @@ def test_gradient_where_the_last_queries_hang_over(width, causal, tmp_path, smal
     got = gradients(run, operands, (seed,), tmp_path, others=(1, 2, 3))
     reference = partial(kernels.plain_attention_reference, causal=causal)
     want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
+
+
+@pytest.mark.parametrize("mask", [None, masks.Causal()])
+def test_gradient_of_an_odd_length(mask, tmp_path, small_chip):
+    """The library's queries past the end are zeros, which the copy engine brings."""
+    q, k, v, seed = (
+        kernels.normal(1, 200, 1, 64, dtype=bf16, seed=n) for n in range(4)
+    )
+    run = partial(library.attention, mask=mask)
+    operands, lse = (jnp.asarray([200]), q, k, v), np.zeros((1, 1, 200, 1), np.float32)
+    got = gradients(run, operands, (seed, lse), tmp_path)
+    reference = partial(run, implementation="reference")
+    want = jax.vjp(reference, *(x.astype(f32) for x in (q, k, v)))[1](seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
