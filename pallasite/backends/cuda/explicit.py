@@ -25,7 +25,7 @@ from pallasite.backends.cuda.memory import (
     text_of,
     times,
 )
-from pallasite.backends.cuda.products import AFTER_LOADS, IN_TURN, ROUNDED
+from pallasite.backends.cuda.products import AFTER_LOADS, ENDS_TURN, IN_TURN, ROUNDED
 from pallasite.backends.cuda.shared import (
     ROW_BYTES,
     ROWS,
@@ -74,6 +74,7 @@ class Explicit(Shared):
         self.warpgroups = 1
         self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
+        self.elects = False  # in a role that copies between its products
         self.has_roles = False  # their code is written
         self.starts_together = False  # with the other blocks of a cluster
         self.only_multiplied: set[Value] = set()  # integers made floats for products
@@ -206,9 +207,13 @@ class Explicit(Shared):
         """Before what one thread of a role does: always the same one.
 
         ptxas knows that `elected` holds for one thread only where a branch asks for it.
-        What that thread hands to the copy engine needs no loop over the threads then.
+        What that thread hands to the copy engine needs no loop over the threads then,
+        which products of the same role would wait for. A role that only copies has the
+        time, and without the election attention of 64 columns took 8 percent less.
         """
-        return "" if self.alone else "if (warp == 0 && elected()) "
+        if self.alone:
+            return ""
+        return "if (warp == 0 && elected()) " if self.elects else "if (thread == 0) "
 
     def boxes(
         self, op: Op, view: View, shared: Value
@@ -349,10 +354,9 @@ class Explicit(Shared):
             f" + group * {2 * step};"
         )
         row = self.out.fresh("row")
-        lane = "thread % 16" if tile.is_packed else "thread / 4 % 8"
-        self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + {lane};")
+        self.out.line(f"const u32 {row} = thread / 32 % 4 * 16 + thread / 4 % 8;")
         blocks, panels = spread.digits[0].count, spread.shape[1] // columns
-        turns, first = blocks * panels, "if (warp % 4 == 0 && elected())"
+        turns = blocks * panels
         for turn in range(turns):
             block, panel = divmod(turn, panels)
             # Two slots take turns, and every store ends with the second: so the copy
@@ -360,7 +364,7 @@ class Explicit(Shared):
             slot = (turn + turns) % 2
             at = f"{base} + {slot * step}"
             reading = 0 if turn == 0 and slot == 1 else 1
-            self.out.line(f"{first} copies_reading<{reading}>();")
+            self.out.line(f"if (thread % 128 == 0) copies_reading<{reading}>();")
             self.out.line("meet(2 + group, 128);")
             self.stage_panel(tile, at, row, block, panel, columns)
             self.out.line("stores_before_copies();")
@@ -374,7 +378,7 @@ class Explicit(Shared):
             call = (
                 f"copy_out_{len(starts)}(maps + {number * MAP_BYTES}, {at}, {places})"
             )
-            self.out.line(f"{first} {{ {call}; copies_together(); }}")
+            self.out.line(f"if (thread % 128 == 0) {{ {call}; copies_together(); }}")
 
     def stage_panel(
         self, tile: Tile, at: str, row: str, block: int, panel: int, columns: int
@@ -383,14 +387,15 @@ class Explicit(Shared):
         assert tile.spread is not None
         first = (block * tile.spread.shape[1] + panel * columns) // 2
         count = columns // 2  # registers of a thread
-        if tile.is_packed:
-            ring = Ring(at, (64, columns), tile.dtype, 64)
-            self.put_rows(f"{tile.name} + {first // 2}", 1, ring, row)
-            return
         # Register i: rows i / 2 % 2 * 8 further down, columns 8 * (i / 4) further on.
+        # (`stmatrix` would do, but with it attention took up to 4 percent longer.)
         q = f"({row} + i % 2 * 8)"
-        chunk, rest = "(i / 2 * 2 + thread % 4 / 2)", "thread % 2 * 8"
-        value = f"{tile.name}[{first} + 2 * i], {tile.name}[{first} + 2 * i + 1]"
+        if tile.is_packed:
+            chunk, rest = "i / 2", "thread % 4 * 4"
+            value = f"{tile.name}[{first // 2} + i]"
+        else:
+            chunk, rest = "(i / 2 * 2 + thread % 4 / 2)", "thread % 2 * 8"
+            value = f"{tile.name}[{first} + 2 * i], {tile.name}[{first} + 2 * i + 1]"
         place = f"{at} + {q} * {ROW_BYTES} + (({chunk} ^ {q} % 8) * 16) + {rest}"
         self.out.line(f"EACH({count // 2}) put_shared({place}, {value});")
 
@@ -415,20 +420,16 @@ class Explicit(Shared):
         return part if part.has_whole_rows and part.has_whole_panels else None
 
     def put_matrices(self, tile: Tile, ring: Ring) -> None:
-        """A whole tile of sums into swizzled memory."""
+        """A tile of sums into swizzled memory, 16 rows and columns of a warp at a time.
+
+        Its threads exchange what they have of them: each gives the address of 16 bytes
+        in a row, and they all write what belongs there. So a store is of 512 bytes
+        instead of 128.
+        """
         assert tile.spread is not None
         blocks, row = tile.spread.digits[0].count, self.out.fresh("row")
         own = f"group * {64 * blocks} + " if self.warpgroups > 1 else ""
         self.out.line(f"const u32 {row} = {own}thread / 32 % 4 * 16 + thread % 16;")
-        self.put_rows(tile.name, blocks, ring, row)
-
-    def put_rows(self, words: str, blocks: int, ring: Ring, row: str) -> None:
-        """Blocks of 64 rows of sums into swizzled memory, 16 columns at a time.
-
-        Threads of a warp exchange what they have of 16 rows: each gives the address of
-        16 bytes in a row (`row`: of its first block), and they all write what belongs
-        there. So a store is of 512 bytes instead of 128.
-        """
         across, in_panel = ring.shape[1] // 16, ring.swizzle // 32
         phase = f"({row} * {ring.swizzle} >> 7 & {ring.swizzle // 16 - 1})"
         chunk = f"(i % {in_panel} * 2 + thread / 16 % 2 ^ {phase})"
@@ -436,7 +437,7 @@ class Explicit(Shared):
         down = f"(i / {across} * 64 + {row}) * {ring.swizzle}"
         place = f"{ring.address} + {panel} + {down} + {chunk} * 16"
         count = blocks * across
-        self.out.line(f"EACH({count}) put_matrices({place}, {words} + i * 4);")
+        self.out.line(f"EACH({count}) put_matrices({place}, {tile.name} + i * 4);")
 
     def can_copy_out(self, access: Access) -> bool:
         """Whether a store is of a whole block in the layout of sums."""
@@ -510,9 +511,11 @@ class Explicit(Shared):
         self.threads = warpgroups * WARPGROUP
         self.in_role, self.alone = True, name == ALONE
         self.accessed = NOTHING
-        self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32, 0);")
+        self.elects = _copies_between_products(region)
+        if self.is_authored:
+            self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32, 0);")
         if self.alone:
-            with self.out.block("if (warp == 0 && elected())"):
+            with self.out.block("if (thread == 0)"):
                 self.block(region)
         else:
             self.warpgroups = warpgroups
@@ -523,7 +526,7 @@ class Explicit(Shared):
                 self.out.line(f"if ({last}) pass_by({TURNS}, {2 * WARPGROUP});")
             self.block(region)
             if self.staging is not None:
-                self.out.line("if (warp % 4 == 0 && elected()) copies_left<0>();")
+                self.out.line("if (thread % 128 == 0) copies_left<0>();")
         indent = "  " * self.out.depth
         seen = [
             f"{indent}map_seen(maps + {number * MAP_BYTES});"
@@ -625,7 +628,7 @@ class Explicit(Shared):
                     a = self.left_operand(self.rings[lhs], left, block, blocks, k, step)
                 self.out.line(f"{name}({to}, {a}, {right_text}, {more});")
         self.out.line("products_together();")
-        if in_turn:
+        if op.attrs.get(ENDS_TURN, False):
             after = f"(group + 1) % {self.warpgroups}"
             self.out.line(f"pass_by({TURNS} + {after}, {2 * WARPGROUP});")
         self.env[op.result] = result
@@ -738,6 +741,17 @@ class Explicit(Shared):
             tile = self.env[old]
             self.out.line(f"settled({tile.name});")
             self.env[new] = tile
+
+
+def _copies_between_products(role: Block) -> bool:
+    """Whether a loop both multiplies and starts copies to shared memory."""
+    for loop in (op for op in walk(role) if op.name in ("for", "while")):
+        inner = [op for region in loop.regions for op in walk(region)]
+        copies = [op.operands[1] for op in inner if op.name == "copy_start"]
+        multiplies = any(op.name in ("wgmma", "tensor_mma") for op in inner)
+        if multiplies and any(ref.ref.space == "smem" for ref in copies):
+            return True
+    return False
 
 
 def root_size(view: View, key: int) -> int | None:

@@ -263,6 +263,8 @@ COPIES = {
         '    :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
     ),
     "put_shared": (
+        "DEVICE void put_shared(u32 at, u32 x) {\n"
+        '  asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory");\n}\n'
         "DEVICE void put_shared(u32 at, float x, float y) {\n"
         '  asm volatile("st.shared.v2.f32 [%0], {%1, %2};"'
         ' :: "r"(at), "f"(x), "f"(y) : "memory");\n}\n'

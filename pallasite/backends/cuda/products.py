@@ -46,7 +46,9 @@ TRANSPOSABLE = ("bf16", "f16")
 TF32 = ("tf32", "tf32_tf32_f32")  # precisions that round f32 to 19 bits
 ROUNDED = "cuda.rounded"  # note on copies of f32: to what is multiplied of it
 AFTER_LOADS = "cuda.after_loads"  # note on arrivals: threads have loaded what is freed
-IN_TURN = "cuda.in_turn"  # note on products: warpgroups start them one after another
+# Notes on products: warpgroups start them one after another, the next one when the
+# product is started that ends the turn.
+IN_TURN, ENDS_TURN = "cuda.in_turn", "cuda.ends_turn"
 BEHIND = "cuda.behind"  # note on products: warpgroups start a loop of them a step apart
 MULTIPLIED = ("bf16", "f16", "f8e4m3fn", "f8e5m2", "i8", "f32")
 

@@ -23,6 +23,7 @@ from pallasite.backends.cuda.overlap import uses_product
 from pallasite.backends.cuda.products import (
     AFTER_LOADS,
     BEHIND,
+    ENDS_TURN,
     IN_TURN,
     ROUNDED,
     SWIZZLE,
@@ -46,9 +47,11 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
-# From this depth of products, warpgroups take turns: gradients of attention gain 5%
-# with heads of 128, and lose as much with heads of 64 (H200).
-TURN_DEPTH = 128
+# Warpgroups take turns where the first product of a step has so many columns times its
+# depth (64 rows of it take 256 clocks), from this depth on with that product alone. On
+# an H200 the queries' gradient of attention gains 4% with heads of 128; with heads of
+# 64, where a turn is of two products, 5 to 6% (of one, it would lose 5 to 14%).
+TURN_PRODUCTS, TURN_DEPTH = 64 * 128, 128
 SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
 # Registers of a thread for products that stay in flight from one step to the next. With
 # more, ptxas runs all products of a kernel one after another.
@@ -780,15 +783,22 @@ class _Computing(_Role):
     def take_turns(self, first: Product, step: Builder) -> None:
         """One warpgroup starts a step's first product when the one before it has.
 
-        So one computes while products of another run. Short products are over before
-        the arithmetic of a step is, and turns would delay them; two loops (with masks
-        and without) leave no registers for turns.
+        So one computes while products of another run. A turn must take as long as the
+        arithmetic of a step: where the first product is short, the second is started in
+        the same turn. Turns would delay still shorter ones. Two loops (with masks and
+        without) of deep products leave no registers for turns.
         """
         depth = first.rhs.value.tile.shape[first.rhs.contract]
+        columns = first.result.tile.shape[1]
         homes = {self.plan.home[id(p.dot)] for p in self.plan.products}
-        if depth < TURN_DEPTH or len(homes) > 1:
+        is_deep = depth >= TURN_DEPTH
+        if columns * depth < TURN_PRODUCTS or (is_deep and len(homes) > 1):
             return
-        note_first_product(step.ops, IN_TURN)
+        places = [n for n, op in enumerate(step.ops) if op.name == "wgmma"]
+        ends = places[: 1 if is_deep else 2][-1]
+        for place, note in ((places[0], IN_TURN), (ends, ENDS_TURN)):
+            op = step.ops[place]
+            step.ops[place] = op.with_(attrs={**op.attrs, note: True})
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""

@@ -308,7 +308,7 @@ class TensorMemory(Clusters):
 
     @property
     def once(self) -> str:
-        return super().once if self.warp is None else "if (elected()) "
+        return super().once if self.warp is None else "if (thread % 32 == 0) "
 
     def sync(self) -> None:
         if self.warp is None:

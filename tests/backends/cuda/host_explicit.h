@@ -56,6 +56,7 @@ inline void put_matrices(u32 at, const u32* x) {
     memcpy(shared + row + lane % 4 * 4, x + n, 4);
   }
 }
+inline void put_shared(u32 at, u32 x) { memcpy(shared + at, &x, 4); }
 inline void put_shared(u32 at, float x, float y) {
   memcpy(shared + at, &x, 4);
   memcpy(shared + at + 4, &y, 4);

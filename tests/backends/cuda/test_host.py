@@ -437,6 +437,7 @@ def gradients(function, operands, seeds, folder: Path, others=()) -> list[np.nda
         ("grid", False, 1, 128, (128, 128)),  # steps of half a block of queries
         ("loop", True, 1, 128, (128, 128)),
         ("grid", True, 2, 64, (64, 64)),
+        ("grid", True, 1, 64, (128, 128)),  # warpgroups take turns in two loops
     ],
 )
 def test_gradient_of_attention(
