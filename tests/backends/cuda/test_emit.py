@@ -269,6 +269,16 @@ def test_products_compile_without_spills(kernel):
     assert "arning" not in report and "serialized" not in report
 
 
+@pytest.mark.parametrize(("rows", "as_matrices"), [(128, False), (192, True)])
+def test_three_warpgroups_store_matrices(rows, as_matrices):
+    x = jax.ShapeDtypeStruct((16, 4096, 64), bf16)
+    run = partial(kernels.plain_attention, block=(rows, 128))
+    (kernel,) = pl.lower(run)(x, x, x).kernels
+    text = text_of(kernel, chip=GPUS["h200"])
+    assert f"__launch_bounds__({rows * 2 + 128}, 1)" in text
+    assert ("put_matrices(" in text) == as_matrices
+
+
 @pytest.mark.parametrize(("width", "turns", "products"), [(64, 1, 2), (128, 2, 1)])
 def test_warpgroups_take_turns_where_products_are_long(width, turns, products):
     """In the gradient's two kernels; the first turn is the first warpgroup's."""

@@ -372,6 +372,7 @@ PLAIN = {
     "loop": (dict(), dict(style="loop", block=(64, 64))),
     "loop causal": (dict(), dict(style="loop", causal=True, block=(64, 64))),
     "two warpgroups": (dict(length=256), dict(causal=True)),
+    "three warpgroups": (dict(length=300), dict(causal=True, block=(192, 128))),
     "odd length": (dict(length=150), dict(block=(64, 64))),
     "odd length, more steps": (dict(length=300), dict(block=(64, 64))),
     "odd length causal": (dict(length=150), dict(causal=True, block=(64, 64))),
