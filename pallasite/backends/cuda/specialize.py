@@ -27,12 +27,14 @@ from pallasite.backends.cuda.products import (
     IN_TURN,
     ROUNDED,
     SWIZZLE,
+    TURN_DEPTH,
+    TURN_PRODUCTS,
     Group,
     Plan,
     Product,
     Ring,
     Side,
-    note_first_product,
+    note_product,
 )
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
@@ -47,11 +49,6 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
-# Warpgroups take turns where the first product of a step has so many columns times its
-# depth (64 rows of it take 256 clocks), from this depth on with that product alone. On
-# an H200 the queries' gradient of attention gains 4% with heads of 128; with heads of
-# 64, where a turn is of two products, 5 to 6% (of one, it would lose 5 to 14%).
-TURN_PRODUCTS, TURN_DEPTH = 64 * 128, 128
 SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
 # Registers of a thread for products that stay in flight from one step to the next. With
 # more, ptxas runs all products of a kernel one after another.
@@ -654,7 +651,7 @@ class _Computing(_Role):
         inside.emit("wgmma_wait", pending=len(started))
         groups = [g for g in self.open if g.block is loop.body]
         if self.plan.can_start_apart(loop):
-            note_first_product(inside.ops, BEHIND)
+            note_product(inside.ops, BEHIND)
         for group in groups:
             self.free_held(group, inside)
             inside.store(self.held[group.ring], self.open.pop(group))
@@ -783,22 +780,16 @@ class _Computing(_Role):
     def take_turns(self, first: Product, step: Builder) -> None:
         """One warpgroup starts a step's first product when the one before it has.
 
-        So one computes while products of another run. A turn must take as long as the
-        arithmetic of a step: where the first product is short, the second is started in
-        the same turn. Turns would delay still shorter ones. Two loops (with masks and
-        without) of deep products leave no registers for turns.
+        So one computes while products of another run. After a short one, the second is
+        of the same turn. Deep ones of two loops (masked or not) leave it no registers.
         """
         depth = first.rhs.value.tile.shape[first.rhs.contract]
-        columns = first.result.tile.shape[1]
+        work, is_deep = first.result.tile.shape[1] * depth, depth >= TURN_DEPTH
         homes = {self.plan.home[id(p.dot)] for p in self.plan.products}
-        is_deep = depth >= TURN_DEPTH
-        if columns * depth < TURN_PRODUCTS or (is_deep and len(homes) > 1):
+        if work < TURN_PRODUCTS or (is_deep and len(homes) > 1):
             return
-        places = [n for n, op in enumerate(step.ops) if op.name == "wgmma"]
-        ends = places[: 1 if is_deep else 2][-1]
-        for place, note in ((places[0], IN_TURN), (ends, ENDS_TURN)):
-            op = step.ops[place]
-            step.ops[place] = op.with_(attrs={**op.attrs, note: True})
+        note_product(step.ops, IN_TURN)
+        note_product(step.ops, ENDS_TURN, 0 if is_deep else 1)
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""
