@@ -242,7 +242,7 @@ def grid_attention(blocks: tuple[int, int], causal: bool) -> Callable:
         return pl.pallas_call(
             kernel,
             out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-            grid=(heads, length // block_q, length // block_k),
+            grid=(heads, pl.cdiv(length, block_q), length // block_k),
             in_specs=[row, column, column],
             out_specs=row,
             scratch_shapes=[
@@ -273,7 +273,7 @@ def loop_attention(blocks: tuple[int, int], causal: bool) -> Callable:
 
             steps = length // block_k
             if causal:
-                steps = pl.cdiv((i + 1) * block_q, block_k)
+                steps = jnp.minimum(steps, pl.cdiv((i + 1) * block_q, block_k))
             start = (
                 jnp.full((block_q, 1), -jnp.inf),
                 jnp.zeros((block_q, 1)),
@@ -287,7 +287,7 @@ def loop_attention(blocks: tuple[int, int], causal: bool) -> Callable:
         return pl.pallas_call(
             kernel,
             out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-            grid=(heads, length // block_q),
+            grid=(heads, pl.cdiv(length, block_q)),
             in_specs=[row, whole, whole],
             out_specs=row,
             **how,
@@ -588,8 +588,11 @@ def attention_problem(options, name, shape, causal, backward) -> Problem:
     contenders: dict[str, Maker] = {"cuDNN": lambda: entry(library("cudnn"), separate)}
     if options.small:
         contenders = {"XLA": lambda: entry(library("xla"), separate)}
+    blocks = [(128, 128), (64, 64)]
+    if depth <= 64 and not backward:
+        blocks.append((192, 128))  # three warpgroups have room
     for style, maker in (("grid", grid_attention), ("loop", loop_attention)):
-        for block in ((128, 128), (64, 64)):
+        for block in blocks:
             call = maker(block, causal)
             make = lambda call=call, **how: (
                 lambda: our_entry(functools.partial(call, **how))

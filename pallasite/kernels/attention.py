@@ -274,12 +274,16 @@ def _streamed(query, key, value, bias, sinks, seeds, *, mask, sizes, options, co
         # What a block reads past the last key must neither weigh nor be NaN.
         mask = mask & masks.Prefix(s.keys)
     fill: dict[str, Any] = {"fill": 0} if ragged else {}
+    # Queries past the last one are zeros: gradients then need not tell them apart.
+    fill_q: dict[str, Any] = {"fill": 0} if s.queries % block_q else {}
     arrays = masks.checked_arrays(mask, s.batch, s.queries, s.keys)
 
     operands: list[Any] = [query, key, value]
     specs = [
         pl.BlockSpec(
-            (None, block_q, None, s.width), lambda b, h, i, j, *_: (b, i, h, 0)
+            (None, block_q, None, s.width),
+            lambda b, h, i, j, *_: (b, i, h, 0),
+            **fill_q,
         ),
         *(
             pl.BlockSpec(

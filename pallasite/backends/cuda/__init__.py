@@ -22,6 +22,7 @@ from pallasite.backends.base import (
 )
 from pallasite.backends.cuda import emit, nvrtc
 from pallasite.backends.cuda.authored import one_role, share_core
+from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
 from pallasite.backends.cuda.specialize import specialize
@@ -90,6 +91,7 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
+        Pass("late_waits", late_waits),
         Pass("sink_loads", sink_loads),
         Pass("streams", partial(streams, chip=chip)),
     )

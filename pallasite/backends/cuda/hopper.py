@@ -51,6 +51,12 @@ BARRIERS: dict[str, str] = {
         "DEVICE void pass_by(int id, int threads) {\n"
         '  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");\n}\n'
     ),
+    # Whether this is the one thread of its warp that acts for all; they ask together.
+    "elected": (
+        "DEVICE bool elected() {\n  u32 is;\n"
+        '  asm volatile("{\\n.reg .pred p;\\nelect.sync _|p, 0xffffffff;\\n"\n'
+        '    "selp.u32 %0, 1, 0, p;\\n}" : "=r"(is));\n  return is;\n}\n'
+    ),
     "fewer_registers": (
         "template <int N> DEVICE void fewer_registers() "
         '{ asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }\n'
@@ -247,6 +253,14 @@ COPIES = {
     "stores_before_copies": (
         "DEVICE void stores_before_copies() {\n"
         '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
+    ),
+    # Four matrices of 8 x 8 numbers of 16 bits, each in the layout of sums. Thread n
+    # gives the address of row n % 8 of matrix n / 8.
+    "put_matrices": (
+        "DEVICE void put_matrices(u32 at, const u32* x) {\n"
+        '  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 '
+        '[%0], {%1, %2, %3, %4};"\n'
+        '    :: "r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");\n}\n'
     ),
     "put_shared": (
         "DEVICE void put_shared(u32 at, u32 x) {\n"

@@ -23,15 +23,18 @@ from pallasite.backends.cuda.overlap import uses_product
 from pallasite.backends.cuda.products import (
     AFTER_LOADS,
     BEHIND,
+    ENDS_TURN,
     IN_TURN,
     ROUNDED,
     SWIZZLE,
+    TURN_DEPTH,
+    TURN_PRODUCTS,
     Group,
     Plan,
     Product,
     Ring,
     Side,
-    note_first_product,
+    note_product,
 )
 from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
@@ -46,9 +49,6 @@ from pallasite.passes.unused import drop_unused
 from pallasite.target import Gpu
 
 LOAD, COMPUTE = "load", "compute"
-# From this depth of products, warpgroups take turns: gradients of attention gain 5%
-# with heads of 128, and lose as much with heads of 64 (H200).
-TURN_DEPTH = 128
 SAME_NUMBERS = ("reshape", "broadcast_in_dim")  # ops that compute nothing
 # Registers of a thread for products that stay in flight from one step to the next. With
 # more, ptxas runs all products of a kernel one after another.
@@ -429,8 +429,8 @@ class _Computing(_Role):
         if len(op.results) != 1 or op.result not in self.plan.register_operands:
             return False
         is_pure = not op.regions and table()[op.name].effect is Effect.PURE
-        users = self.plan.users[op.result]
-        return is_pure and all(self.plan.home.get(id(u)) is not block for u in users)
+        users = self.plan.users[op.result]  # not in branches and loops of this one
+        return is_pure and not any(_holds(each, users) for each in block.ops)
 
     def products_first(self, block: Block) -> list[Op]:
         """Products that need nothing computed in this block go before the rest."""
@@ -651,7 +651,7 @@ class _Computing(_Role):
         inside.emit("wgmma_wait", pending=len(started))
         groups = [g for g in self.open if g.block is loop.body]
         if self.plan.can_start_apart(loop):
-            note_first_product(inside.ops, BEHIND)
+            note_product(inside.ops, BEHIND)
         for group in groups:
             self.free_held(group, inside)
             inside.store(self.held[group.ring], self.open.pop(group))
@@ -742,7 +742,8 @@ class _Computing(_Role):
         result = chained.early[0].result
         self.waits_for = {id(op): result for op in late}
         rest = [op for op in ops if op not in late]
-        place = next(n for n, op in enumerate(rest) if result in op.operands)
+        used = {result, *(value for op in late for value in op.results)}
+        place = next(n for n, op in enumerate(rest) if used & {*op.operands})
         return [*rest[:place], *late, *rest[place:]]
 
     def groups_of(self, product: Product) -> list[Group]:
@@ -779,15 +780,16 @@ class _Computing(_Role):
     def take_turns(self, first: Product, step: Builder) -> None:
         """One warpgroup starts a step's first product when the one before it has.
 
-        So one computes while products of another run. Short products are over before
-        the arithmetic of a step is, and turns would delay them; two loops (with masks
-        and without) leave no registers for turns.
+        So one computes while products of another run. After a short one, the second is
+        of the same turn. Deep ones of two loops (masked or not) leave it no registers.
         """
         depth = first.rhs.value.tile.shape[first.rhs.contract]
+        work, is_deep = first.result.tile.shape[1] * depth, depth >= TURN_DEPTH
         homes = {self.plan.home[id(p.dot)] for p in self.plan.products}
-        if depth < TURN_DEPTH or len(homes) > 1:
+        if work < TURN_PRODUCTS or (is_deep and len(homes) > 1):
             return
-        note_first_product(step.ops, IN_TURN)
+        note_product(step.ops, IN_TURN)
+        note_product(step.ops, ENDS_TURN, 0 if is_deep else 1)
 
     def free_held(self, group: Group, b: Builder) -> None:
         """Free the slot of the step before, if there was one."""

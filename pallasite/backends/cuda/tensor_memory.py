@@ -298,11 +298,10 @@ class TensorMemory(Clusters):
     # --- single warps ---
 
     def emit_warps(self, op: Op) -> None:
-        self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32 % 4, 0);")
         for number, region in enumerate(op.regions):
             if not region.ops:
                 continue
-            with self.out.block(f"if (warp == {number})"):
+            with self.out.block(f"if (warp % 4 == {number})"):
                 self.warp = number
                 self.block(region)
                 self.warp = None

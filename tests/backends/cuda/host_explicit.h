@@ -34,6 +34,7 @@ void barrier_expect_for(u32 at, u32 bytes, u32 arrivals);
 void barrier_wait(u32 at, u32 parity);
 inline void meet(int id, int threads) { host::meet(id, threads); }
 inline void pass_by(int id, int threads) { host::meet(id, threads, false); }
+inline bool elected() { return threadIdx.x % 32 == 0; }
 template <int N> void fewer_registers() {}
 template <int N> void more_registers() {}
 // The warp runs these as one.
@@ -48,6 +49,13 @@ template <int N> void copies_reading() { host::leave_but(N); }
 template <int N> void copies_left() { host::leave_but(N); }
 void copies_together();
 void stores_before_copies();
+inline void put_matrices(u32 at, const u32* x) {
+  const int lane = threadIdx.x % 32;
+  for (int n = 0; n < 4; ++n) {
+    const u32 row = __shfl_sync(~0u, at, 8 * n + lane / 4);
+    memcpy(shared + row + lane % 4 * 4, x + n, 4);
+  }
+}
 inline void put_shared(u32 at, u32 x) { memcpy(shared + at, &x, 4); }
 inline void put_shared(u32 at, float x, float y) {
   memcpy(shared + at, &x, 4);

@@ -269,8 +269,18 @@ def test_products_compile_without_spills(kernel):
     assert "arning" not in report and "serialized" not in report
 
 
-@pytest.mark.parametrize(("width", "turns"), [(64, 0), (128, 2)])
-def test_warpgroups_take_turns_where_products_are_deep(width, turns):
+@pytest.mark.parametrize(("rows", "as_matrices"), [(128, False), (192, True)])
+def test_three_warpgroups_store_matrices(rows, as_matrices):
+    x = jax.ShapeDtypeStruct((16, 4096, 64), bf16)
+    run = partial(kernels.plain_attention, block=(rows, 128))
+    (kernel,) = pl.lower(run)(x, x, x).kernels
+    text = text_of(kernel, chip=GPUS["h200"])
+    assert f"__launch_bounds__({rows * 2 + 128}, 1)" in text
+    assert ("put_matrices(" in text) == as_matrices
+
+
+@pytest.mark.parametrize(("width", "turns", "products"), [(64, 1, 2), (128, 2, 1)])
+def test_warpgroups_take_turns_where_products_are_long(width, turns, products):
     """In the gradient's two kernels; the first turn is the first warpgroup's."""
     x = jax.ShapeDtypeStruct((16, 4096, width), bf16)
     (call,) = calls_in(partial(kernels.attention, style="grid", causal=False), x, x, x)
@@ -282,8 +292,8 @@ def test_warpgroups_take_turns_where_products_are_deep(width, turns):
     for text in waiting:
         start, rest = text.split("meet(8 + group, 256);")
         assert "if (group == 1) pass_by(8, 256);" in start
-        before_wait = rest[: rest.index("products_left")]
-        assert "pass_by(8 + (group + 1) % 2, 256);" in before_wait
+        turn = rest[: rest.index("pass_by(8 + (group + 1) % 2, 256);")]
+        assert turn.count("products_together();") == products
 
 
 @pytest.mark.parametrize(

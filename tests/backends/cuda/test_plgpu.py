@@ -147,6 +147,63 @@ def test_a_copy_waits_for_all_warps_that_read_what_it_overwrites():
     assert "meet(1, 128);" in between(role, "barrier_wait", "copy_in_2(")
 
 
+def doubled_tiles(x_ref, o_ref, buffer, result, barrier, read_only=True):
+    """Tiles one after another; each step ends by waiting for what it copies out."""
+
+    @pl.loop(0, x_ref.shape[0] // 64)
+    def _(i):
+        rows = pl.ds(i * 64, 64)
+        plgpu.copy_gmem_to_smem(x_ref.at[rows], buffer, barrier)
+        plgpu.barrier_wait(barrier)
+        result[...] = buffer[...] * 2
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(result, o_ref.at[rows])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=read_only)
+
+
+def doubled(x, kernel=doubled_tiles, threads=1):
+    memory = [plgpu.SMEM((64, 64), F32)] * 2 + [plgpu.Barrier()]
+    side = dict(num_threads=threads, thread_name="wg") if threads > 1 else {}
+    return plgpu.kernel(kernel, out(*x.shape), scratch_shapes=memory, **side)(x)
+
+
+@needs_compiler
+def test_a_step_waits_for_the_copies_of_the_one_before(tmp_path):
+    """Where it writes what they read, and not before it has waited for its own."""
+    (x,) = operands((256, 64), dtype=F32)
+    found = text(doubled, x)
+    role = found[found.index("map_seen(maps") :]
+    steps = between(role, "for (int ", "\n    }\n")
+    assert steps.count("copies_reading<0>") == 1
+    assert steps.index("barrier_wait") < steps.index("copies_reading<0>")
+    assert steps.index("copies_reading<0>") < steps.index("copy_out_2")
+    assert "copies_reading<0>" in role.partition(steps)[2]  # those of the last step
+    np.testing.assert_array_equal(run(doubled, x, folder=tmp_path), 2 * x)
+
+
+def test_waits_that_others_may_rely_on_stay():
+    """Those for what is in main memory, and those for memory of several roles."""
+    (x,) = operands((256, 64), dtype=F32)
+
+    def to_the_end(*refs):
+        doubled_tiles(*refs, read_only=False)
+
+    def of_two(x_ref, o_ref, buffer, result, barrier):
+        pl.when(lax.axis_index("wg") == 0)(
+            lambda: doubled_tiles(x_ref, o_ref, buffer, result, barrier)
+        )
+
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            result[...] = jnp.zeros_like(result)
+
+    for kernel, threads, word in ((to_the_end, 1, "left"), (of_two, 2, "reading")):
+        found = text(lambda x, k=kernel, n=threads: doubled(x, k, n), x)
+        assert found.count(f"copies_{word}<0>();") == 1, word
+        last = found.index(f"copies_{word}<0>();")
+        assert found.index("copies_together();") < last
+
+
 # --- warpgroups side by side ---
 
 
@@ -444,6 +501,42 @@ def test_emit_pipeline(slots, delay, tmp_path):
     got = run(function, x, y, folder=tmp_path)
     want = x.astype(F32) @ y.astype(F32)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by, columns", [(128, 128), (64, 32), (32, 16)])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_sums_in_16_bits_are_stored_as_matrices(rows, by, columns, tmp_path):
+    """Into a slot of swizzled memory, for which threads exchange them."""
+    x, y = operands((rows, 64), (64, columns))
+
+    def kernel(x_ref, y_ref, o_ref, a, b, result, barrier):
+        plgpu.copy_gmem_to_smem(x_ref, a, barrier)
+        plgpu.copy_gmem_to_smem(y_ref, b, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        sums = pl.run_scoped(multiply, plgpu.ACC((rows, columns), F32))
+        result[1] = sums.astype(result.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(result.at[1], o_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    memory = [
+        plgpu.SMEM(x.shape, F16),
+        plgpu.SMEM(y.shape, F16, **swizzled(by)),
+        plgpu.SMEM((2, rows, columns), F16, **swizzled(by)),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    shape = out(rows, columns, dtype=F16)
+    function = plgpu.kernel(kernel, shape, scratch_shapes=memory)
+    assert f"EACH({rows // 64 * columns // 16}) put_matrices(" in text(function, x, y)
+    want = x.astype(F32) @ y.astype(F32)
+    got = run(function, x, y, folder=tmp_path)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-3)
 
 
 def product(rows, columns, depth, dtype, sums=F32, turned=False):

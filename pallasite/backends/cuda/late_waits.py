@@ -1,0 +1,108 @@
+"""late_waits: a wait for copies out is where their memory is written again.
+
+In: a kernel after `one_role`. Out: the same, where a loop's step that ends by waiting
+until the copy engine has read what it copies to main memory waits in the next step
+instead, before the first access to that memory. Authors wait right after a copy, when
+it takes longest; a step later, it has long been done. After the loop is a wait, too.
+
+Only waits for reads move: what else they could be for is that memory. It must be of
+one role; others could rely on a barrier that this one arrives at after it has waited.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
+from pallasite.ir.opdef import Effect, table
+from pallasite.ir.rewrite import with_regions
+from pallasite.passes.analysis.memory import Roots
+
+# What counts groups of copies, or waits for them.
+GROUPS = ("bulk_commit", "bulk_wait")
+
+
+def late_waits(kernel: Kernel) -> Kernel:
+    """Move waits for copies out of the ends of steps into the steps after them."""
+    roots = Roots(kernel)
+    changed: dict[Op, Op] = {}
+    for op in walk(kernel.body):
+        if op.name == "roles":
+            used = [_shared(region, roots) for region in op.regions]
+            made = [
+                _Role(roots, own.difference(*used[:n], *used[n + 1 :])).block(region)
+                for n, (region, own) in enumerate(zip(op.regions, used, strict=True))
+            ]
+            changed[op] = with_regions(op, made)
+    if all(old is new for old, new in changed.items()):
+        return kernel
+    return kernel.with_(body=_replaced(kernel.body, changed))
+
+
+def _replaced(block: Block, changed: Mapping[Op, Op]) -> Block:
+    ops = []
+    for op in block.ops:
+        regions = [_replaced(region, changed) for region in op.regions]
+        ops.append(changed[op] if op in changed else with_regions(op, regions))
+    return replace(block, ops=tuple(ops))
+
+
+def _shared(block: Block, roots: Roots) -> set[Value]:
+    """The shared memory that code uses."""
+    refs = (v for op in walk(block) for v in op.operands if v.is_ref)
+    return {root for root in map(roots.of, refs) if root.ref.space == "smem"}
+
+
+class _Role:
+    """Rewrites the code of a role that alone uses some of the shared memory."""
+
+    def __init__(self, roots: Roots, own: set[Value]):
+        self.roots, self.own = roots, own
+
+    def block(self, block: Block) -> Block:
+        ops: list[Op] = []
+        for op in block.ops:
+            regions = [self.block(region) for region in op.regions]
+            made, wait = with_regions(op, regions), None
+            if op.name == "for":
+                made, wait = self.loop(made)
+            ops += [made] if wait is None else [made, wait]
+        if all(old is new for old, new in zip(block.ops, ops, strict=False)):
+            return block
+        return replace(block, ops=tuple(ops))
+
+    def loop(self, op: Op) -> tuple[Op, Op | None]:
+        """A loop, and its wait, if it is for the next step to wait."""
+        (body,) = op.regions
+        number = len(body.ops) - 1
+        while number > 0 and _is_pure(body.ops[number]):
+            number -= 1
+        wait = body.ops[number] if body.ops else None
+        if wait is None or wait.name != "bulk_wait" or not wait.attrs["read"]:
+            return op, None
+        copied = self.copied(body)
+        if not copied <= self.own:
+            return op, None
+        before = body.ops[:number]
+        first = next((n for n, o in enumerate(before) if self.touches(o, copied)), 0)
+        if all(map(_is_pure, before[:first])):
+            return op, None  # nothing is done meanwhile
+        ops = (*before[:first], wait, *before[first:], *body.ops[number + 1 :])
+        return with_regions(op, [replace(body, ops=ops)]), wait
+
+    def copied(self, body: Block) -> set[Value]:
+        """The shared memory that is copied out."""
+        copies = [op.operands[0] for op in walk(body) if op.name == "copy_start"]
+        return {m for m in map(self.roots.of, copies) if m.ref.space == "smem"}
+
+    def touches(self, op: Op, memory: set[Value]) -> bool:
+        """Whether an op uses some memory, or counts groups of copies."""
+        inner = [op, *(o for region in op.regions for o in walk(region))]
+        return any(
+            o.name in GROUPS
+            or any(v.is_ref and self.roots.of(v) in memory for v in o.operands)
+            for o in inner
+        )
+
+
+def _is_pure(op: Op) -> bool:
+    return table()[op.name].effect is Effect.PURE and not op.regions
