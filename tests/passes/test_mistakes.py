@@ -91,6 +91,10 @@ FINE = {
     "set in a loop": FOR + "body (%j: i32) { " + STORE + "} " + ADD,
     "set by a copy": "copy_start %xb, %ob, %sem {priority=0} "
     "copy_wait %xb, %ob, %sem " + ADD,
+    "another chip's barrier": STORE
+    + "%r: ref<i32[2] mbarrier @arrivals(1)> = alloc "
+    + "%t: ref<i32 mbarrier @arrivals(1)> = subview %r[0] "
+    + "copy_start %xb, %s, %t {priority=0} copy_wait %xb, %s, %t",
     "waited for in a branch": STORE
     + "copy_start %xb, %s, %sem {priority=0} "
     + "cond %i branch () { copy_wait %xb, %s, %sem } branch () {} ",

@@ -75,7 +75,7 @@ def mistakes(kernel: Kernel, hidden: Collection[Value] = ()) -> Iterator[Mistake
     for semaphore, start in _signalled(ops, roots).items():
         if semaphore not in allocated:  # an operand: another call may wait
             continue
-        if semaphore.ref.space != "dma_sem":
+        if semaphore.ref.space in ("sem", "barrier_sem"):
             yield _other_semaphore(kernel, semaphore, start)
         elif not _is_read(semaphore, ops, roots):
             yield _never_waited_for(kernel, semaphore, start)
