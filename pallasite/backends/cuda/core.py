@@ -45,6 +45,7 @@ class Tile:
     words: str = (
         ""  # an array of its bytes: 0 and 2 in the first word, 1 and 3, 4 and 6
     )
+    pairs: str = ""  # an array of its bytes: 0 and 1 in the first word, 2 and 3
 
     def held(self, register: str = "i") -> str:
         """One element as it is held."""

@@ -7,7 +7,7 @@ waits as one: a barrier counts four arrivals, of each warp, where the author cou
 and a single thread starts copies after all warps are done with what they overwrite.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product as each_of
 from math import prod
@@ -71,7 +71,6 @@ class Explicit(Shared):
     def __init__(self) -> None:
         super().__init__()
         self.barriers: dict[Value, str] = {}
-        self.users: Mapping[Value, Sequence[Op]] = {}  # of values of the program
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
         self.instructions: dict[str, str] = {}

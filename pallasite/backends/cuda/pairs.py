@@ -61,6 +61,17 @@ FUNCTIONS = {
         "  return pairs_sub_bf16(both & 0x7f007f | large, both & 0x800080 | large);\n"
         "}\n"
     ),
+    # The same of two bytes that are beside each other in a word.
+    "pair_of_i8_bf16": (
+        "DEVICE u32 pair_of_i8_bf16(u32 pair) {\n"
+        "  const u32 both = __byte_perm(pair, in_register(0x43), 0x4140);\n"
+        "  return pairs_sub_bf16(both & 0xff7fff7f, both & 0xff80ff80);\n}\n"
+    ),
+    "pair_of_i8_f16": (
+        "DEVICE u32 pair_of_i8_f16(u32 pair) {\n"
+        "  const u32 both = __byte_perm(pair, in_register(0x64), 0x4140);\n"
+        "  return pairs_sub_f16(both ^ 0x800080, 0x64806480);\n}\n"
+    ),
     # 1024 + 128 + the number, minus 1152.
     "pairs_of_i8_f16": (
         "DEVICE u32 pairs_of_i8_f16(u32 x, u32 y, u32 byte = 0) {\n"
@@ -111,6 +122,8 @@ def pairs(op: Op, result: Tile, operands: Sequence[Tile], i: str = "i") -> str |
     if op.name == "cast" and x.dtype.name == "i8" and x.words:
         first = f"{x.words}[{i} / 2 * 2"
         return f"pairs_of_i8_{kind}({first}], {first} + 1], {i} % 2)"
+    if op.name == "cast" and x.dtype.name == "i8" and x.pairs:
+        return f"pair_of_i8_{kind}({x.pairs}[{i}])"
     if op.name == "cast" and x.dtype.name == "i8":
         return f"pairs_of_i8_{kind}({x.held(f'2 * {i}')}, {x.held(f'2 * {i} + 1')})"
     return None

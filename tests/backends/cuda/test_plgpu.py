@@ -1,5 +1,7 @@
 """An author's explicit kernels (`plgpu`) as CUDA C++, run on the CPU (`host.py`)."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -457,6 +459,35 @@ def test_operands_in_registers_and_turned_ones(dtype, tmp_path):
     s = q.astype(F32) @ k.astype(F32).T
     p = jnp.tanh(s - s.max(axis=1, keepdims=True)).astype(dtype).astype(F32)
     np.testing.assert_allclose(got, 1 + p @ v.astype(F32), rtol=1e-2, atol=1e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, depth", [(BF16, 64), (F16, 128), (BF16, 32)])
+def test_bytes_of_a_left_side_stay_in_pairs(dtype, depth, tmp_path):
+    """All that 8 bits can be; rows are 32, 64 or 128 bytes."""
+    x = jnp.arange(128 * depth).astype(jnp.int8).reshape(128, depth)
+    x = jnp.where(jnp.arange(128)[:, None] % 3 == 0, x[::-1], x)
+    y = jnp.eye(depth, 64, dtype=dtype) + jnp.eye(depth, 64, k=-64, dtype=dtype) * 2
+
+    def kernel(x_ref, y_ref, o_ref, xs, ys, barrier):
+        for source, target in ((x_ref, xs), (y_ref, ys)):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, xs[...].astype(dtype), ys)
+            return acc[...]
+
+        o_ref[...] = pl.run_scoped(multiply, plgpu.ACC((128, 64), F32))
+
+    memory = [plgpu.SMEM(x.shape, x.dtype, **swizzled(depth))]
+    memory += [plgpu.SMEM(y.shape, dtype), plgpu.Barrier(num_arrivals=2)]
+    function = plgpu.kernel(kernel, out(128, 64), scratch_shapes=memory)
+    found = text(function, x, y)
+    loaded = re.search(r" (w\d+)\[i\] = \*\(const u16\*\)", found)
+    assert loaded is not None and re.search(rf"pair_of_i8_b?f16\({loaded[1]}\[", found)
+    got = run(function, x, y, folder=tmp_path)
+    np.testing.assert_array_equal(got, x.astype(F32) @ y.astype(F32))
 
 
 @needs_compiler
