@@ -284,7 +284,7 @@ Part = Sequence[tuple[int, int]]  # first element and end, per dimension
 def fixed_part(index: Index, shape: Sequence[int]) -> Part | None:
     """The box that an index picks, if it is the same at every step."""
     spans = box_at(index, shape)
-    if spans is None or any(span.stride != 1 for span in spans):
+    if spans is None or any(span.stride != 1 and span.size > 1 for span in spans):
         return None
     return [(span.start or 0, (span.start or 0) + span.size) for span in spans]
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from pallasite.interpret import Walker
 from pallasite.interpret.numpy_numbers import NumpyNumbers
-from pallasite.ir.nodes import Kernel, walk
+from pallasite.ir.nodes import Kernel, Span, walk
 from pallasite.ir.text import parse_kernel
 from pallasite.ir.verify import verify
 from pallasite.passes.canonicalize import canonicalize
-from pallasite.passes.promote import promote
+from pallasite.passes.promote import fixed_part, promote
 
 
 def promoted(text: str) -> str:
@@ -440,3 +440,9 @@ def test_inner_pipeline_becomes_a_loop():
     verify(result)
     assert [op.name for op in walk(result.body)].count("pipeline") == 1
     assert "for" in {op.name for op in walk(result.body)}
+
+
+def test_a_stride_of_one_element_is_no_stride():
+    assert fixed_part((Span(0, 1, 2), Span(0, 4)), (1, 4)) == [(0, 1), (0, 4)]
+    assert fixed_part((Span(2, 1, 2), Span(0, 4)), (4, 4)) == [(2, 3), (0, 4)]
+    assert fixed_part((Span(0, 2, 2), Span(0, 4)), (4, 4)) is None
