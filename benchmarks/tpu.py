@@ -27,7 +27,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -556,9 +556,11 @@ def main() -> None:
     stored = json.loads(results.read_text()) if results.exists() else {}
     stored["versions"] = {n: metadata.version(n) for n in ("jax", "jaxlib")}
     stored["date"] = datetime.now(UTC).date().isoformat()
-    same: dict[Any, list[Work]] = {}  # of several blocks often one kernel is made
+    same: dict[
+        tuple[str, str], list[Work]
+    ] = {}  # of several blocks often one kernel is made
     for each in work:
-        calls = tuple(replace(job, name="") for job in each.jobs)
+        calls = json.dumps([asdict(replace(job, name="")) for job in each.jobs])
         same.setdefault((each.chip, calls), []).append(each)
     with ThreadPoolExecutor(arguments.processes) as pool:
         limit = arguments.timeout
