@@ -20,6 +20,9 @@ PAGES = (
     "kernels_devices",
     "kernels_products",
     "kernels_rows",
+    "learn/flash_attention",
+    "learn/matmul",
+    "learn/softmax",
 )
 TPUS = ("v5e", "v6e", "v5p")
 FAMILIES = {  # the operations of each page, by how the names of their rows begin
@@ -135,9 +138,34 @@ def family(name: str) -> str:
     return "\n".join(parts)
 
 
+# --- the kernels of docs/learn ---
+
+
+def learned(page: str) -> str:
+    """The steps of a page beside XLA on a CPU and an H200, and a TPU's estimates."""
+    files = ("learn_cpu", "learn_h200", "learn_v5e")
+    cpu, h200, v5e = (results(f)["pages"][page]["steps"] for f in files)
+    head = ["step", "CPU", "XLA", "H200", "XLA", "v5e, cycles"]
+    rows = [
+        [
+            step,
+            *(cell for chip in (cpu, h200) for cell in beside_xla(chip.get(step, {}))),
+            f"{found:,}"
+            if (found := v5e.get(step, {}).get("cycles"))
+            else "no estimate",
+        ]
+        for step in cpu
+    ]
+    return table(head, rows)
+
+
+def beside_xla(row: dict[str, Any]) -> list[str]:
+    return [f"{row[key]:.3g} ms" if key in row else "" for key in ("ms", "xla_ms")]
+
+
 def made(name: str) -> str:
     kind, _, rest = name.partition(" ")
-    makers = {"tpu": cycles, "library": beside, "family": family}
+    makers = {"tpu": cycles, "library": beside, "family": family, "learn": learned}
     return makers[kind](rest)
 
 
