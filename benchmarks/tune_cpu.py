@@ -30,8 +30,13 @@ import numpy as np
 from jax import ShapeDtypeStruct as Shape
 
 import pallasite as pl
+from benchmarks.tune_tables import (
+    attention,
+    causal_attention,
+    decaying_scan,
+    merged,
+)
 from pallasite import config, kernels
-from pallasite.kernels import masks
 from pallasite.tune import choices, table
 
 F32 = jnp.float32
@@ -54,11 +59,11 @@ def problems() -> Iterator[tuple[str, Problem]]:
             Shape((batch, length, heads), F32),
             *[Shape((batch, length, 1, 128), F32)] * 2,
         ]
-        yield f"state_space_scan {length}", (_scan, scan)
+        yield f"state_space_scan {length}", (decaying_scan, scan)
     for length, heads in ((1024, 4), (4096, 8)):
         each = [Shape((1, length, heads, 64), F32)] * 3
-        yield f"attention {length}", (_attention, each)
-        yield f"causal attention {length}", (_causal_attention, each)
+        yield f"attention {length}", (attention, each)
+        yield f"causal attention {length}", (causal_attention, each)
     shapes = [Shape((256, 256), F32), Shape((256, 8192), F32)]
     yield "loss", (_loss, shapes)
     for rows, width in ((2048, 2048), (16384, 512)):
@@ -68,18 +73,6 @@ def problems() -> Iterator[tuple[str, Problem]]:
         yield f"layer_norm {rows}", (kernels.layer_norm, [x])
     for n in (512, 1024):
         yield f"matmul {n}", (kernels.matmul, [Shape((n, n), F32)] * 2)
-
-
-def _attention(q, k, v):
-    return kernels.attention(q, k, v)
-
-
-def _causal_attention(q, k, v):
-    return kernels.attention(q, k, v, mask=masks.Causal())
-
-
-def _scan(x, log_decay, b, c):
-    return kernels.state_space_scan(x, -jnp.abs(log_decay), b, c)
 
 
 def _loss(x, weights):
@@ -153,20 +146,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             flush=True,
         )
         if kept:
-            write(entries, path)
+            table.Table(merged(entries, path)).save(path)
 
 
 def _is_default(entry: table.Entry) -> bool:
     return entry.seconds >= entry.default_seconds
-
-
-def write(entries: Sequence[table.Entry], path: Path) -> None:
-    """Add entries to a table; those of the same sites are replaced."""
-    sites = {entry.site for entry in entries}
-    known = table.load(path).entries if path.exists() else ()
-    rest = [entry for entry in known if entry.site not in sites]
-    everything = sorted((*rest, *entries), key=lambda entry: str(entry.site))
-    table.Table(everything).save(path)
 
 
 if __name__ == "__main__":

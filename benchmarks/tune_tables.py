@@ -61,8 +61,8 @@ def problems() -> Iterator[tuple[str, Problem]]:
         yield f"matmul {n}", (kernels.matmul, [Shape((n, n), BF16)] * 2)
     for length, number in ((2048, 8), (8192, 2)):
         heads = [Shape((1, length, number, WIDTH), BF16)] * 3
-        yield f"attention {length}", (_attention, heads)
-        yield f"causal attention {length}", (_causal_attention, heads)
+        yield f"attention {length}", (attention, heads)
+        yield f"causal attention {length}", (causal_attention, heads)
         yield f"window attention {length}", (_window_attention, heads)
     rows = Shape((8192, 2048), BF16)
     yield "rms_norm", (kernels.rms_norm, [rows])
@@ -81,8 +81,8 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
         (_loss_gradient, [*tokens, Shape((2048, 32768), BF16)]),
     )
     heads = [Shape((2, 4096, 16, WIDTH), BF16)] * 3
-    yield "attention gradient", (_gradient(_attention), heads)
-    yield "causal attention gradient", (_gradient(_causal_attention), heads)
+    yield "attention gradient", (_gradient(attention), heads)
+    yield "causal attention gradient", (_gradient(causal_attention), heads)
     for rows in (16, 64):
         wide, few = Shape((16384, 16384), BF16), Shape((rows, 16384), BF16)
         yield f"matmul of {rows} rows", (kernels.matmul, [few, wide])
@@ -95,8 +95,8 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
     for length, number, width in ((4096, 32, 128), (4096, 32, 64), (16384, 8, 128)):
         heads = [Shape((1, length, number, width), BF16)] * 3
         of = f"{length} x {width}"
-        yield f"attention {of}", (_attention, heads)
-        yield f"causal attention {of}", (_causal_attention, heads)
+        yield f"attention {of}", (attention, heads)
+        yield f"causal attention {of}", (causal_attention, heads)
         yield f"window attention {of}", (_window_attention, heads)
     for m, k, n in ((4096, 4096, 4096), (8192, 8192, 2048), (1024, 4096, 14336)):
         yield (
@@ -134,7 +134,7 @@ def gpu_problems() -> Iterator[tuple[str, Problem]]:
     like_x = Shape((8, 4096, 2048), BF16)
     states = [Shape((8, 4096, 1, 128), BF16)] * 2
     scan = [Shape((8, 4096, 32, 64), BF16), Shape((8, 4096, 32), jnp.float32), *states]
-    yield "state_space_scan", (_scan, scan)
+    yield "state_space_scan", (decaying_scan, scan)
     yield "causal_conv1d", (kernels.causal_conv1d, [like_x, Shape((4, 2048), BF16)])
 
 
@@ -194,7 +194,7 @@ def _decode_attention(q, k, v):
     return kernels.decode_attention(q, k, v, lengths)
 
 
-def _scan(x, log_decay, b, c):
+def decaying_scan(x, log_decay, b, c):
     return kernels.state_space_scan(x, -jnp.abs(log_decay), b, c)
 
 
@@ -210,11 +210,11 @@ def problems_of(chip: str) -> dict[str, Problem]:
     return dict(gpu_problems() if chip in GPUS else problems())
 
 
-def _attention(q, k, v):
+def attention(q, k, v):
     return kernels.attention(q, k, v)
 
 
-def _causal_attention(q, k, v):
+def causal_attention(q, k, v):
     return kernels.attention(q, k, v, mask=masks.Causal())
 
 
@@ -340,12 +340,17 @@ def write(entries: Sequence[table.Entry], path: Path) -> None:
     beside one that does, the others say at which shapes the default is best.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    everything = merged(entries, path)
+    gains = {_group(e) for e in everything if e.seconds < GAIN * e.default_seconds}
+    table.Table([e for e in everything if _group(e) in gains]).save(path)
+
+
+def merged(entries: Sequence[table.Entry], path: Path) -> list[table.Entry]:
+    """Entries and those of a file, if there is one, for other sites."""
     sites = {entry.site for entry in entries}
     known = table.load(path).entries if path.exists() else ()
     rest = [entry for entry in known if entry.site not in sites]
-    everything = sorted((*rest, *entries), key=lambda entry: str(entry.site))
-    gains = {_group(e) for e in everything if e.seconds < GAIN * e.default_seconds}
-    table.Table([e for e in everything if _group(e) in gains]).save(path)
+    return sorted((*rest, *entries), key=lambda entry: str(entry.site))
 
 
 def _group(entry: table.Entry) -> tuple[str, Any]:

@@ -188,6 +188,11 @@ def writes(op: Op) -> bool:
     return op.name != "alloc" and table()[op.name].effect is Effect.WRITE
 
 
+def is_pure(op: Op) -> bool:
+    """Whether the op only computes: it has no code inside and sees no memory."""
+    return not op.regions and table()[op.name].effect is Effect.PURE
+
+
 def is_removable(op: Op) -> bool:
     """Whether the op can be removed if its results are unused."""
     # A `while` may run for ever; `pipeline` and the rest have no results to be unused.

@@ -118,10 +118,11 @@ def _summed_fwd(table, indices, weights):
 def _summed_bwd(kept, cotangent):
     """The gradient of a gather is a scatter, which is XLA's; but see `_scattered`."""
     table, indices, weights = kept
+    if configs.traced_for(Host) and indices.size and table.size:
+        _, pull = jax.vjp(lambda w: _plain(table, indices, w), weights)
+        return _scattered(table, indices, weights, cotangent), None, *pull(cotangent)
     _, pull = jax.vjp(lambda t, w: _plain(t, indices, w), table, weights)
     d_table, d_weights = pull(cotangent)
-    if configs.traced_for(Host) and indices.size and table.size:
-        d_table = _scattered(table, indices, weights, cotangent)
     return d_table, None, d_weights
 
 

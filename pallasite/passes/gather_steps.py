@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import At, Block, BlockDim, Kernel, Op, Span, Value, walk
-from pallasite.ir.opdef import TILE, Effect, table
-from pallasite.ir.rewrite import clone
+from pallasite.ir.opdef import TILE
+from pallasite.ir.rewrite import clone, is_pure
 from pallasite.ir.roles import Pipeline, Shown
 from pallasite.passes.analysis.grid import analyze, find_pipeline
 from pallasite.passes.analysis.memory import Roots, written_refs
@@ -354,7 +354,7 @@ class _Lockstep:
         """Whether it gives the same each time it is done."""
         if op.name == "load":
             return self.roots.of(op.operands[0]) not in self.written
-        return not op.regions and table()[op.name].effect is Effect.PURE
+        return is_pure(op)
 
     def copied(self, op: Op, own: dict[Value, Value]) -> Op:
         copy = clone(Block((), (op,), op.results), own)

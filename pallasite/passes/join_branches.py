@@ -20,7 +20,7 @@ import numpy as np
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, map_ops, substitute, users_of
+from pallasite.ir.rewrite import clone, is_pure, map_ops, substitute, users_of
 from pallasite.ir.roles import Cond, Pipeline
 from pallasite.passes.analysis.block_table import all_steps, evaluate_map
 from pallasite.passes.canonicalize import canonicalize
@@ -189,9 +189,8 @@ class _Joining:
     def is_movable(self, op: Op) -> bool:
         """Whether an op may come before all steps: it depends on no memory."""
         if op not in self.movable:
-            pure = not op.regions and table()[op.name].effect is Effect.PURE
             makers = [self.made.get(v) for v in op.operands]
-            self.movable[op] = pure and all(
+            self.movable[op] = is_pure(op) and all(
                 maker is None or self.is_movable(maker) for maker in makers
             )
         return self.movable[op]

@@ -9,12 +9,11 @@ Only waits for reads move: what else they could be for is that memory. It must b
 one role; others could rely on a barrier that this one arrives at after it has waited.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import with_regions
+from pallasite.ir.rewrite import Rewriter, is_pure, map_ops, with_regions
 from pallasite.passes.analysis.memory import Roots
 
 # What counts groups of copies, or waits for them.
@@ -24,26 +23,19 @@ GROUPS = ("bulk_commit", "bulk_wait")
 def late_waits(kernel: Kernel) -> Kernel:
     """Move waits for copies out of the ends of steps into the steps after them."""
     roots = Roots(kernel)
-    changed: dict[Op, Op] = {}
-    for op in walk(kernel.body):
-        if op.name == "roles":
-            used = [_shared(region, roots) for region in op.regions]
-            made = [
-                _Role(roots, own.difference(*used[:n], *used[n + 1 :])).block(region)
-                for n, (region, own) in enumerate(zip(op.regions, used, strict=True))
-            ]
-            changed[op] = with_regions(op, made)
-    if all(old is new for old, new in changed.items()):
-        return kernel
-    return kernel.with_(body=_replaced(kernel.body, changed))
 
+    def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
+        if op.name != "roles":
+            return None
+        used = [_shared(region, roots) for region in op.regions]
+        made = [
+            _Role(roots, own.difference(*used[:n], *used[n + 1 :])).block(region)
+            for n, (region, own) in enumerate(zip(op.regions, used, strict=True))
+        ]
+        b.ops.append(with_regions(op, made))
+        return ()
 
-def _replaced(block: Block, changed: Mapping[Op, Op]) -> Block:
-    ops = []
-    for op in block.ops:
-        regions = [_replaced(region, changed) for region in op.regions]
-        ops.append(changed[op] if op in changed else with_regions(op, regions))
-    return replace(block, ops=tuple(ops))
+    return map_ops(kernel, rewrite)
 
 
 def _shared(block: Block, roots: Roots) -> set[Value]:
@@ -74,7 +66,7 @@ class _Role:
         """A loop, and its wait, if it is for the next step to wait."""
         (body,) = op.regions
         number = len(body.ops) - 1
-        while number > 0 and _is_pure(body.ops[number]):
+        while number > 0 and is_pure(body.ops[number]):
             number -= 1
         wait = body.ops[number] if body.ops else None
         if wait is None or wait.name != "bulk_wait" or not wait.attrs["read"]:
@@ -84,7 +76,7 @@ class _Role:
             return op, None
         before = body.ops[:number]
         first = next((n for n, o in enumerate(before) if self.touches(o, copied)), 0)
-        if all(map(_is_pure, before[:first])):
+        if all(map(is_pure, before[:first])):
             return op, None  # nothing is done meanwhile
         ops = (*before[:first], wait, *before[first:], *body.ops[number + 1 :])
         return with_regions(op, [replace(body, ops=ops)]), wait
@@ -102,7 +94,3 @@ class _Role:
             or any(v.is_ref and self.roots.of(v) in memory for v in o.operands)
             for o in inner
         )
-
-
-def _is_pure(op: Op) -> bool:
-    return table()[op.name].effect is Effect.PURE and not op.regions

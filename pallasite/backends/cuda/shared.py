@@ -269,6 +269,16 @@ class Shared(Memory):
 
     def load_pairs_of_bytes(self, op: Op, place: Place) -> None:
         """Two bytes at once; pairs of elements are made from the words they are in."""
+        result, words = self.load_by_twos(op, place, "i / 2 * 4 + i % 2", 2)
+        self.env[op.result] = replace(result, words=words)
+
+    def load_by_twos(
+        self, op: Op, place: Place, first: str, apart: int
+    ) -> tuple[Tile, str]:
+        """Load bytes in words of two; the tile, and the array of those words.
+
+        `first`: the register of the first byte of word i; the other is `apart` from it.
+        """
         result = self.declare(op.result.tile.dtype, place.spread, op, "x")
         words, count = self.out.fresh("w"), result.registers // 2
         pointer = self.based(place, op, const=True)
@@ -276,12 +286,12 @@ class Shared(Memory):
         self.out.line(f"u32 {words}[{count}];")
         kind = self.type(result.dtype, op)
         self.out.line(
-            f"EACH({count}) {{ const int k = i / 2 * 4 + i % 2; "
+            f"EACH({count}) {{ const int k = {first}; "
             f"{words}[i] = *(const u16*)({pointer} + ({offset})); "
             f"{result.name}[k] = ({kind}){words}[i]; "
-            f"{result.name}[k + 2] = ({kind})({words}[i] >> 8); }}"
+            f"{result.name}[k + {apart}] = ({kind})({words}[i] >> 8); }}"
         )
-        self.env[op.result] = replace(result, words=words)
+        return result, words
 
     def load_words_of_pairs(self, op: Op) -> bool:
         """Load bytes that become floats as words of two; False: they are not in twos.
@@ -298,18 +308,7 @@ class Shared(Memory):
         place = self.place(op, access, spread)
         if place.tests or self.vector(place, masked=False) != 2:
             return False
-        result = self.declare(op.result.tile.dtype, spread, op, "x")
-        words, count = self.out.fresh("w"), result.registers // 2
-        pointer = self.based(place, op, const=True)
-        offset, _ = self.address(place, "k")
-        self.out.line(f"u32 {words}[{count}];")
-        kind = self.type(result.dtype, op)
-        self.out.line(
-            f"EACH({count}) {{ const int k = i * 2; "
-            f"{words}[i] = *(const u16*)({pointer} + ({offset})); "
-            f"{result.name}[k] = ({kind}){words}[i]; "
-            f"{result.name}[k + 1] = ({kind})({words}[i] >> 8); }}"
-        )
+        result, words = self.load_by_twos(op, place, "i * 2", 1)
         self.env[op.result] = replace(result, pairs=words)
         return True
 

@@ -40,7 +40,7 @@ from pallasite.ir.build import Builder
 from pallasite.ir.levels import with_level
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Effect, table
-from pallasite.ir.rewrite import clone, inline, writes
+from pallasite.ir.rewrite import clone, inline, is_pure, writes
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.ir.types import F32, I32, INDEX, Layout, RefType, TileType
 from pallasite.passes.analysis.grid import find_pipeline
@@ -428,9 +428,8 @@ class _Computing(_Role):
         """Whether an op makes a left side that only later blocks multiply."""
         if len(op.results) != 1 or op.result not in self.plan.register_operands:
             return False
-        is_pure = not op.regions and table()[op.name].effect is Effect.PURE
         users = self.plan.users[op.result]  # not in branches and loops of this one
-        return is_pure and not any(_holds(each, users) for each in block.ops)
+        return is_pure(op) and not any(_holds(each, users) for each in block.ops)
 
     def products_first(self, block: Block) -> list[Op]:
         """Products that need nothing computed in this block go before the rest."""
