@@ -159,7 +159,7 @@ class Op:
         return {key: value for key, value in self.attrs.items() if "." not in key}
 
     def with_(self, **changes: Any) -> "Op":
-        return replace(self, **changes)
+        return Op(**{**self.__dict__, **changes})
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,10 +210,16 @@ class Kernel:
 
 def walk(block: Block) -> Iterator[Op]:
     """Every op of a block and of the regions inside it, in program order."""
-    for op in block.ops:
-        yield op
-        for region in op.regions:
-            yield from walk(region)
+    # Not by calls of itself: each op would pass through as many as it is deep.
+    ahead = [iter(block.ops)]
+    while ahead:
+        for op in ahead[-1]:
+            yield op
+            if op.regions:
+                ahead += [iter(region.ops) for region in reversed(op.regions)]
+                break
+        else:
+            ahead.pop()
 
 
 # --- the operands of memory ops, by role ---

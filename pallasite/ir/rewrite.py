@@ -7,6 +7,7 @@ where nothing changed (`new is old` tells). A rewriting function sees one op wit
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import TypeVar
 
 from pallasite.errors import InternalError
@@ -52,22 +53,23 @@ class _Mapper:
     def __init__(self, rewrite: Rewrite):
         self.rewrite = rewrite
         self.replaced: dict[Value, Value] = {}
-        self.producers: dict[Value, Op] = {}
+        self.builder = Rewriter({})
 
     def block(self, block: Block) -> Block:
         ops: list[Op] = []
         for op in block.ops:
             ops += self.op(op)
-        yields = self.values(block.yields)
+        yields = _mapped(block.yields, self.replaced)
         if yields is block.yields and _same(ops, block.ops):
             return block
         return Block(block.params, tuple(ops), yields)
 
     def op(self, op: Op) -> list[Op]:
-        op = _with_operands(op, self.values(op.operands))
-        op = with_regions(op, [self.block(r) for r in op.regions])
-        builder = Rewriter(self.producers)
-        builder.loc = op.loc
+        op = _with_operands(op, _mapped(op.operands, self.replaced))
+        if op.regions:
+            op = with_regions(op, [self.block(r) for r in op.regions])
+        builder = self.builder
+        builder.ops, builder.loc = [], op.loc
         made = self.rewrite(op, builder)
         if made is None:
             made_ops = [op]
@@ -77,13 +79,8 @@ class _Mapper:
             made_ops = builder.ops
         for each in made_ops:
             for value in each.results:
-                self.producers[value] = each
+                builder.producers[value] = each
         return made_ops
-
-    def values(self, values: tuple[Value, ...]) -> tuple[Value, ...]:
-        if any(v in self.replaced for v in values):
-            return tuple(self.replaced.get(v, v) for v in values)
-        return values
 
 
 def apply_patterns(
@@ -211,9 +208,10 @@ def _live_block(block: Block, live: set[Value]) -> Block:
     live.update(block.yields)
     kept: list[Op] = []
     for op in reversed(block.ops):
-        if not any(v in live for v in op.results) and is_removable(op):
+        if live.isdisjoint(op.results) and is_removable(op):
             continue
-        op = with_regions(op, [_live_block(r, live) for r in op.regions])
+        if op.regions:
+            op = with_regions(op, [_live_block(r, live) for r in op.regions])
         live.update(op.operands)
         kept.append(op)
     kept.reverse()
@@ -290,15 +288,15 @@ class _Shared:
 
 
 def _same(ops: Sequence[Op], old: Sequence[Op]) -> bool:
-    return len(ops) == len(old) and all(a is b for a, b in zip(ops, old, strict=True))
+    return len(ops) == len(old) and all(map(is_, ops, old))
 
 
 def _mapped(
     values: tuple[Value, ...], mapping: Mapping[Value, Value]
 ) -> tuple[Value, ...]:
-    if any(v in mapping for v in values):
-        return tuple(mapping.get(v, v) for v in values)
-    return values
+    if not mapping or mapping.keys().isdisjoint(values):
+        return values
+    return tuple(mapping.get(v, v) for v in values)
 
 
 def _with_operands(op: Op, operands: tuple[Value, ...]) -> Op:

@@ -14,6 +14,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import Effect, table
 from pallasite.ir.rewrite import dead_code, users_of, with_regions
 from pallasite.ir.types import INDEX
+from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, Place
 from pallasite.passes.reblock import in_pipeline
 from pallasite.passes.resized_code import CannotReblock, Part
@@ -40,9 +41,7 @@ def loop_over_k(kernel: Kernel, place: Place, depth: int) -> Kernel:
     if depth == dim.size:
         return kernel
     body = _Rounds(found, dim, depth).block(found.pipeline.body)
-    pipeline = found.pipeline.with_(body=body).to_op()
-    ops = [pipeline if op is found.pipeline.op else op for op in kernel.body.ops]
-    return dead_code(kernel.with_(body=replace(kernel.body, ops=tuple(ops))))
+    return dead_code(with_pipeline(kernel, found.pipeline.with_(body=body).to_op()))
 
 
 def why_not_in_rounds(found: LoopDims, dim: LoopDim) -> str | None:

@@ -27,6 +27,7 @@ from pallasite.ir.rewrite import Rewriter, dead_code, map_ops
 from pallasite.ir.roles import Loop, Shown
 from pallasite.ir.types import I32, TileType
 from pallasite.passes.analysis.exponents import UNKNOWN, Power, Powers
+from pallasite.passes.analysis.grid import with_pipeline
 from pallasite.passes.analysis.guards import Guard, guard_of
 from pallasite.passes.analysis.guards import Part as Condition
 from pallasite.passes.analysis.loop_dims import LoopDim, LoopDims, loop_dims
@@ -588,9 +589,7 @@ class _WiderGrid:
             windows=tuple(windows),
             body=code.block(self.pipeline.body),
         ).to_op()
-        body = self.found.kernel.body
-        ops = tuple(new if op is self.pipeline.op else op for op in body.ops)
-        return dead_code(self.found.kernel.with_(body=replace(body, ops=ops)))
+        return dead_code(with_pipeline(self.found.kernel, new))
 
     def _depends(self, part: Condition, on: Sequence[Value]) -> bool:
         pending = [part.value]

@@ -19,6 +19,7 @@ ANYTHING = Fact()  # an i32
 CONSTANTS = "\n".join(
     f"%c{n}: i32 = constant {{value={n}, type=i32[]}}" for n in (1, 2, 3, 8, 9)
 )
+LAST_BITS = "%m: i32 = constant {value=-4, type=i32[]}\n"
 
 # Of %r, where %i0 counts from 0 to 3.
 CASES = {
@@ -39,6 +40,9 @@ CASES = {
     "%t: bool = eq %i0, %c1\n%r: i32 = select_n %t, %c2, %c8": Fact(2, 8, 2),
     "%t: bool = eq %i0, %c1\n%r: i32 = cast %t {dtype=i32}": Fact(0, 1, 1),
     "%r: i32 = shift_left %i0, %c3": Fact(0, 24, 8),
+    f"{LAST_BITS}%a: i32 = add %i0, %c3\n%r: i32 = and %a, %m": Fact(0, 4, 4),
+    f"{LAST_BITS}%a: i32 = sub %i0, %c3\n%r: i32 = and %m, %a": Fact(-4, 0, 4),
+    "%m: i32 = neg %c3\n%a: i32 = neg %i0\n%r: i32 = and %a, %m": ANYTHING,
     "%r: i32 = assume_multiple %i0 {multiple=4}": Fact(0, 3, 4),
     "%a: i64 = cast %i0 {dtype=i64}\n%r: i32 = cast %a {dtype=i32}": Fact(0, 3, 1),
     "%r: i8 = cast %i0 {dtype=i8}": Fact(0, 3, 1),

@@ -8,7 +8,7 @@ part of every output, and nothing is carried in scratch; or if the author says s
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pallasite.errors import InternalError
 from pallasite.ir.nodes import (
@@ -118,6 +118,13 @@ def find_pipeline(kernel: Kernel) -> Op:
             [("kernel", kernel.name), ("found", len(found))],
         )
     return found[0]
+
+
+def with_pipeline(kernel: Kernel, new: Op) -> Kernel:
+    """The kernel with another pipeline in the place of its own."""
+    old = find_pipeline(kernel)
+    ops = tuple(new if op is old else op for op in kernel.body.ops)
+    return kernel.with_(body=replace(kernel.body, ops=ops))
 
 
 def analyze(kernel: Kernel) -> GridInfo:

@@ -117,7 +117,13 @@ def _shift_left(x: Fact, y: Fact) -> Fact | None:
 
 
 def _and(x: Fact, y: Fact) -> Fact | None:
-    """No bit is set that is not set in the one that is not negative."""
+    """No bit is set that is not set in the one that is not negative.
+
+    With a negative power of two, a number is rounded down to a multiple of it.
+    """
+    for mask, other in ((x.number, y), (y.number, x)):
+        if mask is not None and mask < 0 and mask & -mask == -mask:
+            return Fact(other.low & mask, other.high & mask, -mask)
     bounds = [fact.high for fact in (x, y) if fact.low >= 0]
     return Fact(0, min(bounds)) if bounds else None
 
