@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pallasite.ir.build import Builder
 from pallasite.ir.nodes import Kernel, Op, Value
-from pallasite.passes.analysis.intervals import Fact
+from pallasite.passes.analysis.intervals import Fact, Facts
 from pallasite.passes.facts_walk import FactsWalk
 
 
@@ -47,7 +47,7 @@ _OUTCOMES: dict[str, Callable[[Fact, Fact], bool | None]] = {
 
 class _Walk(FactsWalk):
     def rewritten(self, op: Op) -> Sequence[Op]:
-        outcome = self.outcome(op)
+        outcome = known_outcome(op, self.facts)
         if outcome is None:
             return (op,)
         b = Builder(op.loc)
@@ -55,11 +55,13 @@ class _Walk(FactsWalk):
         (constant,) = b.ops
         return (constant.with_(results=op.results),)
 
-    def outcome(self, op: Op) -> bool | None:
-        rule = _OUTCOMES.get(op.name)
-        if rule is None or any(map(_is_float, op.operands)):
-            return None
-        return rule(*map(self.facts.of, op.operands))
+
+def known_outcome(op: Op, facts: Facts) -> bool | None:
+    """What a comparison of integers gives; None: now this, now that."""
+    rule = _OUTCOMES.get(op.name)
+    if rule is None or any(map(_is_float, op.operands)):
+        return None
+    return rule(*map(facts.of, op.operands))
 
 
 def _is_float(value: Value) -> bool:

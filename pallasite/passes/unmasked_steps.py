@@ -24,6 +24,7 @@ from pallasite.passes.analysis.guards import OPPOSITE, Bounds, Part, Solver, par
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.facts_walk import FactsWalk
+from pallasite.passes.known_comparisons import known_outcome
 
 FEW = 3  # steps of a loop that is not worth taking apart
 
@@ -309,7 +310,10 @@ class _Test:
         return {op.result: chosen.get(case, case)}
 
     def comparison(self, value: Value, truth: bool) -> Value | None:
-        """A scalar test that all elements of a tile of bools are `truth`."""
+        """A scalar test that all elements of a tile of bools are `truth`.
+
+        None: there is none, or no step passes it.
+        """
         op = self.makers.get(value)
         if op is None or op.name not in OPPOSITE:
             return None
@@ -326,7 +330,9 @@ class _Test:
             left, right = self.end(x, x.low, type_), self.end(y, y.high, type_)
         if left is None or right is None:
             return None
-        return self.b.op(kind, left, right)
+        test = self.b.op(kind, left, right)
+        never = known_outcome(self.b.ops[-1], self.facts) is False
+        return None if never else test
 
     def end(self, spread: _Spread, number: int, type_: TileType) -> Value | None:
         low, high = type_.dtype.limits

@@ -160,6 +160,8 @@ KEPT = {
         %m2: bool[4,8] = ge %columns, %rows
         %m: bool[4,8] = or %m1, %m2""",
     "data": "%zero: f32[4,8] = constant {value=0.0}\n%m: bool[4,8] = lt %v, %zero",
+    "never all true": """%seven: i32[4,8] = constant {value=7}
+        %m: bool[4,8] = lt %columns, %seven""",
 }
 
 
