@@ -29,6 +29,7 @@ WHAT = {
     "gathers": "gathers are loops of slices",
     "dots": "products brought into the chip's form",
     "legalize": "operations that the backend lacks composed of others",
+    "scratch_values": "scratch that every step overwrites first became values",
     "row_strips": "tiles computed in strips of rows",
     "share_programs": "programs divided among threads",
     "fuse_dot_sums": "sums fused into products",

@@ -32,12 +32,14 @@ from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.idle_windows import idle_windows
 from pallasite.passes.join_branches import join_branches
+from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
 from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.promote import promote
 from pallasite.passes.row_strips import row_strips
+from pallasite.passes.scratch_values import scratch_values
 from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.primitive import Call, Checked, bind_call, choose
 from tests.backends.cpu.direct import Guarded, Memory
@@ -113,6 +115,8 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
             merge_k_steps, deepest=deepest, most_bytes=size() * 64
         ),
         "merge_k_rounds": partial(merge_k_rounds, most_bytes=size() * 64),
+        "known_comparisons": known_comparisons,
+        "scratch_values": scratch_values,
         "idle_windows": idle_windows,
         "join_branches": partial(
             join_branches, size=_ops_in, most=size(), needed="add"

@@ -43,7 +43,8 @@ SIMULATORS = {
 
 def compiled(function: Any, *arguments: Any) -> Any:
     lowered = jax.jit(function).lower(*arguments)
-    return lowered.compile(compiler_options=COMPILER_OPTIONS)(*arguments)
+    results = lowered.compile(compiler_options=COMPILER_OPTIONS)(*arguments)
+    return jax.tree.map(np.asarray, results)  # of JAX's, each `r[k]` is a program
 
 
 @pytest.mark.parametrize("part", range(4))

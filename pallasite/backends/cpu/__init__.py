@@ -30,6 +30,7 @@ from pallasite.ir.text import print_kernel
 from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.guard_bounds import guard_bounds
+from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.legalize import legalize
 from pallasite.passes.matrix_units import write_out
 from pallasite.passes.merge_k_rounds import merge_k_rounds
@@ -37,6 +38,7 @@ from pallasite.passes.merge_k_steps import merge_k_steps
 from pallasite.passes.place_windows import place_windows
 from pallasite.passes.row_strips import row_strips
 from pallasite.passes.run import Pass, run
+from pallasite.passes.scratch_values import scratch_values
 from pallasite.passes.unmasked_steps import unmasked_steps
 from pallasite.target import Host
 
@@ -62,8 +64,10 @@ def passes_for(host: Host) -> tuple[Pass, ...]:
             partial(merge_k_steps, deepest=DEEPEST, most_bytes=computed),
         ),
         Pass("merge_k_rounds", partial(merge_k_rounds, most_bytes=computed)),
-        # Merged loops leave constants to fold.
+        # Merged steps and loops leave constants to fold.
+        Pass("known_comparisons", known_comparisons),
         Pass("canonicalize", canonicalize, if_changed=True),
+        Pass("scratch_values", scratch_values),
         Pass("legalize", partial(legalize, native=is_native, backend="cpu")),
         Pass("row_strips", partial(row_strips, most_bytes=strip)),
         Pass("share_programs", share_programs),

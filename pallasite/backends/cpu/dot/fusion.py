@@ -53,6 +53,9 @@ def _fused(block: Block, memory: "_Memory") -> Block:
             continue
         dot, addend = fused
         ops[places[dot]] = None
+        if _is_zero(made.get(addend)):
+            ops[place] = dot.with_(results=op.results)
+            continue
         store = _only_store(block, op.result, uses)
         scaled = _factors(dot, made.get(addend), made, uses)
         if store is None:
