@@ -14,7 +14,7 @@ from math import prod
 from pallasite.errors import ChipMemoryError
 from pallasite.ir.nodes import Block, Kernel, Value, walk
 from pallasite.ir.opdef import table
-from pallasite.ir.roles import Dot, Loop
+from pallasite.ir.roles import Dot, Loop, Pipeline
 from pallasite.ir.types import RefType, TileType
 from pallasite.passes.analysis.cost import cost
 from pallasite.passes.analysis.grid import WindowMoves
@@ -39,6 +39,7 @@ JOINED = (2, 4, 8)  # programs of which some take a branch, as one
 MOST_STEPS = 8  # that are gathered into one
 WIDEST = 512  # columns of a step of running sums; more do better as steps of their own
 MOST_CODE = 32_000  # operations on vector registers in a body; compilers unroll tiles
+MOST_SETTLED = 40_000  # of those, where no version for other programs is made of them
 MOST_UNROLLED = 24_000  # of those, in the body of a loop
 VECTOR_RATE = 4e12  # operations per second of the vector unit, roughly
 SPECIAL_RATE = 1e12
@@ -154,15 +155,31 @@ def _side_by_side(best: "_Estimate", limit: float) -> "_Estimate":
             continue  # each core needs its share
         if not _parts_are_tiles(best.source.found, axis, chip):
             continue
+        own = _has_own_branches(pipeline, axis)
         for number in range(2, min(steps // chip.cores, MOST_STEPS) + 1):
             try:
                 kernel = gather_programs(best.kernel, axis, number)
             except CannotReblock:
                 continue
-            new = _Estimate.of(kernel, chip, best.gathered, number)
+            # Where all programs are one, it is known which branches each of them takes.
+            settled = own and number == steps
+            new = _Estimate.of(kernel, chip, best.gathered, number, settled)
             if new is not None and new.fits(limit):
                 found.append(new)
     return min(found, key=lambda e: e.seconds)
+
+
+def _has_own_branches(pipeline: Pipeline, axis: int) -> bool:
+    """Whether all products are in branches that the index along an axis decides.
+
+    So it is in causal attention, where it says which blocks of keys a program needs.
+    """
+    decided = {pipeline.ids[axis]}
+    for op in pipeline.body.ops:
+        if decided.intersection(op.operands):
+            decided.update(op.results)
+    free = [op for op in pipeline.body.ops if not decided.intersection(op.operands)]
+    return all(op.name != "dot" for op in walk(Block((), tuple(free))))
 
 
 def _parts_are_tiles(found: LoopDims, axis: int, chip: Tpu) -> bool:
@@ -354,6 +371,7 @@ class _Estimate:
         blocks: those after that.
         gathered: how many steps are in one.
         programs: how many run side by side.
+        most_code: what a body may have.
     """
 
     def __init__(
@@ -363,8 +381,10 @@ class _Estimate:
         chip: Tpu,
         gathered: int = 1,
         programs: int = 1,
+        most_code: int = MOST_CODE,
     ):
         self.source, self.blocks, self.chip = source, blocks, chip
+        self.most_code = most_code
         self.kernel, self.gathered, self.programs = source.kernel, gathered, programs
         grid = blocks.found.pipeline.grid
         self.grid = [n for n in grid if n is not None]
@@ -381,9 +401,17 @@ class _Estimate:
 
     @staticmethod
     def of(
-        kernel: Kernel, chip: Tpu, gathered: int = 1, programs: int = 1
+        kernel: Kernel,
+        chip: Tpu,
+        gathered: int = 1,
+        programs: int = 1,
+        settled: bool = False,
     ) -> "_Estimate | None":
-        """None where steps cannot be gathered so, or only the run knows how many."""
+        """None where steps cannot be gathered so, or only the run knows how many.
+
+        `settled`: what is known of grid indices decides branches, and programs that
+        run side by side take theirs one after another.
+        """
         source = blocks = blocks_of(kernel)
         if source is None or None in source.found.pipeline.grid:
             return None
@@ -392,7 +420,11 @@ class _Estimate:
                 blocks = blocks_of(gather_steps(source.kernel, gathered))
             except CannotReblock:
                 return None
-        return blocks and _Estimate(source, blocks, chip, gathered, programs)
+        if settled and blocks is not None:
+            blocks = blocks_of(canonicalize(known_comparisons(blocks.kernel)))
+            programs = 1
+        most = MOST_SETTLED if settled else MOST_CODE
+        return blocks and _Estimate(source, blocks, chip, gathered, programs, most)
 
     def _share(self) -> float:
         """Of all steps, those that one core takes."""
@@ -403,7 +435,7 @@ class _Estimate:
         return min(shares)
 
     def fits(self, limit: float) -> bool:
-        return self.vmem <= limit and self.code <= MOST_CODE
+        return self.vmem <= limit and self.code <= self.most_code
 
     @cached_property
     def code(self) -> float:

@@ -12,6 +12,7 @@ import pallasite as pl
 from pallasite import config, kernels
 from pallasite import tpu as pltpu
 from pallasite.backends.base import Compiled, Options, get
+from pallasite.ir.nodes import walk
 from pallasite.ir.opdef import table
 from pallasite.ir.types import F32, TileType
 from pallasite.kernels import masks
@@ -184,7 +185,7 @@ MASKS = {"causal": masks.Causal(), "window": masks.Window(300, 0)}
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masked_attention_for_a_chip_means_the_same(name):
-    """Forward and backward: its steps are gathered, and joined in versions."""
+    """Forward and backward: its steps are gathered, and joined in versions or one."""
     x = jax.ShapeDtypeStruct((1, 1536, 1, 128), jnp.float32)
     run = lambda q, k, v: kernels.attention(q, k, v, mask=MASKS[name]).sum()
     with config.override(target="v5e"):
@@ -194,7 +195,9 @@ def test_masked_attention_for_a_chip_means_the_same(name):
         compiled = Compiled(get("tpu"), call.kernel, Options(chip=TPUS["v5e"]))
         got = harness.run_compiled(compiled, arrays)
         assert_close(got, harness.emulated(call.kernel, arrays))
-        assert any(s.name == "join_branches" and s.changed for s in compiled.steps)
+        joined = any(s.name == "join_branches" and s.changed for s in compiled.steps)
+        branches = [op for op in walk(compiled.scheduled.body) if op.name == "cond"]
+        assert joined or not branches
 
 
 # Of a block of queries and one of keys, by their first and last positions: is any pair
