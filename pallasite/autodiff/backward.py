@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -50,7 +50,6 @@ from pallasite.passes.gpu_blocks import fewer_rows
 from pallasite.primitive import chip_for
 from pallasite.sharding.rule import Partition, inherit
 
-ENOUGH_PROGRAMS = 16  # with as many parallel programs, no axis is split into parts
 FEW_PARTS = 16  # for the cores of a CPU
 MOST_PARTS = (
     256  # for a GPU, where they take no more than a share of the operands' bytes
@@ -273,9 +272,9 @@ def _steps(
     saved: Sequence[Value],
 ) -> tuple[Built, ...]:
     """The kernels of some stages that change no memory."""
-    budget = sum(map(_bytes, kernel.inputs))
+    sums = _Sums(sum(map(_bytes, kernel.inputs)), made.machine)
     results = [*made.targets.values(), *saved]
-    steps = [built for s in stages for built in _kernels(s, results, set(), budget)]
+    steps = [built for s in stages for built in _kernels(s, results, set(), sums)]
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in made.targets.items()}
     return tuple(_narrowed(steps, final))
 
@@ -290,8 +289,8 @@ def _keeping(made: BackwardPlan, kernel: Kernel) -> KeepingPlan | None:
     most = KEPT_SHARE * sum(map(_bytes, kernel.params))
     if kept is None or sum(map(_bytes, kept.refs)) > most:
         return None
-    budget = sum(map(_bytes, kernel.inputs))
-    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), budget)
+    sums = _Sums(sum(map(_bytes, kernel.inputs)), made.machine)
+    forward = _kernels(kept.forward, [*kernel.outputs, *kept.refs], set(), sums)
     if len(forward) != 1:
         return None
     (one,) = forward
@@ -351,14 +350,14 @@ def _plan(
     results = list(dict.fromkeys([*targets.values(), *changing.values()]))
     program = split_axes(replace(program, body=made.body), results)
     # Partial sums are for small operands, as the weights of a norm are.
-    budget = sum(_bytes(ref) for ref in kernel.inputs)
+    sums = _Sums(sum(map(_bytes, kernel.inputs)), machine)
     final = {ref: kernel.inputs[n].ref.dtype for n, ref in targets.items()}
     ways: list[Way] = []
     for stages in _alternatives(program, made, results):
         steps: list[Built] = []
         for stage in stages.programs:
             refs = [*results, *stages.saved]
-            steps += _kernels(stage, refs, set(changing.values()), budget)
+            steps += _kernels(stage, refs, set(changing.values()), sums)
         steps = _narrowed(steps, final)
         estimated = estimate([step.kernel for step in steps], machine)
         ways.append(Way(tuple(steps), estimated, stages))
@@ -469,8 +468,20 @@ def _bytes(ref: Value) -> int:
     return ref.ref.size * ref.ref.dtype.bytes
 
 
+class _Sums(NamedTuple):
+    """What decides whether kernels make partial sums.
+
+    Attributes:
+        budget: bytes of the operands, of which partial sums may take a quarter.
+        machine: what runs the kernels.
+    """
+
+    budget: int
+    machine: Machine
+
+
 def _kernels(
-    stage: Program, results: Sequence[Value], changing: set[Value], budget: int
+    stage: Program, results: Sequence[Value], changing: set[Value], sums: _Sums
 ) -> list[Built]:
     """One kernel per group of results that one order of the grid serves."""
     refs = Roots(stage.body).written(stage.body)
@@ -484,7 +495,7 @@ def _kernels(
         order = grid_order(group, len(stage.sizes))
         parts = None
         if not changing:
-            parts = cut_into_parts(group, order, stage.sizes, budget)
+            parts = cut_into_parts(group, order, stage.sizes, sums)
         built.append(build(program, f"{stage.name}_{names}", group, order, parts))
     return built
 
@@ -519,20 +530,17 @@ def grid_order(group: Sequence[Placement], rank: int) -> list[int]:
 
 
 def cut_into_parts(
-    group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], budget: int
+    group: Sequence[Placement], order: Sequence[int], sizes: Sequence[int], sums: _Sums
 ) -> Parts | None:
-    """Parallel programs where the grid has too few: sums over parts of an axis.
-
-    `budget`: bytes of the operands, of which partial sums may take a quarter.
-    """
+    """Parallel programs where the grid has too few: sums over parts of an axis."""
     shared = frozenset[int].intersection(*(p.own for p in group))
     programs = prod(sizes[a] for a in shared)
     rest = [a for a in order if a not in shared and sizes[a] > 1]
-    if programs >= ENOUGH_PROGRAMS or not rest:
+    if programs >= sums.machine.enough_programs or not rest:
         return None
     axis = rest[0]
     taken = sum(_bytes(p.ref) for p in group if axis not in p.own)
-    fits = budget / max(taken, 1)  # parts that would take as much as the operands
+    fits = sums.budget / max(taken, 1)  # parts that would take as much as the operands
     most = min(MOST_PARTS, max(min(FEW_PARTS, fits / 4), fits * SMALL_SHARE))
     counts = [d for d in range(1, int(most) + 1) if sizes[axis] % d == 0]
     # Devices come in powers of two, and each is to have whole parts.

@@ -15,7 +15,7 @@ from pallasite.ir.rewrite import Rewriter, map_ops, substitute
 from pallasite.ir.roles import Loop, Pipeline, Shown
 from pallasite.passes.analysis.carried import covers_whole
 from pallasite.passes.analysis.cost import cost
-from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.intervals import Facts
 from pallasite.passes.analysis.memory import VIEWS
 from pallasite.target import Chip, Gpu, Host, Tpu
@@ -45,6 +45,7 @@ class Machine:
     base_two: bool = False  # its exponentials have base two
     sums_in_memory: float = 1.0  # how much longer programs take that add to such sums
     cuts_rows: bool = False  # tiles are to fit into its registers
+    enough_programs: int = 16  # in parallel: with as many, no sum is split into parts
 
     @staticmethod
     def of(chip: Chip | Host) -> "Machine":
@@ -72,6 +73,7 @@ class Machine:
                 base_two=True,
                 sums_in_memory=SUMS_IN_MEMORY,
                 cuts_rows=True,
+                enough_programs=chip.cores,
             )
         vmem = chip.scoped_vmem if isinstance(chip, Tpu) else None
         # One core runs the programs of a kernel, one after another.
@@ -174,9 +176,7 @@ def _as_placed(kernel: Kernel, machine: Machine) -> Kernel:
 
     body = map_ops(substitute(pipeline.body, moved), retype)
     body = Block((*pipeline.ids, *(each.block for each in shown)), body.ops)
-    new = pipeline.showing(shown, body).to_op()
-    ops = tuple(new if op is pipeline.op else op for op in kernel.body.ops)
-    return kernel.with_(body=Block((), ops))
+    return with_pipeline(kernel, pipeline.showing(shown, body).to_op())
 
 
 def _short(number: float) -> str:

@@ -25,6 +25,7 @@ from pallasite.target import Gpu
 SHARED_SHARE = 0.88  # of shared memory, for operands of products
 LEAST_SIDE = 16  # of a product's tile
 LARGEST_SIDE = 256
+ENOUGH_STAGES = 4  # of operands, to choose how deep they are
 ROW_BYTES = 128  # of an operand along k: what shared memory is swizzled by
 # By measurement a tile of m x n costs as much as one without edges that has this many
 # more rows and columns; and blocks are changed only if that gains a quarter.
@@ -53,6 +54,8 @@ class Tiles:
         stages: buffers of operands that keep the tensor cores busy.
         padded: each side of a tile takes as much as the next power of two.
         least_side: to which a side is cut.
+        lone: how much longer products of a warpgroup take that is alone on its
+            multiprocessor.
     """
 
     register_share: float = 0.5
@@ -60,6 +63,7 @@ class Tiles:
     padded: bool = True
     keeps_operands: bool = False
     least_side: int = LEAST_SIDE
+    lone: float = 1.0
 
     def elements(self, shape: Sequence[int]) -> int:
         return _physical(shape) if self.padded else prod(shape)
@@ -166,12 +170,25 @@ class _WithProducts:
         found = dict[LoopDim, int]()
         for dim, depths in self._deep.items():
             options = {n: {**sizes, **found, dim: n} for n in depths}
-            fits = [n for n in depths if self._stages(options[n]) >= self.tiles.stages]
+            stages = {n: self._stages(options[n]) for n in depths}
+            fits = [n for n in depths if stages[n] >= self.tiles.stages]
+            if self._is_summed_only(dim):
+                # More and shallower stages hold as much and are filled sooner.
+                fits = [n for n in fits if stages[n] >= ENOUGH_STAGES] or fits
             held = [n for n in fits if self._fits_registers(options[n])]
             depth = next(iter(held or fits), depths[-1])
             if depth != dim.size:
                 found[dim] = depth
         return found
+
+    def _is_summed_only(self, dim: LoopDim) -> bool:
+        """Whether no product has to be made again in each round of a dimension."""
+        return not any(
+            self.blocks.dims.get((side.value, d)) is dim
+            for dot in self.blocks.dots
+            for side in dot.sides
+            for d in side.free
+        )
 
     @cached_property
     def _deep(self) -> dict[LoopDim, list[int]]:
@@ -263,6 +280,8 @@ class _WithProducts:
         batch = prod(shape[d] for d in dot.lhs.batch)
         m, n = sides
         slow = 1.5 if m < SHORT_TILE else 1.0
+        if m == SHORT_TILE and self._stages(sizes) < 2 * self.tiles.stages:
+            slow = self.tiles.lone  # there is no room for a second program
         at_once = prod(shape[d] for d in dot.lhs.contract)
         slow *= TOO_DEEP if _is_exact(dot) and at_once > EXACT_DEPTH else 1.0
         work = rounds * batch * m * n * depth

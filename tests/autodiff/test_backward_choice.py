@@ -22,7 +22,7 @@ from pallasite.ir.types import BF16
 from pallasite.primitive import calls_in, chip_for, kernels_in
 from pallasite.target import AVX2, Host, chip
 from tests.backends.triton import harness
-from tests.xla import put
+from tests.xla import pull_back, put
 
 MASKED = -1e30
 # Slow cores, so that the start of a kernel does not count.
@@ -167,10 +167,10 @@ def check(run, reference, *args, target, monkeypatch, tol=2e-5, kernels=None):
     monkeypatch.setattr(backward, "chip_for", lambda _: target)
     if kernels is not None:
         assert len(plan_of(run, args, target).steps) == kernels
-    results, pull = jax.vjp(reference, *args)
+    results = jax.eval_shape(reference, *args)
     seeds = jax.tree.map(lambda r: normal(7, *r.shape).astype(r.dtype), results)
-    got = jax.jit(lambda args, seeds: jax.vjp(run, *args)[1](seeds))(args, seeds)
-    for x, y in zip(got, pull(seeds), strict=True):
+    want = pull_back(reference, args, seeds)
+    for x, y in zip(pull_back(run, args, seeds), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=tol, atol=tol * np.abs(y).max())
 
 
@@ -278,13 +278,13 @@ def test_the_forward_kernel_keeps_what_the_backward_kernels_need(
     kept = [p.ref.shape for p in forward.outputs[1:]]
     assert kept == [(2, 64, 1)] * 2
     reference = functools.partial(attention, is_causal=is_causal)
-    want, pull = jax.vjp(reference, *args[:3])
-    for x, y in zip(gradient(*args), (want, *pull(args[3])), strict=True):
+    want = reference(*args[:3]), *pull_back(reference, args[:3], args[3])
+    for x, y in zip(gradient(*args), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     # What is kept is of no use to a batch of calls, nor to other cotangents.
     loss = lambda f: lambda q: jax.grad(lambda q: (f(q, *args[1:3]) ** 2).sum())(q)
     twice = jnp.stack([args[0], args[3]])
-    got, want = (jax.vmap(loss(f))(twice) for f in (run, reference))
+    got, want = (jax.jit(jax.vmap(loss(f)))(twice) for f in (run, reference))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -294,7 +294,7 @@ def test_the_second_derivative_of_a_kernel_that_keeps(monkeypatch):
 
     def twice(f):
         slope = jax.grad(lambda q: (f(q, k, v, is_causal=True) ** 2).sum())
-        return jax.grad(lambda q: (slope(q) ** 2).sum())(args[0])
+        return jax.jit(jax.grad(lambda q: (slope(q) ** 2).sum()))(args[0])
 
     got, want = twice(in_a_loop), twice(attention)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
@@ -390,7 +390,7 @@ def test_triton_runs_them(style, is_causal):
         results = harness.simulated(step.kernel, operands, chip=chip("h200"))
         arrays |= dict(zip(step.results, results, strict=True))
     reference = functools.partial(attention, is_causal=is_causal)
-    expected = jax.vjp(reference, *args)[1](seed)
+    expected = pull_back(reference, args, seed)
     for n, x in enumerate(expected):
         got = arrays[made.targets[n]]
         np.testing.assert_allclose(got, x, rtol=1e-4, atol=1e-4)

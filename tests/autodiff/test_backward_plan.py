@@ -12,7 +12,7 @@ from pallasite.errors import NoBackwardKernel, SpecError
 from pallasite.ir.nodes import walk
 from pallasite.ir.verify import verify
 from pallasite.primitive import kernels_in
-from pallasite.target import AVX2, Host
+from pallasite.target import AVX2, GPUS, Host
 from tests.zoo import all_cases
 
 BY_NAME = {case.name: case for case in all_cases()}
@@ -73,6 +73,28 @@ def test_an_epilogue_runs_once():
     first, *rest = backward_kernels("matmul_bias_gelu")
     assert "tanh" in names_of(first)
     assert all("tanh" not in names_of(kernel) for kernel in rest)
+
+
+def test_sums_are_in_parts_where_programs_leave_multiprocessors_idle():
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] * w_ref[...]
+
+    block = pl.BlockSpec((8, 128), lambda i, j: (i, j))
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
+        grid=(128, 32),
+        in_specs=[block, pl.BlockSpec((1, 128), lambda i, j: (0, j))],
+        out_specs=block,
+    )
+    (made,) = kernels_in(call, jnp.ones((1024, 4096)), jnp.ones((1, 4096)))
+    cpu = Machine.of(Host(32, 16, AVX2.features, threads=16))
+    parts = {
+        machine.name: full_plan(made, machine=machine).steps[-1].parts
+        for machine in (cpu, Machine.of(GPUS["h200"]))
+    }
+    # 32 programs, each of which sums over all rows: enough for 16 cores.
+    assert parts["cpu"] == (1, 1) and max(parts["h200"]) > 1
 
 
 def test_flash_attention_is_one_kernel_on_two_cores():

@@ -5,9 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+from jax import ShapeDtypeStruct as Shape
 
-from pallasite.ir.nodes import Kernel
+from pallasite.ir.nodes import Kernel, walk
 from pallasite.ir.verify import verify
+from pallasite.kernels import masks
+from pallasite.kernels.attention import AttentionConfig, attention
+from pallasite.passes.canonicalize import canonicalize
 from pallasite.passes.choose_blocks import for_threads
 from pallasite.passes.gpu_blocks import for_gpu
 from pallasite.passes.run import run
@@ -138,6 +142,26 @@ def test_whole_kernels_mean_the_same(chip: str, monkeypatch):
                 got, want = (x.astype(np.float64) for x in (got, want))
                 np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2)
     assert changed > 5
+
+
+@pytest.mark.parametrize(
+    "mask, steps", [(masks.Causal(), 10), (masks.Window(511, 0), 7)]
+)
+def test_queries_of_masked_attention_are_one_program(mask: masks.Mask, steps: int):
+    """Where all queries are in one, only blocks that one of them needs are left."""
+    heads = [Shape((1, 2048, 1, 128), "bfloat16")] * 3
+    blocks = AttentionConfig(512, 512)
+    attend = partial(attention, mask=mask, config=blocks)
+    (call,) = calls_in(attend, *heads)
+    kernel = run(call.kernel)
+    new = canonicalize(for_tpu(kernel, TPUS["v6e"]))
+    verify(new)
+    assert "grid=(1, 1, 1, 1)" in head(new)
+    assert all(op.name != "cond" for op in walk(new.body))
+    assert sum(op.name == "dot" for op in walk(new.body)) == 2 * steps
+    arrays = random_arrays(kernel)
+    for got, want in zip(outputs(new, arrays), outputs(kernel, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def random_arrays(kernel: Kernel) -> list[np.ndarray]:
