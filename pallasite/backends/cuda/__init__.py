@@ -21,7 +21,8 @@ from pallasite.backends.base import (
     stored_launch,
 )
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.backends.cuda.authored import one_role, share_core
+from pallasite.backends.cuda.authored import one_role, rounds, share_core
+from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.late_waits import late_waits
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.repack import forms_of, repack
@@ -51,8 +52,14 @@ from pallasite.target import GPUS, Gpu
 TARGET = "__gpu$xla.gpu.ptx"
 # Sums and computed operands of products are in registers without padding, of which two
 # computing warpgroups have nine tenths (`specialize.REGISTERS`), 64 rows at a time.
+# While a warpgroup that is alone waits or stores, nobody multiplies.
 TILES = Tiles(
-    register_share=0.875, stages=2, padded=False, keeps_operands=True, least_side=64
+    register_share=0.875,
+    stages=2,
+    padded=False,
+    keeps_operands=True,
+    least_side=64,
+    lone=1.15,
 )
 MASK_ELEMENTS = 1024  # from which steps without it are worth a loop of their own
 STRIP_BYTES = 32 << 10  # of a tile, so that it takes few registers of 512 threads
@@ -88,9 +95,11 @@ def passes_for(chip: Gpu) -> tuple[Pass, ...]:
         Pass("unmasked_loops", partial(unmasked_loops, least=MASK_ELEMENTS)),
         Pass("canonicalize", canonicalize, if_changed=True),
         Pass("scale_after_max", scale_after_max),
+        Pass("before_waits", before_waits),
         Pass("specialize", partial(specialize, chip=chip)),
         Pass("one_role", partial(one_role, chip=chip)),
         Pass("share_core", partial(share_core, chip=chip)),
+        Pass("rounds", partial(rounds, chip=chip)),
         Pass("late_waits", late_waits),
         Pass("sink_loads", sink_loads),
         Pass("streams", partial(streams, chip=chip)),

@@ -3,17 +3,20 @@
 `one_role`: a kernel of a single warpgroup becomes one of roles, so that the emitter
 knows of one kind of explicit kernel. Such kernels are for one generation of chips; on
 another they are refused here. `share_core`: two programs may run on a multiprocessor at
-a time where the registers that the author asks for leave room for one only.
+a time where the registers that the author asks for leave room for one only. `rounds`:
+as many blocks of threads as run at a time take all programs, one after another.
 """
 
 from dataclasses import replace
+from math import prod
 
+from pallasite.backends.cuda.clusters import CLUSTER
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, map_ops
-from pallasite.ir.roles import Pipeline
-from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.ir.roles import Loop, Pipeline
+from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.target import Gpu
 
@@ -28,6 +31,9 @@ OTHER_REGISTERS = 32  # of a thread that multiplies, besides its tiles
 # Of shared memory, besides what is allocated: by the chip, and where arrays are
 # described to the copy engine.
 OTHER_BYTES, ALIGNMENT = 3072, 1024
+# What takes some programs longer, and what a thread does once.
+ONLY_ONCE = {"while", "set_registers", "tensor_mma", "warps"}
+BLOCKS = "cuda.blocks"  # of threads, where they are fewer than a pipeline's programs
 
 
 def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -52,9 +58,7 @@ def one_role(kernel: Kernel, chip: Gpu) -> Kernel:
     notes = {"cuda.names": ("wg",), "cuda.warpgroups": (1,)}
     role = Op("roles", attrs=notes, regions=(rest,), loc=pipeline.op.loc)
     block = Block(body.params, (*memory, role))
-    made = pipeline.with_(body=block).to_op()
-    ops = tuple(made if op is pipeline.op else op for op in kernel.body.ops)
-    return kernel.with_(body=Block(kernel.body.params, ops, kernel.body.yields))
+    return with_pipeline(kernel, pipeline.with_(body=block).to_op())
 
 
 def share_core(kernel: Kernel, chip: Gpu) -> Kernel:
@@ -94,9 +98,51 @@ def share_core(kernel: Kernel, chip: Gpu) -> Kernel:
     return map_ops(kernel, change)
 
 
-def _fits_twice(body: Block, chip: Gpu) -> bool:
-    """Whether shared memory suffices for two programs."""
+def rounds(kernel: Kernel, chip: Gpu) -> Kernel:
+    """Let blocks of threads run several programs, so that each is set up once.
+
+    Descriptions of arrays for the copy engine take two trips to L2, a microsecond, and
+    blocks that follow others on a multiprocessor would make them again. That is for
+    programs that take as long as each other: the chip balances others better. How many
+    run at a time must be certain, so shared memory must be what limits it.
+    """
+    pipeline = Pipeline.of(find_pipeline(kernel))
+    roles = [op for op in pipeline.body.ops if op.name == "roles"]
+    known = [n for n in pipeline.grid if n is not None]
+    if len(roles) != 1 or len(roles[0].regions) != 1 or len(known) < len(pipeline.grid):
+        return kernel
+    (count,) = roles[0].attrs["cuda.warpgroups"]
+    if CLUSTER in pipeline.semantics or not _take_as_long(roles[0].regions[0]):
+        return kernel
+    least = _shared_bytes(pipeline.body)
+    side_by_side = chip.shared.bytes // (least + OTHER_BYTES)
+    registers = (chip.registers_per_thread + 1) * count * WARPGROUP
+    if not 0 < side_by_side <= chip.registers // registers:
+        return kernel
+    if chip.shared.bytes // least != side_by_side:
+        return kernel
+    blocks = chip.cores * side_by_side
+    if prod(known) <= blocks:
+        return kernel
+    attrs = {**pipeline.op.attrs, BLOCKS: blocks}
+    return with_pipeline(kernel, replace(pipeline.op, attrs=attrs))
+
+
+def _take_as_long(program: Block) -> bool:
+    """Whether all programs take as long, and threads may run it more than once."""
+    ops = list(walk(program))
+    constants = {op.result for op in ops if op.name == "constant"}
+    bounds = [v for op in ops if op.name == "for" for v in Loop.of(op).bounds]
+    return constants.issuperset(bounds) and ONLY_ONCE.isdisjoint(op.name for op in ops)
+
+
+def _shared_bytes(body: Block) -> int:
+    """The shared memory that a program allocates."""
     memory = [op.result.ref for op in body.ops if op.name == "alloc"]
     sizes = [ref.size * ref.dtype.bytes for ref in memory]
-    needed = OTHER_BYTES + sum(-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
-    return PROGRAMS * needed <= chip.shared.bytes
+    return sum(-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
+
+
+def _fits_twice(body: Block, chip: Gpu) -> bool:
+    """Whether shared memory suffices for two programs."""
+    return PROGRAMS * (OTHER_BYTES + _shared_bytes(body)) <= chip.shared.bytes

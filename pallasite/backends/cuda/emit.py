@@ -24,6 +24,7 @@ from pallasite.backends.cuda import (
 )
 from pallasite.backends.cuda.again import computed_again
 from pallasite.backends.cuda.assign import assign
+from pallasite.backends.cuda.authored import BLOCKS
 from pallasite.backends.cuda.core import VECTOR_BYTES, Tile
 from pallasite.backends.cuda.explicit import MAP_BYTES
 from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
@@ -261,16 +262,28 @@ class Emitter(TensorMemory):
         if not self.programs:
             self.programs = 1
             return
+        count, blocks = self.programs, op.attrs.get(BLOCKS)
+        if blocks is None:
+            self.emit_program(pipeline, grid, "(int)blockIdx.x")
+            return
+        self.programs, self.has_rounds = blocks, True
+        each = f"int number = blockIdx.x; number < {count}; number += {blocks}"
+        with self.out.block(f"for ({each})"):
+            self.emit_program(pipeline, grid, "number")
+            self.out.line("__syncthreads();")
+
+    def emit_program(self, pipeline: Pipeline, grid: list[int], number: str) -> None:
+        """The body of a pipeline for the program of some number."""
         for axis in range(len(grid)):
             size, inner = grid[axis], prod(grid[axis + 1 :])
             value = pipeline.ids[axis]
             self.facts.note(value, Fact(0, size - 1))
-            text = "(int)blockIdx.x" if inner == 1 else f"(int)blockIdx.x / {inner}"
+            text = number if inner == 1 else f"{number} / {inner}"
             if prod(grid[:axis]) > 1:
                 text = f"{text} % {size}"
-            self.env[value] = self.let(value.tile.dtype, text, op, "program")
+            self.env[value] = self.let(value.tile.dtype, text, pipeline.op, "program")
         self.note_cluster(pipeline)
-        self.note_tensors(op)
+        self.note_tensors(pipeline.op)
         self.block(pipeline.body)
 
     def emit_alloc(self, op: Op) -> None:

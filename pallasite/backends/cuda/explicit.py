@@ -73,6 +73,7 @@ class Explicit(Shared):
         self.barriers: dict[Value, str] = {}
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
+        self.has_rounds = False  # blocks of threads run several programs
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
         self.warpgroups_of: Sequence[int] = ()  # of each role
@@ -493,12 +494,8 @@ class Explicit(Shared):
             self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
         for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
             end = first + counts[number] * WARPGROUP
-            test = (
-                f"role < {end // WARPGROUP}"
-                if self.is_authored
-                else f"threadIdx.x < {end}"
-            )
-            head = f"if ({test})" if number < len(names) - 1 else ""
+            who, unit = ("role", WARPGROUP) if self.is_authored else ("threadIdx.x", 1)
+            head = f"if ({who} < {end // unit})" if number < len(names) - 1 else ""
             with self.out.block(f"else {head}".rstrip() if number else head):
                 self.out.line(f"const u32 thread = threadIdx.x - {first};")
                 if registers is not None:
@@ -540,8 +537,9 @@ class Explicit(Shared):
             if self.staging is not None:
                 self.out.line("if (thread % 128 == 0) copies_left<0>();")
         indent = "  " * self.out.depth
+        once = "if (number == blockIdx.x) " if self.has_rounds else ""
         seen = [
-            f"{indent}map_seen(maps + {number * MAP_BYTES});"
+            f"{indent}{once}map_seen(maps + {number * MAP_BYTES});"
             for number in sorted(self.seen_maps)
         ]
         self.out.lines[start:start] = [*self.base_lines(indent), *seen]
@@ -556,11 +554,19 @@ class Explicit(Shared):
             for text, name in self.bases.items()
         ]
 
+    @property
+    def warps(self) -> int:
+        return sum(self.warpgroups_of) * WARPS
+
     def make_barriers(self) -> None:
-        with self.out.block("if (threadIdx.x == 0)"):
+        """By a warp that has no description to make, if there is one."""
+        maker = 32 * min(len(self.maps), self.warps - 1)
+        with self.out.block(f"if (threadIdx.x == {maker})"):
             for offset, count, arrivals in self.inits:
                 for n in range(count):
                     at = f"shared_address(shared) + {offset + 8 * n}"
+                    if self.has_rounds:
+                        self.out.line(f"if (number != blockIdx.x) barrier_end({at});")
                     self.out.line(f"barrier_init({at}, {arrivals});")
             self.out.line("barriers_made();")
 
@@ -570,10 +576,11 @@ class Explicit(Shared):
             return
         total = MAP_BYTES * len(self.maps)
         self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
-        warps = sum(self.warpgroups_of) * WARPS
+        first = "number == blockIdx.x && " if self.has_rounds else ""
         for number, each in enumerate(self.maps):
             offset = self.reserve(MAP_BYTES)
-            with self.out.block(f"if (threadIdx.x / 32 == {number % warps})"):
+            maker = f"threadIdx.x / 32 == {number % self.warps}"
+            with self.out.block(f"if ({first}{maker})"):
                 self.out.line(f"const u32 at = shared_address(shared) + {offset};")
                 self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x % 32] = 0;")
                 self.out.line("__syncwarp();")

@@ -14,10 +14,15 @@ BARRIERS: dict[str, str] = {
         '  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"'
         ' :: "r"(at), "r"(arrivals));\n}\n'
     ),
+    "barrier_end": (
+        "DEVICE void barrier_end(u32 at) {\n"
+        '  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" :: "r"(at));\n}\n'
+    ),
     "barriers_made": (
         "DEVICE void barriers_made() {\n"
         '  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");\n'
-        '  asm volatile("fence.proxy.async;" ::: "memory");\n}\n'
+        # Of all memory, this fence would wait for everything stored so far.
+        '  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");\n}\n'
     ),
     "barrier_expect": (
         "DEVICE void barrier_expect(u32 at, u32 bytes) {\n"

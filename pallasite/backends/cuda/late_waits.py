@@ -7,6 +7,10 @@ it takes longest; a step later, it has long been done. After the loop is a wait,
 
 Only waits for reads move: what else they could be for is that memory. It must be of
 one role; others could rely on a barrier that this one arrives at after it has waited.
+
+The last thing that a role does is not to wait until main memory has what was copied:
+nobody in the program looks any more, and the end of the launch makes it visible. Only
+shared memory must stay until it was read.
 """
 
 from collections.abc import Sequence
@@ -14,6 +18,7 @@ from dataclasses import replace
 
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.rewrite import Rewriter, is_pure, map_ops, with_regions
+from pallasite.passes.analysis.grid import find_pipeline
 from pallasite.passes.analysis.memory import Roots
 
 # What counts groups of copies, or waits for them.
@@ -23,6 +28,9 @@ GROUPS = ("bulk_commit", "bulk_wait")
 def late_waits(kernel: Kernel) -> Kernel:
     """Move waits for copies out of the ends of steps into the steps after them."""
     roots = Roots(kernel)
+    program = find_pipeline(kernel).regions[-1]
+    number = _last_effect(program)
+    ends_program = None if number is None else program.ops[number]
 
     def rewrite(op: Op, b: Rewriter) -> Sequence[Value] | None:
         if op.name != "roles":
@@ -32,6 +40,8 @@ def late_waits(kernel: Kernel) -> Kernel:
             _Role(roots, own.difference(*used[:n], *used[n + 1 :])).block(region)
             for n, (region, own) in enumerate(zip(op.regions, used, strict=True))
         ]
+        if op is ends_program:
+            made = list(map(_ending, made))
         b.ops.append(with_regions(op, made))
         return ()
 
@@ -42,6 +52,22 @@ def _shared(block: Block, roots: Roots) -> set[Value]:
     """The shared memory that code uses."""
     refs = (v for op in walk(block) for v in op.operands if v.is_ref)
     return {root for root in map(roots.of, refs) if root.ref.space == "smem"}
+
+
+def _last_effect(block: Block) -> int | None:
+    """The number of the last op that does more than compute."""
+    numbers = reversed(range(len(block.ops)))
+    return next((n for n in numbers if not is_pure(block.ops[n])), None)
+
+
+def _ending(role: Block) -> Block:
+    """A role whose last wait for copies out is for shared memory alone."""
+    number = _last_effect(role)
+    if number is None or role.ops[number].name != "bulk_wait":
+        return role
+    last = role.ops[number]
+    wait = replace(last, attrs={**last.attrs, "read": True})
+    return replace(role, ops=(*role.ops[:number], wait, *role.ops[number + 1 :]))
 
 
 class _Role:
@@ -65,11 +91,11 @@ class _Role:
     def loop(self, op: Op) -> tuple[Op, Op | None]:
         """A loop, and its wait, if it is for the next step to wait."""
         (body,) = op.regions
-        number = len(body.ops) - 1
-        while number > 0 and is_pure(body.ops[number]):
-            number -= 1
-        wait = body.ops[number] if body.ops else None
-        if wait is None or wait.name != "bulk_wait" or not wait.attrs["read"]:
+        number = _last_effect(body)
+        if number is None:
+            return op, None
+        wait = body.ops[number]
+        if wait.name != "bulk_wait" or not wait.attrs["read"]:
             return op, None
         copied = self.copied(body)
         if not copied <= self.own:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
-from pallasite.backends.cuda.layouts import WARPGROUP
+from pallasite.backends.cuda.layouts import WARP, WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Access, At, Block, Kernel, Op, Span, Value, walk
 from pallasite.ir.opdef import Unit, table
@@ -582,6 +582,7 @@ class Plan:
         for ring in self.rings:
             ring.stages = self.at_once(ring)
         left = available - SPARE_BYTES - STAGING_BYTES * self.warpgroups
+        left -= self.summed_bytes
         left -= sum(r.bytes * r.stages for r in self.rings)
         for target in range(2, MOST_STAGES + 1):
             if target == 3 and sum(r.bytes * r.stages for r in once) <= left:
@@ -595,6 +596,23 @@ class Plan:
                 if ring.bytes <= left:
                     ring.stages, left = ring.stages + 1, left - ring.bytes
         return left >= 0 and all(r.stages >= least for r in again)
+
+    @property
+    def summed_bytes(self) -> int:
+        """Shared memory for sums over rows, which warps and warpgroups share."""
+        rounds = 1 + (self.warpgroups > 1)
+        return sum(
+            rounds * 4 * (self.threads // WARP) * op.result.tile.size
+            for op in walk(self.program)
+            if op.name == "reduce" and self.is_over_rows(op)
+        )
+
+    def is_over_rows(self, op: Op) -> bool:
+        """Whether a reduction is of a tile that products have the shape of, by rows."""
+        shape = op.operands[0].tile.shape
+        return 0 in op.attrs["axes"] and any(
+            shape == product.result.tile.shape for product in self.products
+        )
 
     def is_filled_again(self, ring: Ring) -> bool:
         """Whether a program may fill the slots of a ring several times."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import gcd
 
 from pallasite.backends.cuda.assign import narrowed as narrowed_spread
 from pallasite.backends.cuda.assign import part_of, reshaped
@@ -365,24 +365,30 @@ class Tiles(Core):
         What the threads that share it have is next to each other there, so that each
         of them reads it in few loads; lanes that agree already have one place.
         """
-        inside = [p for p in moving if p.unit < WARP]
-        agree = prod(min(p.count, WARP // p.unit) for p in inside) == WARP
+        # Lanes that differ in what is summed alone agree already: the others are kept.
+        apart = WARP
+        for lane in sorted(moving, key=lambda p: -p.unit):
+            if lane.unit < apart <= lane.unit * lane.count:
+                apart = lane.unit
         for lane in moving:
             unit = max(lane.unit, WARP)
             count = lane.unit * lane.count // unit
             if count <= 1:
                 continue
-            step = WARP if agree else 1  # threads per place
             element = self.type(sums.dtype, op)
-            place, kept = self.out.fresh("s"), self.threads // step
+            place, kept = self.out.fresh("s"), self.threads // WARP * apart
             offset = self.reserve(kept * sums.registers * sums.dtype.bytes)
             self.out.line(f"{element}* {place} = ({element}*)(shared + {offset});")
             self.sync_before_reuse()
-            inner = f" + thread % {unit} / {step}" if unit > step else ""
-            slot = f"(thread / {unit * count} * {unit // step}{inner}) * {count}"
+            inner = _place_in(unit, apart)
+            slot = (
+                f"(thread / {unit * count} * {unit // WARP * apart}{inner}) * {count}"
+            )
             slot = f"i * {kept} + {slot}"
             mine = f"{place}[{slot} + thread / {unit} % {count}] = {sums.held()};"
-            first = f"if (thread % {step} == 0) " if step > 1 else ""
+            first = {WARP: "", 1: f"if (thread % {WARP} == 0) "}.get(
+                apart, f"if (thread % {WARP} < {apart}) "
+            )
             self.out.line(f"{first}EACH({sums.registers}) {mine}")
             self.sync()
             width = gcd(count, max(1, VECTOR_BYTES // sums.dtype.bytes))
@@ -412,6 +418,16 @@ class Tiles(Core):
         if spread is not None and result.spread != spread:
             result = self.moved(result, spread, op)
         self.env[op.result] = result
+
+
+def _place_in(unit: int, apart: int) -> str:
+    """The number of a thread among `unit` ones of which `apart` of a warp count."""
+    if apart == WARP:
+        return f" + thread % {unit}"
+    warps = f" + thread % {unit} / {WARP}" if unit > WARP else ""
+    if apart == 1:
+        return warps
+    return f"{warps}{f' * {apart}' if warps else ''} + thread % {apart}"
 
 
 RULES = {

@@ -20,7 +20,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import Cond, Dot, Loop, Pipeline
 from pallasite.ir.types import TileType
-from pallasite.passes.analysis.grid import find_pipeline
+from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 
 TURN = (1, 0)  # the transposition
 
@@ -32,9 +32,7 @@ def turn_tiles(kernel: Kernel) -> Kernel:
     if not turned:
         return kernel
     body = _Turned(turned, pipeline.body).block(pipeline.body)
-    new = pipeline.with_(body=body).to_op()
-    ops = tuple(new if op is pipeline.op else op for op in kernel.body.ops)
-    return kernel.with_(body=Block((), ops))
+    return with_pipeline(kernel, pipeline.with_(body=body).to_op())
 
 
 def _is_matrix(value: Value) -> bool:

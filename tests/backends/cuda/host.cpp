@@ -349,6 +349,7 @@ static void resume(int thread) {
 
 using namespace host;
 
+void barrier_end(u32 at) { barrier(at) = {}; }
 void barrier_init(u32 at, u32 n) { barrier(at) = {(int)n, (int)n, 0, 0}; }
 void barrier_arrive(u32 at) {
   Barrier& b = barrier(at);

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,7 @@ def simulated(
     """The same for a kernel that runs once, between forbidden pages."""
     with tempfile.TemporaryDirectory(prefix="cuda-") as folder:
         code = Code(kernel, Path(folder), optimise="-O0")
-        try:
-            return code(*operands, seed=seed, memory=Fenced(after=seed % 2 == 0))
-        finally:
-            code.close()
+        return code(*operands, seed=seed, memory=Fenced(after=seed % 2 == 0))
 
 
 class Fenced(Guarded):
@@ -170,6 +168,10 @@ class Code:
         path = _library(text, self.launched.name, count, folder, optimise)
         self.library = ctypes.CDLL(str(path))
         self.library.run.restype = ctypes.c_char_p
+        # Its memory, stacks of all threads among it, is given back with this object.
+        unload = ctypes.CDLL(None).dlclose
+        handle = ctypes.c_void_p(self.library._handle)
+        weakref.finalize(self, unload, handle).atexit = False
 
     def __call__(
         self,
@@ -213,10 +215,6 @@ class Code:
             return list(operands)
         packed = (f.pack(np, operands[n]) if f else operands[n] for n, f in forms)
         return [np.ascontiguousarray(x) for x in packed]
-
-    def close(self) -> None:
-        """Give its memory back."""
-        ctypes.CDLL(None).dlclose(ctypes.c_void_p(self.library._handle))
 
 
 def _library(text: str, name: str, count: int, folder: Path, optimise: str) -> Path:

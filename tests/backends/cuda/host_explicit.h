@@ -27,6 +27,7 @@ void settle(void* numbers, int count);
 
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
 void barrier_init(u32 at, u32 n);
+void barrier_end(u32 at);
 inline void barriers_made() {}
 void barrier_arrive(u32 at);
 void barrier_expect(u32 at, u32 bytes);

@@ -3,11 +3,16 @@
 `python -m tests.backends.cuda.plgpu_check` checks and times both in one process; each
 check prints a line, and those after one that fails are run, too. Names on the command
 line select checks by their beginning. Kernels are loaded twice from the files that JAX
-ships: as they are, and with `pallasite` in the place of Pallas.
+ships: as they are, and with `pallasite` in the place of Pallas. `--docs FOLDER`, the
+folder docs/pallas/gpu of JAX's sources, adds the products of its guides.
 """
 
+import argparse
+import functools
 import importlib.util
 import pathlib
+import re
+import statistics
 import sys
 import time
 import traceback
@@ -18,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu import Timer
+
 FOLDER = pathlib.Path(jax.__file__).parent / "experimental/pallas/ops/gpu"
 CHECKS: dict[str, Callable[[], str]] = {}
 
 
-def ours(name: str) -> types.ModuleType:
-    """A file of upstream's with Pallasite in the place of Pallas."""
-    text = (FOLDER / f"{name}.py").read_text()
+def for_pallasite(text: str) -> str:
+    """A program of upstream's with Pallasite in the place of Pallas."""
     text = text.replace("jax.experimental.pallas.mosaic_gpu", "pallasite.mosaic_gpu")
     text = text.replace("import jax.experimental.pallas as", "import pallasite as")
     text = text.replace("from jax.experimental import pallas as", "import pallasite as")
@@ -32,9 +38,15 @@ def ours(name: str) -> types.ModuleType:
         "from jax.experimental.pallas import mosaic_gpu as",
         "import pallasite.mosaic_gpu as",
     )
+    return text
+
+
+def ours(name: str) -> types.ModuleType:
+    """A file of upstream's with Pallasite in the place of Pallas."""
     module = types.ModuleType(f"ours_{name}")
     module.__file__ = str(FOLDER / f"{name}.py")
     sys.modules[module.__name__] = module
+    text = for_pallasite((FOLDER / f"{name}.py").read_text())
     exec(compile(text, module.__file__, "exec"), vars(module))
     return module
 
@@ -52,18 +64,15 @@ def error(got, want) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
-def seconds(function, *args, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = function(*args)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
+timer = functools.cache(Timer)
 
 
-def compare(name: str, make, args, want, work: float, calls: int = 20) -> str:
+def compare(
+    name, make, args, want, work: float, calls: int = 6, loaders=(ours, upstreams)
+) -> str:
     """`make(module)` is the function to run; `want` its result."""
     said, functions = [], {}
-    for label, load in (("ours", ours), ("upstream", upstreams)):
+    for label, load in zip(("ours", "upstream"), loaders, strict=True):
         try:
             start = time.perf_counter()
             function = jax.jit(make(load(name)))
@@ -76,11 +85,11 @@ def compare(name: str, make, args, want, work: float, calls: int = 20) -> str:
             said.append(
                 f"{label}: {type(e).__name__} {str(e)[:700]} | {lines[-3][:120]}"
             )
-    times: dict[str, float] = {}
-    for _ in range(6):
+    rounds: dict[str, list[float]] = {label: [] for label in functions}
+    for _ in range(5):
         for label, function in functions.items():
-            took = seconds(function, *args, calls=calls)
-            times[label] = min(took, times.get(label, took))
+            rounds[label].append(timer()(function, args, calls))
+    times = {label: statistics.median(took) for label, took in rounds.items()}
     said += [
         f"{k} {1e6 * t:.0f} us = {work / t / 1e12:.0f} T" for k, t in times.items()
     ]
@@ -156,7 +165,7 @@ def attention(causal: bool, depth: int = 128, entry: str = "attention"):
         return lambda *args: getattr(module, entry)(*args, options)
 
     work = 4.0 * batch * heads * length**2 * depth * (0.5 if causal else 1)
-    whole = compare("attention_mgpu", make, (q, k, v), 1.0, work, calls=5)
+    whole = compare("attention_mgpu", make, (q, k, v), 1.0, work)
     part = jax.jit(make(ours("attention_mgpu")))(*small)
     return f"error {error(part, want):.0e}; {whole}"
 
@@ -198,7 +207,7 @@ def attention_backward():
 
     want = gradient(upstreams("attention_mgpu").attention_reference)(q, k, v)
     work = 14.0 * batch * heads * length**2 * depth
-    return compare("attention_mgpu", make, (q, k, v), want, work, calls=5)
+    return compare("attention_mgpu", make, (q, k, v), want, work)
 
 
 @check("ragged")
@@ -255,7 +264,52 @@ def mixed():
     return compare("hopper_mixed_type_matmul_mgpu", make, (a, b), want, 2.0 * m * n * k)
 
 
-def main(names: list[str]) -> None:
+# --- the guides ---
+
+
+def guide(path: pathlib.Path, change: Callable[[str], str]) -> types.ModuleType:
+    """The program that a guide's blocks of Python make; one that fails is left out."""
+    module = types.ModuleType(path.stem)
+    for block in re.findall(
+        r"^```python[^\n]*\n(.*?)^```", path.read_text(), re.S | re.M
+    ):
+        try:
+            exec(compile(change(block), str(path), "exec"), vars(module))
+        except (SyntaxError, AssertionError) as e:
+            # A signature that is shown, or float16 sums compared for equality.
+            print(f"  {path.name}: {type(e).__name__} {str(e).strip()[:80]!r}")
+    return module
+
+
+def of_guide(path: pathlib.Path, function: str) -> str:
+    loaders = [functools.partial(guide, change=c) for c in (for_pallasite, str)]
+    m, n, k = 132 * 128, 4 * 128, 10 * 64  # what the guide's globals say, too
+    a, b = normal(0, m, k), normal(1, k, n)
+    want = jnp.dot(a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+    make = lambda module: getattr(module, function)
+    work = 2.0 * m * n * k
+    return compare(path, make, (a, b), want, work, loaders=loaders)
+
+
+def add_guides(folder: pathlib.Path) -> None:
+    for file, function in (
+        ("quickstart.md", "matmul"),
+        ("pipelining.md", "matmul"),
+        ("pipelining.md", "matmul_warp_specialized"),
+    ):
+        CHECKS[f"{file}: {function}"] = functools.partial(
+            of_guide, folder / file, function
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--docs", type=pathlib.Path, help="JAX's docs/pallas/gpu")
+    given = parser.parse_args()
+    if given.docs:
+        add_guides(given.docs)
+    names = given.names
     for name, function in CHECKS.items():
         if names and not any(
             name == n or (n.endswith("*") and name.startswith(n[:-1])) for n in names
@@ -268,4 +322,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

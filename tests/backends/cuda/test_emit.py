@@ -339,6 +339,42 @@ def test_the_gradient_of_attention_compiles_without_spills(causal):
         assert "arning" not in report and "serialized" not in report
 
 
+def test_the_gradient_of_a_product_with_a_bias_has_large_tiles():
+    """Sums over rows are made in parallel programs, of tiles of two warpgroups."""
+    x, bias = (jax.ShapeDtypeStruct(s, bf16) for s in ((4096, 4096), (4096,)))
+    # With a prologue, the derivative is that of the kernel.
+    run = lambda x, y, b: library.matmul(
+        x, y, bias=b, activation="gelu", prologue=lambda x: x
+    )
+    with config.override(target="h200"):
+        made = pl.lower(lambda d, *args: jax.vjp(run, *args)[1](d))(x, x, x, bias)
+    compiled = {
+        kernel.name: base.Compiled(BACKEND, kernel, base.Options(chip=GPUS["h200"]))
+        for kernel in made.kernels
+    }
+    assert len(compiled) == 4
+    for each in compiled.values():
+        launched = emit.Launched.of(each["cuda"])
+        assert launched.programs == GPUS["h200"].cores and launched.threads == 384
+    # Four steps of 64 rows in flight, not two of the forward kernel's 128.
+    assert "ref<bf16[4,64,256] smem" in compiled["matmul_d_operand1"].scheduled.text
+
+
+def test_lanes_that_agree_have_one_place_in_shared_memory():
+    def kernel(x_ref, y_ref, o_ref, s_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=f32)
+        s_ref[...] = jnp.sum(o_ref[...], axis=0, keepdims=True)
+
+    def run(x, y):
+        results = [jax.ShapeDtypeStruct(s, f32) for s in ((128, 256), (1, 256))]
+        return pl.pallas_call(kernel, out_shape=results)(x, y)
+
+    text = text_of(kernel_of(run, ((128, 64), bf16), ((64, 256), bf16)))
+    # Four lanes of a warp have different columns: 8 warps x 256 columns, twice.
+    assert text.count("if (thread % 32 < 4)") == 2
+    assert emit.Launched.of(text).shared_bytes < 160 << 10  # 64 KiB twice, before
+
+
 def test_blocks_with_a_dimension_of_one_are_copied_out_by_the_engine():
     assert "copy_out_3(" in body_of(text_of(plain_attention()))
 

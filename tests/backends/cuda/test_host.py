@@ -25,6 +25,7 @@ from pallasite.target import GPUS
 from pallasite.target.chip import Memory
 from tests.backends.cuda import host, kernels
 from tests.backends.cuda.kernels import bf16, f32
+from tests.xla import pull_back
 from tests.zoo import all_cases
 from tests.zoo.test_zoo import arguments
 
@@ -184,6 +185,28 @@ def test_products(name, tmp_path, small_chip):
     (got,) = run(partial(kernels.matmul, **how), x, y, folder=tmp_path)
     want = kernels.reference(x, y, how["left"], how["right"], how["out"])
     assert kernels.error(got, want) < (1e-2 if how["out"] == bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("columns", [64, 256])
+def test_sums_over_rows_of_a_product(rows, columns, tmp_path, small_chip):
+    """Warps and warpgroups share them; of a warp's lanes, eight agree."""
+
+    def kernel(x_ref, y_ref, o_ref, s_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=f32)
+        s_ref[...] = jnp.sum(o_ref[...], axis=0, keepdims=True)
+
+    def call(x, y):
+        shapes = [(rows, columns), (1, columns)]
+        results = [jax.ShapeDtypeStruct(s, f32) for s in shapes]
+        return pl.pallas_call(kernel, out_shape=results)(x, y)
+
+    shapes = enumerate(((rows, 64), (64, columns)))
+    x, y = (kernels.normal(*s, dtype=bf16, seed=n) for n, s in shapes)
+    out, sums = run(call, x, y, folder=tmp_path)
+    want = np.asarray(x, np.float32) @ np.asarray(y, np.float32)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(sums[0], want.sum(0), rtol=1e-4, atol=1e-2)
 
 
 def test_warpgroups_that_start_a_step_apart(tmp_path, small_chip):
@@ -401,7 +424,7 @@ def test_plain_attention(name, tmp_path, small_chip):
         return kernels.plain_attention(*all_, **how)
 
     (got,) = run(function, *given, folder=tmp_path)
-    want = kernels.plain_attention_reference(*operands, **how)
+    want = jax.jit(partial(kernels.plain_attention_reference, **how))(*operands)
     assert kernels.error(got, want) < 2e-2
 
 
@@ -427,7 +450,7 @@ def gradients(function, operands, seeds, folder: Path, others=()) -> list[np.nda
         except UnsupportedError:
             if number not in others:
                 raise
-            found = emulate(step.kernel)(*given)
+            found = jax.jit(emulate(step.kernel))(*given)
         arrays |= dict(zip(step.results, map(np.asarray, found), strict=True))
     return [arrays[target] for target in made.targets.values()]
 
@@ -450,7 +473,7 @@ def test_gradient_of_attention(
     run = partial(kernels.attention, style=style, causal=causal, block=block)
     got = gradients(run, operands, (seed,), tmp_path)
     reference = partial(kernels.attention_reference, causal=causal)
-    want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    want = pull_back(reference, (x.astype(f32) for x in operands), seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
@@ -465,7 +488,7 @@ def test_gradient_of_grouped_heads(tmp_path, small_chip):
     lse = np.zeros((1, 2, 256, 1), np.float32)  # a result that is not asked for
     got = gradients(run, operands, (seed, lse), tmp_path)
     reference = partial(run, implementation="reference")
-    want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    want = pull_back(reference, (x.astype(f32) for x in operands), seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
@@ -480,7 +503,7 @@ def test_gradient_where_the_last_queries_hang_over(width, causal, tmp_path, smal
     run = partial(kernels.plain_attention, causal=causal, block=(128, 128))
     got = gradients(run, operands, (seed,), tmp_path, others=(1, 2, 3))
     reference = partial(kernels.plain_attention_reference, causal=causal)
-    want = jax.vjp(reference, *(x.astype(f32) for x in operands))[1](seed.astype(f32))
+    want = pull_back(reference, (x.astype(f32) for x in operands), seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
@@ -495,7 +518,7 @@ def test_gradient_of_an_odd_length(mask, tmp_path, small_chip):
     operands, lse = (jnp.asarray([200]), q, k, v), np.zeros((1, 1, 200, 1), np.float32)
     got = gradients(run, operands, (seed, lse), tmp_path)
     reference = partial(run, implementation="reference")
-    want = jax.vjp(reference, *(x.astype(f32) for x in (q, k, v)))[1](seed.astype(f32))
+    want = pull_back(reference, (x.astype(f32) for x in (q, k, v)), seed.astype(f32))
     for x, y in zip(got, want, strict=True):
         assert x.dtype == bf16 and kernels.error(x, y) < 1e-2
 
@@ -553,6 +576,7 @@ def test_full_blocks_of_latent_attention(tmp_path, small_chip):
     given = [lengths.astype(jnp.int32), table.astype(jnp.int32), *shared]
     acc, _, total = host.run(full.kernel, [np.asarray(x) for x in given], tmp_path)
     whole = jnp.array([96, 32])  # keys of full blocks
-    want = scaled(*operands, whole, table, implementation="reference")
+    reference = partial(scaled, implementation="reference")
+    want = jax.jit(reference)(*operands, whole, table)
     assert kernels.error(acc[:, 0] / total[:, 0, 0], want) < 2e-2
     assert not np.asarray(total[:, 0] != total[:, 1]).any()

@@ -11,6 +11,7 @@ import pytest
 import pallasite as pl
 from pallasite import kernels as library
 from pallasite.backends.cuda import passes_for
+from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
 from pallasite.backends.cuda.specialize import specialize
@@ -467,3 +468,41 @@ def test_many_programs_run_in_pairs_near_those_that_share_operands():
 def test_equal_programs_run_in_groups_of_rows():
     made = scheduled(causal=False, block=(64, 64))
     assert Order.of(Pipeline.of(find_pipeline(made)), 4) == Order((3, 8))
+
+
+TURNS = """
+kernel @turns(%x: ref<f32[64,64] any>, %o: ref<f32[64,64] any>) outputs 1 level explicit {
+  pipeline {grid=(1,), windows=(), semantics=("parallel",)}
+    body (%i: i32) {
+      %turn: ref<i32 mbarrier @arrivals(1)> = alloc
+      %other: ref<i32 mbarrier @arrivals(1)> = alloc
+      roles
+        body () {
+          %zero: i32 = constant {value=0}
+          %p: f32[64,64] = load %x[:, :]
+          barrier_expect %turn {bytes=0}
+          barrier_wait %turn, %zero
+          barrier_wait %other, %zero
+          %s: f32[64] = reduce %p {kind="sum", axes=(1,)}
+          %w: f32[64,64] = broadcast_in_dim %s {shape=(64, 64), dims=(0,)}
+          %q: f32[64,64] = load %x[:, :]
+          %d: f32[64,64] = div %q, %w
+          %e: f32[64,64] = exp %p
+          %f: f32[64,64] = add %d, %e
+          store %o[:, :] = %f
+        }
+    }
+}
+"""  # noqa: E501
+
+
+def test_arithmetic_is_done_before_waits_but_not_before_arrivals_or_loads():
+    made = before_waits(kernel(TURNS))
+    verify(made)
+    outer = ("pipeline", "alloc", "roles")
+    names = [op.name for op in walk(made.body) if op.name not in outer]
+    first = ["constant", "load", "barrier_expect", "reduce", "broadcast_in_dim"]
+    assert names[:7] == [*first, "barrier_wait", "barrier_wait"]
+    # A load is behind the waits, and what comes after it stays after it.
+    assert names[7:] == ["load", "div", "exp", "add", "store"]
+    assert before_waits(made) is made
