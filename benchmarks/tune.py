@@ -1,7 +1,8 @@
 """The tuner against an exhaustive search of the same space.
 
 For each problem: how many candidates each of them compiles, what the best one takes,
-and whether a second run does any work.
+whether a second run does any work, and what both choices take side by side (the times
+of the searches are each the least of many).
 
     python benchmarks/tune.py                         # on the device JAX uses
     python benchmarks/tune.py matmul --target v5e     # by libtpu's estimates
@@ -13,7 +14,9 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -22,8 +25,10 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
 import pallasite as pl
+from benchmarks.kernels import device_timer
 from pallasite import config, kernels
 from pallasite.kernels import masks
+from pallasite.tune.measure import interleaved
 from pallasite.tune.progress import shown_time
 from pallasite.tune.table import user_table
 
@@ -91,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def compare(name: str, function, operands: list[Shape], options) -> None:
     known = {"target": options.target, "limit": options.limit}
-    lines = []
+    lines, chosen = [], {}
     for title, how in {
         "tuner": {},
         "second run": {},
@@ -99,6 +104,7 @@ def compare(name: str, function, operands: list[Shape], options) -> None:
     }.items():
         started = time.perf_counter()
         found = pl.autotune(function, **known, **how)(*operands)
+        chosen[title] = found
         (site,) = found.sites
         took = time.perf_counter() - started
         best = shown_time(site.entry.seconds, found.unit)
@@ -107,7 +113,29 @@ def compare(name: str, function, operands: list[Shape], options) -> None:
             f"{title:<12}{site.compiled:>3} of {site.considered} compiled in "
             f"{took:6.1f} s, best {best}, default {default}, {site.entry.config}"
         )
+    if options.target is None:
+        arrays = [
+            jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in operands
+        ]
+        runs = [compiled(function, arrays, chosen[n]) for n in ("tuner", "exhaustive")]
+        times = [shown_time(t, "s") for t in side_by_side(runs, arrays)]
+        lines.append(f"side by side: tuner's {times[0]}, exhaustive's {times[1]}")
     print(f"{name} {operands[0].shape}", *lines, sep="\n  ", flush=True)
+
+
+def compiled(function: Callable, arrays: list[jax.Array], found: Any) -> Callable:
+    """A function with the configurations that were found."""
+    with pl.configs(found.table):
+        return jax.jit(lambda *xs: function(*xs)).lower(*arrays).compile()
+
+
+def side_by_side(runs: list[Callable], arrays: list[jax.Array]) -> list[float]:
+    """Seconds of a call of each: on a GPU of its kernels, without their launches."""
+    timer = device_timer()
+    if timer is None:
+        return interleaved([lambda run=run: run(*arrays) for run in runs], rounds=21)
+    rounds = [[timer(run, arrays, 20) for run in runs] for _ in range(7)]
+    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":

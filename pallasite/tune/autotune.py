@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pallasite.errors import KernelTypeError, SpecError
+from pallasite.language.arguments import Arguments
+from pallasite.language.trace import user_location
 from pallasite.tune.results import Tuned
 from pallasite.tune.tunable import declared
 
@@ -55,14 +58,32 @@ def autotune(
     Example:
         `step = pl.autotune(step)(params, batch)`
     """
+    count = (os.cpu_count() or 1) if workers is None else workers
+    _check("limit", limit, limit > 0, "seconds, more than 0")
+    _check("workers", workers, count >= 0, "how many processes, 0 or more")
+    _check("share", share, 0 < share <= 1, "a number above 0 and up to 1")
+    _check("tolerance", tolerance, (tolerance or 0) >= 0, "0 or more, or None")
+    if not callable(function):
+        raise KernelTypeError(
+            "pl.autotune: there is no function to tune",
+            [("is of type", type(function).__name__)],
+            user_location(),
+            fix="pl.autotune(f)(*args), not pl.autotune(f(*args))",
+        )
     if space is not None:
         function = declared(function, space)
 
-    def tune(*args: Any) -> Tuned:
+    def tune(*args: Any, **kwargs: Any) -> Tuned:
         from pallasite.tune.tuner import Options, Tuner
 
-        count = (os.cpu_count() or 1) if workers is None else workers
         options = Options(limit, count, tolerance, share, again, keep, progress)
-        return Tuner(function, args, target, options).tune()
+        return Tuner(function, Arguments(args, kwargs), target, options).tune()
 
     return tune
+
+
+def _check(name: str, value: Any, is_right: bool, fix: str) -> None:
+    if not is_right:
+        raise SpecError(
+            f"pl.autotune: {name} is {value}", at=user_location(), fix=f"pass {fix}"
+        )

@@ -5,6 +5,7 @@ The parts of `__main__.py` for it: arguments, and what they do.
 
 import argparse
 import importlib
+import inspect
 import re
 import runpy
 import sys
@@ -58,17 +59,25 @@ def run(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     from pallasite.tune.autotune import autotune
 
+    function = _function(options.function)
+    operands = [_operand(text) for text in options.operands]
+    try:
+        inspect.signature(function).bind(*operands)
+    except TypeError as error:
+        raise SpecError(
+            f"'{options.function}' does not take these operands",
+            [("operands", len(operands)), ("error", error)],
+            fix="one for each argument; for other arguments tune a function of yours "
+            "that gives them: FILE.py:NAME",
+        ) from None
     found = autotune(
-        _function(options.function),
+        function,
         target=options.target,
         limit=options.limit,
         workers=options.workers,
         again=options.again,
-    )(*map(_operand, options.operands))
+    )(*operands)
     print(found)
-    for site in found.sites:
-        for config, reason in site.refused:
-            print(f"  refused {config}: {reason.splitlines()[0]}")
     if options.output:
         found.save(options.output)
     if found.interrupted:

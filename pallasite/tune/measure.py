@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallasite.tune.locks import exclusive
+
 ROUNDS = 7
 VISIT_SECONDS = 0.01  # that a candidate runs in a round, at least
 HOPELESS = 1.5  # times the best: not measured further
@@ -20,24 +22,10 @@ HOPELESS = 1.5  # times the best: not measured further
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """No other tuner of this user runs a candidate on this computer meanwhile.
-
-    Where there are no such locks, or the file is somebody else's, others may.
-    """
-    try:
-        import fcntl
-
-        path = Path(tempfile.gettempdir()) / f"pallasite-tune-{os.getuid()}.lock"
-        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-    except (ImportError, OSError):
+    """No other tuner of this user runs a candidate on this computer meanwhile."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    with exclusive(Path(tempfile.gettempdir()) / f"pallasite-tune-{user}.lock"):
         yield
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)  # which gives the lock back
 
 
 def interleaved(

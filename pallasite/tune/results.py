@@ -21,7 +21,7 @@ class Found:
     refused: tuple[tuple[str, str], ...] = ()  # configurations, and why not
 
 
-@dataclass
+@dataclass(eq=False)  # hashed by identity: `jax.jit` takes it as any function
 class Tuned:
     """What a tuner found. Calling it calls the function with that.
 
@@ -79,4 +79,6 @@ class Tuned:
             )
             work = f"{found.compiled} of {found.considered} compiled"
             lines.append(f"{entry.site}\n  {values}: {new}, default {old} ({work})")
+            for config, reason in found.refused:
+                lines.append(f"  refused {config}: {reason.splitlines()[0]}")
         return "\n".join(lines)

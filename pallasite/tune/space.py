@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +25,16 @@ class Space:
         values: Mapping[str, Sequence[Any]],
         allows: Callable[[Config], bool] | None = None,
     ):
-        self.values = {name: tuple(each) for name, each in values.items()}
+        self.values: dict[str, tuple[Any, ...]] = {}
         self._allows = allows
-        for name, each in self.values.items():
-            if not each:
+        for name, each in values.items():
+            if isinstance(each, str) or not isinstance(each, Iterable):
+                raise SpecError(
+                    f"the values of the parameter {name!r} are {each!r}",
+                    fix=f"give a sequence of them: {name}=({each!r}, ...)",
+                )
+            self.values[name] = tuple(each)
+            if not self.values[name]:
                 raise SpecError(
                     f"the parameter {name!r} has no values",
                     fix="give at least one, such as its default",

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from pallasite import config
-from pallasite.errors import SpecError
+from pallasite.errors import PallasWarning, SpecError
 from pallasite.runtime import cache as cache_files
+from pallasite.tune.locks import exclusive
 
 FORMAT = 1
 FARTHEST = 2.0  # times as large or small a size may be as the one that was tuned
@@ -184,12 +186,37 @@ def user_table() -> Table:
 
 
 def keep(entry: Entry) -> None:
-    """Add an entry to the user's file, if there is a place for it."""
+    """Add an entry to the user's file, if there is a place for it.
+
+    What was found serves the caller also where it cannot be written: that is a warning.
+    A file that cannot be read (a newer package may have written it) is put aside.
+    """
     path = user_path()
     if path is None:
         return
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    user_table().with_entry(entry).save(path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with exclusive(path.with_suffix(".lock")):
+            _put_aside_unreadable(path)
+            user_table().with_entry(entry).save(path)
+    except OSError as error:
+        warnings.warn(
+            f"what was tuned is not kept: {path} cannot be written ({error}). "
+            "Set PALLASITE_CACHE_DIR to another folder, or save() it yourself.",
+            PallasWarning,
+            stacklevel=2,
+        )
+
+
+def _put_aside_unreadable(path: Path) -> None:
+    if not path.exists():
+        return
+    try:
+        load(path)
+    except SpecError as error:
+        aside = path.with_name(f"{path.name}.unreadable")
+        os.replace(path, aside)
+        warnings.warn(f"{error}\nIt is now {aside}.", PallasWarning, stacklevel=3)
 
 
 @cache

@@ -32,7 +32,7 @@ def tunable(
         values: for each keyword argument the values to choose from, neighbours alike.
 
     Raises:
-        SpecError: the function has no such argument, or it has no default.
+        SpecError: the function has no such argument, or it has no default or values.
 
     Example:
         ```
@@ -52,6 +52,7 @@ def declared(
 ) -> Callable[..., Any]:
     """The function as `tunable` makes it."""
     default = _defaults(function, values)
+    Space(values)  # says what is wrong with them now, not when the function is called
     title = name or function.__name__
 
     @functools.wraps(function)
@@ -70,6 +71,12 @@ def declared(
 
 
 def _defaults(function: Callable[..., Any], values: Mapping[str, Any]):
+    if not values:
+        raise SpecError(
+            f"pl.tunable: no argument of '{function.__name__}' has values",
+            at=user_location(),
+            fix="name one with its values: block=(64, 128, 256)",
+        )
     parameters = inspect.signature(function).parameters
     for name in values:
         parameter = parameters.get(name)

@@ -69,35 +69,42 @@ class Workers:
         waiting = iter(new)
         lock = threading.Lock()
         stop = threading.Event()
+        # Not by joining threads: before Python 3.13 a Ctrl-C in `join` makes a thread
+        # that runs look ended.
+        ended = [threading.Event() for _ in range(min(len(self._idle), len(new)))]
 
         def serve(place: int) -> None:
-            while not stop.is_set():
-                with lock:
-                    call = next(waiting, None)
-                if call is None:
-                    return
-                self._known[call] = self._one(place, call)
+            try:
+                while not stop.is_set():
+                    with lock:
+                        call = next(waiting, None)
+                    if call is None:
+                        return
+                    self._known[call] = self._one(place, call)
+            finally:
+                ended[place].set()
 
-        threads = [
-            threading.Thread(target=serve, args=(place,), daemon=True)
-            for place in range(min(len(self._idle), len(new)))
-        ]
-        for thread in threads:
-            thread.start()
+        started = 0
         try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
+            for place in range(len(ended)):
+                threading.Thread(target=serve, args=(place,), daemon=True).start()
+                started += 1
+            for each in ended:
+                while not each.wait(0.2):
                     said(sum(call not in self._known for call in new))
         except BaseException:
             stop.set()
-            for child in self._idle:
-                if child is not None:
-                    child.process.kill()  # which ends what its thread waits for
-            for thread in threads:
-                thread.join()
+            for each in ended[:started]:
+                self._kill()  # which ends what threads wait for
+                while not each.wait(0.2):
+                    self._kill()  # a child that was only just started, too
             raise
         return {call: self._known[call] for call in asked}
+
+    def _kill(self) -> None:
+        for child in list(self._idle):
+            if child is not None:
+                child.process.kill()
 
     def _one(self, place: int, call: Call) -> str:
         try:

@@ -1,6 +1,9 @@
 """Tables of configurations: files, exact and nearest lookup, and what kernels take."""
 
+import contextvars
 import json
+import threading
+import time
 from typing import Any
 
 import jax
@@ -10,7 +13,7 @@ import pytest
 import pallasite as pl
 from benchmarks import tune_tables
 from pallasite import config, kernels
-from pallasite.errors import SpecError
+from pallasite.errors import PallasWarning, SpecError
 from pallasite.target import TPUS
 from pallasite.tune import choices, table
 from pallasite.tune.space import Space
@@ -171,6 +174,48 @@ def test_a_broken_file_of_the_user_is_no_error():
         assert grid_of(doubled, X) == (8,)
 
 
+def test_a_file_that_cannot_be_read_is_put_aside_not_lost():
+    path = table.user_path()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    written = '{"format": 2, "configs": {}}'  # by a newer package
+    path.write_text(written)
+    with pytest.warns(PallasWarning, match="configs.json.unreadable"):
+        table.keep(entry(64, 16))
+    assert len(table.user_table().entries) == 1
+    aside = path.with_name("configs.json.unreadable")
+    assert aside.read_text() == written
+
+
+def test_what_cannot_be_kept_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with config.override(cache_dir=str(tmp_path / "file" / "cache")):
+        with pytest.warns(PallasWarning, match="what was tuned is not kept"):
+            table.keep(entry(64, 16))
+
+
+def test_processes_that_keep_at_once_lose_nothing(monkeypatch):
+    """The file is read and written again as one step."""
+    save = Table.save
+
+    def slow(self, path):
+        time.sleep(0.05)
+        save(self, path)
+
+    monkeypatch.setattr(Table, "save", slow)
+    threads = [
+        threading.Thread(
+            target=contextvars.copy_context().run, args=(table.keep, entry(n, 8))
+        )
+        for n in (16, 32, 64, 128)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(table.user_table().entries) == 4
+
+
 def test_shipped_tables_are_of_configurations_the_library_takes():
     for each in table.shipped().entries:
         assert each.site.kernel in dir(kernels)
@@ -239,7 +284,16 @@ def test_tunable_needs_arguments_with_defaults():
     with pytest.raises(SpecError, match="'size' of 'f' does not exist"):
         pl.tunable(size=(1, 2))(lambda_named_f())
     with pytest.raises(SpecError, match="no values"):
-        pl.tunable(block=())(doubled)(X)
+        pl.tunable(block=())(plainly_doubled)
+    with pytest.raises(SpecError, match="no argument of 'plainly_doubled' has values"):
+        pl.tunable()(plainly_doubled)
+    with pytest.raises(SpecError, match=r"give a sequence of them: block=\(8, ...\)"):
+        pl.tunable(block=8)(plainly_doubled)  # pyright: ignore[reportArgumentType]
+
+
+def plainly_doubled(x, *, block=8):
+    del block
+    return 2 * x
 
 
 def lambda_named_f():

@@ -1,6 +1,9 @@
 """Child processes that compile: hung, crashed and silent ones are survived."""
 
+import os
+import signal
 import sys
+import threading
 import time
 
 import jax
@@ -60,6 +63,17 @@ def test_children_that_hang_or_crash_are_replaced(count: int):
         again = time.monotonic()
         assert workers.probe(calls) == said  # known: no child is asked
         assert time.monotonic() - again < 1
+
+
+def test_ctrl_c_waits_for_what_children_say_last():
+    """It comes while the main thread waits, as it does from a terminal."""
+    hanging = call("hangs")
+    with Workers(1, 60.0, "cpu", (sys.executable, "-c", CHILD)) as workers:
+        signals = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        signals.start()
+        with pytest.raises(KeyboardInterrupt):
+            workers.probe([hanging])
+        assert "its process ended" in workers._known[hanging]
 
 
 def test_an_interruption_ends_the_children():
