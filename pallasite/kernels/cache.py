@@ -24,8 +24,8 @@ def update_pages(
     Args:
         pages: (pages, page_size, kv_heads, width).
         new: (tokens, kv_heads, width); converted to the dtype of the pages.
-        slots: (tokens,) different integers. A negative one is padding: its row is
-            dropped.
+        slots: (tokens,) different integers. One that is no slot of the pages, such as
+            -1 or pages * page_size, is padding: its row is dropped.
     """
     operation = "update_pages"
     _, _, kv_heads, width = common.check_rank(operation, "pages", pages, PAGES)
@@ -47,15 +47,21 @@ def _stored(pages, new, slots):
     tokens, kv_heads, width = new.shape
     flat = pages.reshape(-1, kv_heads, width)
 
+    def is_slot(slot):
+        return (slot >= 0) & (slot < len(flat))
+
     def kernel(slots_ref, new_ref, flat_ref, o_ref):
         del flat_ref  # the result's own buffer
 
-        @pl.when(slots_ref[pl.program_id(0)] >= 0)
+        @pl.when(is_slot(slots_ref[pl.program_id(0)]))
         def _():
             o_ref[...] = new_ref[...].astype(o_ref.dtype)
 
+    def place(t, slots_ref):
+        return jnp.where(is_slot(slots_ref[t]), slots_ref[t], 0), 0, 0
+
     row = (None, kv_heads, width)
-    slot = pl.BlockSpec(row, lambda t, slots_ref: (jnp.maximum(slots_ref[t], 0), 0, 0))
+    slot = pl.BlockSpec(row, place)
     out = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),

@@ -62,10 +62,10 @@ def all_gather_matmul(
     ring = Ring.of("all_gather_matmul", axis)
     compute = common.choose(implementation, _ring_gathered, _plain_gathered)
     out = compute(
-        x.reshape(-1, k),
+        x.reshape(math.prod(x.shape[:-1]), k),
         y,
         ring=ring,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=common.result_dtype(out_dtype, x),
         config=config,
     )
     # (devices, batch * rows, n) with the devices' rows beside each other.
@@ -107,10 +107,10 @@ def matmul_reduce_scatter(
     by_device = x.reshape(math.prod(batch), ring.size, rows, k).swapaxes(0, 1)
     compute = common.choose(implementation, _ring_scattered, _plain_scattered)
     out = compute(
-        by_device.reshape(ring.size, -1, k),
+        by_device.reshape(ring.size, math.prod(batch) * rows, k),
         y,
         ring=ring,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=common.result_dtype(out_dtype, x),
         config=config,
     )
     return out.reshape(*batch, rows, n)

@@ -15,8 +15,11 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 import pallasite as pl
+from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError
 
 Implementation = Literal["pallasite", "xla", "reference"]
@@ -34,8 +37,24 @@ def choose(implementation: str, kernel: Callable, plain: Callable) -> Callable:
             fix=f"one of {', '.join(map(repr, get_args(Implementation)))}",
         )
     if implementation == "pallasite":
-        return kernel
-    return plain if implementation == "xla" else in_float32(plain)
+        chosen = kernel
+    else:
+        chosen = plain if implementation == "xla" else in_float32(plain)
+
+    def of_jax_arrays(*operands, **options):
+        return chosen(*jax.tree.map(_of_jax, operands), **options)
+
+    return of_jax_arrays
+
+
+def _of_jax(x: Any) -> Any:
+    """numpy's float64 is float32 to JAX, unless 64 bits are switched on."""
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def result_dtype(given: Any, x: Any) -> np.dtype:
+    """The dtype asked for, or else that of an operand."""
+    return jnp.dtype(given or jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def in_float32(plain: Callable) -> Callable:
@@ -56,7 +75,8 @@ def in_float32(plain: Callable) -> Callable:
 
 def statistics_dtype(dtype: Any) -> Any:
     """The dtype of sums and exponentials: float32, or float64 for such operands."""
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    is_double = jax.dtypes.canonicalize_dtype(dtype) == jnp.float64
+    return jnp.float64 if is_double else jnp.float32
 
 
 def check_floats(operation: str, **operands: Any) -> None:
@@ -81,6 +101,27 @@ def check_array(operation: str, name: str, x: Any) -> None:
             [("is of type", type(x).__name__)],
             fix=f"pass {name} as an array: jnp.asarray(...)",
         )
+
+
+def check_rows(operation: str, name: str, x: Any) -> None:
+    """An operand is rows of floating-point elements: it has a last dimension."""
+    check_floats(operation, **{name: x})
+    if not x.ndim:
+        raise SpecError(
+            f"{operation}: {name} has no dimensions",
+            [("has shape", _shape(x))],
+            fix=f"pass {name} with shape (..., width)",
+        )
+
+
+def check_soft_cap(operation: str, soft_cap: Any) -> None:
+    """A cap is a positive number: capped by 0, all scores would be alike."""
+    if soft_cap is None or not jaxcompat.is_concrete(soft_cap) or soft_cap > 0:
+        return
+    raise SpecError(
+        f"{operation}: soft_cap is {soft_cap}",
+        fix="pass a positive number, or None for scores without a cap",
+    )
 
 
 def check_shape(operation: str, name: str, x: Any, wanted: Sequence[int]) -> None:
@@ -113,9 +154,12 @@ def _shape(x: Any) -> tuple[int, ...]:
 def check_integers(operation: str, **operands: Any) -> None:
     """Every operand that is given has integer elements."""
     for name, x in operands.items():
-        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        if x is None:
+            continue
+        check_array(operation, name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
             raise KernelTypeError(
-                f"{operation}: {name} are {jnp.result_type(x)}",
+                f"{operation}: {name} are {x.dtype}",
                 fix="pass them as int32",
             )
 
@@ -201,3 +245,29 @@ def rows_per_block(shape: Sequence[int]) -> int:
 def _widen(x: Any) -> Any:
     is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(statistics_dtype(x.dtype)) if is_float else x
+
+
+def differentiated_as(function: Callable, same: Callable, *operands: Any) -> Any:
+    """`function(*operands)`, with the derivative of another one that computes the same.
+
+    For kernels whose best blocks are not those that backward kernels are to have. The
+    operands are pytrees.
+    """
+    call = jax.custom_jvp(function)
+
+    def jvp(primals, tangents):
+        leaves, tree = jax.tree.flatten(primals)
+        changes = jax.tree.leaves(tangents)
+        active = [n for n, d in enumerate(changes) if not isinstance(d, SymbolicZero)]
+
+        def of_active(*values):
+            known = dict(zip(active, values, strict=True))
+            all_of_them = [known.get(n, x) for n, x in enumerate(leaves)]
+            return same(*jax.tree.unflatten(tree, all_of_them))
+
+        return jax.jvp(
+            of_active, [leaves[n] for n in active], [changes[n] for n in active]
+        )
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call(*operands)

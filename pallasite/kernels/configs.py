@@ -5,6 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
+from pallasite import config
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common
 from pallasite.primitive import chip_for
 from pallasite.target import Gpu, Host, Tpu
@@ -29,6 +33,18 @@ def traced_for(kind: type[Host | Gpu | Tpu]) -> bool:
     return isinstance(chip_for(None), kind)
 
 
+def hopper() -> Gpu | None:
+    """The GPU that a call is traced for now, if it multiplies by warpgroups.
+
+    That is what `cuda` does on chips of that generation, where no other backend is
+    asked for.
+    """
+    chip = chip_for(None)
+    if not isinstance(chip, Gpu) or chip.arch != "sm_90":
+        return None
+    return chip if config.get("backend") in ("", "cuda") else None
+
+
 def tuned(
     kernel: str,
     given: C | None,
@@ -48,11 +64,33 @@ def tuned(
         options: whatever else decides the kernel's code.
     """
     if given is not None:
-        return given
+        return checked(kernel, given, default)
     values = {name: getattr(default, name) for name in space}
     site = choices.site_of(kernel, operands, options)
     chosen = choices.choose(site, values, Space(space))
     return dataclasses.replace(default, **chosen)  # pyright: ignore[reportArgumentType]
+
+
+def checked(operation: str, given: C, like: C) -> C:
+    """The caller's configuration: of the operation's class, its sizes positive."""
+    if not isinstance(given, type(like)):
+        raise KernelTypeError(
+            f"{operation}: config is no {type(like).__name__}",
+            [("is of type", type(given).__name__)],
+            fix=f"pass config=kernels.{type(like).__name__}(...)",
+        )
+    for field in dataclasses.fields(given):  # pyright: ignore[reportArgumentType]
+        value, usual = getattr(given, field.name), getattr(like, field.name)
+        if isinstance(usual, bool) or not isinstance(usual, int | None):
+            continue  # a choice, or a configuration within this one
+        is_size = isinstance(value, int | np.integer) and value >= 1
+        if not is_size and not (value is None and field.default is None):
+            raise SpecError(
+                f"{operation}: {field.name} of its configuration is {value!r}",
+                [("config", given)],
+                fix=f"pass a positive integer for {field.name}",
+            )
+    return given
 
 
 def tuned_rows(

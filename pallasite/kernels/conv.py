@@ -49,7 +49,11 @@ def causal_conv1d(
     common.check_shape(operation, "bias", bias, (channels,))
     common.check_option(operation, "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _by_blocks, _plain)
-    bias = jnp.zeros(channels, weights.dtype) if bias is None else bias
+    bias = (
+        jnp.zeros(channels, common.result_dtype(None, weights))
+        if bias is None
+        else bias
+    )
     config = configs.tuned(operation, config, ConvConfig(), SPACE, (x, weights))
     how = {"activation": ACTIVATIONS[activation], "config": config}
     return compute(x, weights, bias, **how)

@@ -18,12 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 import pallasite as pl
+from pallasite import tpu as pltpu
 from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.attention import LOWEST
 from pallasite.kernels.matmul import (
     MatmulConfig,
+    SplitSum,
+    added,
     fitted,
+    narrow,
     product,
     row_blocks,
     row_partials,
@@ -34,6 +38,8 @@ from pallasite.target import Host
 # Exponentials are of base two, as chips have them: a multiplication and a subtraction
 # are then one instruction.
 LOG2_E = math.log2(math.e)
+# Bytes of the sums for x that a CPU's threads have each in the gradient.
+MOST_SUMS = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,7 @@ def linear_softmax_cross_entropy_loss(
     common.check_shape(operation, "labels", labels, (tokens,))
     common.check_shape(operation, "weights", weights, (hidden, vocabulary))
     common.check_option(operation, "reduction", reduction, ["sum", "mean", "none"])
+    common.check_soft_cap(operation, soft_cap)
     if x.dtype != weights.dtype:
         raise SpecError(
             f"{operation}: x and weights differ in dtype",
@@ -103,8 +110,11 @@ def linear_softmax_cross_entropy_loss(
             fix="convert one of them",
         )
     compute = common.choose(implementation, _streamed, _plain)
-    # A CPU packs weights for every block of tokens, or once for all.
-    default = CrossEntropyConfig(block_tokens=256 if configs.traced_for(Host) else 128)
+    default = CrossEntropyConfig()
+    if configs.traced_for(Host):
+        # Weights are packed for every block of tokens, or once for all.
+        columns = max(narrow(tokens, vocabulary, default.block_columns), 128)
+        default = CrossEntropyConfig(block_tokens=256, block_columns=columns)
     config = configs.tuned(operation, config, default, SPACE, (x, weights))
     counted = (labels >= 0) & (labels < vocabulary)
     losses = compute(
@@ -182,10 +192,12 @@ def _with_logits(x, weights, labels, soft_cap, config, keep: bool):
         config=blocks,
         name="cross_entropy",
     )
+    # XLA's CPU takes ten times as long for the same with a last dimension of one.
+    maxima, sums, found = (each[:, :, 0] for each in (maxima, sums, found))
     maximum = jnp.max(maxima, axis=0, initial=LOWEST)
     total = jnp.sum(sums * jnp.exp2(maxima - maximum), axis=0)
-    log_sum_exp = ((maximum + jnp.log2(total)) / LOG2_E)[:, 0]
-    return (log_sum_exp, jnp.sum(found, axis=0)[:, 0]), kept[0] if keep else None
+    log_sum_exp = (maximum + jnp.log2(total)) / LOG2_E
+    return (log_sum_exp, jnp.sum(found, axis=0)), kept[0] if keep else None
 
 
 def _inside(labels, vocabulary: int):
@@ -204,12 +216,24 @@ def _statistics_fwd(x, weights, labels, soft_cap, config):
 
 def _statistics_bwd(soft_cap, config, kept, cotangents):
     x, weights, labels, log_sum_exp, logits = kept
-    vocabulary = weights.shape[1]
-    block = min(config.block_vocab, max(vocabulary, 1))
     rows = [
-        _inside(labels, vocabulary),
+        _inside(labels, weights.shape[1]),
         *(c[:, None] for c in (log_sum_exp, *cotangents)),
     ]
+    chip = configs.chip_for(None)
+    compute = _by_columns
+    if isinstance(chip, Host) and x.size and weights.size:
+        parts = _parts(chip, x, weights, config)
+        if parts.count * x.size * 4 <= MOST_SUMS:
+            compute = functools.partial(_at_once, parts=parts)
+    d_x, d_weights = compute(x, weights, rows, logits, soft_cap, config)
+    return d_x.astype(x.dtype), d_weights, None
+
+
+def _by_columns(x, weights, rows, logits, soft_cap, config):
+    """Cotangents of x (float32) and the weights: three products per `block_vocab`."""
+    vocabulary = weights.shape[1]
+    block = min(config.block_vocab, max(vocabulary, 1))
     wide = common.statistics_dtype(x.dtype)
 
     def part(start, size):
@@ -239,7 +263,94 @@ def _statistics_bwd(soft_cap, config, kept, cotangents):
     if rest:
         more, columns = part(whole * block, rest)
         d_x, d_weights = d_x + more, d_weights.at[:, whole * block :].set(columns)
-    return d_x.astype(x.dtype), d_weights, None
+    return d_x, d_weights
+
+
+def _parts(chip: Host, x, weights, config) -> SplitSum:
+    """Blocks of the vocabulary, in two parts for each thread: cores differ in speed."""
+    columns = min(config.block_columns, weights.shape[1])
+    return SplitSum.of(pl.cdiv(weights.shape[1], columns), 2 * chip.threads)
+
+
+def _at_once(x, weights, rows, logits, soft_cap, config, *, parts: SplitSum):
+    """The same on a CPU: all three products of a block while it is in a near cache.
+
+    Each part of the vocabulary has its own sums for x, which XLA adds.
+    """
+    (tokens, hidden), vocabulary = x.shape, weights.shape[1]
+    wide = common.statistics_dtype(x.dtype)
+    height, width = (
+        min(config.block_tokens, tokens),
+        min(config.block_columns, vocabulary),
+    )
+    chunks = pl.cdiv(tokens, height)
+
+    def kernel(x_ref, weights_ref, *refs):
+        row_refs, kept = refs[: len(rows)], refs[len(rows) : -3]
+        d_x_ref, d_weights_ref, sums_ref = refs[-3:]
+        part, step, chunk = (pl.program_id(n) for n in range(3))
+
+        @pl.when(step == 0)
+        def _():
+            d_x_ref[chunk] = jnp.zeros((height, hidden), wide)
+
+        @pl.when(parts.has(part, step))
+        def _():
+            @pl.when(chunk == 0)
+            def _():
+                sums_ref[...] = jnp.zeros_like(sums_ref)
+
+            left, right = x_ref[...], weights_ref[...]
+            if kept:
+                found = kept[0][...]
+            else:
+                found = jnp.dot(left, right, preferred_element_type=wide)
+                found = _capped(found, soft_cap)
+            columns = parts.step(part, step) * width + lax.broadcasted_iota(
+                jnp.int32, found.shape, 1
+            )
+            numbers = [ref[...] for ref in row_refs]
+            d_logits = _cotangent(found, columns, numbers, soft_cap).astype(x.dtype)
+            over = lambda a, b, dims: lax.dot_general(
+                a, b, (dims, ((), ())), preferred_element_type=wide
+            )
+            d_x_ref[chunk] += over(d_logits, right, ((1,), (1,)))
+            sums_ref[...] += over(left, d_logits, ((0,), (0,)))
+
+            @pl.when(chunk == chunks - 1)
+            def _():
+                d_weights_ref[...] = sums_ref[...].astype(d_weights_ref.dtype)
+
+    # Where blocks hang over an edge, zeros take no part in the sums.
+    spec = functools.partial(pl.BlockSpec, fill=0)
+    across = lambda i, j, t: (0, parts.step(i, j))
+    down = lambda i, j, t: (t, 0)
+    d_x, d_weights = pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((parts.count, chunks, height, hidden), wide),
+            jax.ShapeDtypeStruct(weights.shape, weights.dtype),
+        ],
+        grid=(parts.count, parts.each, chunks),
+        in_specs=[
+            spec((height, hidden), down),
+            spec((hidden, width), across),
+            *[spec((height, 1), down)] * len(rows),
+            *[spec((height, width), lambda i, j, t: (t, parts.step(i, j)))]
+            * (logits is not None),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, chunks, height, hidden), lambda i, j, t: (i, 0, 0, 0)),
+            pl.BlockSpec((hidden, width), across),
+        ],
+        scratch_shapes=[pltpu.VMEM((hidden, width), wide)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+        ),
+        name="cross_entropy_gradient",
+    )(x, weights, *rows, *([] if logits is None else [logits]))
+    d_x = added(d_x.reshape(parts.count, -1, hidden))
+    return d_x[:tokens], d_weights
 
 
 def _cotangent(logits, columns, rows, soft_cap):

@@ -76,7 +76,7 @@ def decode_attention(
         [key_cache, value_cache],
         [lengths],
         check_scales(operation, key_cache.shape, key_scales, value_scales),
-        options=Options.of(width, scale, soft_cap),
+        options=Options.of(operation, width, scale, soft_cap),
         config=_tuned(
             operation,
             config,
@@ -107,7 +107,7 @@ def paged_attention(
         query: (batch, heads, width).
         key_pages: (pages, page_size, kv_heads, width).
         value_pages: (pages, page_size, kv_heads, value_width).
-        lengths: (batch,) integers: keys of each sequence.
+        lengths: (batch,) integers: keys of each sequence, at most those of its pages.
         page_table: (batch, pages of the longest sequence) integers. Entries past a
             sequence's length are not used, whatever they are.
         key_scales, value_scales: (kv_heads,), or (pages, page_size, kv_heads).
@@ -126,7 +126,7 @@ def paged_attention(
         [key_pages, value_pages],
         [lengths, page_table],
         check_scales(operation, key_pages.shape, key_scales, value_scales),
-        options=Options.of(width, scale, soft_cap),
+        options=Options.of(operation, width, scale, soft_cap),
         config=_tuned(
             operation,
             config,
@@ -173,7 +173,10 @@ class Options:
     soft_cap: float | None
 
     @staticmethod
-    def of(width: int, scale: float | None, soft_cap: float | None) -> "Options":
+    def of(
+        operation: str, width: int, scale: float | None, soft_cap: float | None
+    ) -> "Options":
+        common.check_soft_cap(operation, soft_cap)
         return Options(width**-0.5 if scale is None else scale, soft_cap)
 
 

@@ -31,7 +31,8 @@ def gated_linear_unit(
         activation: "swish" (SwiGLU), "gelu" (GEGLU, tanh form), "relu", "sigmoid" or
             "identity".
     """
-    common.check_floats("gated_linear_unit", gate=gate, value=value)
+    common.check_rows("gated_linear_unit", "gate", gate)
+    common.check_floats("gated_linear_unit", value=value)
     common.check_shape("gated_linear_unit", "value", value, gate.shape)
     common.check_option("gated_linear_unit", "activation", activation, [*ACTIVATIONS])
     compute = common.choose(implementation, _glu_rows, _plain_glu)

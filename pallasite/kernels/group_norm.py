@@ -5,6 +5,8 @@ them to a factor and a summand per channel, which a second kernel applies. x is 
 twice and written once, whatever its size.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,8 +47,10 @@ def group_norm(
         common.check_shape("group_norm", name, weight, x.shape[-1:])
     compute = common.choose(implementation, _by_blocks, _plain)
     options = {"groups": groups, "epsilon": epsilon}
-    positions = x.reshape(x.shape[0], -1, x.shape[-1])
+    positions = x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
     config = configs.tuned_rows("group_norm", config, positions)
+    if not x.size:
+        return jnp.asarray(x)
     out = compute(positions, scale, bias, config=config, **options)
     return out.reshape(x.shape)
 
@@ -67,8 +71,6 @@ def _plain(x, scale, bias, *, groups, epsilon, config):
 
 def _by_blocks(x, scale, bias, *, groups, epsilon, config):
     batch, positions, channels = x.shape
-    if not x.size:
-        return x
     block = min(config.block_rows, positions)
     blocks = pl.cdiv(positions, block)
     wide = common.statistics_dtype(x.dtype)

@@ -119,7 +119,7 @@ def latent_attention(
         rotary_pages,
         lengths.astype(jnp.int32),
         page_table.astype(jnp.int32),
-        options=Options(scale, soft_cap),
+        options=Options.of(operation, latent, scale, soft_cap),
         config=configs.tuned(
             operation,
             config,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import pair_tables
 
 
@@ -77,11 +77,35 @@ class Mask(abc.ABC):
         for name, side in self.SIDES.items():
             yield name, side, getattr(self, name)
 
+    # Arrays would otherwise compose with a mask element by element.
+    __array_ufunc__ = None
+
     def __and__(self, other: "Mask") -> "Mask":
+        check_mask("attention", other)
         return _Both(self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
+        check_mask("attention", other)
         return _Either(self, other)
+
+
+def check_mask(operation: str, mask: Any) -> None:
+    """A mask is an object of this module, not an array of booleans, or a class."""
+    if isinstance(mask, Mask):
+        return
+    if isinstance(mask, type):
+        fix = f"make one: masks.{mask.__name__}(...)"
+    else:
+        fix = (
+            "compose masks.Causal(), Window, Prefix, Segments; of booleans known to "
+            "numpy, (queries, keys), masks.Blocks(mask); of others "
+            "bias=jnp.where(mask, 0, -jnp.inf)"
+        )
+    raise KernelTypeError(
+        f"{operation}: mask is no object of kernels.masks",
+        [("is", getattr(mask, "__name__", None) or type(mask).__name__)],
+        fix=fix,
+    )
 
 
 def _pytree(*arrays: str) -> Callable[[type], type]:

@@ -7,6 +7,7 @@ the last grid axis, and `finish` makes the results of a finished block.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.glu import ACTIVATIONS
 from pallasite.target import Gpu, Host
+
+IDENTITY = ACTIVATIONS["identity"]
+PROGRAMS_PER_THREAD = 8  # of a CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,14 @@ def matmul(
     common.check_shape("matmul", "bias", bias, (n,))
     common.check_shape("matmul", "residual", residual, (*x.shape[:-1], n))
     common.check_option("matmul", "activation", activation, [*ACTIVATIONS])
+    if prologue is not None:
+        made = jax.eval_shape(prologue, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        if made.shape != x.shape:
+            raise SpecError(
+                "matmul: prologue is not elementwise",
+                [("of x", x.shape), ("it makes", made.shape)],
+                fix="apply what changes the shape before the call",
+            )
     compute = common.choose(implementation, _fused, _plain)
     config = configs.tuned(
         "matmul",
@@ -92,7 +105,7 @@ def matmul(
         residual,
         activation=ACTIVATIONS[activation],
         prologue=prologue,
-        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        out_dtype=common.result_dtype(out_dtype, x),
         config=config,
     )
 
@@ -108,13 +121,27 @@ def _default(rows: int, k: int, n: int, gated: bool) -> MatmulConfig:
         return (
             MatmulConfig(64, 4096)
             if rows <= 64
-            else MatmulConfig(256, 512 if gated else 1024)
+            else MatmulConfig(256, narrow(rows, n, 512 if gated else 1024))
         )
     if configs.traced_for(Gpu) and rows <= 64 and n and not gated:
         splits = min(16, 512 // pl.cdiv(n, 128), k // 512)
         if splits > 1:
             return MatmulConfig(splits=splits)
     return MatmulConfig(block_n=128 if gated else 256)
+
+
+def narrow(rows: int, n: int, most: int, block_m: int = 256) -> int:
+    """Columns of a CPU's blocks: at most `most`, and enough programs for its threads.
+
+    Cores differ in speed, and a thread that comes late must not leave the others idle:
+    eight programs for each. Blocks that do not divide n would be copied at its edge.
+    """
+    chip = configs.chip_for(None)
+    widths = [w for w in (most, most // 2, most // 4, most // 8) if w and n % w == 0]
+    if not isinstance(chip, Host) or not widths:
+        return most
+    wanted = PROGRAMS_PER_THREAD * chip.threads / max(pl.cdiv(rows, block_m), 1)
+    return next((w for w in widths if n // w >= wanted), widths[-1])
 
 
 def _space(rows: int, k: int) -> dict[str, tuple[int, ...]]:
@@ -144,60 +171,85 @@ def _fused(x, y, gate, bias, residual, **how):
         return _plain(x, y, gate, bias, residual, **how)
     if how["config"].splits > 1:
         return _by_splits(x, y, gate, bias, residual, **how)
-    if gate is not None and how["prologue"] is None and configs.traced_for(Gpu):
+    if _keeps_factors(x, gate, how) and configs.traced_for(Gpu):
         del how["prologue"]
-        return _gated(x, y, gate, bias, residual, tuple(how.items()))
+        return _finished_sums(x, y, gate, bias, residual, tuple(how.items()))
     return _by_blocks(x, y, gate, bias, residual, **how)
 
 
+def _keeps_factors(x, gate, how) -> bool:
+    """Whether a derivative takes more than the products of its own operands."""
+    if how["prologue"] is not None:
+        return False
+    # Of float32, XLA's products have fewer bits than a kernel's.
+    is_narrow = x.dtype.itemsize == 2
+    return gate is not None or (how["activation"] is not IDENTITY and is_narrow)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
-def _gated(x, y, gate, bias, residual, how):
-    """A gated product whose derivative is that of its two sums, times two factors.
+def _finished_sums(x, y, gate, bias, residual, how):
+    """Products whose derivative is that of their sums, times factors.
 
     The factors are made with the result, from sums that are in registers then; the
     rest are plain products, which XLA does at a GPU's full rate. A kernel that is
-    derived from this one would compute both sums again, and then add two products in
-    each step, of blocks that leave tensor cores idle.
+    derived from this one would compute the sums again; with a gate, it would then add
+    two products in each step, of blocks that leave tensor cores idle.
     """
     return _by_blocks(x, y, gate, bias, residual, prologue=None, **dict(how))
 
 
-@_gated.defjvp
-def _gated_jvp(how, primals, tangents):
-    x, y, gate, bias, _ = primals
+@_finished_sums.defjvp
+def _finished_sums_jvp(how, primals, tangents):
+    x, y, gate, *_ = primals
     d_x, d_y, d_gate, d_bias, d_residual = tangents
-    out, by_value, by_gate = _with_factors(*primals, **dict(how))
-    narrow = lambda a, b: jnp.dot(a, b, preferred_element_type=x.dtype)
-    d_value = narrow(d_x, y) + narrow(x, d_y)
-    if bias is not None:
-        d_value = d_value + d_bias.astype(x.dtype)
-    d_out = by_value * d_value + by_gate * (narrow(d_x, gate) + narrow(x, d_gate))
-    d_out = d_out.astype(out.dtype)
-    return out, d_out if d_residual is None else d_out + d_residual.astype(out.dtype)
+    out, *factors = _with_factors(*primals, **dict(how))
+    wide = common.statistics_dtype(x.dtype)
+
+    def d_sum(weights, d_weights):
+        narrow = functools.partial(jnp.dot, preferred_element_type=x.dtype)
+        return (narrow(d_x, weights) + narrow(x, d_weights)).astype(wide)
+
+    d_value = d_sum(y, d_y)
+    if d_bias is not None:
+        d_value = d_value + d_bias.astype(wide)
+    d_out = factors[0].astype(wide) * d_value
+    if gate is not None:
+        d_out = d_out + factors[1].astype(wide) * d_sum(gate, d_gate)
+    if d_residual is not None:
+        d_out = d_out + d_residual.astype(wide)
+    return out, d_out.astype(out.dtype)
 
 
 def _with_factors(x, y, gate, bias, residual, *, activation, out_dtype, config):
-    """The result, and its derivatives by both sums, in x's dtype."""
+    """The result, and its derivatives by the sums, in x's dtype."""
+    weights = [y] if gate is None else [y, gate]
 
     def finish(sums, first, second, refs):
-        value, by_gate = jax.jvp(
-            lambda b: _finished([sums[0], b], first, None, activation),
-            (sums[1],),
-            (jnp.ones_like(sums[1]),),
+        value = functools.partial(
+            _finished, bias=first, residual=None, activation=activation
         )
-        out = value if second is None else value + second.astype(value.dtype)
-        for ref, each in zip(refs, (out, activation(sums[1]), by_gate), strict=True):
+        ones = jnp.ones_like(sums[0])
+        if gate is None:
+            out, by_value = jax.jvp(lambda a: value([a]), (sums[0],), (ones,))
+            factors = [by_value]
+        else:
+            of_gate = lambda b: value([sums[0], b])
+            out, by_gate = jax.jvp(of_gate, (sums[1],), (ones,))
+            factors = [activation(sums[1]), by_gate]
+        if second is not None:
+            out = out + second.astype(out.dtype)
+        for ref, each in zip(refs, (out, *factors), strict=True):
             ref[...] = each.astype(ref.dtype)
 
-    dtypes = [out_dtype, x.dtype, x.dtype]
-    return _finished_blocks(x, [y, gate], bias, residual, finish, dtypes, None, config)
+    dtypes = [out_dtype] + [x.dtype] * len(weights)
+    return _finished_blocks(x, weights, bias, residual, finish, dtypes, None, config)
 
 
 def _by_splits(x, y, gate, bias, residual, *, activation, prologue, out_dtype, config):
     factors = [y] if gate is None else [y, gate]
     rows = x.reshape(-1, x.shape[-1])
     parts = partial_sums(rows, factors, prologue=prologue, config=config)
-    sums = [jnp.sum(p, axis=0).reshape(*x.shape[:-1], y.shape[1]) for p in parts]
+    sums = [added(p).reshape(*x.shape[:-1], y.shape[1]) for p in parts]
     return _finished(sums, bias, residual, activation).astype(out_dtype)
 
 
@@ -350,6 +402,17 @@ def product(
         ),
         name=name,
     )(x, *factors, *(a for a, _ in extras))
+
+
+def added(parts: jax.Array) -> jax.Array:
+    """The sum over the first dimension, which is of few parts.
+
+    XLA's CPU adds arrays, one to the other, in a single loop; as a reduction of the
+    first dimension the same took 3 to 100 times as long (jax 0.10.2).
+    """
+    if configs.traced_for(Host):
+        return functools.reduce(operator.add, parts)
+    return jnp.sum(parts, axis=0)
 
 
 class SplitSum(NamedTuple):

@@ -82,6 +82,8 @@ def sort_by_expert(experts: jax.Array, num_experts: int) -> Permutation:
 
 def permute(x: jax.Array, permutation: Permutation) -> jax.Array:
     """Tokens (tokens, width) as sorted rows (tokens * k, width)."""
+    _, width = common.check_rank("permute", "x", x, "tokens, width")
+    common.check_shape("permute", "x", x, (len(permutation.place), width))
     return jnp.take(x, permutation.source, axis=0)
 
 
@@ -89,6 +91,9 @@ def unpermute(
     rows: jax.Array, permutation: Permutation, weights: jax.Array
 ) -> jax.Array:
     """Sorted rows joined to tokens: the sum of each token's rows by their weights."""
+    _, width = common.check_rank("unpermute", "rows", rows, "rows, width")
+    common.check_shape("unpermute", "rows", rows, (permutation.place.size, width))
+    common.check_shape("unpermute", "weights", weights, permutation.place.shape)
     wide = common.statistics_dtype(rows.dtype)
     chosen = rows[permutation.place]  # jnp.take gives another rank if there are none
     total = jnp.einsum("tkd,tk->td", chosen.astype(wide), weights.astype(wide))

@@ -140,7 +140,7 @@ def _plain_norm(
     x, scale, bias, residual, *, options: _Options, config: common.RowConfig
 ):
     del config  # blocks are a kernel's
-    total = x if residual is None else x + residual
+    total = x if residual is None else (x + residual).astype(x.dtype)
     return _normalise(total, scale, bias, options), total
 
 
@@ -168,7 +168,7 @@ def _kernel(*refs, options: _Options, scaled: bool, biased: bool):
     take = iter(refs)
     x = next(take)[...]
     if has_residual:
-        x = x + next(take)[...]
+        x = (x + next(take)[...]).astype(x.dtype)
     scale = next(take)[...] if scaled else None
     bias = next(take)[...] if biased else None
     next(take)[...] = _normalise(x, scale, bias, options)
@@ -177,7 +177,8 @@ def _kernel(*refs, options: _Options, scaled: bool, biased: bool):
 
 
 def _check(operation: str, x, residual, **weights) -> None:
-    common.check_floats(operation, x=x, residual=residual, **weights)
+    common.check_rows(operation, "x", x)
+    common.check_floats(operation, residual=residual, **weights)
     common.check_shape(operation, "residual", residual, x.shape)
     for name, weight in weights.items():
         common.check_shape(operation, name, weight, x.shape[-1:])

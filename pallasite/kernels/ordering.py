@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 import pallasite as pl
@@ -22,15 +23,16 @@ def top_k(
     """The k largest elements of each row and their positions, as `jax.lax.top_k`.
 
     Args:
-        x: (..., width), floating point. Of equal elements the first comes first.
+        x: (..., width), floating point. Of equal elements the first comes first. NaN
+            is above all other numbers.
 
     Returns:
         (..., k) in x's dtype, the largest first, and (..., k) int32.
     """
-    common.check_floats("top_k", x=x)
-    if not 0 < k <= x.shape[-1]:
+    common.check_rows("top_k", "x", x)
+    if not isinstance(k, int | np.integer) or not 0 < k <= x.shape[-1]:
         raise SpecError(
-            "top_k: k is larger than a row, or not positive",
+            "top_k: k is no integer, larger than a row, or not positive",
             [("k", k), ("x", x.shape)],
             fix=f"pass a k from 1 to {x.shape[-1]}" if x.shape[-1] else "pass rows",
         )
@@ -48,12 +50,13 @@ def sort(
     """Each row in order, and the positions its elements had.
 
     Args:
-        x: (..., width), floating point. Equal elements keep their order.
+        x: (..., width), floating point. Equal elements keep their order. NaN is above
+            all other numbers, as in `jax.numpy.sort`.
 
     Returns:
         (..., width) in x's dtype, and (..., width) int32.
     """
-    common.check_floats("sort", x=x)
+    common.check_rows("sort", "x", x)
     compute = common.choose(implementation, _sorted_rows, _plain_sort)
     if not x.size:
         compute = _plain_sort
@@ -79,9 +82,13 @@ def _best_rows(x, *, k: int, config: common.RowConfig):
 def _sorted_rows(x, *, descending: bool, config: common.RowConfig):
     def in_order(x):
         place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-        key = -x if descending else x
-        key, place = lax.sort((key, place), num_keys=1, is_stable=True)
-        return -key if descending else key, place
+        if not descending:
+            return lax.sort((x, place), num_keys=1, is_stable=True)
+        # Backwards from end to end: equal elements keep their order, and NaN comes
+        # first, which negated it would not.
+        backwards = jnp.flip(x, -1), x.shape[-1] - 1 - place
+        rising = lax.sort(backwards, num_keys=1, is_stable=True)
+        return tuple(jnp.flip(each, -1) for each in rising)
 
     return _ordered(x, in_order, x.shape[-1], config, "sort")
 

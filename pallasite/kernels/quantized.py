@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 import pallasite as pl
 from pallasite import tpu as pltpu
-from pallasite.errors import SpecError
+from pallasite.errors import KernelTypeError, SpecError
 from pallasite.kernels import common, configs
-from pallasite.kernels.matmul import MatmulConfig, SplitSum, fitted
+from pallasite.kernels.matmul import MatmulConfig, SplitSum, added, fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,13 @@ def quantize_weights(
     *leading, k, n = weights.shape
     common.check_option("quantize_weights", "bits", bits, [4, 8])
     rows = k * bits // 8
-    if rows % group_size or not rows:
+    if k * bits % 8 or not rows:
+        raise SpecError(
+            "quantize_weights: rows do not fill bytes",
+            [("weights", weights.shape), ("bits", bits)],
+            fix=f"pass weights with a multiple of {8 // bits} rows, padded with zeros",
+        )
+    if group_size < 1 or rows % group_size:
         raise SpecError(
             "quantize_weights: groups do not divide the rows",
             [("weights", weights.shape), ("group_size", group_size), ("bits", bits)],
@@ -138,6 +144,12 @@ def weight_only_matmul(
     Returns:
         (..., n) in x's dtype; sums are float32.
     """
+    if not isinstance(weights, QuantizedWeights):
+        raise KernelTypeError(
+            "weight_only_matmul: weights are not quantised",
+            [("is of type", type(weights).__name__)],
+            fix="pass quantize_weights(weights), or use matmul",
+        )
     k, _ = common.check_rank("weight_only_matmul", "weights", weights, "k, n")
     common.check_floats("weight_only_matmul", x=x)
     common.check_shape("weight_only_matmul", "x", x, (*x.shape[:-1], k))
@@ -232,7 +244,7 @@ def _weight_only(x, weights, *, config):
         ),
         name="weight_only_matmul",
     )(*[rows] * parts, weights.values, *[weights.scales[:, None]] * parts)
-    return jnp.sum(sums, axis=0).astype(x.dtype).reshape(*x.shape[:-1], n)
+    return added(sums).astype(x.dtype).reshape(*x.shape[:-1], n)
 
 
 def block_scaled_matmul(

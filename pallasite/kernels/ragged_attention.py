@@ -13,6 +13,7 @@ from jax import lax
 
 import pallasite as pl
 from pallasite import tpu as pltpu
+from pallasite.errors import SpecError
 from pallasite.kernels import common, configs
 from pallasite.kernels.decode import (
     PAGES,
@@ -90,6 +91,11 @@ def ragged_paged_attention(
     )
     common.check_floats(operation, query=query)
     common.check_integers(operation, lengths=lengths, query_lengths=query_lengths)
+    if window is not None and window < 1:
+        raise SpecError(
+            f"{operation}: window is {window}, and a token sees itself",
+            fix="pass 1 or more, or None for all tokens before it",
+        )
     for name, x, last in (
         ("key_pages", key_pages, width),
         ("value_pages", value_pages, value_width),
@@ -110,7 +116,7 @@ def ragged_paged_attention(
         [lengths, page_table, query_lengths],
         check_scales(operation, key_pages.shape, key_scales, value_scales),
         window=window,
-        options=Options.of(width, scale, soft_cap),
+        options=Options.of(operation, width, scale, soft_cap),
         config=configs.tuned(operation, config, default, SPACE, operands),
     )
 

@@ -121,6 +121,9 @@ def ring_attention(
     for name, x in {"query": query, "key": key, "value": value}.items():
         common.check_rank(operation, name, x, "batch, length, heads, width")
     common.check_option(operation, "order", order, get_args(Order))
+    common.check_soft_cap(operation, soft_cap)
+    if mask is not None:
+        masks.check_mask(operation, mask)
     ring = Ring.of(operation, axis)
     parts = 2 if order == "zigzag" else 1
     for name, x in {"query": query, "key": key}.items():

@@ -268,6 +268,10 @@ class StateSpaceConfig:
 
 SCAN_SPACE = {"chunk": (32, 64, 128, 256)}
 
+# A logarithm whose exponential is nothing in float32. Decays between two positions are
+# differences of sums: those of much larger numbers are coarse, of infinite ones NaN.
+FORGOTTEN = -105.0
+
 
 def state_space_scan(
     x: jax.Array,
@@ -282,7 +286,8 @@ def state_space_scan(
 
     Args:
         x: (batch, length, heads, width), the time step already multiplied in.
-        log_decay: (batch, length, heads), not positive.
+        log_decay: (batch, length, heads), not positive. -inf forgets the state: what
+            comes after it does not depend on what came before.
         b, c: (batch, length, groups, state); groups divides heads, and each serves
             heads / groups of them in turn.
 
@@ -341,7 +346,8 @@ def _chunked(x, log_decay, b, c, *, config):
     pad = lambda v: jnp.pad(v, ((0, 0), (0, past)) + ((0, 0),) * (v.ndim - 2))
     padded = [pad(v) if past else v for v in (x, log_decay, b, c)]
     x, log_decay, b, c = padded
-    within = log_decay.astype(wide).reshape(batch, chunks, chunk, heads)
+    within = jnp.maximum(log_decay.astype(wide), FORGOTTEN)
+    within = within.reshape(batch, chunks, chunk, heads)
     total = jnp.cumsum(within, axis=2).transpose(0, 3, 1, 2)  # decay since its start
 
     def kernel(x_ref, b_ref, c_ref, down_ref, along_ref, o_ref, state_ref):

@@ -17,9 +17,11 @@ def softmax(
 
     A row that is -inf throughout gives NaN, as `jax.nn.softmax` does.
     """
-    common.check_floats("softmax", x=x)
+    common.check_rows("softmax", "x", x)
     compute = common.choose(implementation, _softmax_rows, _plain_softmax)
     config = configs.tuned_rows("softmax", config, x)
+    if not x.size:  # rows without elements have no largest one
+        return jnp.asarray(x)
     return compute(x, scale=scale, config=config)
 
 

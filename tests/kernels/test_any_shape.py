@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallasite import kernels
 from pallasite.kernels import masks
 
-from .agreement import values_agree
+from .agreement import gradients_agree, values_agree
 from .test_operations import integers, loss, normal, quantized, weight_only
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -36,6 +36,11 @@ class Draws:
         self.seed += 1
         return normal(*shape, dtype=dtype or self.dtype, seed=self.seed)
 
+    def with_specials(self, *shape):
+        """Numbers of which many are equal, infinite or none."""
+        choices = jnp.array([jnp.nan, -jnp.inf, jnp.inf, -0.0, 0.0, 1, 2], self.dtype)
+        return choices[integers(0, 7, *shape, seed=self.size(0, 9))]
+
 
 def attention(d: Draws):
     batch, queries, keys = d.size(1, 2), d.size(0, 40), d.size(0, 40)
@@ -50,6 +55,10 @@ def attention(d: Draws):
         masks.Blocks(table, 11, 9) | masks.Window(2, 0),
     )
     how = {"mask": mask, "config": kernels.AttentionConfig(16, d.of(16, 32))}
+    how |= {"soft_cap": d.of(None, 2.0), "return_log_sum_exp": d.of(True, False)}
+    if d.of(True, False):
+        ruled_out = integers(0, 3, queries, seed=d.size(0, 9)) == 0
+        how["bias"] = jnp.where(ruled_out[:, None], -jnp.inf, jnp.ones((1, 1, 1, keys)))
     if d.of(True, False):
         how |= {"dropout_rate": d.of(0.3, 1.0), "dropout_key": jax.random.key(0)}
     operands = (
@@ -122,15 +131,47 @@ def cross_entropy(d: Draws):
 
 
 def sequences(d: Draws):
-    batch, length, channels = d.size(1, 2), d.size(0, 20), d.size(1, 9)
+    batch, length, channels = d.size(0, 2), d.size(0, 20), d.size(1, 9)
     x = d.floats(batch, length, channels)
+    falling = functools.partial(kernels.sort, descending=True)
     return d.of(
         (kernels.causal_conv1d, (x, d.floats(d.size(1, 4), channels))),
         (kernels.linear_recurrence, (0.5 * x, d.floats(*x.shape))),
         (functools.partial(kernels.group_norm, groups=1), (x,)),
         (functools.partial(kernels.top_k, k=1), (x,)),
-        (kernels.sort, (x,)),
+        (d.of(kernels.sort, falling), (d.with_specials(*x.shape),)),
     )
+
+
+def state_space(d: Draws):
+    batch, length, groups, state = d.size(0, 2), d.size(0, 30), d.of(1, 2), d.size(1, 9)
+    x = d.floats(batch, length, 2, d.size(1, 9))
+    forgets = integers(0, 5, batch, length, 2, seed=d.size(0, 9)) == 0
+    decays = -jnp.abs(d.floats(batch, length, 2, dtype=jnp.float32))
+    b, c = (d.floats(batch, length, groups, state) for _ in "bc")
+    config = kernels.StateSpaceConfig(d.of(8, 16))
+    operation = functools.partial(kernels.state_space_scan, config=config)
+    return operation, (x, jnp.where(forgets, -jnp.inf, decays), b, c)
+
+
+def pages(d: Draws):
+    pages, size, tokens = d.size(1, 4), d.size(1, 5), d.size(0, 6)
+    order = np.random.default_rng(d.size(0, 9)).permutation(pages * size + 8)
+    new = d.floats(min(tokens, len(order)), 2, 5)
+    slots = jnp.asarray(order[: len(new)] - 4, jnp.int32)  # some before and past all
+    return kernels.update_pages, (d.floats(pages, size, 2, 5), new, slots)
+
+
+def norms(d: Draws):
+    x = d.floats(d.size(0, 2), d.size(0, 9), d.size(1, 30))
+    scale, residual = (
+        d.floats(*shape, dtype=d.of(*FLOATS)) for shape in (x.shape[-1:], x.shape)
+    )
+    operation = d.of(kernels.rms_norm, kernels.layer_norm)
+    added = lambda x, scale, residual, **how: operation(
+        x, scale, residual=residual, epsilon=0.1, **how
+    )
+    return added, (x, scale, residual)
 
 
 OPERATIONS = [
@@ -142,6 +183,9 @@ OPERATIONS = [
     quantised,
     cross_entropy,
     sequences,
+    norms,
+    state_space,
+    pages,
 ]
 
 
@@ -151,3 +195,5 @@ OPERATIONS = [
 def test_any_shape(make, data):
     operation, operands = make(Draws(data))
     values_agree(operation, *operands)
+    if all(x.dtype in (jnp.float32, jnp.int32) for x in operands):
+        gradients_agree(operation, *operands)

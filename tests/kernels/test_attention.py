@@ -1,6 +1,7 @@
 """Attention: every option and mask against plain jnp, forward and backward."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,52 @@ def test_options(name):
     gradients_agree(
         functools.partial(kernels.attention, config=SMALL, **OPTIONS[name]), *args
     )
+
+
+@pytest.mark.parametrize(
+    "mask", [None, masks.Causal(), masks.Prefix(30), masks.Prefix(np.array([75, 20]))]
+)
+def test_blocks_of_calls_alone(mask):
+    """What is differentiated has other blocks, and is the same function."""
+    args = operands(2, 100, 75, 4, 2, 32, 48)
+    config = kernels.AttentionConfig(block_q=32, block_kv=32, block_q_alone=48)
+    operation = functools.partial(kernels.attention, config=config, mask=mask)
+    values_agree(operation, *args)
+    gradients_agree(operation, *args)
+    one = lambda how: lambda q: operation(q, *args[1:], implementation=how)
+    tangents = [jax.jvp(one(h), args[:1], args[:1])[1] for h in ("pallasite", "xla")]
+    np.testing.assert_allclose(*tangents, atol=1e-5)
+
+
+NARROW = (4, 4096, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "rows"),
+    [
+        (NARROW, {}, 192),
+        (NARROW, {"mask": masks.Causal()}, 192),
+        ((4, 4096, 16, 128), {}, 128),  # no registers for it
+        ((1, 1024, 32, 64), {}, 128),  # 1152 rows of blocks for 1024
+        (NARROW, {"mask": masks.Blocks(np.eye(32, dtype=bool), 128, 128)}, 128),
+        (NARROW, {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, 128),
+        (NARROW, {"config": kernels.AttentionConfig()}, 128),
+    ],
+)
+def test_narrow_heads_have_three_warpgroups_on_a_hopper_gpu(
+    shape, options, rows, monkeypatch
+):
+    monkeypatch.setenv("PALLASITE_TARGET", "h200")
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
+    run = functools.partial(kernels.attention, **options)
+    (alone,) = kernels_in(run, *given)
+    assert f"f32[{rows},128] = dot" in alone.text
+
+    def gradient(cotangent, *args):
+        return jax.vjp(run, *args)[1](cotangent)
+
+    for kernel in kernels_in(gradient, given[0], *given):
+        assert "[192," not in kernel.text
 
 
 def test_modes():
@@ -194,6 +241,23 @@ def test_a_query_that_may_look_at_nothing_gives_zeros():
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("implementation", ["pallasite", "xla"])
+def test_a_bias_may_rule_out_all_keys_of_a_query(implementation):
+    q, k, v = operands(1, 20, 20, 2, 1, 16, 16)
+    bias = jnp.zeros((1, 1, 20, 20)).at[:, :, 3].set(-jnp.inf)
+
+    def total(*args):
+        out, log_sum_exp = kernels.attention(
+            *args, return_log_sum_exp=True, implementation=implementation
+        )
+        assert log_sum_exp.shape == (1, 2, 20)
+        return out.sum() + jnp.where(jnp.isfinite(log_sum_exp), log_sum_exp, 0).sum()
+
+    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(q, k, v, bias)
+    assert all(jnp.isfinite(each).all() for each in gradients)
+    assert not gradients[0][0, 3].any() and not gradients[3][0, 0, 3].any()
+
+
 def test_dropout_depends_on_key_and_positions_only():
     """Weights are ones over all keys, and values tell which of them were kept."""
     batch, queries, keys, heads = 2, 40, 60, 3
@@ -255,6 +319,9 @@ def test_a_mask_is_an_argument_of_a_jitted_function():
         ({"dropout_rate": 0.5}, "dropout_key=jax.random.key(seed)"),
         ({"dropout_rate": 1.5}, "a Python number from 0 to 1"),
         ({"mask": masks.Prefix(np.ones(3, int))}, "int32 with shape (1,)"),
+        ({"soft_cap": 0.0}, "a positive number, or None"),
+        ({"soft_cap": -2}, "soft_cap is -2"),
+        ({"config": kernels.AttentionConfig(0)}, "positive integer for block_q"),
         ({"mask": masks.Segments(np.ones((1, 4)), np.ones((1, 4)))}, "needs  integers"),
     ],
 )
@@ -263,6 +330,31 @@ def test_refusals(change, message):
     with pytest.raises(ValueError) as error:
         kernels.attention(**args | change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": [1.0]}, "query is no array"),
+        ({"mask": np.ones((4, 4), bool)}, "masks.Blocks(mask)"),
+        ({"mask": masks.Causal}, "masks.Causal(...)"),
+        ({"config": kernels.MatmulConfig()}, "kernels.AttentionConfig(...)"),
+    ],
+)
+def test_refused_types(change, message):
+    args = {n: normal(1, 4, 2, 8) for n in ("query", "key", "value")}
+    with pytest.raises(TypeError) as error:
+        kernels.attention(**args | change)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("other", [np.ones((4, 4), bool), None])
+def test_masks_compose_with_masks_only(other):
+    for compose in (operator.and_, operator.or_):
+        with pytest.raises(TypeError, match=r"no object of kernels\.masks"):
+            compose(masks.Causal(), other)
+        with pytest.raises(TypeError):
+            compose(other, masks.Causal())
 
 
 @pytest.mark.parametrize(

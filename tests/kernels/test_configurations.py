@@ -138,13 +138,17 @@ def test_few_sequences_are_divided_on_a_gpu(batch, keys, splits):
 
 
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual")])
-def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
-    """There they are those of its two sums; the second derivative is of a kernel."""
-    shapes = {"x": (20, 48), "y": (48, 40), "gate": (48, 40)}
-    shapes |= {n: {"bias": (40,), "residual": (20, 40)}[n] for n in extras}
+@pytest.mark.parametrize("gate", ["gate", None])
+def test_a_finished_product_for_a_gpu_has_derivatives_of_both_modes(gate, extras):
+    """There they are those of its sums; the second derivative is of a kernel."""
+    shapes = {"x": (20, 48), "y": (48, 40)}
+    sizes = {"gate": (48, 40), "bias": (40,), "residual": (20, 40)}
+    shapes |= {n: sizes[n] for n in (gate, *extras) if n is not None}
+    # Without a gate, products of float32 are the kernel's own.
+    dtype = jnp.float32 if gate else jnp.float16
     keys = jax.random.split(jax.random.key(0), len(shapes))
     args = {
-        n: 0.1 * jax.random.normal(k, s)
+        n: 0.1 * jax.random.normal(k, s, dtype)
         for k, (n, s) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -155,7 +159,7 @@ def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
             implementation=implementation,
             config=kernels.MatmulConfig(16, 32, 32),
         )
-        return jnp.sum(jnp.sin(out))
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     with config.override(target="h200"):
         ours, plain = (functools.partial(loss, each) for each in ("pallasite", "xla"))
@@ -167,7 +171,8 @@ def test_a_gated_product_for_a_gpu_has_derivatives_of_both_modes(extras):
             lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1]),
         ):
             got, want = of(ours)(args), of(plain)(args)
-            near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
+            far = 1e-4 if gate else 4e-3
+            near = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=far)
             jax.tree.map(near, got, want)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pallasite import kernels
+from pallasite.kernels import cross_entropy
 from tests.xla import put
 
 from .agreement import gradients_agree, modes_agree, shards_agree, values_agree
@@ -521,6 +522,12 @@ REFUSALS = [
     ),
     (kernels.quantize_weights, [normal(100, 4)], "group_size that divides 100"),
     (kernels.quantize_weights, [None], "weights is no array"),
+    (kernels.weight_only_matmul, [normal(3, 4), normal(4, 5)], "pass quantize_weights"),
+    (
+        kernels.grouped_matmul,
+        [normal(3, 4), normal(2, 4, 5), [1, 2]],
+        "group_sizes is no array",
+    ),
     (kernels.quantize_weights, [normal(4)], "pass weights with 2 dimensions: (k, n)"),
     (kernels.softmax, [[1.0, 2.0]], "x is no array"),
     (
@@ -541,7 +548,49 @@ REFUSALS = [
         "quantise both",
     ),
     (kernels.top_k, [normal(3, 4), 5], "a k from 1 to 4"),
+    (kernels.top_k, [normal(3, 4), 2.0], "k is no integer"),
+    (
+        functools.partial(kernels.matmul, prologue=lambda x: x.sum(0)),
+        [normal(3, 4), normal(4, 5)],
+        "prologue is not elementwise",
+    ),
+    (
+        functools.partial(kernels.quantize_weights, bits=4, group_size=1),
+        [normal(7, 4)],
+        "a multiple of 2 rows",
+    ),
+    (
+        functools.partial(kernels.quantize_weights, group_size=0),
+        [normal(8, 4)],
+        "group_size that divides 8",
+    ),
+    (
+        functools.partial(kernels.paged_attention, soft_cap=0.0),
+        QUANTISED[:5],
+        "a positive number, or None",
+    ),
+    (
+        functools.partial(loss, soft_cap=0),
+        [normal(3, 4), integers(0, 5, 3), normal(4, 5)],
+        "soft_cap is 0",
+    ),
     (kernels.group_norm, [normal(3, 4), 3], "divisor of channels"),
+    (
+        functools.partial(kernels.ragged_paged_attention, window=0),
+        [
+            normal(2, 4, 8),
+            *PAGES,
+            jnp.array([1, 1]),
+            integers(0, 5, 2, 1),
+            jnp.array([1, 1]),
+        ],
+        "window is 0",
+    ),
+    (
+        kernels.permute,
+        [normal(6, 3), kernels.sort_by_expert(integers(0, 4, 7, 2), 4)],
+        "needs shape  (7, 3)",
+    ),
     (loss, [normal(3, 4), normal(3), normal(4, 5)], "pass them as int32"),
     (
         loss,
@@ -569,9 +618,66 @@ def test_no_steps_hand_nothing_back_to_the_initial_state():
     np.testing.assert_array_equal(jax.grad(run)(initial), jnp.zeros((2, 3)))
 
 
+@pytest.mark.parametrize("implementation", ["pallasite", "xla", "reference"])
+def test_rows_are_sorted_as_jnp_sorts_them(implementation):
+    """NaN above all else, equal elements in their order, whichever way."""
+    special = [3, jnp.nan, -jnp.inf, jnp.inf, -0.0, 0.0, 3, jnp.nan, jnp.inf]
+    x = jnp.array([special, special[::-1]])
+    for descending in (False, True):
+        values, places = kernels.sort(
+            x, descending=descending, implementation=implementation
+        )
+        order = jnp.argsort(x, axis=-1, descending=descending, stable=True)
+        np.testing.assert_array_equal(places, order)
+        np.testing.assert_array_equal(values, jnp.take_along_axis(x, order, -1))
+
+
 def test_rows_of_no_width_are_sorted():
     values, places = kernels.sort(jnp.ones((3, 0)))
     assert values.shape == places.shape == (3, 0)
+
+
+@pytest.mark.parametrize("implementation", ["pallasite", "xla", "reference"])
+@pytest.mark.parametrize(
+    ("operation", "shapes"),
+    [
+        (kernels.softmax, [(3, 5)]),
+        (kernels.rms_norm, [(3, 5), (5,)]),
+        (functools.partial(kernels.group_norm, groups=1), [(3, 5)]),
+        (functools.partial(kernels.top_k, k=2), [(3, 5)]),
+        (kernels.sort, [(3, 5)]),
+        (kernels.matmul, [(3, 5), (5, 2)]),
+        (kernels.attention, [(1, 3, 2, 4)] * 3),
+        (kernels.linear_recurrence, [(1, 3, 4)] * 2),
+        (kernels.causal_conv1d, [(1, 3, 4), (2, 4)]),
+        (kernels.state_space_scan, [(1, 3, 2, 4), (1, 3, 2), *[(1, 3, 1, 4)] * 2]),
+        (kernels.gated_linear_unit, [(3, 4)] * 2),
+    ],
+)
+def test_arrays_of_numpy_are_those_of_jax(operation, shapes, implementation):
+    """Its float64, the dtype of whatever numpy makes, is float32 here."""
+    made = [np.random.default_rng(n).normal(size=s) for n, s in enumerate(shapes)]
+    run = functools.partial(operation, implementation=implementation)
+    jax.tree.map(np.testing.assert_array_equal, run(*made), run(*map(jnp.array, made)))
+
+
+@pytest.mark.parametrize("implementation", ["pallasite", "xla"])
+def test_rows_for_slots_that_there_are_not_are_dropped(implementation):
+    pages, new = normal(3, 4, 2, 5), normal(4, 2, 5, seed=1)
+    slots = jnp.array([12, 5, -1, 1 << 30])
+    got = kernels.update_pages(pages, new, slots, implementation=implementation)
+    want = pages.at[1, 1].set(new[1])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_state_is_forgotten_where_it_decays_to_nothing():
+    x, b, c = (normal(1, 20, n, 4, seed=n) for n in (2, 1, 1))
+    log_decay = -jnp.abs(normal(1, 20, 2)).at[:, ::7].set(jnp.inf)
+    scan = functools.partial(
+        kernels.state_space_scan, config=kernels.StateSpaceConfig(8)
+    )
+    values_agree(scan, x, log_decay, b, c)
+    gradients_agree(scan, x, log_decay, b, c)
 
 
 @pytest.mark.parametrize(("operation", "operands", "message"), REFUSALS)
@@ -600,6 +706,31 @@ def test_loss_whose_logits_fit_a_block_or_not(block_vocab: int, soft_cap: float 
         )
 
     gradients_agree(loss, x, weights)
+
+
+@pytest.mark.parametrize("most_sums", [None, 0])
+def test_loss_whose_blocks_do_not_divide_it(most_sums: int | None, monkeypatch):
+    """Parts of unequal length, tokens past the end; or columns at a time."""
+    if most_sums is not None:
+        monkeypatch.setattr(cross_entropy, "MOST_SUMS", most_sums)
+    x, weights, labels = normal(70, 24), normal(24, 150), integers(-1, 150, 70)
+    # Of an odd number of blocks, the last part has fewer than the others.
+    config = kernels.CrossEntropyConfig(32, 30, 16, block_vocab=64)
+
+    def loss(x: Any, weights: Any, implementation: Any) -> Any:
+        return kernels.linear_softmax_cross_entropy_loss(
+            x, labels, weights, config=config, implementation=implementation
+        )
+
+    gradients_agree(loss, x, weights)
+
+
+def test_loss_holds_no_logits_on_a_cpu():
+    x, weights, labels = normal(256, 32), normal(32, 32768), integers(0, 32768, 256)
+    run = jax.grad(kernels.linear_softmax_cross_entropy_loss, argnums=(0, 2))
+    stats = jax.jit(run).lower(x, labels, weights).compile().memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes < 256 * 32768 * 4 / 10
 
 
 def test_gradient_of_an_embedding_whose_entries_repeat():

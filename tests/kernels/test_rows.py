@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,12 +106,50 @@ def test_statistics_are_wide():
             lambda: kernels.softmax(jnp.ones(4), implementation="triton"),
             "one of 'pallasite', 'xla', 'reference'",
         ),
+        (lambda: kernels.softmax(jnp.float32(3)), "x has no dimensions"),
+        (lambda: kernels.sort(jnp.float32(3)), "x has no dimensions"),
+        (
+            lambda: kernels.softmax(jnp.ones(4), config=kernels.RowConfig(0)),
+            "positive integer for block_rows",
+        ),
+        (
+            lambda: kernels.softmax(jnp.ones(4), config=kernels.RowConfig(1.5)),
+            "block_rows of its configuration is 1.5",
+        ),
     ],
 )
 def test_refusals(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert message in str(error.value)
+
+
+def test_a_configuration_of_another_operation_is_refused():
+    with pytest.raises(TypeError, match=r"pass config=kernels.RowConfig\("):
+        kernels.softmax(jnp.ones(4), config=kernels.MatmulConfig())
+
+
+@pytest.mark.parametrize("operation", [kernels.rms_norm, kernels.layer_norm])
+def test_a_residual_of_another_dtype_is_rounded_with_the_sum(operation):
+    x, residual = (
+        jnp.asarray(np.random.default_rng(seed).standard_normal((5, 30)), dtype)
+        for seed, dtype in enumerate(["bfloat16", "float32"])
+    )
+    added = lambda x, residual, **how: operation(x, residual=residual, **how)
+    values_agree(added, x, residual)
+    normed, total = added(x, residual)
+    assert normed.dtype == total.dtype == x.dtype
+    gradient = jax.grad(lambda r: added(x, r)[1].astype(r.dtype).sum())(residual)
+    np.testing.assert_array_equal(gradient, jnp.ones_like(residual))
+
+
+@pytest.mark.parametrize("implementation", ["pallasite", "xla", "reference"])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0), (2, 0, 4)])
+def test_rows_that_are_not_there(shape, implementation):
+    for operation in (kernels.softmax, functools.partial(kernels.group_norm, groups=1)):
+        run = functools.partial(operation, implementation=implementation)
+        x = jnp.ones(shape)
+        assert run(x).shape == jax.grad(lambda x: run(x).sum())(x).shape == shape
 
 
 @pytest.mark.parametrize("shape", [(3, 5000), (1, 700), (2, 2, 900)])
