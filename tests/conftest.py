@@ -7,22 +7,25 @@ Strict dtype promotion and rank promotion are left off: the tests run kernels as
 users write them, and `x + bias` or `i * 0.5` are ordinary kernel code.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
+import mmap
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.share import SHARE
+from tests.share import share_of
 from tests.xla import QUICK, set_flags
 
 ROOT = Path(__file__).parent.parent
+MOST_BYTES = 1_500_000_000  # of a worker, before it forgets compiled programs
 
 # Tests marked `machine_only`: of kernels written as IR, and of the LLVM, Triton, CUDA,
 # Mosaic or machine code that is made of them. Neither the version of Python nor that of
@@ -67,6 +70,7 @@ MACHINE_ONLY = (
     "fuzz/test_passes.py",
     "fuzz/test_placement.py",
     "fuzz/test_reblock.py",
+    "ir/test_text.py",
     "ops/test_decompose.py",
     "ops/test_decompose_tile.py",
     "passes/test_choose_blocks.py",
@@ -80,19 +84,37 @@ MACHINE_ONLY = (
     "test_rules.py",
 )
 
-# Tests that do the same with many kernels: a share of them may do (tests/share.py).
+# Tests that do the same with many kernels or pages: a share may do (tests/share.py).
 SAMPLED = (
+    "autodiff/test_backward.py",
     "autodiff/test_grad.py",
     "autodiff/test_grad_zoo.py",
+    "backends/cpu/test_dot_sums.py",
+    "backends/cpu/test_moves.py",
+    "backends/cpu/test_pack_once.py",
     "backends/cpu/test_transformations.py",
+    "backends/cpu/test_transposes.py",
+    "backends/cpu/test_windows.py",
     "backends/cpu/test_zoo.py",
+    "backends/cuda/test_emit.py",
     "backends/test_placement.py",
+    "backends/tpu/test_compile.py",
+    "backends/tpu/test_portable.py",
+    "backends/tpu/test_sparse_core.py",
+    "backends/triton/test_language.py",
+    "checked/test_clean.py",
+    "docs/test_docs.py",
+    "examples/test_examples.py",
+    "fusion/test_fuse.py",
+    "fuzz/test_frontend.py",
     "kernels/test_any_shape.py",
     "kernels/test_attention.py",
+    "kernels/test_configurations.py",
     "kernels/test_decode.py",
     "kernels/test_devices.py",
     "kernels/test_operations.py",
     "kernels/test_rows.py",
+    "language/test_composites.py",
     "ops/test_meaning.py",
     "ops/test_narrow_integers.py",
     "ops/test_settings.py",
@@ -146,7 +168,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what concerns the machine only; skips what this one cannot run."""
+    """Marks what concerns the machine only; skips what this one cannot run.
+
+    Long tests come first: at the end a worker would wait for the other's last one.
+    """
     tests = ROOT / "tests"
     machine_only = {tests / name for name in MACHINE_ONLY}
     assert all(map(Path.exists, machine_only)), "MACHINE_ONLY names a missing file"
@@ -154,25 +179,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in machine_only:
             item.add_marker("machine_only")
     _take_share(items, tests)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     _skip(items, "gpu", _has_gpu, "jax finds no GPU here")
     _skip(items, "tpu", _has_libtpu, "libtpu is not installed")
 
 
 def _take_share(items: list[pytest.Item], tests: Path) -> None:
-    """Of each sampled test's cases, one of every `SHARE`."""
+    """Of each sampled test's cases, its share."""
     sampled = {tests / name for name in SAMPLED}
     assert all(map(Path.exists, sampled)), "SAMPLED names a missing file"
-    count: Counter[str] = Counter()
-    kept: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        test = item.nodeid.split("[")[0]
-        in_share = item.path not in sampled or count[test] % SHARE == 0
-        (kept if in_share else left_out).append(item)
-        count[test] += 1
+        if item.path in sampled:
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out = {
+        item
+        for number, same in enumerate(cases.values())
+        for item in set(same) - set(share_of(same, number))
+    }
     if left_out:
-        items[:] = kept
-        left_out[0].config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        (*left_out,)[0].config.hook.pytest_deselected(items=[*left_out])
 
 
 def pytest_collection_finish() -> None:
@@ -183,6 +210,23 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What JAX compiled for the tests of a file, a megabyte per program, is let go."""
+    is_last = nextitem is not None and nextitem.path != item.path
+    if is_last and _resident_bytes() > MOST_BYTES:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # glibc only
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else 0
 
 
 def _skip(

@@ -42,7 +42,6 @@ CASES = (
     "paged_decode",
 )
 IN_FLIGHT = 4  # calls a thread starts before it looks at a result
-NEW_KERNELS = 40  # code is never freed, so their number is limited
 MOST_GROWTH = 48 << 20  # bytes of memory between warm-up and end
 STUCK = 120.0  # seconds without a result
 
@@ -131,13 +130,13 @@ def sharded_job() -> Job:
     return job
 
 
-def compile_job() -> Job:
-    """Kernels nobody has compiled before."""
+def compile_job(most: int) -> Job:
+    """Kernels nobody has compiled before; code is never freed, so not for ever."""
     made = [0]
 
     def job() -> None:
         made[0] += 1
-        if made[0] > NEW_KERNELS:
+        if made[0] > most:
             time.sleep(0.01)
             return
         n = 8 + made[0]
@@ -172,7 +171,7 @@ class Worker(threading.Thread):
             self.rounds, self.last = self.rounds + 1, time.monotonic()
 
 
-def jobs() -> dict[str, list[Job]]:
+def jobs(new_kernels: int) -> dict[str, list[Job]]:
     cases = {case.name: case for case in all_cases()}
     made = {name: [case_job(cases[name])] for name in CASES}
     # The same kernel from two threads, too.
@@ -182,7 +181,7 @@ def jobs() -> dict[str, list[Job]]:
         **made,
         "loops": [loop_job()],
         "eight devices": [sharded_job()],
-        "compiling": [compile_job()],
+        "compiling": [compile_job(new_kernels)],
     }
 
 
@@ -194,15 +193,16 @@ def _look(workers: list[Worker], pause: float) -> None:
         assert stuck < STUCK, f"{worker.name}: nothing for {stuck:.0f} s"
 
 
-def stress(seconds: float) -> str:
+def stress(seconds: float, new_kernels: int) -> str:
     """Run everything at once; a report, or an AssertionError."""
     random.seed(0)
     stop = threading.Event()
-    workers = [Worker(n, job, stop) for n, group in jobs().items() for job in group]
+    named = jobs(new_kernels).items()
+    workers = [Worker(name, job, stop) for name, group in named for job in group]
     for worker in workers:
         worker.start()
     compiling = next(w for w in workers if w.name == "compiling")
-    while compiling.rounds < NEW_KERNELS and not stop.is_set():
+    while compiling.rounds < new_kernels and not stop.is_set():
         _look(workers, 0.1)
     started, warm, most = time.monotonic(), 0, 0
     while time.monotonic() - started < seconds and not stop.is_set():
@@ -228,7 +228,9 @@ def stress(seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
-    print(stress(parser.parse_args().seconds))
+    parser.add_argument("--new-kernels", type=int, default=40)
+    args = parser.parse_args()
+    print(stress(args.seconds, args.new_kernels))
 
 
 if __name__ == "__main__":

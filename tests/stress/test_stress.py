@@ -5,5 +5,6 @@ from tests.share import SHARE
 
 def test_concurrent_calls(run_python):
     seconds = max(6 // SHARE, 1)
-    report = run_python("-m", "tests.stress.cpu", "--seconds", str(seconds))
+    how = "--seconds", str(seconds), "--new-kernels", "10"
+    report = run_python("-m", "tests.stress.cpu", *how)
     assert report.startswith(f"{seconds} s, 12 threads")
