@@ -21,15 +21,20 @@ from pallasite.errors import (
     PallasError,
     UnsupportedError,
 )
-from pallasite.ir.nodes import Kernel, walk
-from pallasite.ir.roles import Dot, Pipeline
+from pallasite.ir.nodes import Block, Kernel, walk
+from pallasite.ir.roles import Dot, Pipeline, Roles
 from pallasite.passes.analysis.cost import cost
+from pallasite.passes.analysis.work import count
 from pallasite.primitive import Call, sites_of_jaxpr
 from pallasite.target import Chip, Gpu, Host, Tpu
+from pallasite.tools.roofline import Peaks, roofline
 from pallasite.tune import choices
 from pallasite.tune.table import Config, Table
 
-STEP_SECONDS = {Tpu: 2.5e-7, Gpu: 0.0, Host: 5e-7}  # to start a program, roughly
+STEP_SECONDS = {Tpu: 2.5e-7, Host: 5e-7}  # to start a program, roughly
+SMALL = 0.1  # of what other units do meanwhile, that which is not hidden
+CACHE_RATE = 3  # of main memory's: at which multiprocessors read a GPU's cache, roughly
+OVERLAPPED = 2  # units of a GPU that are busy at a time, of kernels without roles
 
 
 @dataclass
@@ -132,6 +137,8 @@ class Model:
 
     def estimate(self, kernel: Kernel) -> float:
         """Seconds, for comparing schedules of the same kernel."""
+        if isinstance(self.chip, Gpu):
+            return _on_gpu(kernel, self.chip)
         total = cost(kernel)
         started = _programs(kernel) * STEP_SECONDS[type(self.chip)]
         if isinstance(self.chip, Host):
@@ -141,18 +148,19 @@ class Model:
             return 1e-9 * work / self.chip.threads + started
         computed = total.flops / self._rate(kernel)
         moved = total.bytes_accessed / (self.chip.main.bytes_per_second or inf)
-        return max(computed, moved) + 0.1 * min(computed, moved) + started
+        return max(computed, moved) + SMALL * min(computed, moved) + started
 
     def bound(self, kernel: Kernel) -> float:
-        """Seconds that its products and its copies to and from main memory take.
+        """Seconds that no run is below.
 
-        A GPU's second-level cache serves what is read again, so that there only
-        products count; a CPU's rates are not known well enough to rule anything out.
+        A CPU's rates are not known well enough to rule anything out.
         """
         if isinstance(self.chip, Host):
             return 0.0
+        if isinstance(self.chip, Gpu):
+            return roofline(count(kernel, least=True), Peaks.of(self.chip)).seconds
         computed = self._products(kernel)
-        if isinstance(self.chip, Tpu) and self.chip.main.bytes_per_second:
+        if self.chip.main.bytes_per_second:
             moved = cost(kernel).bytes_accessed / self.chip.main.bytes_per_second
             return max(computed, moved)
         return computed
@@ -181,3 +189,35 @@ class Model:
 def _programs(kernel: Kernel) -> int:
     grids = [Pipeline.of(op).grid for op in kernel.body.ops if op.name == "pipeline"]
     return sum(prod(n or 1 for n in grid) for grid in grids)
+
+
+def _on_gpu(kernel: Kernel, chip: Gpu) -> float:
+    """Seconds, by all that is computed: what masks leave out makes the difference.
+
+    Warpgroups keep at most one unit of a multiprocessor busy each, so that one
+    alone multiplies and computes in turns.
+    """
+    work, peaks = count(kernel), Peaks.of(chip)
+    matrix = sum(n / peaks.product_rate(t) for t, n in work.products.items())
+    lanes = 2 * (work.arithmetic + work.other) / peaks.vector  # a fused one is two
+    lanes += work.transcendentals / peaks.special
+    turns = (matrix + lanes) / _multiplying(kernel)
+    read = work.bytes / (CACHE_RATE * peaks.bytes)
+    at_work = min(1.0, max(_programs(kernel), 1) / chip.cores)
+    computed = [seconds / at_work for seconds in (matrix, lanes, turns)]
+    units = [*computed, read, work.distinct_bytes / peaks.bytes]
+    return max(units) + SMALL * (sum(units) - max(units))
+
+
+def _multiplying(kernel: Kernel) -> int:
+    """Warpgroups of a multiprocessor that run products, of a kernel with roles."""
+    for op in walk(kernel.body):
+        if op.name == "roles":
+            both = zip(Roles.of(op).warpgroups, op.regions, strict=True)
+            found = sum(n for n, role in both if _has_products(role))
+            return max(found, 1) * op.attrs.get("cuda.per_core", 1)
+    return OVERLAPPED
+
+
+def _has_products(role: Block) -> bool:
+    return any(op.name in ("wgmma", "tensor_mma") for op in walk(role))

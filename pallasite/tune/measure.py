@@ -1,8 +1,11 @@
 """Timing, interleaved: every candidate runs in every round, so that what else the
 computer does meets all of them; and comparing results with the default's. Tuners that
-run side by side take turns (`alone`): they compile at once, and measure one by one."""
+run side by side take turns (`alone`): they compile at once, and measure one by one. On
+a GPU the time that it is busy counts: starting a short kernel takes longer than running
+it, and is the same for all candidates."""
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -13,7 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallasite.tools.device_events import device_events
+from pallasite.tools.time_profile import covered
 from pallasite.tune.locks import exclusive
+
+Timer = Callable[[Callable[[], Any]], float]
 
 ROUNDS = 7
 VISIT_SECONDS = 0.01  # that a candidate runs in a round, at least
@@ -28,25 +35,58 @@ def alone() -> Iterator[None]:
         yield
 
 
+def wall(
+    run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds until a function has run, by a clock."""
+    started = clock()
+    run()
+    return clock() - started
+
+
+def on_device(run: Callable[[], Any]) -> float:
+    """Seconds that the device is busy while a function runs, by JAX's profiler."""
+    took: list[float] = []
+    spans = device_events(lambda: took.append(wall(run)))
+    return covered([(span.begin, span.end) for span in spans]) or took[0]
+
+
+@functools.cache
+def timer() -> Timer:
+    """What measures on the device JAX uses."""
+    if jax.default_backend() != "gpu":
+        return wall
+    try:
+        # The profiler may be in use, or find no library to record kernels with.
+        spans = device_events(lambda: _repeated(lambda: jax.numpy.ones(8) + 1, 1))
+    except RuntimeError:
+        return wall
+    return on_device if spans else wall
+
+
 def interleaved(
     runs: Sequence[Callable[[], Any]],
-    clock: Callable[[], float] = time.perf_counter,
+    timed: Timer | None = None,
     rounds: int = ROUNDS,
 ) -> list[float]:
     """Seconds of one call of each function: the least of all rounds."""
+    timed = timed or timer()
     best = [float("inf")] * len(runs)
     repeats = [1] * len(runs)
     for number in range(rounds):
         for n, run in enumerate(runs):
             if number > 1 and best[n] > HOPELESS * min(best):
                 continue
-            started = clock()
-            for _ in range(repeats[n]):
-                result = run()
-            jax.block_until_ready(result)
-            best[n] = min(best[n], (clock() - started) / repeats[n])
+            took = timed(lambda run=run, n=n: _repeated(run, repeats[n]))
+            best[n] = min(best[n], took / repeats[n])
             repeats[n] = max(1, min(1000, int(VISIT_SECONDS / max(best[n], 1e-9))))
     return best
+
+
+def _repeated(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        result = run()
+    jax.block_until_ready(result)
 
 
 def difference(found: Any, expected: Any, tolerance: float) -> str:

@@ -1,12 +1,14 @@
 """The search on made-up landscapes; timing by a made-up clock; comparing results."""
 
 import threading
+import time
 from math import inf, log2
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallasite.tools.time_profile import Span
 from pallasite.tune import measure
 from pallasite.tune.candidates import Candidate
 from pallasite.tune.progress import Progress, shown_time
@@ -134,8 +136,8 @@ class Clock:
     def __init__(self):
         self.now, self.runs = 0.0, []
 
-    def __call__(self) -> float:
-        return self.now
+    def timed(self, run) -> float:
+        return measure.wall(run, lambda: self.now)
 
     def takes(self, name, *times):
         def run():
@@ -150,7 +152,7 @@ class Clock:
 def test_times_are_interleaved_and_the_least_counts():
     clock = Clock()
     runs = [clock.takes("a", 0.9, 0.2, 0.3), clock.takes("b", 0.25, 0.4)]
-    found = measure.interleaved(runs, clock, rounds=3)
+    found = measure.interleaved(runs, clock.timed, rounds=3)
     np.testing.assert_allclose(found, [0.2, 0.25])
     assert clock.runs == ["a", "b", "a", "b", "a", "b"]
 
@@ -158,10 +160,31 @@ def test_times_are_interleaved_and_the_least_counts():
 def test_short_runs_are_repeated_and_hopeless_ones_given_up():
     clock = Clock()
     runs = [clock.takes("short", 0.001), clock.takes("long", 0.5)]
-    found = measure.interleaved(runs, clock, rounds=5)
+    found = measure.interleaved(runs, clock.timed, rounds=5)
     np.testing.assert_allclose(found, [0.001, 0.5])
     assert clock.runs.count("long") == 2
     assert clock.runs.count("short") == 1 + 4 * 10
+
+
+def test_on_a_gpu_the_time_that_it_is_busy_counts(monkeypatch):
+    """Two kernels side by side, and a gap in which the next one is started."""
+
+    def events(run):
+        run()
+        ends = ((0.0, 2.0), (1.0, 3.0), (8.0, 9.0))
+        return [Span("kernel", "stream", *each) for each in ends]
+
+    monkeypatch.setattr(measure, "device_events", events)
+    monkeypatch.setattr(measure.jax, "default_backend", lambda: "gpu")
+    measure.timer.cache_clear()
+    assert measure.timer() is measure.on_device
+    assert measure.interleaved([lambda: 0.0], rounds=1) == [4.0]
+    # Where nothing is recorded, a clock has to do.
+    monkeypatch.setattr(measure, "device_events", lambda run: [run()][:0])
+    assert 0 < measure.on_device(lambda: time.sleep(1e-3)) < 4.0
+    measure.timer.cache_clear()
+    assert measure.timer() is measure.wall
+    measure.timer.cache_clear()
 
 
 # Comparing

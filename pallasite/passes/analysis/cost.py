@@ -5,7 +5,7 @@ grid and all loops. Where a length is known only when the kernel runs it is coun
 once, and the result says that it is not exact. Backends and `perf/` read it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -60,7 +60,7 @@ class Cost:
 def cost(kernel: Kernel) -> Cost:
     """What one call of the kernel computes and moves."""
     # Operands that start on chip (scalars prefetched, for example) are copied once.
-    on_chip = [p for p in kernel.params if p.ref.space not in MAIN_MEMORY]
+    on_chip = [p for p in kernel.params if not is_main(p)]
     prefetched = sum(bytes_of(p.type) for p in on_chip if not p.ref.is_semaphore)
     return _Counter().block(kernel.body) + Cost(bytes_accessed=prefetched)
 
@@ -117,7 +117,7 @@ class _Counter:
         total = self.block(pipeline.body).times(_steps(grid))
         moves = analyze_pipeline(op).windows
         for ref, window, moved in zip(arrays, windows, moves, strict=True):
-            if window.space in MAIN_MEMORY or ref.ref.space not in MAIN_MEMORY:
+            if window.space in MAIN_MEMORY or not is_main(ref):
                 continue
             # Steps up to the last axis it moves along: the inner ones keep the block.
             outer = max((a for a in moved.axes if grid[a] != 1), default=-1) + 1
@@ -159,12 +159,20 @@ def bytes_of(type: Type) -> int:
 
 def moved_by(op: Op) -> int:
     """Main-memory bytes of a load, store, atomic or copy."""
+    return moved_through(op, [v for v in op.operands if v.is_ref and is_main(v)])
+
+
+def moved_through(op: Op, refs: Sequence[Value]) -> int:
+    """Bytes that an op moves through some of its refs."""
     if op.name in VIEWS:
         return 0
-    refs = [v.ref for v in op.operands if v.is_ref and v.ref.space in MAIN_MEMORY]
     if op.name == "copy_start":
-        return sum(bytes_of(ref) for ref in refs)
+        return sum(bytes_of(value.type) for value in refs)
     return accessed_by(op) if refs else 0
+
+
+def is_main(ref: Value) -> bool:
+    return ref.ref.space in MAIN_MEMORY
 
 
 def accessed_by(op: Op) -> int:

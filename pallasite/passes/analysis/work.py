@@ -25,7 +25,8 @@ from pallasite.passes.analysis.cost import (
     MAIN_MEMORY,
     accessed_by,
     bytes_of,
-    moved_by,
+    is_main,
+    moved_through,
     operations,
 )
 from pallasite.passes.analysis.grid import analyze_pipeline
@@ -237,6 +238,7 @@ class _Counter:
     def __init__(self, kernel: Kernel, least: bool):
         self.kernel, self.least, self.exact = kernel, least, True
         self.roots = Roots(kernel)
+        self.views = Roots(kernel, windows=False)
         self.traffic: list[Traffic] = []
 
     # --- code ---
@@ -261,10 +263,21 @@ class _Counter:
             total[SPECIAL,] += op.result.tile.size * rows.count
         elif unit is Unit.ALU and (kind := _kind(op)):
             total[kind,] += _operations(op) * rows.count
-        elif unit is Unit.MEMORY and (moved := moved_by(op)):
-            ref = next(v for v in op.operands if v.is_ref and _is_main(v))
+        elif unit is Unit.MEMORY and (moved := self.moved_by(op)):
+            ref = self.in_main_memory(op)[0]
             total["direct", self.roots.of(ref)] += moved * rows.count
         return total
+
+    def moved_by(self, op: Op) -> int:
+        """Bytes of main memory that an op itself reads and writes."""
+        return moved_through(op, self.in_main_memory(op))
+
+    def in_main_memory(self, op: Op) -> list[Value]:
+        """The refs of an op that are parts of arrays there.
+
+        The block of a window is not: it was copied to the chip.
+        """
+        return [v for v in op.operands if v.is_ref and is_main(self.views.of(v))]
 
     def count_dot(self, op: Op, rows: _Rows) -> Total:
         dot = Dot.of(op)
@@ -339,7 +352,7 @@ class _Counter:
         else:
             ids, inner = None, rows.unfollowed(rows.count * steps)
         for shown, moved in zip(pipeline.shown, moves, strict=True):
-            if shown.window.space in MAIN_MEMORY or not _is_main(shown.array):
+            if shown.window.space in MAIN_MEMORY or not is_main(shown.array):
                 continue
             axes = tuple(sorted(a for a in moved.axes if sizes[a] != 1))
             visits = rows.count * prod(sizes[: max(axes, default=-1) + 1])
@@ -365,7 +378,7 @@ class _Counter:
     def prefetched(self) -> Iterable[Traffic]:
         """Operands that start on chip are copied there once."""
         for param in self.kernel.params:
-            if not _is_main(param) and not param.ref.is_semaphore:
+            if not is_main(param) and not param.ref.is_semaphore:
                 mode = "out" if param in self.kernel.outputs else "in"
                 size = bytes_of(param.type)
                 yield _row(param, mode, param.ref.shape, (), 1, size, size)
@@ -411,7 +424,7 @@ class _LineCounter(_Counter):
         self._inside = outer
         if not outer:
             own = Total({key: n for key, n in total.items() if key[0] != "direct"})
-            own[ACCESSED,] = (accessed_by(op) or moved_by(op)) * rows.count
+            own[ACCESSED,] = (accessed_by(op) or self.moved_by(op)) * rows.count
             self.note(op.loc, own)
         return total
 
@@ -434,10 +447,6 @@ def _operations(op: Op) -> int:
         power = abs(op.attrs["y"])  # by squaring
         return op.result.tile.size * max(power.bit_length() + power.bit_count() - 2, 1)
     return operations(op)
-
-
-def _is_main(value: Value) -> bool:
-    return value.ref.space in MAIN_MEMORY
 
 
 # --- where blocks are ---
