@@ -322,6 +322,10 @@ class CheckedWalker(TensorWalker):
         )
         return view, entries
 
+    def _copied_entries(self, access: Access) -> tuple[View, list[Any]]:
+        view, entries = super()._copied_entries(access)
+        return view, self.index.copied(access, entries)
+
     def do_load(self, op: Op) -> tuple[Array]:
         if self.monitor.options.machine.reads_outside:
             value = self._load_partly_outside(op)

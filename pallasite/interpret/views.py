@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pallasite.interpret.numbers import Numbers, Pick
-from pallasite.ir.nodes import At, Gather, Index, Span, Value
+from pallasite.ir.nodes import At, Block, Gather, Index, Op, Span, Value, walk
+from pallasite.ops.gpu import NOT_OUTSIDE
 
 Array = Any
 
@@ -90,6 +91,56 @@ def narrow(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:
             )
         )
     return replace(view, ranges=tuple(ranges))
+
+
+# --- views of what the copy engine of a GPU brings ---
+
+
+def over_edges(block: Block) -> frozenset[Value]:
+    """Views of main memory that only the copy engine uses: they may leave the array."""
+    views = {op.result: op for op in walk(block) if op.name == "subview"}
+    found: set[Value] = set()
+    for op in walk(block):
+        for value in _engine_ends(op):
+            while value in views and value.ref.space == "gmem":
+                found.add(value)
+                value = views[value].operands[0]
+    return frozenset(found)
+
+
+def _engine_ends(op: Op) -> Sequence[Value]:
+    if op.name not in ("copy_start", "cluster_copy") or op.attrs.get(NOT_OUTSIDE):
+        return ()
+    # A barrier counts the copy, or it is a store in a group.
+    of_gpus = len(op.operands) == 2 or op.operands[2].ref.space == "mbarrier"
+    return op.operands[:2] if of_gpus else ()
+
+
+def reach(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:
+    """The view of a subview that is not clamped: outside are zeros, and nothing that
+    is written there stays."""
+    kept, ranges, bounds = iter(entries), [], []
+    for r in view.ranges:
+        if not r.kept:
+            ranges.append(r)
+            bounds.append(None)
+            continue
+        entry, operand = next(kept)
+        assert not isinstance(entry, Gather)
+        size, stride = (1, 1) if isinstance(entry, At) else (entry.size, entry.stride)
+        extent = (size - 1) * stride + 1
+        start = entry.start if operand is None else operand
+        low, high, ends = r.low, r.high, None
+        if not (isinstance(start, int) and 0 <= start <= r.size - extent):
+            ends = (r.start, numbers.add(r.start, (r.size - 1) * r.stride + 1))
+            low = ends[0] if low is None else numbers.larger(low, ends[0])
+            high = ends[1] if high is None else numbers.smaller(high, ends[1])
+        place = numbers.add(r.start, numbers.mul(start, r.stride))
+        keeps = isinstance(entry, Span)
+        ranges.append(Range(place, size, r.stride * stride, keeps, low, high))
+        bounds.append(ends)
+    fills = (*view.fills, Fill(0, tuple(bounds))) if any(bounds) else view.fills
+    return replace(view, ranges=tuple(ranges), fills=fills)
 
 
 def _run(entry: At | Span, operand: Any, extent: int, numbers: Numbers):

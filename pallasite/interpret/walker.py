@@ -17,7 +17,9 @@ from pallasite.interpret.views import (
     View,
     entries_of,
     narrow,
+    over_edges,
     picks_of,
+    reach,
     whole_picks,
 )
 from pallasite.interpret.windows import Padding, plan_padding, window_ranges
@@ -57,6 +59,7 @@ class Walker:
         self.predicate: Array | None = None
         self._accesses: dict[Op, Access] = {}
         self._blocks: dict[Op, Block] = {}  # what fused ops stand for
+        self._over_edges = over_edges(kernel.body)
 
     # --- whole kernels ---
 
@@ -302,8 +305,16 @@ class Walker:
     # --- views ---
 
     def do_subview(self, op: Op) -> tuple[View]:
+        if op.result in self._over_edges:
+            view, entries = self._copied_entries(self.access(op))
+            if not view.steps:
+                return (reach(view, entries, self.numbers),)
         view, entries = self._entries(self.access(op))
         return (narrow(view, entries, self.numbers),)
+
+    def _copied_entries(self, access: Access) -> tuple[View, list[Any]]:
+        """Of a view that the copy engine uses."""
+        return Walker._entries(self, access)
 
     def _add_step(self, op: Op, kind: str, arg: Any) -> tuple[View]:
         view: View = self.env[op.operands[0]]

@@ -304,9 +304,9 @@ def copy_gmem_to_smem(
             get what it brings, each having copied a part of it.
         leader_tracked: each block copies for itself, its part or all of `src`; the
             barrier of the first one counts the copies of all.
-        oob_mode: what is outside the array is zeros in any mode.
+        oob_mode: what is outside the array is zeros in any mode; checked mode reports
+            a copy that leaves it with `PROMISE_IN_BOUNDS`.
     """
-    del oob_mode
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
             "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
@@ -315,7 +315,13 @@ def copy_gmem_to_smem(
         )
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
-    load_to_smem_p.bind(*flat, tree=tree, axes=tuple(axes or ()), first=leader_tracked)
+    load_to_smem_p.bind(
+        *flat,
+        tree=tree,
+        axes=tuple(axes or ()),
+        first=leader_tracked,
+        inside=oob_mode is OOBFillMode.PROMISE_IN_BOUNDS,
+    )
 
 
 def copy_smem_to_gmem(

@@ -7,6 +7,7 @@ from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
 from pallasite.ir.opdef import table
 from pallasite.ir.roles import DotStore, Pipeline
 
+MAIN_MEMORY = frozenset({"any", "hbm", "host", "gmem"})
 VIEWS = ("subview", "reshape_view", "bitcast_view", "transpose_view", "block_view")
 _SIGNALS = ("sem_signal", "sem_signal_core", "sem_signal_device")
 # Of a remote copy, what this device's memory is to it: every device runs the kernel.
