@@ -63,10 +63,14 @@ class Threads:
     parities: dict[int, dict[Value, Value]] = field(
         default_factory=dict[int, dict[Value, Value]]
     )
+    number: int = 0  # of the current warpgroup
     warp: int = -1
 
-    def allocate(self, im: Importer, variable: Any, type_: T.RefType) -> Value:
-        """Memory of all warpgroups: the same for each that gets there."""
+    def allocate(
+        self, im: Importer, variable: Any, type_: T.RefType, own: bool
+    ) -> Value:
+        """Memory of all warpgroups, the same for each that gets there, or of one."""
+        variable = (variable, self.number if own else None)
         if variable not in self.memory:
             held = [v.ref for v in self.memory.values()]
             checks.room(im, held, type_)
@@ -133,6 +137,7 @@ def import_threads(
     regions = []
     for number in range(count):
         threads.own, threads.parities = Builder(im.where), {}
+        threads.number = number
         with im.nested() as builder:
             if name is not None:
                 im.mesh_axes[name] = builder.index(number)

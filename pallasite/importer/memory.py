@@ -420,7 +420,8 @@ def _empty_ref(im: Importer, eqn: Any) -> Value:
     if type_.space == "device_barrier":
         return im.builder.op("barrier_semaphore")
     if im.threads is not None and type_.space in ("smem", "mbarrier", "tmem"):
-        return im.threads.allocate(im, eqn.outvars[0], type_)
+        own = getattr(eqn.outvars[0].aval.memory_space, "is_own", False)
+        return im.threads.allocate(im, eqn.outvars[0], type_, own)
     if type_.space == "vmem_shared":
         raise KernelTypeError(
             "memory that subcores share is there from the start",

@@ -92,14 +92,14 @@ def ring(wrong=""):
 
 def run_ring(wrong="", **options):
     x, y = operands((M, K), (K, N))
-    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    tiled = lambda n: (plgpu.TilingTransform((8, n)), plgpu.SwizzleTransform(4 * n))
     kernel = ring(wrong)
     got = plgpu.kernel(
         kernel,
         out_type=out(M, N),
         scratch_types=[
-            plgpu.SMEM((2, M, BLOCK), F32, transforms=transforms),
-            plgpu.SMEM((2, BLOCK, N), F32, transforms=transforms),
+            plgpu.SMEM((2, M, BLOCK), F32, transforms=tiled(BLOCK)),
+            plgpu.SMEM((2, BLOCK, N), F32, transforms=tiled(N)),
             plgpu.SMEM((M, N), F32),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
