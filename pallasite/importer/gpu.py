@@ -74,8 +74,10 @@ class Threads:
         if variable not in self.memory:
             held = [v.ref for v in self.memory.values()]
             checks.room(im, held, type_)
-            names = [next(self.names, "")]
+            names, before = [next(self.names, "")], self.shared.loc
+            self.shared.loc = im.where
             (ref,) = self.shared.emit("alloc", type=type_, names=names)
+            self.shared.loc = before
             self.memory[variable] = ref
         return self.memory[variable]
 

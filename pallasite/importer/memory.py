@@ -90,6 +90,13 @@ def _expect_data(im: Importer, ref: Value) -> None:
             fix="hand over the ref itself (x_ref), not what was read from it "
             "(x_ref[...])",
         )
+    if ref.ref.space == "mbarrier":
+        raise KernelTypeError(
+            "a barrier cannot be read or written like memory",
+            [("kernel", im.kernel_name), ("barrier", ref.type)],
+            im.where,
+            "plgpu.barrier_arrive, plgpu.barrier_wait",
+        )
     if ref.ref.is_semaphore:
         raise KernelTypeError(
             "a semaphore cannot be read or written like memory",

@@ -14,7 +14,7 @@ import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base, cuda
 from pallasite.backends.cuda import emit, nvrtc
-from pallasite.errors import UnsupportedError
+from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.target import GPUS
 from tests.backends.cuda import host
 
@@ -784,7 +784,7 @@ def test_chips_that_have_no_such_instructions(monkeypatch):
 
 def test_more_shared_memory_than_there_is():
     x, y = operands((128, 192), (192, 128))
-    with pytest.raises(UnsupportedError, match="bytes of shared memory"):
+    with pytest.raises(ResourceError, match="294912 are needed"):
         text(lambda x, y: ring(x, y, slots=9), x, y)
 
 
