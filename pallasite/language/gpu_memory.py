@@ -183,6 +183,7 @@ class Accumulator:
     """`plgpu.ACC((m, n), dtype)`: sums of `wgmma`, zero at first."""
 
     def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
+        """An accumulator of a shape, for `pl.run_scoped`."""
         return MemorySpace.REGS(tuple(shape), dtype)
 
     @staticmethod
