@@ -246,6 +246,14 @@ def _span(
         span = Span(None, count, stride)
     else:
         span = Span(start, count, stride)
+    if start is None and span.extent > size:
+        raise RefIndexError(
+            f"a slice of {span.extent} elements is longer than dimension {d} of the "
+            f"ref, which has {size}",
+            [("kernel", im.kernel_name), ("ref", f"{ref.name or 'ref'}: {ref.type}")],
+            im.where,
+            f"at most {size} elements; a smaller block, or pad the array",
+        )
     first = start or 0
     if first < 0 or count < 0 or first + span.extent > size:
         raise _outside(im, ref, d, f"{first}:{first + span.extent}", size)
