@@ -106,6 +106,10 @@ class Layout(enum.Enum):
 
 
 _ANYWHERE = "write the kernel with pl.pallas_call and BlockSpecs, which run everywhere"
+_MESH = (
+    "plgpu.kernel(body, out_shape, grid=..., grid_names=..., cluster=..., "
+    "cluster_names=..., num_threads=..., thread_name=...) says the same"
+)
 _OTHER_MEMORY = (
     "let blocks and devices exchange values through main memory, between two kernels"
 )
@@ -113,12 +117,13 @@ _CHECKED = "interpret=pl.Checked() runs kernels on any machine, and checks them"
 __getattr__ = missing.names(
     "pallasite.mosaic_gpu",
     missing.hints(
-        "Mesh PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
+        "PipelinePipeline RefType RefUnion Replicated ShapeDtypeStruct TMEMLayout "
         "Tiling Transform as_torch_kernel barrier_test im2col_ref inline_mgpu max min "
         "mma print_layout prod sum transform_ref wait_gmem_to_smem "
-        "GPUCompilerParams GPUMesh GPUMemorySpace",
+        "GPUCompilerParams GPUMemorySpace",
         _ANYWHERE,
     )
+    | missing.hints("Mesh GPUMesh", _MESH)
     | missing.hints(
         "PeerMemRef SemaphoreSignal SemaphoreType alloc_semaphore async_store_smem "
         "cluster_ref multicast_ref multimem_load_reduce multimem_store remote_ref "

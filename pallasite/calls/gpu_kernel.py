@@ -18,7 +18,7 @@ from pallasite.language.trace import (
     parameter_names,
     user_location,
 )
-from pallasite.primitive import Checked
+from pallasite.primitive import CheckedElsewhere
 
 MOST_WARPGROUPS = 8  # 1024 threads, the most that a block can have
 
@@ -67,7 +67,10 @@ def kernel(
     if mesh_options:
         named = ", ".join(mesh_options)
         raise UnsupportedError(
-            f"plgpu.kernel({named}=...) is not available", at=at, fix="leave it out"
+            f"plgpu.kernel({named}=...) is not available",
+            at=at,
+            fix="grid=, grid_names=, cluster=, num_threads= and thread_name= say what "
+            "a mesh says; leave others out",
         )
     for sizes, names, what in (
         (grid, grid_names, "grid"),
@@ -145,7 +148,7 @@ def _mode(interpret: Any) -> Any:
     """A backend runs such kernels on GPUs only; elsewhere they are checked."""
     if interpret or jax.default_backend() == "gpu":
         return interpret
-    return Checked()
+    return CheckedElsewhere()
 
 
 def _with_scratch(

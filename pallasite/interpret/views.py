@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pallasite.interpret.numbers import Numbers, Pick
-from pallasite.ir.nodes import At, Block, Gather, Index, Op, Span, Value, walk
-from pallasite.ops.gpu import NOT_OUTSIDE
+from pallasite.ir.nodes import At, Gather, Index, Span, Value
 
 Array = Any
 
@@ -94,26 +93,6 @@ def narrow(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:
 
 
 # --- views of what the copy engine of a GPU brings ---
-
-
-def over_edges(block: Block) -> frozenset[Value]:
-    """Views of main memory that only the copy engine uses: they may leave the array."""
-    views = {op.result: op for op in walk(block) if op.name == "subview"}
-    found: set[Value] = set()
-    for op in walk(block):
-        for value in _engine_ends(op):
-            while value in views and value.ref.space == "gmem":
-                found.add(value)
-                value = views[value].operands[0]
-    return frozenset(found)
-
-
-def _engine_ends(op: Op) -> Sequence[Value]:
-    if op.name not in ("copy_start", "cluster_copy") or op.attrs.get(NOT_OUTSIDE):
-        return ()
-    # A barrier counts the copy, or it is a store in a group.
-    of_gpus = len(op.operands) == 2 or op.operands[2].ref.space == "mbarrier"
-    return op.operands[:2] if of_gpus else ()
 
 
 def reach(view: View, entries: Sequence[Entry], numbers: Numbers) -> View:

@@ -17,7 +17,6 @@ from pallasite.interpret.views import (
     View,
     entries_of,
     narrow,
-    over_edges,
     picks_of,
     reach,
     whole_picks,
@@ -36,7 +35,7 @@ from pallasite.ir.nodes import (
 from pallasite.ir.roles import Loop, Pipeline, While
 from pallasite.ops.fused import written_out
 from pallasite.ops.gpu import product_of
-from pallasite.passes.analysis.memory import Roots
+from pallasite.passes.analysis.memory import Roots, over_edges
 
 Rule = Callable[[Any, Op], Any]  # (walker, op) -> its results, None if it has none
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import checkify
 
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
@@ -111,3 +112,8 @@ def test_a_shared_copy_over_the_edge():
     sums = jnp.stack([x[:32].sum(0), x[32:].sum(0)])
     want = jnp.stack([sums, sums], axis=1)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_checkify_lets_copies_hang_over_the_edge():
+    run = checkify.checkify(column_sums(True), errors=checkify.index_checks)
+    assert run(array(100, 32))[0].get() is None

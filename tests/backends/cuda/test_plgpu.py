@@ -792,3 +792,11 @@ def test_the_backend_takes_them():
     text(ring, *operands((128, 192), (192, 128)))
     (kernel,) = pl.lower(ring)(*operands((128, 192), (192, 128))).kernels
     assert base.defaults("cuda", kernel)[0] == "cuda"
+
+
+@needs_nvrtc
+def test_tools_ask_the_backend_for_gpus_that_are_not_here():
+    """Here such kernels run in checked mode, which nobody asked for."""
+    args = operands((128, 192), (192, 128))
+    report = pl.explain(ring, target="gpu:h200", measure=False)(*args)
+    assert report.kernels[0].backend == "cuda"
