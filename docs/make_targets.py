@@ -13,9 +13,9 @@ HEAD = """# Chips
 
 Generated from `pallasite/target/table.py` (`docs/make_targets.py`), the only place that
 holds facts about chips: block sizes, cost estimates and error messages read it.
-`PALLASITE_TARGET` names the chip to compile for if JAX does not see one. A TPU's numbers
-are for one core, a GPU's for the whole chip. Rates are for matmuls without sparsity, in
-tera-operations per second.
+`PALLASITE_TARGET` names the chip to compile for if JAX does not see one. A TPU's
+numbers are for one core, a GPU's for the whole chip. Rates are for matmuls without
+sparsity, in tera-operations per second.
 
 """
 
