@@ -19,6 +19,7 @@ from pallasite.backends.cuda import (
     explicit,
     functions,
     memory,
+    role_code,
     tensor_memory,
     tiles,
 )
@@ -421,6 +422,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
     **explicit.RULES,
+    **role_code.RULES,
     **clusters.RULES,
     **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,
