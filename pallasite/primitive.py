@@ -139,6 +139,7 @@ class Call:
     metadata: tuple[tuple[str, str], ...] = ()
     partition: bool | Partition | None = None  # under sharded jit; False: kept whole
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
+    own: bool = False  # a kernel of the package's, whose blocks its users do not choose
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -151,7 +152,11 @@ class Call:
             keys = ("flops", "transcendentals", "bytes_accessed")
             estimate = {k: getattr(cost, k) for k in keys}
         return base.Options(
-            dict(self.compiler_params), estimate, self.debug, dict(self.metadata)
+            dict(self.compiler_params),
+            estimate,
+            self.debug,
+            dict(self.metadata),
+            own=self.own,
         )
 
 
