@@ -11,11 +11,11 @@ PAGE = Path(__file__).with_name("targets.md")
 
 HEAD = """# Chips
 
-Generated from `pallasite/target/table.py` (`docs/make_targets.py`), the one place where
-facts about chips are kept: block sizes, cost estimates and error messages read it.
-`PALLASITE_TARGET` names the chip to compile for where JAX does not see one. A TPU's
-numbers are those of one core, a GPU's those of the whole chip; rates are of matrix
-products without sparsity, in tera-operations per second.
+Generated from `pallasite/target/table.py` (`docs/make_targets.py`), the only place that
+holds facts about chips: block sizes, cost estimates and error messages read it.
+`PALLASITE_TARGET` names the chip to compile for if JAX does not see one. A TPU's
+numbers are for one core, a GPU's for the whole chip. Rates are for matmuls without
+sparsity, in tera-operations per second.
 
 """
 
@@ -56,7 +56,7 @@ def page() -> str:
         [*shared, "VMEM", "matrix units"], list(map(tpu, target.TPUS.values()))
     )
     lines += ["", "## GPU", ""]
-    heads = [*shared, "instructions", "shared memory of a block", "L2"]
+    heads = [*shared, "instructions", "shared memory per block", "L2"]
     lines += table(heads, list(map(gpu, target.GPUS.values())))
     lines += ["", "## CPU", ""]
     lines.append(

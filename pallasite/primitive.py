@@ -152,6 +152,7 @@ class Call:
     metadata: tuple[tuple[str, str], ...] = ()
     partition: bool | Partition | None = None  # under sharded jit; False: kept whole
     fused: tuple[str, ...] = ()  # what `pl.fuse` did, and why not more
+    own: bool = False  # a kernel of the package's, whose blocks its users do not choose
 
     def __repr__(self) -> str:
         return f"Call({self.kernel.name})"
@@ -164,7 +165,11 @@ class Call:
             keys = ("flops", "transcendentals", "bytes_accessed")
             estimate = {k: getattr(cost, k) for k in keys}
         return base.Options(
-            dict(self.compiler_params), estimate, self.debug, dict(self.metadata)
+            dict(self.compiler_params),
+            estimate,
+            self.debug,
+            dict(self.metadata),
+            own=self.own,
         )
 
 
@@ -690,6 +695,17 @@ class Site:
 
 
 _NOT_CONTROL = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
+# Primitives that stand for functions: from parameters to these. `autodiff` has some.
+MEANINGS: dict[Any, Callable[..., Callable[..., Any]]] = {}
+
+
+def jaxprs_inside(eqn: Any) -> list[Any]:
+    """The code in an equation's parameters, or that which it is lowered to."""
+    meaning = MEANINGS.get(eqn.primitive)
+    if meaning is None:
+        return list(jaxcompat.jaxprs_in_params(eqn.params))
+    operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return [jax.make_jaxpr(meaning(**eqn.params))(*operands)]
 
 
 def sites_in(fn: Any, *args: Any, **kwargs: Any) -> list[Site]:
@@ -715,8 +731,9 @@ def sites_of_jaxpr(jaxpr: Any) -> list[Site]:
                 rounds = times * eqn.params["length"]
             elif name == "while":
                 rounds = None
-            around = inside if name in _NOT_CONTROL else (*inside, name)
-            for inner in jaxcompat.jaxprs_in_params(eqn.params):
+            is_control = name not in _NOT_CONTROL and eqn.primitive not in MEANINGS
+            around = (*inside, name) if is_control else inside
+            for inner in jaxprs_inside(eqn):
                 visit(inner, around, rounds)
 
     visit(jaxpr, (), 1)

@@ -54,6 +54,7 @@ MACHINE_ONLY = (
     "backends/cuda/test_passes.py",
     "backends/cuda/test_plgpu.py",
     "backends/cuda/test_races.py",
+    "backends/cuda/test_rounds.py",
     "backends/test_gpu_trial.py",
     "backends/test_stages.py",
     "backends/tpu/test_blocks.py",

@@ -581,6 +581,7 @@ def _register(which: Any, meaning: Callable[..., Callable]) -> None:
 
     which.def_impl(run)
     mlir.register_lowering(which, lower)
+    primitive.MEANINGS[which] = meaning
 
 
 # The rules of `call_p` itself are told by `first_derivative.py`.

@@ -68,6 +68,7 @@ class Options:
     metadata: Mapping[str, str] | None = None
     chip: Chip | None = None  # the accelerator compiled for; None: not known
     lines: bool = False  # the text of every stage says which source lines it is from
+    own: bool = False  # the package's own kernel: no advice on its blocks
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from pallasite.language.spec_trees import describe, input_specs, output_specs
 from pallasite.language.specs import CostEstimate, GridSpec, Operand
 from pallasite.language.trace import (
     check_signature,
+    is_of_library,
     keep_jaxpr,
     location_of,
     parameter_names,
@@ -112,6 +113,7 @@ def build(request: Request, flat: Sequence[Any], tree: Any) -> tuple[Call, Any, 
             len(flat),
             request.at,
         ),
+        own=is_of_library(request.kernel),
     )
     if request.debug:
         print(kernel.text)

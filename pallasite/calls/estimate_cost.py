@@ -14,7 +14,7 @@ from pallasite.language.arguments import Arguments
 from pallasite.language.specs import CostEstimate
 from pallasite.passes.analysis.cost import Cost
 from pallasite.passes.analysis.cost import cost as kernel_cost
-from pallasite.primitive import Call, call_p
+from pallasite.primitive import Call, call_p, jaxprs_inside
 
 
 def estimate_cost(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> CostEstimate:
@@ -54,7 +54,7 @@ def _cost_of(eqn: Any) -> Cost:
     name, params = eqn.primitive.name, eqn.params
     if eqn.primitive is call_p:
         return _cost_of_call(params["call"])
-    inner = [_cost(j) for j in jaxcompat.jaxprs_in_params(params)]
+    inner = [_cost(jaxcompat.opened(j)[0]) for j in jaxprs_inside(eqn)]
     if name == "scan":
         return sum(inner, Cost()).times(params["length"])
     if name == "cond":

@@ -272,6 +272,12 @@ def _underlying(fn: Any) -> Any:
     return fn
 
 
+def is_of_library(fn: Any) -> bool:
+    """Whether a kernel is one of `pallasite.kernels`."""
+    module = getattr(_underlying(fn), "__module__", None) or ""
+    return module.startswith("pallasite.kernels")
+
+
 def location_of(fn: Any) -> Loc | None:
     """Where a function is defined."""
     fn = _underlying(fn)

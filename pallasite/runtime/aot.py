@@ -116,6 +116,14 @@ class Compiled:
     seconds: float = 0.0
     cycles: int | None = None  # libtpu's own estimate, where it was asked for
     bundles: Bundles | None = None  # what its code says, where that was asked for
+    no_estimate: str = ""  # why there is none, where its estimator gave up
+
+    @property
+    def estimated(self) -> int | None:
+        """Cycles of a call: libtpu's estimate, else those of its code."""
+        if self.cycles is None and self.bundles is not None:
+            return self.bundles.cycles
+        return self.cycles
 
 
 def compile_all(
@@ -180,11 +188,16 @@ def compile_all(
 
 def _failed(job: Job, asked: "_Asked", child: "_Child") -> Compiled:
     """Of a job that ended its process, or did not end."""
-    if asked.folder and not child.late:
-        # The estimator gives up on some programs that compile.
-        (again,) = compile_all([job], asked.chip, timeout=asked.timeout)
-        return again
-    return Compiled(job.name, False, child.last_words())
+    if not asked.folder or child.late:
+        return Compiled(job.name, False, child.last_words())
+    if asked.profile:
+        # The estimator gives up on some programs that compile; their code can be read.
+        why, asked = child.last_words(), replace(asked, profile=False, units=True)
+        again = [*_Child([job], asked, child.log).results()]
+        if again and again[0].ok:
+            return replace(again[0], no_estimate=why)
+    (again,) = compile_all([job], asked.chip, timeout=asked.timeout)
+    return again
 
 
 @dataclass(frozen=True)
@@ -197,6 +210,7 @@ class _Asked:
     keep: Path | None
     timeout: float
     together: int = 1  # jobs of one program
+    profile: bool = True  # dumps have the estimate
 
     def lines(self, jobs: Sequence[Job]) -> Iterator[str]:
         """What the process reads: a job, or a list of some, per line."""
@@ -304,7 +318,8 @@ def _environment(asked: _Asked) -> dict[str, str]:
     environment.pop("XLA_FLAGS", None)
     if asked.folder:
         more = asked.units or asked.keep is not None
-        environment["LIBTPU_INIT_ARGS"] = _profile_flags(asked.folder, more)
+        flags = _profile_flags(asked.folder, more, asked.profile)
+        environment["LIBTPU_INIT_ARGS"] = flags
     return environment
 
 
@@ -314,15 +329,16 @@ def _reason(log: str) -> str:
     return fatal[0] if fatal else log[-2000:]
 
 
-def _profile_flags(folder: str, code: bool) -> str:
+def _profile_flags(folder: str, code: bool, profile: bool) -> str:
     flags = {
         "xla_jf_dump_to": folder,
         "xla_jf_dump_llo_text": "true",
-        "xla_jf_dump_static_llo_profile_to": folder,
         "xla_jf_dump_llo_pass_label_regex": (
             bundles.LABELS if code else "no_pass_is_called_this"
         ),
     }
+    if profile:
+        flags["xla_jf_dump_static_llo_profile_to"] = folder
     return " ".join(f"--{name}={value}" for name, value in flags.items())
 
 

@@ -123,21 +123,28 @@ def _with_result(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Analysi
     if found.facts is not None:
         found = replace(found, facts=replace(found.facts, spills=spills))
     resources = _with_vmem(found.report, estimate.vmem)
-    note = "" if result.cycles else "libtpu compiled it and has no estimate of its time"
+    note = ""
+    if result.cycles is None and result.bundles is None:
+        note = "libtpu compiled it and has no estimate of its time"
+    elif result.cycles is None:
+        note = (
+            "libtpu's estimator gives up on it; cycles are its code's, without copies"
+        )
     found = found.with_report(estimate=estimate, resources=resources, note=note)
     return found.with_hints()
 
 
 def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
     code, bound, facts = result.bundles, found.report.bound, found.facts
-    if result.cycles is None:
+    estimated = result.estimated
+    if estimated is None:
         return Estimate(None, None, {})
     # libtpu's estimate lets copies overlap with each other without a limit.
     least = bound.seconds if bound is not None else 0.0
-    seconds = max(result.cycles / chip.clock, least)
+    seconds = max(estimated / chip.clock, least)
     busy: dict[str, float] = {}
     if not seconds:  # an empty grid
-        return Estimate(result.cycles, seconds, busy)
+        return Estimate(estimated, seconds, busy)
     if code is not None:
         cycles = seconds * chip.clock
         busy = {
@@ -147,7 +154,7 @@ def _estimate(found: Analysis, chip: Tpu, result: libtpu.Compiled) -> Estimate:
     if work is not None and chip.main.bytes_per_second:
         busy["copies"] = min(work.bytes / chip.main.bytes_per_second / seconds, 1.0)
     spills, vmem = (code.spills, code.vmem) if code is not None else (None, None)
-    return Estimate(result.cycles, seconds, busy, spills, vmem)
+    return Estimate(estimated, seconds, busy, spills, vmem)
 
 
 def _with_vmem(report: KernelReport, vmem: int | None) -> tuple[Resource, ...]:

@@ -24,7 +24,7 @@ from pallasite.errors import (
 from pallasite.ir.nodes import Block, Kernel, walk
 from pallasite.ir.roles import Dot, Pipeline, Roles
 from pallasite.passes.analysis.cost import cost
-from pallasite.passes.analysis.work import count
+from pallasite.passes.analysis.work import Work, count
 from pallasite.primitive import Call, sites_of_jaxpr
 from pallasite.target import Chip, Gpu, Host, Tpu
 from pallasite.tools.roofline import Peaks, roofline
@@ -136,7 +136,7 @@ class Model:
     chip: Chip | Host
 
     def estimate(self, kernel: Kernel) -> float:
-        """Seconds, for comparing schedules of the same kernel."""
+        """Seconds, for comparing schedules of the same kernel; 0 if not known."""
         if isinstance(self.chip, Gpu):
             return _on_gpu(kernel, self.chip)
         total = cost(kernel)
@@ -194,10 +194,19 @@ def _programs(kernel: Kernel) -> int:
 def _on_gpu(kernel: Kernel, chip: Gpu) -> float:
     """Seconds, by all that is computed: what masks leave out makes the difference.
 
+    Zero: not known, because operands' values decide most of it.
+    """
+    least, most = (_busy(kernel, chip, count(kernel, least=x)) for x in (True, False))
+    return most if least > most / 2 else 0.0
+
+
+def _busy(kernel: Kernel, chip: Gpu, work: Work) -> float:
+    """Seconds that some work takes.
+
     Warpgroups keep at most one unit of a multiprocessor busy each, so that one
     alone multiplies and computes in turns.
     """
-    work, peaks = count(kernel), Peaks.of(chip)
+    peaks = Peaks.of(chip)
     matrix = sum(n / peaks.product_rate(t) for t, n in work.products.items())
     lanes = 2 * (work.arithmetic + work.other) / peaks.vector  # a fused one is two
     lanes += work.transcendentals / peaks.special

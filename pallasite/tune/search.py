@@ -119,9 +119,9 @@ def _predicted(candidates: Sequence[Candidate], space: Space) -> dict[int, float
     to what was measured.
     """
     # Nothing is known of kernels whose work their operands' values decide.
-    is_known = any(c.seconds and c.estimate > 0 for c in candidates)
+    is_known = all(c.estimate > 0 for c in candidates if not c.refused)
     estimates = {id(c): c.estimate if is_known else 1.0 for c in candidates}
-    usable = [c for c in candidates if not c.refused and estimates[id(c)] > 0]
+    usable = [c for c in candidates if not c.refused]
     done = [c for c in usable if c.seconds]
     scale = np.array([log(c.seconds / estimates[id(c)]) for c in done if c.seconds])
     rows = np.array([_places(c, space) for c in done])

@@ -230,10 +230,12 @@ class Tuner:
         for candidate, result in zip(owners, results, strict=True):
             if candidate.refused:
                 continue
-            if not result.ok or result.cycles is None:
+            if not result.ok or result.estimated is None:
                 candidate.refused = result.error or "libtpu has no estimate"
                 continue
-            candidate.seconds = (candidate.seconds or 0) + result.cycles
+            # Where only the code is known, copies are not in it.
+            cycles = (candidate.seconds or 0) + result.estimated
+            candidate.seconds = max(cycles, candidate.bound)
 
     def _found(self, question: Question, outcome: Outcome) -> Found:
         best, default = outcome.best, outcome.default

@@ -682,6 +682,11 @@ def test_costs_are_counted_exactly():
     assert cost.transcendentals == 16 + 7 + 3 * 16
     assert cost.flops == 16 + 500 + 3 * (1 + 4 * 16)
 
+    plain = lambda x: pl.pallas_call(kernel, out_shape=x)(x)
+    pushed = lambda x, t: jax.jvp(plain, (x,), (t,))
+    cost = pl.estimate_cost(pushed, S((16,), f32), S((16,), f32))
+    assert cost.transcendentals == 16 + 16  # of the kernel, and of that of tangents
+
 
 def test_dots_by_algorithms_that_this_platform_lacks():
     preset = lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -81,6 +81,25 @@ def test_a_job_that_does_not_end_is_given_up(tmp_path):
     assert result.error == "libtpu did not end within 0.5 seconds"
 
 
+def test_where_the_estimator_gives_up_the_code_is_read(tmp_path):
+    code = {"cycles": 7, "busy": {}, "spills": 0, "fills": 0, "vmem": 64}
+    lines = [
+        "echo ready",
+        "read a",
+        'case "$LIBTPU_INIT_ARGS" in *static_llo_profile*)'
+        ' echo "F1116 LLO_CHECK failure" >&2; exit 134;; esac',
+        f"echo '{answer('a', bundles=code)}'",
+    ]
+    (result,) = compiled(tmp_path, [job("a")], *lines, cycles=True)
+    assert result.ok and result.cycles is None and result.estimated == 7
+    assert result.no_estimate == "libtpu aborted: F1116 LLO_CHECK failure"
+    # Without a word on the code either, it is enough that it compiles.
+    lines[2] = 'case "$LIBTPU_INIT_ARGS" in *dump*) exit 134;; esac'
+    lines[3] = f"echo '{answer('a')}'"
+    (result,) = compiled(tmp_path, [job("a")], *lines, cycles=True)
+    assert result.ok and result.estimated is None
+
+
 def test_no_libtpu_at_all(tmp_path):
     with pytest.raises(CompileError, match="cannot compile for v5e here"):
         compiled(tmp_path, [job("a")], "echo 'no module named libtpu' >&2", "exit 1")

@@ -92,6 +92,10 @@ def test_kernels_inside_transformations():
 
     report = pl.explain(jax.grad(lambda x: double(x).sum()), measure=False)(X)
     assert [kernel.name for kernel in report.kernels][-1] == "double_kernel_d_x"
+    pushed = lambda x, t: jax.jvp(double, (x,), (t,))
+    report = pl.explain(pushed, measure=False)(X, X)
+    assert [kernel.name for kernel in report.kernels][-1] == "double_kernel_jvp"
+    assert report.kernels[-1].inside == ()
 
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     spec = PartitionSpec("d")

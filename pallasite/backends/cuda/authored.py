@@ -14,7 +14,7 @@ from pallasite.backends.cuda.clusters import CLUSTER
 from pallasite.backends.cuda.layouts import WARPGROUP
 from pallasite.errors import UnsupportedError
 from pallasite.ir.nodes import Block, Kernel, Op, Value, walk
-from pallasite.ir.rewrite import Rewriter, map_ops
+from pallasite.ir.rewrite import Rewriter, is_pure, map_ops
 from pallasite.ir.roles import Loop, Pipeline
 from pallasite.passes.analysis.grid import find_pipeline, with_pipeline
 from pallasite.passes.analysis.live_tiles import LiveTiles
@@ -28,11 +28,17 @@ ONLY_ON = {"wgmma": "sm_90", "tensor_mma": "sm_100"}
 PROGRAMS = 2  # that share a multiprocessor
 FEWEST_REGISTERS = 24  # of a thread
 OTHER_REGISTERS = 32  # of a thread that multiplies, besides its tiles
+# The same, where it runs several programs: of JAX's attention, ptxas spills 40 bytes
+# more in such a loop than without it where tiles take 195 of 232, and none at 161.
+REPEATED_REGISTERS = 48
 # Of shared memory, besides what is allocated: by the chip, and where arrays are
 # described to the copy engine.
 OTHER_BYTES, ALIGNMENT = 3072, 1024
-# What takes some programs longer, and what a thread does once.
-ONLY_ONCE = {"while", "set_registers", "tensor_mma", "warps"}
+GRANULE = 8  # of registers that a thread gets
+# What takes some programs longer, and what leaves something to the next one.
+ONLY_ONCE = {"while", "alloc", "named_barrier", "tensor_mma", "warps"}
+BEFORE_ROLES = {"alloc", "constant"}  # what no program of a block of threads changes
+NO_COPIES: frozenset[str] = frozenset()
 BLOCKS = "cuda.blocks"  # of threads, where they are fewer than a pipeline's programs
 
 
@@ -104,36 +110,86 @@ def rounds(kernel: Kernel, chip: Gpu) -> Kernel:
     Descriptions of arrays for the copy engine take two trips to L2, a microsecond, and
     blocks that follow others on a multiprocessor would make them again. That is for
     programs that take as long as each other: the chip balances others better. How many
-    run at a time must be certain, so shared memory must be what limits it.
+    run at a time must be certain.
     """
     pipeline = Pipeline.of(find_pipeline(kernel))
-    roles = [op for op in pipeline.body.ops if op.name == "roles"]
     known = [n for n in pipeline.grid if n is not None]
-    if len(roles) != 1 or len(roles[0].regions) != 1 or len(known) < len(pipeline.grid):
+    if len(known) < len(pipeline.grid) or CLUSTER in pipeline.semantics:
         return kernel
-    (count,) = roles[0].attrs["cuda.warpgroups"]
-    if CLUSTER in pipeline.semantics or not _take_as_long(roles[0].regions[0]):
+    names = [op.name for op in pipeline.body.ops if op.name not in BEFORE_ROLES]
+    if names != ["roles"]:
         return kernel
-    least = _shared_bytes(pipeline.body)
-    side_by_side = chip.shared.bytes // (least + OTHER_BYTES)
-    registers = (chip.registers_per_thread + 1) * count * WARPGROUP
-    if not 0 < side_by_side <= chip.registers // registers:
+    (roles,) = (op for op in pipeline.body.ops if op.name == "roles")
+    constants = {op.result for op in walk(pipeline.body) if op.name == "constant"}
+    is_authored = "cuda.registers" not in roles.attrs
+    if not is_authored or not all(_can_repeat(r, constants) for r in roles.regions):
         return kernel
-    if chip.shared.bytes // least != side_by_side:
-        return kernel
-    blocks = chip.cores * side_by_side
-    if prod(known) <= blocks:
+    blocks = chip.cores * _programs_at_a_time(pipeline.body, roles, chip)
+    if not 0 < blocks < prod(known) or not _leaves_registers(kernel, roles):
         return kernel
     attrs = {**pipeline.op.attrs, BLOCKS: blocks}
     return with_pipeline(kernel, replace(pipeline.op, attrs=attrs))
 
 
-def _take_as_long(program: Block) -> bool:
-    """Whether all programs take as long, and threads may run it more than once."""
-    ops = list(walk(program))
-    constants = {op.result for op in ops if op.name == "constant"}
+def _programs_at_a_time(body: Block, roles: Op, chip: Gpu) -> int:
+    """How many programs share a multiprocessor; 0: it is not certain.
+
+    Registers of a thread are at most what the launch's bounds leave it, and just that
+    where roles exchange them. Shared memory is a little more than what is allocated.
+    """
+    threads = sum(roles.attrs["cuda.warpgroups"]) * WARPGROUP
+    share = chip.registers // roles.attrs.get("cuda.per_core", 1) // threads
+    registers = min(share // GRANULE * GRANULE, chip.registers_per_thread + 1)
+    by_registers, bytes_ = chip.registers // (registers * threads), _shared_bytes(body)
+    fewest = min(by_registers, chip.shared.bytes // (bytes_ + OTHER_BYTES))
+    most = chip.shared.bytes // max(bytes_, 1)
+    if any(op.name == "set_registers" for op in walk(body)):
+        most = min(most, by_registers)
+    return fewest if fewest == most else 0
+
+
+def _leaves_registers(kernel: Kernel, roles: Op) -> bool:
+    """Whether tiles leave room for what a loop over programs keeps in registers.
+
+    Only who asks for registers has counted on using them all.
+    """
+    ops = (op for region in roles.regions for op in walk(region))
+    counts = [op.attrs["count"] for op in ops if op.name == "set_registers"]
+    tiles = LiveTiles(kernel).peak_words() // WARPGROUP
+    return not counts or tiles + REPEATED_REGISTERS <= max(counts)
+
+
+def _can_repeat(role: Block, constants: set[Value]) -> bool:
+    """Whether threads may run a role several times, and all programs take as long."""
+    ops = list(walk(role))
     bounds = [v for op in ops if op.name == "for" for v in Loop.of(op).bounds]
-    return constants.issuperset(bounds) and ONLY_ONCE.isdisjoint(op.name for op in ops)
+    once = ONLY_ONCE & {op.name for op in ops}
+    if once or not constants.issuperset(bounds):
+        return False
+    # Registers are exchanged before the first program: nothing may come before that.
+    exchanges = [op for op in ops if op.name == "set_registers"]
+    effects = [op for op in role.ops if not is_pure(op)]
+    return exchanges in ([], effects[:1]) and not _copies_out(role, NO_COPIES)
+
+
+def _copies_out(block: Block, before: frozenset[str]) -> frozenset[str]:
+    """The copies out of shared memory that may not have been waited for.
+
+    They are "open" until they are a group, and "grouped" until a wait for all groups.
+    """
+    left = before
+    for op in block.ops:
+        if op.name == "copy_start" and op.operands[1].ref.space != "smem":
+            left |= {"open"}
+        elif op.name == "bulk_commit" and left:
+            left = frozenset({"grouped"})
+        elif op.name == "bulk_wait" and op.attrs["pending"] == 0:
+            left -= {"grouped"}
+        elif op.name == "cond":
+            left = NO_COPIES.union(*(_copies_out(each, left) for each in op.regions))
+        else:  # a loop: perhaps without a step
+            left = left.union(*(_copies_out(each, left) for each in op.regions))
+    return left
 
 
 def _shared_bytes(body: Block) -> int:

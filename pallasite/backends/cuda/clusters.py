@@ -7,7 +7,8 @@ number modulo their count, and axes of the cluster are digits of it.
 from collections.abc import Sequence
 from itertools import product as each_of
 
-from pallasite.backends.cuda.explicit import MAP_BYTES, Explicit
+from pallasite.backends.cuda.explicit import MAP_BYTES
+from pallasite.backends.cuda.role_code import RoleCode
 from pallasite.ir.nodes import Op
 from pallasite.ir.roles import Pipeline
 
@@ -15,7 +16,7 @@ CLUSTER = "cluster"  # the semantics of such axes
 MOST_BLOCKS = 8  # that every chip with clusters runs
 
 
-class Clusters(Explicit):
+class Clusters(RoleCode):
     """Emits what blocks of a cluster do to each other."""
 
     def __init__(self) -> None:

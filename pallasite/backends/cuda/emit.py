@@ -19,6 +19,7 @@ from pallasite.backends.cuda import (
     explicit,
     functions,
     memory,
+    role_code,
     tensor_memory,
     tiles,
 )
@@ -31,6 +32,7 @@ from pallasite.backends.cuda.layouts import WARPGROUP, Spread, striped
 from pallasite.backends.cuda.meetings import COPIES, NOTHING, Meetings
 from pallasite.backends.cuda.products import BEHIND
 from pallasite.backends.cuda.repack import REPACKED
+from pallasite.backends.cuda.role_code import Rounds
 from pallasite.backends.cuda.shared import can_swizzle, widest_swizzle
 from pallasite.backends.cuda.tensor_memory import TensorMemory, rows_by_thread
 from pallasite.backends.cuda.text import c_type
@@ -42,7 +44,6 @@ from pallasite.ir.roles import Cond, Loop, Pipeline, While
 from pallasite.ir.types import TileType
 from pallasite.passes.analysis.fences import fenced
 from pallasite.passes.analysis.grid import find_pipeline
-from pallasite.passes.analysis.intervals import Fact
 from pallasite.passes.analysis.live_tiles import LiveTiles
 from pallasite.passes.analysis.memory import (
     Roots,
@@ -266,28 +267,14 @@ class Emitter(TensorMemory):
         if not self.programs:
             self.programs = 1
             return
-        count, blocks = self.programs, op.attrs.get(BLOCKS)
+        blocks = op.attrs.get(BLOCKS)
         if blocks is None:
-            self.emit_program(pipeline, grid, "(int)blockIdx.x")
-            return
-        self.programs, self.has_rounds = blocks, True
-        each = f"int number = blockIdx.x; number < {count}; number += {blocks}"
-        with self.out.block(f"for ({each})"):
-            self.emit_program(pipeline, grid, "number")
-            self.out.line("__syncthreads();")
-
-    def emit_program(self, pipeline: Pipeline, grid: list[int], number: str) -> None:
-        """The body of a pipeline for the program of some number."""
-        for axis in range(len(grid)):
-            size, inner = grid[axis], prod(grid[axis + 1 :])
-            value = pipeline.ids[axis]
-            self.facts.note(value, Fact(0, size - 1))
-            text = number if inner == 1 else f"{number} / {inner}"
-            if prod(grid[:axis]) > 1:
-                text = f"{text} % {size}"
-            self.env[value] = self.let(value.tile.dtype, text, pipeline.op, "program")
+            self.number_program(pipeline, "(int)blockIdx.x")
+        else:
+            self.rounds = Rounds(pipeline, self.programs, blocks)
+            self.programs = blocks
         self.note_cluster(pipeline)
-        self.note_tensors(pipeline.op)
+        self.note_tensors(op)
         self.block(pipeline.body)
 
     def emit_alloc(self, op: Op) -> None:
@@ -425,6 +412,7 @@ RULES: dict[str, Callable[[Any, Op], None]] = {
     **tiles.RULES,
     **memory.RULES,
     **explicit.RULES,
+    **role_code.RULES,
     **clusters.RULES,
     **tensor_memory.RULES,
     "pipeline": Emitter.emit_pipeline,

@@ -1,4 +1,4 @@
-"""Ops of the explicit level: roles, barriers, copies in flight, products in flight.
+"""Ops of the explicit level: barriers, copies in flight, products in flight.
 
 The copy engine reads arrays by descriptions (`Map`), which the kernel makes before
 anything else in a scratch result of the call. Roles are those that `specialize` made or
@@ -33,7 +33,7 @@ from pallasite.backends.cuda.shared import (
     Shared,
     swizzled_bytes,
 )
-from pallasite.ir.nodes import Access, Block, Gather, Op, Value, walk
+from pallasite.ir.nodes import Access, Gather, Op, Value
 from pallasite.ir.roles import Wgmma
 from pallasite.ir.types import DType, RefType
 from pallasite.passes.analysis.carried import covers_whole
@@ -43,8 +43,6 @@ WARPS = 4  # of a warpgroup
 MAX_BOX = 256  # elements of a copy along a dimension
 LINE_ALIGNMENT = 16  # bytes, of copies that no description is needed for
 MAX_RANK = 5  # of an array that the copy engine knows
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # as the copy engine numbers them
-ALONE = "load"  # the role that one thread runs
 # Warpgroups that store their sums as they have them, not as matrices: on an H200, that
 # is 1 to 4 percent faster with attention of two, and 5 percent slower with three, which
 # have fewer registers.
@@ -66,21 +64,17 @@ class Map:
 
 
 class Explicit(Shared):
-    """Emits roles and what they do to each other."""
+    """Emits what roles do to each other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.barriers: dict[Value, str] = {}
         self.inits: list[tuple[int, int, int]] = []  # offset, how many, arrivals
         self.maps: list[Map] = []
-        self.has_rounds = False  # blocks of threads run several programs
         self.instructions: dict[str, str] = {}
         self.warpgroups = 1
-        self.warpgroups_of: Sequence[int] = ()  # of each role
         self.alone = False  # in a role of one thread
         self.elects = False  # in a role that copies between its products
-        self.has_roles = False  # their code is written
-        self.starts_together = False  # with the other blocks of a cluster
         self.only_multiplied: set[Value] = set()  # integers made floats for products
         self.late: dict[Value, Tile] = {}  # words of pairs, as expressions of `@`
         self.seen_maps: set[int] = set()  # that the role uses
@@ -481,126 +475,6 @@ class Explicit(Shared):
         bounded = all(e.stop == root_size(view, k) for k, e in view.edges)
         return all((is_sums, plain, aligned, last, ranked, bounded))
 
-    # --- roles ---
-
-    def emit_roles(self, op: Op) -> None:
-        """Each role is a branch; before it, barriers and descriptions are made."""
-        names = op.attrs["cuda.names"]
-        counts, registers = op.attrs["cuda.warpgroups"], op.attrs.get("cuda.registers")
-        before = len(self.out.lines)
-        self.warpgroups_of = counts
-        first, usual, outer = 0, self.threads, self.bases
-        if self.is_authored:  # the compiler sees that a warp has one role
-            self.out.line("const u32 role = __shfl_sync(~0u, threadIdx.x / 128, 0);")
-        for number, (name, region) in enumerate(zip(names, op.regions, strict=True)):
-            end = first + counts[number] * WARPGROUP
-            who, unit = ("role", WARPGROUP) if self.is_authored else ("threadIdx.x", 1)
-            head = f"if ({who} < {end // unit})" if number < len(names) - 1 else ""
-            with self.out.block(f"else {head}".rstrip() if number else head):
-                self.out.line(f"const u32 thread = threadIdx.x - {first};")
-                if registers is not None:
-                    word = "fewer" if number == 0 else "more"
-                    self.out.line(f"{word}_registers<{registers[number]}>();")
-                self.meeting = 1 + number if self.is_authored else 1
-                self.emit_role(name, region, counts[number])
-            first = end
-        self.in_role, self.alone = False, False
-        self.threads, self.bases = usual, outer
-        rest, self.out.lines = self.out.lines[before:], self.out.lines[:before]
-        self.make_barriers()
-        self.make_maps()
-        self.start_together()
-        self.out.lines += rest
-        self.has_roles = True
-
-    def emit_role(self, name: str, region: Block, warpgroups: int) -> None:
-        """The code of one role, after what it uses of thread numbers and maps."""
-        self.bases, self.seen_maps = {}, set()
-        start = len(self.out.lines)
-        self.threads = warpgroups * WARPGROUP
-        self.in_role, self.alone = True, name == ALONE
-        self.accessed = NOTHING
-        self.elects = _copies_between_products(region)
-        if self.is_authored:
-            self.out.line("const u32 warp = __shfl_sync(~0u, thread / 32, 0);")
-        if self.alone:
-            with self.out.block("if (thread == 0)"):
-                self.block(region)
-        else:
-            self.warpgroups = warpgroups
-            self.out.line("const u32 group = __shfl_sync(~0u, thread / 128, 0);")
-            if any(op.attrs.get(IN_TURN) for op in walk(region)):
-                # The first turn is the first warpgroup's.
-                last = f"group == {warpgroups - 1}"
-                self.out.line(f"if ({last}) pass_by({TURNS}, {2 * WARPGROUP});")
-            self.block(region)
-            if self.staging is not None:
-                self.out.line("if (thread % 128 == 0) copies_left<0>();")
-        indent = "  " * self.out.depth
-        once = "if (number == blockIdx.x) " if self.has_rounds else ""
-        seen = [
-            f"{indent}{once}map_seen(maps + {number * MAP_BYTES});"
-            for number in sorted(self.seen_maps)
-        ]
-        self.out.lines[start:start] = [*self.base_lines(indent), *seen]
-
-    def start_together(self) -> None:
-        """No role starts before barriers and descriptions are made."""
-        self.out.line("blocks_meet();" if self.starts_together else "__syncthreads();")
-
-    def base_lines(self, indent: str) -> list[str]:
-        return [
-            f"{indent}const int {name} = (int)({text});"
-            for text, name in self.bases.items()
-        ]
-
-    @property
-    def warps(self) -> int:
-        return sum(self.warpgroups_of) * WARPS
-
-    def make_barriers(self) -> None:
-        """By a warp that has no description to make, if there is one."""
-        maker = 32 * min(len(self.maps), self.warps - 1)
-        with self.out.block(f"if (threadIdx.x == {maker})"):
-            for offset, count, arrivals in self.inits:
-                for n in range(count):
-                    at = f"shared_address(shared) + {offset + 8 * n}"
-                    if self.has_rounds:
-                        self.out.line(f"if (number != blockIdx.x) barrier_end({at});")
-                    self.out.line(f"barrier_init({at}, {arrivals});")
-            self.out.line("barriers_made();")
-
-    def make_maps(self) -> None:
-        """Each by another warp, as far as there are."""
-        if not self.maps:
-            return
-        total = MAP_BYTES * len(self.maps)
-        self.out.line(f"char* maps = scratch + (i64)blockIdx.x * {total};")
-        first = "number == blockIdx.x && " if self.has_rounds else ""
-        for number, each in enumerate(self.maps):
-            offset = self.reserve(MAP_BYTES)
-            maker = f"threadIdx.x / 32 == {number % self.warps}"
-            with self.out.block(f"if ({first}{maker})"):
-                self.out.line(f"const u32 at = shared_address(shared) + {offset};")
-                self.out.line(f"((u32*)(shared + {offset}))[threadIdx.x % 32] = 0;")
-                self.out.line("__syncwarp();")
-                with self.out.block("if (threadIdx.x % 32 == 0)"):
-                    self.fill_map(each)
-                self.out.line("__syncwarp();")
-                self.out.line(f"map_publish(at, maps + {number * MAP_BYTES});")
-
-    def fill_map(self, each: Map) -> None:
-        rank, width = len(each.shape), each.dtype.bytes
-        code = hopper.ELEMENT_CODES["tf32" if each.is_rounded else each.dtype.name]
-        mode = SWIZZLES[each.swizzle]
-        self.out.line(f"map_array<{rank}, {code}, {mode}>(at, {each.pointer});")
-        pairs = zip(reversed(each.shape), reversed(each.box), strict=True)
-        for n, (size, box) in enumerate(pairs):
-            self.out.line(f"map_dim<{n}>(at, {size}, {box});")
-        for n in range(rank - 1):
-            stride = prod(each.shape[rank - 1 - n :]) * width
-            self.out.line(f"map_stride<{n}>(at, {stride});")
-
     # --- products ---
 
     def emit_wgmma(self, op: Op) -> None:
@@ -762,17 +636,6 @@ class Explicit(Shared):
             self.env[new] = tile
 
 
-def _copies_between_products(role: Block) -> bool:
-    """Whether a loop both multiplies and starts copies to shared memory."""
-    for loop in (op for op in walk(role) if op.name in ("for", "while")):
-        inner = [op for region in loop.regions for op in walk(region)]
-        copies = [op.operands[1] for op in inner if op.name == "copy_start"]
-        multiplies = any(op.name in ("wgmma", "tensor_mma") for op in inner)
-        if multiplies and any(ref.ref.space == "smem" for ref in copies):
-            return True
-    return False
-
-
 def root_size(view: View, key: int) -> int | None:
     """The size of the array along the dimension of an edge, if the view has it."""
     assert view.memory is not None
@@ -785,7 +648,6 @@ RULES = {
     "load": Explicit.emit_load,
     "store": Explicit.emit_store,
     "subview": Explicit.emit_subview,
-    "roles": Explicit.emit_roles,
     "barrier_expect": Explicit.emit_barrier_expect,
     "barrier_arrive": Explicit.emit_barrier_arrive,
     "barrier_wait": Explicit.emit_barrier_wait,

@@ -169,7 +169,8 @@ class TpuBackend:
 
         options, kernel = compiled.options, compiled.kernel
         arrays = CallArrays.of(compiled.scheduled, kernel)
-        warn_of_forms(kernel, arrays)
+        if not options.own:
+            warn_of_forms(kernel, arrays)
         chip = options.chip if isinstance(options.chip, Tpu) else None
         sparse = core_of(options) != "tc"
         vmem = None if sparse else limit_for(compiled.scheduled, chip)

@@ -73,7 +73,7 @@ void meet(int id, int threads, bool waits) {
 static char engine[1 << 18] __attribute__((aligned(1024)));  // shared, as they see it
 static unsigned shared_bytes;
 static bool late_copies, late_products;
-struct Barrier { int count, left, phase; long long bytes; };
+struct Barrier { int count, left, phase; long long bytes; int waiting; };
 static Barrier barriers[1 << 15];  // by address / 8
 static Barrier& barrier(unsigned at) { return barriers[at / 8]; }
 static void complete(Barrier& b) {
@@ -289,6 +289,7 @@ static void start_block(int threads) {
   leaving.assign(threads, {});
   flights.assign(threads, {});
   copiers.clear();
+  std::fill(std::begin(barriers), std::end(barriers), Barrier());
 }
 static void end_block() {
   if (!arriving.empty()) problem = "a copy into shared memory that nothing waited for";
@@ -349,8 +350,18 @@ static void resume(int thread) {
 
 using namespace host;
 
-void barrier_end(u32 at) { barrier(at) = {}; }
-void barrier_init(u32 at, u32 n) { barrier(at) = {(int)n, (int)n, 0, 0}; }
+void barrier_end(u32 at) {
+  Barrier& b = barrier(at);
+  check(b.count > 0, "a barrier is ended that is none");
+  check(b.bytes == 0 && b.waiting == 0, "a barrier is ended that is still in use");
+  for (auto& each : leaving)
+    check(each.whole.empty() && each.open.empty(), "a copy out is waited for too late");
+  b = {};
+}
+void barrier_init(u32 at, u32 n) {
+  check(barrier(at).count == 0, "a barrier is made twice");
+  barrier(at) = {(int)n, (int)n, 0, 0, 0};
+}
 void barrier_arrive(u32 at) {
   Barrier& b = barrier(at);
   check(b.left > 0, "more arrivals than a barrier counts");
@@ -367,10 +378,14 @@ void barrier_expect_for(u32 at, u32 bytes, u32 arrivals) {
   for (u32 n = 0; n < arrivals; ++n) barrier_arrive(at);
 }
 void barrier_wait(u32 at, u32 parity) {
-  while ((barrier(at).phase & 1) == (int)parity) {
+  Barrier& b = barrier(at);
+  check(b.count > 0, "a wait for a barrier that is none");
+  ++b.waiting;
+  while ((b.phase & 1) == (int)parity) {
     all_arrive(at);
-    if ((barrier(at).phase & 1) == (int)parity) spin();
+    if ((b.phase & 1) == (int)parity) spin();
   }
+  --b.waiting;
 }
 void products_together() {
   auto& mine = flights[current];
@@ -392,9 +407,10 @@ void copy_line(u32 to, const void* from, u32 bytes, u32 barrier) {
 }
 
 // What went wrong, if something did. Where products are late, a thread that copies
-// operands goes on as soon as it can.
+// operands goes on as soon as it can. A late warpgroup goes on where no other can.
 extern "C" const char* run(void** given, const int* order, int blocks, int threads,
-                           int shared_bytes, int late_copies, int late_products) {
+                           int shared_bytes, int late_copies, int late_products,
+                           int late_warpgroup) {
   arguments = given;
   gridDim.x = blocks;
   fibers.resize(threads);
@@ -418,16 +434,20 @@ extern "C" const char* run(void** given, const int* order, int blocks, int threa
       fibers[t].started = false;
     }
     for (bool going = true; going;) {
-      going = false;
       const long long before = events;
-      for (int turn = 0; turn < threads; ++turn) {
-        const int t = late_copies ? threads - 1 - turn : turn;
-        going = going || !done[t];
-        resume(t);
-        if (late_products)
-          for (size_t c = 0; c < copiers.size(); ++c) resume(copiers[c]);
+      going = std::count(done.begin(), done.end(), 0);
+      for (bool is_late : {false, true}) {
+        if (is_late && events != before) break;  // the others can go on
+        auto go_on = [&](int t) {
+          if ((t / 128 == late_warpgroup) == is_late) resume(t);
+        };
+        for (int turn = 0; turn < threads; ++turn) {
+          go_on(late_copies ? threads - 1 - turn : turn);
+          if (late_products)
+            for (size_t c = 0; c < copiers.size(); ++c) go_on(copiers[c]);
+        }
       }
-      if (going && events == before)
+      if (going && !problem && events == before)
         problem = "the threads of a block wait for each other";
       if (problem) return problem;
     }

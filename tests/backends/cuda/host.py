@@ -73,7 +73,9 @@ void call_kernel(void** arguments) {{ {call}; }}
 """
 # -fwrapv: as integers do on a GPU.
 FLAGS = ("-w", "-fwrapv", "-std=c++14", "-fPIC", f"-I{HERE}")
-TIMINGS = {"late copies": (1, 0), "late products": (0, 1)}  # see host_explicit.h
+# See host_explicit.h; the last number is that of a warpgroup, if one is late.
+TIMINGS = {"late copies": (1, 0, -1), "late products": (0, 1, -1)}
+LATE_WARPGROUPS = {f"late warpgroup {n}": (0, 1, n) for n in range(3)}
 
 
 def compiler() -> str | None:
@@ -199,7 +201,8 @@ class Code:
         order = rng.permutation(launched.programs).astype(np.int32)
         wrong = self.library.run(
             pointers, order.ctypes.data_as(ctypes.c_void_p), launched.programs,
-            launched.threads, launched.shared_bytes, *TIMINGS[timing],
+            launched.threads, launched.shared_bytes,
+            *(TIMINGS | LATE_WARPGROUPS)[timing],
         )  # fmt: skip
         assert wrong is None, f"{timing}: {wrong.decode()}"
         found = [np.array(r) for r in results]

@@ -11,6 +11,7 @@ import pytest
 import pallasite as pl
 from pallasite import kernels as library
 from pallasite.backends.cuda import passes_for
+from pallasite.backends.cuda.authored import rounds
 from pallasite.backends.cuda.before_waits import before_waits
 from pallasite.backends.cuda.order import Order
 from pallasite.backends.cuda.overlap import overlap
@@ -506,3 +507,95 @@ def test_arithmetic_is_done_before_waits_but_not_before_arrivals_or_loads():
     # A load is behind the waits, and what comes after it stays after it.
     assert names[7:] == ["load", "div", "exp", "add", "store"]
     assert before_waits(made) is made
+
+
+SEVERAL = """
+kernel @several(%x: ref<f32[2560,256] gmem>, %o: ref<f32[2560,256] gmem>) outputs 1 level explicit {
+  pipeline {grid=(20,), windows=(), semantics=("parallel",)}
+    body (%i: i32) {
+      %zero: i32 = constant {value=0}
+      %a: ref<f32[128,256] smem> = alloc
+      %full: ref<i32 mbarrier @arrivals(1)> = alloc
+      roles {cuda.names=("wg 0", "wg 1"), cuda.warpgroups=(1, 1)}
+        body () {
+          %one: i32 = constant {value=1}
+          set_registers {count=232, more=True}
+          %limit: i32 = constant {value=2}
+          %rows: i32 = constant {value=128}
+          %first: i32 = mul %i, %rows
+          for %zero, %limit, %one
+            body (%n: i32) {
+              %ob: ref<f32[128,256] gmem> = subview %o[%first:+128, :]
+              copy_start %a, %ob {priority=0}
+              bulk_commit
+              bulk_wait {pending=0, read=False}
+            }
+        }
+        body () {
+          set_registers {count=40, more=False}
+          barrier_wait %full, %zero
+        }
+    }
+}
+"""  # noqa: E501
+
+
+def blocks_of(text: str, chip: Gpu = CHIP) -> int | None:
+    """How many blocks of threads run a kernel's programs; None: one each."""
+    given = kernel(text)
+    verify(given)
+    made = rounds(given, chip)
+    assert made.text != given.text or made is given
+    return find_pipeline(made).attrs.get("cuda.blocks")
+
+
+def test_blocks_of_threads_take_all_programs():
+    """As many as run at a time: here shared memory is enough for one."""
+    assert blocks_of(SEVERAL) == 4
+    assert blocks_of(SEVERAL, replace(CHIP, cores=20)) is None
+    assert blocks_of(SEVERAL, replace(CHIP, cores=19)) == 19
+
+
+def test_how_many_programs_run_at_a_time():
+    smaller = SEVERAL.replace("[128,256] smem", "[64,256] smem")
+    smaller = smaller.replace("[128,256] gmem", "[64,256] gmem").replace(
+        ":+128", ":+64"
+    )
+    # Threads that exchange registers start with all that bounds leave them.
+    assert blocks_of(smaller) == 4
+    assert blocks_of(smaller.replace("(1, 1)}", "(1, 1), cuda.per_core=2}")) == 8
+    # Others have what ptxas gives them: two or three programs fit.
+    assert blocks_of(re.sub(" *set_registers.*\n", "", smaller)) is None
+    assert blocks_of(re.sub(" *set_registers.*\n", "", SEVERAL)) == 4
+
+
+FIRST = "          set_registers {count=40, more=False}\n"
+WAIT = "          barrier_wait %full, %zero\n"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        # Registers are exchanged after something else, or twice.
+        (FIRST + WAIT, WAIT + FIRST),
+        (FIRST, FIRST + FIRST),
+        # A copy out may still read shared memory.
+        ("bulk_wait {pending=0", "bulk_wait {pending=1"),
+        ("              bulk_commit\n", ""),
+        # Not all programs have as many steps.
+        ("for %zero, %limit", "for %i, %limit"),
+        # The chip counts the threads that have arrived, and nobody resets it.
+        (
+            WAIT,
+            WAIT + "          named_barrier {id=5, threads=128, arrive_only=True}\n",
+        ),
+        (WAIT, WAIT + "          %own: ref<i32 mbarrier @arrivals(1)> = alloc\n"),
+        # Tiles leave few registers.
+        ("count=232", "count=40"),
+        ('semantics=("parallel",)', 'semantics=("cluster",)'),
+        ("roles {", "roles {cuda.registers=(232, 40), "),
+    ],
+)
+def test_programs_that_have_blocks_of_threads_of_their_own(old, new):
+    assert old in SEVERAL
+    assert blocks_of(SEVERAL.replace(old, new)) is None

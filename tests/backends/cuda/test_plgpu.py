@@ -1,8 +1,6 @@
 """An author's explicit kernels (`plgpu`) as CUDA C++, run on the CPU (`host.py`)."""
 
 import re
-from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ from jax import lax
 import pallasite as pl
 from pallasite import mosaic_gpu as plgpu
 from pallasite.backends import base, cuda
-from pallasite.backends.cuda import emit, nvrtc
+from pallasite.backends.cuda import nvrtc
 from pallasite.errors import ResourceError, UnsupportedError
 from pallasite.target import GPUS
 from tests.backends.cuda import host
@@ -229,79 +227,6 @@ def test_nobody_waits_at_the_end_until_main_memory_has_the_results(tmp_path):
     np.testing.assert_array_equal(result, np.stack([x, x]))
 
 
-# --- several programs on a block of threads ---
-
-
-def tiles_of_programs(x_ref, o_ref, buffer, barrier, steps=2):
-    """Each program doubles some tiles; barriers are in another phase at the end."""
-
-    @pl.loop(0, steps)
-    def _(i):
-        height = buffer.shape[0]
-        rows = pl.ds((pl.program_id(0) * 3 + i) * height, height)
-        plgpu.copy_gmem_to_smem(x_ref.at[rows], buffer, barrier)
-        plgpu.barrier_wait(barrier)
-        buffer[...] = buffer[...] * 2
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, o_ref.at[rows])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def of_programs(x, kernel=tiles_of_programs, rows=160):
-    memory = [plgpu.SMEM((rows, 128), F32), plgpu.Barrier()]
-    grid = dict(grid=(x.shape[0] // 480,), grid_names=("i",))
-    return plgpu.kernel(kernel, out(*x.shape), scratch_shapes=memory, **grid)(x)
-
-
-@pytest.fixture
-def two_cores(monkeypatch):
-    chip = replace(GPUS["h100"], cores=2)
-    monkeypatch.setattr(cuda, "_chip", lambda options: chip)
-
-
-@needs_compiler
-def test_blocks_of_threads_run_several_programs(tmp_path, two_cores):
-    """As many blocks as run at a time, of whose programs each has fresh barriers."""
-    (x,) = operands((9 * 480, 128), dtype=F32)
-    three = partial(tiles_of_programs, steps=3)
-    found = text(partial(of_programs, kernel=three), x)
-    assert "for (int number = blockIdx.x; number < 9; number += 4)" in found
-    assert emit.Launched.of(found).programs == 4
-    got = run(partial(of_programs, kernel=three), x, folder=tmp_path)
-    np.testing.assert_array_equal(got, 2 * x)
-
-
-def longer_later(*refs):
-    tiles_of_programs(*refs, steps=pl.program_id(0) % 3)
-
-
-@pytest.mark.parametrize(
-    "programs, options",
-    [
-        (4, {}),  # all of them run at a time
-        (9, {"kernel": longer_later}),  # the chip balances them
-        (9, {"rows": 80}),  # how many run at a time is for ptxas to say
-    ],
-)
-def test_other_programs_have_blocks_of_their_own(programs, options, two_cores):
-    (x,) = operands((programs * 480, 128), dtype=F32)
-    found = text(partial(of_programs, **options), x)
-    assert "number" not in found
-    assert emit.Launched.of(found).programs == programs
-
-
-def test_programs_without_shared_memory_have_blocks_of_their_own(two_cores):
-    def doubled_rows(x_ref, o_ref):
-        rows = pl.ds(pl.program_id(0) * 128, 128)
-        o_ref[rows] = x_ref[rows] * 2
-        plgpu.wait_smem_to_gmem(0)
-
-    grid = dict(grid=(300,), grid_names=("i",))
-    function = plgpu.kernel(doubled_rows, out(300 * 128), **grid)
-    found = text(function, *operands((300 * 128,), dtype=F32))
-    assert emit.Launched.of(found).programs == 300
-
-
 # --- warpgroups side by side ---
 
 
@@ -397,10 +322,10 @@ def test_pairs_of_small_floats_are_exact(dtype, tmp_path):
 
 
 def ring_kernel(steps, slots, depth):
-    """One warpgroup fills a ring, two multiply; each has half of the rows."""
+    """One warpgroup fills a ring, two multiply; each has half of a program's rows."""
 
     def kernel(x, y, o, a, b, sums, full, empty):
-        wg = lax.axis_index("wg")
+        wg, first = lax.axis_index("wg"), pl.program_id(0) * 128
 
         @pl.when(wg == 2)
         def load():
@@ -414,13 +339,14 @@ def ring_kernel(steps, slots, depth):
                 def _():
                     plgpu.barrier_wait(empty.at[s])
 
-                plgpu.copy_gmem_to_smem(x.at[:, part], a.at[s], full.at[s])
+                rows = pl.ds(first, 128)
+                plgpu.copy_gmem_to_smem(x.at[rows, part], a.at[s], full.at[s])
                 plgpu.copy_gmem_to_smem(y.at[part], b.at[s], full.at[s])
 
         @pl.when(wg < 2)
         def compute():
             plgpu.set_max_registers(232, action="increase")
-            rows = pl.ds(wg * 64, 64)
+            rows, own = pl.ds(wg * 64, 64), pl.ds(first + wg * 64, 64)
 
             def multiply(acc):
                 @pl.loop(0, steps)
@@ -438,7 +364,7 @@ def ring_kernel(steps, slots, depth):
                 half = slice(64 * n, 64 * n + 64)
                 sums[wg, n] = total[:, half].astype(F16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(sums.at[wg, n], o.at[rows, half])
+                plgpu.copy_smem_to_gmem(sums.at[wg, n], o.at[own, half])
             plgpu.wait_smem_to_gmem(0)
 
     return kernel
@@ -447,7 +373,7 @@ def ring_kernel(steps, slots, depth):
 def ring(x, y, steps=3, slots=2, depth=64):
     return plgpu.kernel(
         ring_kernel(steps, slots, depth),
-        out_type=out(128, 128, dtype=F16),
+        out_type=out(x.shape[0], 128, dtype=F16),
         scratch_types=[
             plgpu.SMEM((slots, 128, depth), F16, transforms=SWIZZLED),
             plgpu.SMEM((slots, depth, 128), F16, transforms=SWIZZLED),
@@ -455,6 +381,8 @@ def ring(x, y, steps=3, slots=2, depth=64):
             plgpu.Barrier(num_arrivals=2, num_barriers=slots),
             plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         ],
+        grid=(x.shape[0] // 128,),
+        grid_names=("i",),
         num_threads=3,
         thread_name="wg",
     )(x, y)

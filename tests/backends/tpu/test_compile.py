@@ -2,9 +2,12 @@
 
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallasite as pl
 from pallasite.ir.nodes import Kernel
 from pallasite.passes.run import run
 from pallasite.primitive import kernels_in
@@ -103,6 +106,18 @@ def test_estimated_cycles_are_read():
     jobs = [harness.job("matmul", harness.kernel_of("matmul"))]
     (result,) = compile_all(jobs, "v5e", cycles=True)
     assert result.ok and result.cycles and result.cycles > 1000
+
+
+def test_kernels_on_which_the_estimator_gives_up_have_cycles_of_their_code():
+    """libtpu 0.0.51 for v6e: any constant that is added to bf16."""
+
+    def add_one(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    (kernel,) = kernels_in(pl.pallas_call(add_one, out_shape=x), x)
+    (result,) = compile_all([harness.job("add_one", kernel)], "v6e", cycles=True)
+    assert result.ok and result.estimated and result.estimated > 10
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallasite as pl
+from pallasite import config, kernels
 from pallasite.backends.base import Compiled, Options, get
 from pallasite.backends.tpu.carried_types import (
     carry_types,
@@ -206,6 +207,16 @@ def test_xla_converts_arrays_around_the_call():
     assert "use a block of (8, 128)" in first
     assert "tensor<4x4x128xf32>" in text
     assert "tensor<16x128xf16>) ->" in text
+
+
+def test_nobody_is_told_to_change_blocks_of_the_library(recwarn):
+    """Heads are the third dimension of an operand; XLA puts them in front."""
+    x = array(1, 256, 4, 64)
+    run = jax.grad(lambda q: kernels.attention(q, q, q).sum())
+    with config.override(target="v5e"):
+        traced = jax.jit(run).trace(x)
+        traced.lower(lowering_platforms=("tpu",))
+    assert [w for w in recwarn if w.category is PerformanceWarning] == []
 
 
 # --- arrays in main memory ---
