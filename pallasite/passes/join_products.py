@@ -46,7 +46,8 @@ class _Product:
 
     Attributes:
         op: the dot.
-        same: what it has to share with others: the right side and the kind of product.
+        same: what it has to share with others: the right side, the kind of product, and
+            the memory that its rows are in.
         rows: of the left side.
         load: of these rows, if that gives the same wherever it is done.
     """
@@ -57,17 +58,14 @@ class _Product:
     load: Access | None
 
     def is_followed_by(self, other: "_Product") -> bool:
-        """Whether both can be of one product: the other's rows are the next ones."""
-        if self.same != other.same or (self.load is None) != (other.load is None):
-            return False
+        """Whether rows of products that have the same come after each other."""
         if self.load is None or other.load is None:
             return True
         (first, *rest), (second, *others) = self.load.index, other.load.index
         assert isinstance(first, Span) and isinstance(second, Span)
-        follows = second.start == (first.start or 0) + first.size
-        return self.load.ref is other.load.ref and follows and rest == others
+        return second.start == (first.start or 0) + first.size and rest == others
 
-    def bytes(self, rows: int) -> int:
+    def memory(self, rows: int) -> int:
         """Of the results of so many rows, and of these rows."""
         tiles = [self.op.result.tile]
         if self.load is None:
@@ -85,15 +83,17 @@ class _Joining:
 
     def block(self, block: Block) -> Block:
         """A block with products joined, in what is inside its ops too."""
-        ops: list[Op] = []
-        for op in block.ops:
-            regions = tuple(map(self.block, op.regions))
-            changed = any(a is not b for a, b in zip(regions, op.regions, strict=True))
-            ops.append(op.with_(regions=regions) if changed else op)
-        new = replace(block, ops=tuple(ops)) if tuple(ops) != block.ops else block
+        ops = tuple(map(self.with_regions, block.ops))
+        changed = any(a is not b for a, b in zip(ops, block.ops, strict=True))
+        new = replace(block, ops=ops) if changed else block
         for group in self.groups(new):
             new = self.joined(new, group) or new
         return new
+
+    def with_regions(self, op: Op) -> Op:
+        regions = tuple(map(self.block, op.regions))
+        changed = any(a is not b for a, b in zip(regions, op.regions, strict=True))
+        return op.with_(regions=regions) if changed else op
 
     # --- which products ---
 
@@ -114,7 +114,7 @@ class _Joining:
 
     def has_room(self, group: Sequence[_Product], new: _Product) -> bool:
         rows = sum(each.rows for each in group) + new.rows
-        return group[-1].is_followed_by(new) and new.bytes(rows) <= self.most_bytes
+        return group[-1].is_followed_by(new) and new.memory(rows) <= self.most_bytes
 
     def product(self, op: Op) -> _Product | None:
         """A product of rows, if it has few of them."""
@@ -128,9 +128,11 @@ class _Joining:
             return None
         right = self.steady_load(rhs.value)
         what = rhs.value if right is None else (right.ref, right.index)
-        kind = tuple(sorted((name, str(v)) for name, v in op.attrs.items()))
-        same = (what, shapes[0][1], lhs.value.tile.dtype, kind)
-        return _Product(op, same, rows, self.steady_load(lhs.value))
+        kind = tuple(sorted((name, str(n)) for name, n in op.attrs.items()))
+        load = self.steady_load(lhs.value)
+        memory = None if load is None else load.ref
+        same = (what, memory, shapes[0][1], lhs.value.tile.dtype, kind)
+        return _Product(op, same, rows, load)
 
     def steady_load(self, value: Value) -> Access | None:
         """A load at a known place of memory that nobody writes."""
@@ -147,55 +149,50 @@ class _Joining:
 
     def joined(self, block: Block, group: Sequence[_Product]) -> Block | None:
         """The block with one product for a group; None: others are in its way."""
-        dots = [each.op for each in group]
+        results = [each.op.result for each in group]
+        # By results: other groups may have changed the operands.
+        dots = [op for op in block.ops if op.name == "dot" and op.result in results]
         places = [n for n, op in enumerate(block.ops) if op in dots]
-        first, last = places[0], places[-1]
-        b = Builder(dots[-1].loc)
-        if group[0].load is not None and self.steady_load(dots[0].operands[1]):
-            product = self.of_memory(b, group)
-            later = [op for op in block.ops[first:] if op not in dots]
-            ops = [*block.ops[:first], *self.taken_apart(b, product, group), *later]
+        first, end = places[0], places[-1] + 1
+        between = [op for op in block.ops[first:end] if op not in dots]
+        b = Builder(dots[0].loc)
+        right = self.steady_load(dots[0].operands[1])
+        if group[0].load is not None and right is not None:
+            waiting = between
+            rows, other = self.loaded(b, group), b.load(right.ref, right.index)
         else:
-            between = [op for op in block.ops[first:last] if op not in dots]
-            waiting = self.waiting(between, {op.result for op in dots})
+            waiting = self.waiting(between, {*results})
             if waiting is None or self.uses(dots, waiting):
                 return None
             rows = b.op("concatenate", *(op.operands[0] for op in dots), axis=0)
-            product = self.of_rows(b, dots[-1], rows)
-            before = [op for op in between if op not in waiting]
-            apart = self.taken_apart(b, product, group)
-            ops = [*block.ops[:first], *before, *apart, *waiting]
-            ops += block.ops[last + 1 :]
-        renamed = dict(zip((op.result for op in dots), self.parts, strict=True))
-        return substitute(replace(block, ops=tuple(ops)), renamed)
+            other = dots[-1].operands[1]
+        before = [op for op in between if op not in waiting]
+        parts = self.parts(b, b.op("dot", rows, other, **dots[0].attrs), group)
+        ops = (*block.ops[:first], *before, *b.ops, *waiting, *block.ops[end:])
+        renamed = dict(zip(results, parts, strict=True))
+        return substitute(replace(block, ops=ops), renamed)
 
-    def of_memory(self, b: Builder, group: Sequence[_Product]) -> Value:
+    def loaded(self, b: Builder, group: Sequence[_Product]) -> Value:
+        """The rows of all products, which are next to each other in memory."""
         load = group[0].load
         assert load is not None
         span, *rest = load.index
         assert isinstance(span, Span)
         whole = replace(span, size=sum(each.rows for each in group))
-        right = self.steady_load(group[0].op.operands[1])
-        assert right is not None
-        rows = b.load(load.ref, (whole, *rest))
-        new = group[0].op.with_(operands=(rows, b.load(right.ref, right.index)))
-        return b.op("dot", *new.operands, **new.attrs)
+        return b.load(load.ref, (whole, *rest))
 
-    def of_rows(self, b: Builder, last: Op, rows: Value) -> Value:
-        return b.op("dot", rows, last.operands[1], **last.attrs)
-
-    def taken_apart(
+    def parts(
         self, b: Builder, product: Value, group: Sequence[_Product]
-    ) -> Sequence[Op]:
-        """The product, and the rows of each of the group."""
-        self.parts: list[Value] = []
+    ) -> list[Value]:
+        """What each of a group has of the rows of their product."""
+        found: list[Value] = []
         start, columns = 0, product.tile.shape[1]
         for each in group:
             end = start + each.rows
             places = {"starts": (start, 0), "limits": (end, columns)}
-            self.parts.append(b.op("slice", product, **places, strides=(1, 1)))
+            found.append(b.op("slice", product, **places, strides=(1, 1)))
             start = end
-        return b.ops
+        return found
 
     def waiting(self, ops: Sequence[Op], values: set[Value]) -> list[Op] | None:
         """Ops that come after some values; None if it is not known what one does."""
@@ -222,7 +219,9 @@ class _Joining:
                 reads.add(self.roots.of(inner.operands[0]))
             elif inner.name == "store":
                 writes.add(self.roots.of(inner.operands[0]))
-            elif effect is not Effect.PURE and not inner.regions:
+            elif inner.name == "pipeline" or (
+                effect is not Effect.PURE and not inner.regions
+            ):
                 return None, writes
         return reads, writes
 
