@@ -143,6 +143,7 @@ def attention(
         scale=sizes.width**-0.5 if scale is None else scale,
         soft_cap=soft_cap,
         dropout_rate=dropout_rate,
+        return_log_sum_exp=return_log_sum_exp,
     )
     seeds = None
     if dropout_rate and dropout_key is not None:
@@ -164,7 +165,7 @@ def attention(
     )
     if config.block_q != default.block_q and config.block_q_alone is not None:
         config = dataclasses.replace(config, block_q_alone=None)  # tuned: for all calls
-    out, log_sum_exp = compute(
+    out, *log_sum_exp = compute(
         query,
         key,
         value,
@@ -176,7 +177,7 @@ def attention(
         options=options,
         config=config,
     )
-    return (out, log_sum_exp) if return_log_sum_exp else out
+    return (out, *log_sum_exp) if return_log_sum_exp else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +185,7 @@ class _Options:
     scale: float
     soft_cap: float | None
     dropout_rate: float
+    return_log_sum_exp: bool  # as a second result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +286,8 @@ def _plain(query, key, value, bias, sinks, seeds, *, mask, sizes, options, confi
         stays = dropout.kept(seeds, jnp.arange(sizes.keys, dtype=jnp.int32), rate)
         weights = jnp.where(stays, weights * dropout.scale(rate), 0)
     out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), repeat(value))
+    if not options.return_log_sum_exp:
+        return (out.astype(query.dtype),)
     found = maximum + jnp.log(total + jnp.exp(LOWEST - maximum))
     return out.astype(query.dtype), _log_sum_exp(found)[..., 0]
 
@@ -415,27 +419,28 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
         has_sinks=sinks is not None,
         has_seeds=seeds is not None,
     )
-    out, log_sum_exp = pl.pallas_call(
+    shape = (s.batch, s.queries, s.heads, s.value_width)
+    results = [jax.ShapeDtypeStruct(shape, query.dtype)]
+    result_specs = [
+        pl.BlockSpec(
+            (None, block_q, None, s.value_width),
+            lambda b, h, i, j, *_: (b, i, h, 0),
+        )
+    ]
+    if options.return_log_sum_exp:
+        shape = (s.batch, s.heads, s.queries, 1)
+        results.append(jax.ShapeDtypeStruct(shape, wide))
+        result_specs.append(
+            pl.BlockSpec((None, None, block_q, 1), lambda b, h, i, j, *_: (b, h, i, 0))
+        )
+    out, *log_sum_exp = pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct(
-                (s.batch, s.queries, s.heads, s.value_width), query.dtype
-            ),
-            jax.ShapeDtypeStruct((s.batch, s.heads, s.queries, 1), wide),
-        ],
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(s.batch, s.heads, pl.cdiv(s.queries, block_q), steps),
             in_specs=specs,
-            out_specs=[
-                pl.BlockSpec(
-                    (None, block_q, None, s.value_width),
-                    lambda b, h, i, j, *_: (b, i, h, 0),
-                ),
-                pl.BlockSpec(
-                    (None, None, block_q, 1), lambda b, h, i, j, *_: (b, h, i, 0)
-                ),
-            ],
+            out_specs=result_specs,
             scratch_shapes=[
                 pltpu.VMEM((block_q, 1), wide),
                 pltpu.VMEM((block_q, 1), wide),
@@ -453,7 +458,7 @@ def _by_blocks(query, key, value, bias, sinks, seeds, mask, *, sizes, options, c
         ),
         name="attention",
     )(*scalars, *operands)
-    return out, _log_sum_exp(log_sum_exp[..., 0])
+    return out, *(_log_sum_exp(found[..., 0]) for found in log_sum_exp)
 
 
 def _tile_of_pairs(block_q: int, block_kv: int, scalar: int) -> pl.BlockSpec:
@@ -500,7 +505,9 @@ def _kernel(
     seed_refs = (next(take), next(take)) if has_seeds else None
     vectors = sum(side in ("query", "key") for side in sides)
     other_refs = [next(take) for _ in range(vectors + sum(tiled))]
-    o_ref, log_sum_exp_ref, max_ref, sum_ref, acc_ref = take
+    o_ref = next(take)
+    log_sum_exp_ref = next(take) if options.return_log_sum_exp else None
+    max_ref, sum_ref, acc_ref = take
 
     data = _mask_data(sides, tiled, scalar_refs, other_refs)
     rows = masks.Span(i * q_ref.shape[0], q_ref.shape[0])
@@ -559,4 +566,5 @@ def _kernel(
         if seed_refs is not None:
             acc = acc * dropout.scale(options.dropout_rate)
         o_ref[...] = (acc / divisor).astype(o_ref.dtype)
-        log_sum_exp_ref[...] = maximum + jnp.log(divisor)
+        if log_sum_exp_ref is not None:
+            log_sum_exp_ref[...] = maximum + jnp.log(divisor)

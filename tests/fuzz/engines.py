@@ -32,6 +32,7 @@ from pallasite.passes.guard_bounds import guard_bounds
 from pallasite.passes.hoist import hoist
 from pallasite.passes.idle_windows import idle_windows
 from pallasite.passes.join_branches import join_branches
+from pallasite.passes.join_products import join_products
 from pallasite.passes.known_comparisons import known_comparisons
 from pallasite.passes.legalize import legalize
 from pallasite.passes.merge_k_rounds import merge_k_rounds
@@ -120,6 +121,9 @@ def _passes(choices: Choices) -> dict[str, Callable[[Kernel], Kernel]]:
         "idle_windows": idle_windows,
         "join_branches": partial(
             join_branches, size=_ops_in, most=size(), needed="add"
+        ),
+        "join_products": partial(
+            join_products, few_rows=size(), granule=1, most_bytes=size() * 64
         ),
         "canonicalize": canonicalize,
         "legalize": partial(legalize, native=native, backend="fuzz"),

@@ -187,13 +187,21 @@ def test_the_gradient_on_a_gpu_is_divided_among_queries_and_keys(kv_heads, monke
     assert products == [0, 3, 4]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_log_sum_exp_is_written_only_where_it_is_asked_for(asked):
+    run = functools.partial(kernels.attention, return_log_sum_exp=asked)
+    (kernel,) = kernels_in(run, *operands(1, 64, 64, 1, 1, 16, 16))
+    assert len(kernel.outputs) == 1 + asked
+
+
 def test_a_gradient_without_the_log_sum_exp_runs_no_product_twice(monkeypatch):
     """The forward kernel keeps for both results; one of them has no cotangent."""
     monkeypatch.setenv("PALLASITE_TARGET", "h200")
     given = [jax.ShapeDtypeStruct((2, 1024, 4, 128), jnp.bfloat16)] * 4
 
     def gradient(q, k, v, cotangent):
-        run = functools.partial(kernels.attention, mask=masks.Causal())
+        both = functools.partial(kernels.attention, return_log_sum_exp=True)
+        run = lambda *args: both(*args, mask=masks.Causal())[0]
         result, pull = jax.vjp(run, q, k, v)
         return result, *pull(cotangent)
 

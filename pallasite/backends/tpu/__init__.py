@@ -28,6 +28,8 @@ from pallasite.target import Tpu
 LANES = 128  # of a vector register of every TPU
 SUBLANE_GATHER = 5  # the first generation whose cores reorder rows of a register
 LEAST_MASK = 1 << 14  # elements of a mask that is worth a branch
+FEW_ROWS = 4  # times the rows of a matrix unit: those that wait for it to be loaded
+JOINED_SHARE = 0.2  # of on-chip memory, for a product that was several
 MOST_VERSIONS = 64_000  # operations on vector registers in all versions of a body
 
 
@@ -94,7 +96,7 @@ class TpuBackend:
             Pass("guard_bounds", guard_bounds),
             Pass("unmasked_steps", partial(unmasked_steps, least=LEAST_MASK)),
             Pass("idle_windows", idle_windows),
-            *self._versions(chip),
+            *self._versions(chip, asked),
             Pass("fit_windows", fit_windows),
             Pass("join_aliased", join_aliased),
             Pass("share_cores", partial(share_between_cores, chip=chip)),
@@ -136,16 +138,24 @@ class TpuBackend:
         unroll = partial(unroll_for_tpu, chip=options.chip)
         return (Pass("choose_blocks", blocks), Pass("unroll_rounds", unroll))
 
-    def _versions(self, chip: Tpu | None) -> Sequence[Pass]:
+    def _versions(self, chip: Tpu | None, vmem_bytes: int | None) -> Sequence[Pass]:
         """Steps without branches between them, where code may grow."""
         from pallasite.passes.join_branches import join_branches
+        from pallasite.passes.join_products import join_products
         from pallasite.passes.tpu_blocks import code_size
 
         if chip is None:
             return ()
         size = partial(code_size, chip=chip)
         join = partial(join_branches, size=size, most=MOST_VERSIONS)
-        return (Pass("join_branches", join),)
+        passes = [Pass("join_branches", join)]
+        if chip.mxu_size > LANES:
+            few_rows = FEW_ROWS * chip.mxu_size
+            allowed = chip.scoped_vmem if vmem_bytes is None else vmem_bytes
+            room = int(JOINED_SHARE * allowed)
+            rows = partial(join_products, few_rows=few_rows, granule=LANES)
+            passes.append(Pass("join_products", partial(rows, most_bytes=room)))
+        return passes
 
     def stages(self, options: Options) -> Sequence[Stage]:
         from pallasite.backends.tpu.compile import core_of
