@@ -88,8 +88,7 @@ class Builder:
     def broadcast(
         self, x: Value, shape: Sequence[int], dims: Sequence[int] | None = None
     ) -> Value:
-        """Broadcast; dimension d of `x` becomes `dims[d]` (default: trailing
-        dimensions)."""
+        """Broadcast; dimension d of `x` becomes `dims[d]` (default: trailing ones)."""
         shape = tuple(shape)
         if dims is None:
             dims = range(len(shape) - x.tile.rank, len(shape))

@@ -57,8 +57,8 @@ def parse_kernel(text: str) -> Kernel:
     """The kernel a text describes.
 
     Raises:
-            ParseError: the text is not the printed form of a kernel; gives the line,
-            what was found and what was expected.
+        ParseError: the text is not the printed form of a kernel; gives the line, what
+            was found and what was expected.
     """
     parser = _Parser(text)
     kernel = parser.kernel()
@@ -74,8 +74,7 @@ class _Token(NamedTuple):
 
 
 def _tokens(text: str) -> list[_Token]:
-    """All tokens; the last appears twice, so that looking one ahead is always
-    possible."""
+    """All tokens; the last appears twice, so that looking one ahead is safe."""
     found: list[_Token] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup
@@ -111,8 +110,7 @@ class _Parser:
         return self.tokens[self.index + 1].text
 
     def at(self, text: str) -> bool:
-        """Whether the current token is `text`, a mark or a word (unambiguous by
-        kind)."""
+        """Whether the current token is `text`, a mark or a word of a unique kind."""
         return self.token.text == text
 
     def accept(self, text: str) -> bool:

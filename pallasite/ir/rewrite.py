@@ -159,8 +159,7 @@ def _fresh(values: tuple[Value, ...], fresh: dict[Value, Value]) -> tuple[Value,
 
 
 def inline(builder: Builder, block: Block, args: Sequence[Value]) -> tuple[Value, ...]:
-    """Emit a copy of the block's ops with `args` for its parameters; return its
-    yields."""
+    """Emit a copy of the block's ops with `args` as parameters; gives its yields."""
     mapping = dict(zip(block.params, args, strict=True))
     copy = clone(Block((), block.ops, block.yields), mapping)
     builder.ops += copy.ops

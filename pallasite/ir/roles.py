@@ -85,8 +85,7 @@ class Pipeline:
         return replace(self, **changes)
 
     def showing(self, shown: Iterable[Shown], body: Block | None = None) -> "Pipeline":
-        """Copy with other windows, and a body over their blocks (None: the same
-        ops)."""
+        """Copy with other windows, and a body over their blocks (None: same ops)."""
         arrays, windows, maps, blocks = _columns(shown)
         if body is None:
             body = replace(self.body, params=(*self.ids, *blocks))
@@ -222,8 +221,7 @@ class Dot:
 
 @dataclass(frozen=True, eq=False)
 class Wgmma:
-    """A wgmma, decomposed: the accumulator, both operands, and the contracted dimension
-    of each."""
+    """A wgmma, decomposed: accumulator, both operands, contracted dimension of each."""
 
     sums: Value
     lhs: Value

@@ -123,8 +123,7 @@ class Layout:
     """How elements are placed in the registers of lanes, or in memory: `@swizzle(128)`.
 
     Exists only at the explicit level; the backend defines which kinds there are and
-    what
-    they mean. To the evaluator, a value is the same in every layout.
+    what they mean. To the evaluator, a value is the same in every layout.
     """
 
     kind: str

@@ -40,8 +40,7 @@ def verify(kernel: Kernel) -> None:
     """Check every rule of the IR.
 
     Raises:
-            VerifyError: names the rule, the op in its printed form, and the user's
-            line.
+        VerifyError: names the rule, the op in its printed form, and the user's line.
     """
     _Verifier(kernel).run()
 
@@ -56,8 +55,7 @@ class _Breach(Exception):
 
 
 class _Verifier:
-    """Walks a kernel in program order, tracking the values defined and visible so
-    far."""
+    """Walks a kernel in program order, tracking the values that are visible."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -212,8 +210,7 @@ def _check_type(type_: Type, level: str) -> None:
 
 
 def _pending_tiles(body: Block) -> set[Value]:
-    """Results of wgmma not yet passed through wgmma_wait, also via loops and
-    branches."""
+    """Results of wgmma without a wgmma_wait yet, also through loops and branches."""
     ops = list(walk(body))
     found = {v for op in ops if op.name == "wgmma" for v in op.results}
     before = -1
