@@ -97,7 +97,7 @@ def explain_grad(function: Callable[..., Any]) -> Callable[..., GradReport]:
 
 
 def explain(kernel: Kernel, backend: str | None = None) -> list[OperandGrad]:
-    """One row per operand of a kernel, if every float result has a cotangent."""
+    """One row per operand of a kernel, assuming cotangents of all float results."""
     try:
         made, reason = chosen_plan(kernel, backend), ""
     except NoBackwardKernel as error:
