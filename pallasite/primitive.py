@@ -104,6 +104,19 @@ class Checked:
     machine: Machine = Machine()
 
 
+@dataclass(frozen=True)
+class CheckedElsewhere(Checked):
+    """Checked mode of a kernel for GPUs that is called where there is none: nobody
+    asked for it, so that tools may ask what a GPU's backend makes of the kernel."""
+
+
+def for_platform(call: "Call", platform: str) -> "Call":
+    """The call as it is where operands are on a platform."""
+    if platform == "cuda" and isinstance(call.interpret, CheckedElsewhere):
+        return replace(call, interpret=False)
+    return call
+
+
 def interpreted(params: Any) -> Checked:
     """The evaluator as a `pltpu.InterpretParams` asks for it."""
     late = params.random_seed if params.random_seed is not None else "late"

@@ -12,234 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallasite import jaxcompat
 from pallasite.errors import KernelTypeError, SpecError, UnsupportedError
 from pallasite.language import refs
+from pallasite.language.gpu_memory import CopyPartition, OOBFillMode
 from pallasite.language.helpers import when
-from pallasite.language.memory_spaces import MemoryRef, MemorySpace
 from pallasite.language.refs import flatten_views, kernel_primitive
 from pallasite.language.trace import trace, user_location
-
-# --- memory ---
-
-
-@dataclass(frozen=True)
-class BarrierSpace:
-    """Where barriers are; how many arrivals complete a phase is part of it.
-
-    Of a cluster's barriers, `arrivals` is what each block along `collective_axes` adds.
-    """
-
-    arrivals: int
-    collective_axes: tuple[str, ...] = ()
-    is_first_only: bool = False  # arrivals count at the first block's barrier only
-    orders_tensor_core: bool = False
-    value: str = "mbarrier"
-
-
-@dataclass(frozen=True)
-class SwizzledSpace:
-    """Shared memory swizzled in rows of `swizzle` bytes."""
-
-    swizzle: int
-    value: str = "smem"
-
-
-def Barrier(
-    *,
-    num_arrivals: int = 1,
-    num_barriers: int | Sequence[int] = 1,
-    orders_tensor_core: bool = False,
-) -> MemoryRef:
-    """Barriers in shared memory: each phase ends after `num_arrivals` arrivals.
-
-    Args:
-        num_arrivals: by `barrier_arrive`, or one per copy that names the barrier.
-        num_barriers: how many; `ref.at[i]` is one of them.
-        orders_tensor_core: for `tcgen05_mma`, and to order accesses to TMEM.
-    """
-    return _barriers(
-        num_barriers, BarrierSpace(num_arrivals, orders_tensor_core=orders_tensor_core)
-    )
-
-
-def ClusterBarrier(
-    *,
-    collective_axes: str | Sequence[str],
-    num_barriers: int | Sequence[int] = 1,
-    num_arrivals: int = 1,
-    orders_tensor_core: bool = False,
-    leader_tracked: bool = False,
-) -> MemoryRef:
-    """Barriers of each block of a cluster, at all of which an arrival counts.
-
-    Args:
-        collective_axes: the axes of the cluster whose blocks arrive.
-        num_barriers: how many.
-        num_arrivals: of each block, that complete a phase together.
-        orders_tensor_core: as for `Barrier`.
-        leader_tracked: arrivals count at the barrier of the first block only.
-    """
-    axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
-    space = BarrierSpace(num_arrivals, tuple(axes), leader_tracked, orders_tensor_core)
-    return _barriers(num_barriers, space)
-
-
-def _barriers(count: int | Sequence[int], space: BarrierSpace) -> MemoryRef:
-    if space.arrivals < 1:
-        raise SpecError(
-            f"a barrier needs at least one arrival, got {space.arrivals}",
-            at=user_location(),
-            fix="plgpu.Barrier(num_arrivals=1)",
-        )
-    shape = (count,) if isinstance(count, int) else tuple(count)
-    return MemoryRef(shape, np.int32, space)
-
-
-@dataclass(frozen=True)
-class CopyPartition:
-    """What blocks of a cluster copy where the first one counts it.
-
-    `CopyPartition.PARTITIONED(axis)`: each its part along an axis;
-    `CopyPartition.REPLICATED`: all the same.
-    """
-
-    axis: int | None = None
-
-    @staticmethod
-    def PARTITIONED(axis: int) -> "CopyPartition":
-        return CopyPartition(axis)
-
-
-CopyPartition.REPLICATED = CopyPartition()  # type: ignore[attr-defined]
-
-
-class OOBFillMode(enum.Enum):
-    """What a copy brings from outside an array: zeros here, whatever is promised."""
-
-    UNDEFINED = 0
-    PROMISE_IN_BOUNDS = 1
-    ZEROS = 2
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """`plgpu.SMEM`: a memory space, and shared memory when called."""
-
-    value: str = "smem"
-
-    def __call__(
-        self, shape: Sequence[int], dtype: Any, *, transforms: Any = (), **more: Any
-    ) -> MemoryRef:
-        """Shared memory of a shape. Of the transforms, which say how a chip lays it
-        out and change no result, a backend follows the swizzle."""
-        given = sorted(k for k, v in more.items() if v is not None)
-        if given:
-            raise UnsupportedError(
-                f"plgpu.SMEM({given[0]}=...) is not available",
-                at=user_location(),
-                fix="leave it out",
-            )
-        memory = MemorySpace.SMEM(shape, dtype)
-        swizzle = swizzle_of(transforms)
-        if swizzle is None:
-            return memory
-        return MemoryRef(memory.shape, memory.dtype, SwizzledSpace(swizzle))
-
-
-@dataclass(frozen=True)
-class TensorSpace:
-    """Tensor memory, perhaps of two blocks that multiply together."""
-
-    collective: bool = False
-    packed: bool = False  # several small elements in a word
-    value: str = "tmem"
-
-
-@dataclass(frozen=True)
-class TensorMemory:
-    """`plgpu.TMEM`: tensor memory when called, where `tcgen05_mma` adds up."""
-
-    value: str = "tmem"
-
-    def __call__(
-        self,
-        shape: Sequence[int],
-        dtype: Any,
-        *,
-        layout: Any = None,
-        collective: bool | None = None,
-        packed: bool | None = None,
-    ) -> MemoryRef:
-        """Tensor memory of a shape; `layout` changes no result."""
-        del layout
-        memory = MemorySpace.TMEM(shape, dtype)
-        space = TensorSpace(bool(collective), bool(packed))
-        return MemoryRef(memory.shape, memory.dtype, space)
-
-
-class Accumulator:
-    """`plgpu.ACC((m, n), dtype)`: sums of `wgmma`, zero at first."""
-
-    def __call__(self, shape: Sequence[int], dtype: Any = jnp.float32) -> MemoryRef:
-        return MemorySpace.REGS(tuple(shape), dtype)
-
-    @staticmethod
-    def init(value: Any) -> "StartedAt":
-        """An accumulator for `pl.run_state` that starts at a value."""
-        return StartedAt(value)
-
-
-@jax.tree_util.register_pytree_node_class
-class StartedAt:
-    """An accumulator's first value."""
-
-    memory_space = MemorySpace.REGS
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self) -> Any:
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "StartedAt":
-        return cls(*children)
-
-
-@dataclass(frozen=True)
-class TilingTransform:
-    """How a chip lays out shared memory: in tiles. Changes no result."""
-
-    tiling: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SwizzleTransform:
-    """How a chip lays out shared memory: swizzled. Changes no result."""
-
-    swizzle: int
-
-
-def swizzle_of(transforms: Sequence[Any]) -> int | None:
-    """The swizzle among transforms, in bytes; 16 is none."""
-    found = [t.swizzle for t in transforms if isinstance(t, SwizzleTransform)]
-    return found[-1] if found and found[-1] > 16 else None
-
-
-def find_swizzle(minor_dim_bits: int, what: str = "") -> int:
-    """The largest swizzle, in bytes, that divides a row of `minor_dim_bits`."""
-    for swizzle in (128, 64, 32, 16):
-        if minor_dim_bits % (swizzle * 8) == 0:
-            return swizzle
-    raise SpecError(
-        f"no swizzle fits rows of {minor_dim_bits} bits" + f" of {what}" * bool(what),
-        at=user_location(),
-        fix="make the last dimension a multiple of 16 bytes",
-    )
-
 
 # --- primitives ---
 
@@ -304,9 +84,9 @@ def copy_gmem_to_smem(
             get what it brings, each having copied a part of it.
         leader_tracked: each block copies for itself, its part or all of `src`; the
             barrier of the first one counts the copies of all.
-        oob_mode: what is outside the array is zeros in any mode.
+        oob_mode: what is outside the array is zeros in any mode; checked mode reports
+            a copy that leaves it with `PROMISE_IN_BOUNDS`.
     """
-    del oob_mode
     if leader_tracked is not None and collective_axes is None:
         raise SpecError(
             "copy_gmem_to_smem: leader_tracked is for copies of several blocks",
@@ -315,7 +95,13 @@ def copy_gmem_to_smem(
         )
     axes = (collective_axes,) if isinstance(collective_axes, str) else collective_axes
     flat, tree = flatten_views(src, dst, barrier)
-    load_to_smem_p.bind(*flat, tree=tree, axes=tuple(axes or ()), first=leader_tracked)
+    load_to_smem_p.bind(
+        *flat,
+        tree=tree,
+        axes=tuple(axes or ()),
+        first=leader_tracked,
+        inside=oob_mode is OOBFillMode.PROMISE_IN_BOUNDS,
+    )
 
 
 def copy_smem_to_gmem(

@@ -6,6 +6,7 @@ that an operand has no window. Each space carries the IR's name for it.
 
 import enum
 import operator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,3 +142,30 @@ def as_memory_ref(spec: Any) -> MemoryRef | None:
         space = space if isinstance(space, MemorySpace) else MemorySpace.VMEM
         return MemoryRef(tuple(spec.shape), np.dtype(spec.dtype), space)
     return None
+
+
+# --- memory of one warpgroup of several ---
+
+# The axis of warpgroups of the kernel that is traced, where it has several.
+warpgroup_axis: ContextVar[str | None] = ContextVar("warpgroup_axis", default=None)
+
+
+@dataclass(frozen=True)
+class OwnSpace:
+    """A memory space, of memory that each warpgroup of a block has for itself."""
+
+    space: Any
+    is_own: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "space"), name)
+
+
+def of_whom(memory: MemoryRef, collective_axes: Any) -> MemoryRef:
+    """Scoped memory: of all warpgroups if they allocate it together."""
+    axis, axes = warpgroup_axis.get(), collective_axes
+    axes = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    space = getattr(memory.memory_space, "value", None)
+    if axis is None or axis in axes or space not in ("smem", "mbarrier", "tmem"):
+        return memory
+    return MemoryRef(memory.shape, memory.dtype, OwnSpace(memory.memory_space))
